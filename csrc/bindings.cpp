@@ -1,0 +1,273 @@
+// vllm_tide._shm: shm.h for Python, in the limited API (one build for 3.11 and later).
+// Every offset is checked against its buffer here; the types are in _shm.pyi.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <cstring>
+
+#include "shm.h"
+
+namespace {
+
+// Below this, giving up the interpreter lock costs more than the work.
+constexpr size_t kReleaseLockBytes = 64 * 1024;
+
+// Parts of a gathered copy start at multiples of this.
+constexpr size_t kPartAlign = 8;
+
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  bool acquire(PyObject* object, int flags) {
+    held_ = PyObject_GetBuffer(object, &view_, flags) == 0;
+    return held_;
+  }
+  uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+  bool held_ = false;
+};
+
+bool expect_arguments(const char* name, Py_ssize_t given, Py_ssize_t low, Py_ssize_t high) {
+  if (given >= low && given <= high) return true;
+  PyErr_Format(PyExc_TypeError, "%s() takes %zd to %zd arguments, not %zd", name, low, high,
+               given);
+  return false;
+}
+
+bool to_u64(PyObject* object, uint64_t* value) {
+  *value = PyLong_AsUnsignedLongLong(object);
+  return !(*value == static_cast<uint64_t>(-1) && PyErr_Occurred());
+}
+
+bool to_crc(PyObject* object, uint32_t* value) {
+  uint64_t wide;
+  if (!to_u64(object, &wide)) return false;
+  if (wide > 0xFFFFFFFFu) {
+    PyErr_SetString(PyExc_OverflowError, "a CRC has 32 bits");
+    return false;
+  }
+  *value = static_cast<uint32_t>(wide);
+  return true;
+}
+
+// The address of the word at `offset`, or null with ValueError.
+uint8_t* word_at(const Buffer& buffer, PyObject* offset) {
+  const Py_ssize_t at = PyLong_AsSsize_t(offset);
+  if (at == -1 && PyErr_Occurred()) return nullptr;
+  if (at < 0 || buffer.size() < 8 || static_cast<size_t>(at) > buffer.size() - 8) {
+    PyErr_Format(PyExc_ValueError, "word at %zd lies outside a buffer of %zu bytes", at,
+                 buffer.size());
+    return nullptr;
+  }
+  uint8_t* address = buffer.data() + at;
+  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) {
+    PyErr_Format(PyExc_ValueError, "word at %zd is not 8-byte aligned", at);
+    return nullptr;
+  }
+  return address;
+}
+
+PyObject* py_shm_create(PyObject*, PyObject* args) {
+  const char* name;
+  long long size;
+  if (!PyArg_ParseTuple(args, "sL:shm_create", &name, &size)) return nullptr;
+  if (size <= 0) {
+    PyErr_SetString(PyExc_ValueError, "a segment needs at least one byte");
+    return nullptr;
+  }
+  int fd;
+  Py_BEGIN_ALLOW_THREADS
+  fd = tide::create_segment(name, size);
+  Py_END_ALLOW_THREADS
+  if (fd < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, name);
+  return PyLong_FromLong(fd);
+}
+
+PyObject* py_shm_open(PyObject*, PyObject* args) {
+  const char* name;
+  if (!PyArg_ParseTuple(args, "s:shm_open", &name)) return nullptr;
+  const int fd = tide::open_segment(name);
+  if (fd < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, name);
+  return PyLong_FromLong(fd);
+}
+
+PyObject* py_shm_unlink(PyObject*, PyObject* args) {
+  const char* name;
+  if (!PyArg_ParseTuple(args, "s:shm_unlink", &name)) return nullptr;
+  if (tide::unlink_segment(name) != 0)
+    return PyErr_SetFromErrnoWithFilename(PyExc_OSError, name);
+  return Py_NewRef(Py_None);
+}
+
+PyObject* py_fd_size(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("fd_size", count, 1, 1)) return nullptr;
+  const long fd = PyLong_AsLong(args[0]);
+  if (fd == -1 && PyErr_Occurred()) return nullptr;
+  const int64_t size = tide::descriptor_size(static_cast<int>(fd));
+  if (size < 0) return PyErr_SetFromErrno(PyExc_OSError);
+  return PyLong_FromLongLong(size);
+}
+
+PyObject* py_load(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("load", count, 2, 2)) return nullptr;
+  Buffer buffer;
+  if (!buffer.acquire(args[0], PyBUF_SIMPLE)) return nullptr;
+  const uint8_t* address = word_at(buffer, args[1]);
+  if (address == nullptr) return nullptr;
+  return PyLong_FromUnsignedLongLong(tide::load_acquire(address));
+}
+
+PyObject* py_store(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("store", count, 3, 3)) return nullptr;
+  Buffer buffer;
+  uint64_t value;
+  if (!buffer.acquire(args[0], PyBUF_WRITABLE) || !to_u64(args[2], &value)) return nullptr;
+  uint8_t* address = word_at(buffer, args[1]);
+  if (address == nullptr) return nullptr;
+  tide::store_release(address, value);
+  return Py_NewRef(Py_None);
+}
+
+PyObject* py_fetch_add(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("fetch_add", count, 3, 3)) return nullptr;
+  Buffer buffer;
+  uint64_t delta;
+  if (!buffer.acquire(args[0], PyBUF_WRITABLE) || !to_u64(args[2], &delta)) return nullptr;
+  uint8_t* address = word_at(buffer, args[1]);
+  if (address == nullptr) return nullptr;
+  return PyLong_FromUnsignedLongLong(tide::fetch_add(address, delta));
+}
+
+PyObject* py_compare_exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("compare_exchange", count, 4, 4)) return nullptr;
+  Buffer buffer;
+  uint64_t expected;
+  uint64_t desired;
+  if (!buffer.acquire(args[0], PyBUF_WRITABLE) || !to_u64(args[2], &expected) ||
+      !to_u64(args[3], &desired))
+    return nullptr;
+  uint8_t* address = word_at(buffer, args[1]);
+  if (address == nullptr) return nullptr;
+  return PyBool_FromLong(tide::compare_exchange(address, expected, desired));
+}
+
+using Checksum = uint32_t (*)(uint32_t, const void*, size_t);
+
+PyObject* checksum(const char* name, Checksum function, PyObject* const* args,
+                   Py_ssize_t count) {
+  if (!expect_arguments(name, count, 1, 2)) return nullptr;
+  Buffer buffer;
+  uint32_t crc = 0;
+  if (!buffer.acquire(args[0], PyBUF_SIMPLE)) return nullptr;
+  if (count == 2 && !to_crc(args[1], &crc)) return nullptr;
+  if (buffer.size() < kReleaseLockBytes) {
+    crc = function(crc, buffer.data(), buffer.size());
+  } else {
+    Py_BEGIN_ALLOW_THREADS
+    crc = function(crc, buffer.data(), buffer.size());
+    Py_END_ALLOW_THREADS
+  }
+  return PyLong_FromUnsignedLong(crc);
+}
+
+PyObject* py_crc32c(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return checksum("crc32c", tide::crc32c, args, count);
+}
+
+PyObject* py_crc32c_table(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return checksum("crc32c_table", tide::crc32c_table, args, count);
+}
+
+PyObject* py_crc32c_is_hardware(PyObject*, PyObject*) {
+  return PyBool_FromLong(tide::crc32c_is_hardware());
+}
+
+// One part: its bytes, then zeros up to the next multiple of kPartAlign.
+uint32_t copy_part(uint32_t crc, uint8_t* target, const Buffer& part, size_t padded) {
+  static const uint8_t zeros[kPartAlign] = {};
+  crc = tide::copy_crc32c(crc, target, part.data(), part.size());
+  return tide::copy_crc32c(crc, target + part.size(), zeros, padded - part.size());
+}
+
+PyObject* py_gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("gather", count, 3, 3)) return nullptr;
+  Buffer target;
+  if (!target.acquire(args[0], PyBUF_WRITABLE)) return nullptr;
+  const Py_ssize_t offset = PyLong_AsSsize_t(args[1]);
+  if (offset == -1 && PyErr_Occurred()) return nullptr;
+  if (offset < 0 || static_cast<size_t>(offset) > target.size()) {
+    PyErr_Format(PyExc_ValueError, "offset %zd lies outside a buffer of %zu bytes", offset,
+                 target.size());
+    return nullptr;
+  }
+  if (!PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "the parts of a gather are a tuple of buffers");
+    return nullptr;
+  }
+  size_t at = static_cast<size_t>(offset);
+  uint32_t crc = 0;
+  const Py_ssize_t num_parts = PyTuple_Size(args[2]);
+  for (Py_ssize_t i = 0; i < num_parts; ++i) {
+    Buffer part;
+    if (!part.acquire(PyTuple_GetItem(args[2], i), PyBUF_SIMPLE)) return nullptr;
+    const size_t padded = (part.size() + kPartAlign - 1) / kPartAlign * kPartAlign;
+    if (padded > target.size() - at) {
+      PyErr_Format(PyExc_ValueError, "part %zd does not fit: %zu bytes, room for %zu", i,
+                   padded, target.size() - at);
+      return nullptr;
+    }
+    if (part.size() < kReleaseLockBytes) {
+      crc = copy_part(crc, target.data() + at, part, padded);
+    } else {
+      Py_BEGIN_ALLOW_THREADS
+      crc = copy_part(crc, target.data() + at, part, padded);
+      Py_END_ALLOW_THREADS
+    }
+    at += padded;
+  }
+  return PyLong_FromUnsignedLong(crc);
+}
+
+template <typename Function>
+PyCFunction method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"shm_create", py_shm_create, METH_VARARGS, "Create a segment exclusively; its fd."},
+    {"shm_open", py_shm_open, METH_VARARGS, "Open a segment for reading and writing."},
+    {"shm_unlink", py_shm_unlink, METH_VARARGS, "Remove a segment's name."},
+    {"fd_size", method(py_fd_size), METH_FASTCALL, "Bytes behind a descriptor now."},
+    {"load", method(py_load), METH_FASTCALL, "Load a u64 word, acquire."},
+    {"store", method(py_store), METH_FASTCALL, "Store a u64 word, release."},
+    {"fetch_add", method(py_fetch_add), METH_FASTCALL, "Add to a u64 word; the old value."},
+    {"compare_exchange", method(py_compare_exchange), METH_FASTCALL,
+     "Replace a u64 word if it is as expected."},
+    {"crc32c", method(py_crc32c), METH_FASTCALL, "CRC-32C of a buffer."},
+    {"crc32c_table", method(py_crc32c_table), METH_FASTCALL, "The portable CRC-32C."},
+    {"crc32c_is_hardware", py_crc32c_is_hardware, METH_NOARGS,
+     "Whether crc32c runs on the processor's instruction."},
+    {"gather", method(py_gather), METH_FASTCALL,
+     "Copy buffers one after another, 8-byte aligned; CRC-32C of what was written."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef_Slot slots[] = {{0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "vllm_tide._shm", "Shared memory, atomic words, CRC-32C.", 0,
+    methods,               slots,            nullptr, nullptr, nullptr,
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__shm(void) { return PyModuleDef_Init(&definition); }

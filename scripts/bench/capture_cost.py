@@ -1,0 +1,202 @@
+r"""What capture costs: output tokens/s with capture on and off, trainer off.
+
+Two servers are up at once, on the same core, the same draft in both; one captures.
+They are loaded alternately in short blocks, A B B A, so that drift of the machine
+falls on both alike, and only one ever has work (an idle vLLM sleeps after a second).
+A small process empties the ring, since without a consumer capture drops everything
+and would look free.  Reported: the ratio on/off of each adjacent pair, its median,
+quartiles, and a bootstrap interval of the median.  Example::
+
+    python scripts/bench/capture_cost.py --venv .venv --target build/.../target-X \
+        --draft scripts/demo/draft --prompts scripts/demo/prompts --work /tmp/cost
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from vllm_tide.bench.client import RequestResult, make_session, replay
+from vllm_tide.bench.quickstart import speculative_config
+from vllm_tide.bench.report import environment
+from vllm_tide.bench.scrape import Scraper
+from vllm_tide.bench.server import SERVED_NAME, ServerOptions, VllmServer
+from vllm_tide.bench.stream import StreamRequest, read_prompts
+
+# An idle server's processes spin for one second before they sleep.
+PAUSE_S = 1.3
+DRAIN = """
+import sys, time
+from vllm_tide.transport.ring import RingReader
+reader = RingReader.attach(sys.argv[1])
+rows = 0
+while True:
+    record = reader.read()
+    if record is None:
+        reader.heartbeat()
+        time.sleep(0.02)
+"""
+
+
+def _block(prompts: list[str], args: argparse.Namespace) -> list[StreamRequest]:
+    return [
+        StreamRequest(i, "block", False, "", p, args.max_tokens, args.concurrency)
+        for i, p in enumerate(prompts)
+    ]
+
+
+async def _load(
+    session: aiohttp.ClientSession, server: VllmServer, block: list[StreamRequest]
+) -> tuple[float, list[RequestResult]]:
+    """Return output tokens/s of one block, and its results."""
+    origin_s = time.perf_counter()
+    results = await replay(
+        session, server.url, SERVED_NAME, block, origin_s, lambda _: None
+    )
+    failed = [r.error for r in results if not r.ok]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    duration_s = max(r.end_s or 0.0 for r in results) - results[0].start_s
+    await asyncio.sleep(PAUSE_S)
+    return sum(len(r.token_ids) for r in results) / duration_s, results
+
+
+async def _measure(
+    on: VllmServer, off: VllmServer, prompts: list[str], args: argparse.Namespace
+) -> dict[str, object]:
+    rates: dict[str, list[float]] = {"on": [], "off": []}
+    per_block = args.requests_per_block
+    needed = (args.pairs + 1) * per_block
+    if len(prompts) < needed:
+        raise SystemExit(f"{needed} prompts are needed, there are {len(prompts)}")
+    identical = True
+    async with make_session() as session:
+        scraper = Scraper(on.url, time.perf_counter())
+        for pair in range(args.pairs + 1):
+            # New prompts for every pair: no block profits from the prefix cache.
+            block = _block(prompts[pair * per_block :][:per_block], args)
+            order = [("off", off), ("on", on)]
+            outputs = {}
+            for name, server in order if pair % 2 else order[::-1]:
+                rate, results = await _load(session, server, block)
+                outputs[name] = [r.token_ids for r in results]
+                if pair:  # the first pair warms up
+                    rates[name].append(rate)
+            identical &= outputs["on"] == outputs["off"]
+            if pair:
+                ratio = rates["on"][-1] / rates["off"][-1]
+                print(
+                    f"pair {pair}: off {rates['off'][-1]:.2f} tok/s, on/off {ratio:.4f}"
+                )
+                sys.stdout.flush()
+        last = await scraper.read(session)
+    rows = last.value("vllm_tide:captured_rows")
+    if rows == 0:
+        raise RuntimeError("nothing was captured: the comparison would mean nothing")
+    return {
+        "rates": rates,
+        "captured_rows": int(rows),
+        "dropped": last.by_label("vllm_tide:dropped_rows", "reason"),
+        "outputs_equal": identical,
+    }
+
+
+def statistics_of(on: list[float], off: list[float]) -> dict[str, object]:
+    """Return median, quartiles and a 95% bootstrap interval of the paired ratios."""
+    ratios = [a / b for a, b in zip(on, off, strict=True)]
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(4000)
+    )
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "median_ratio": round(statistics.median(ratios), 5),
+        "quartiles": [round(q, 5) for q in quartiles],
+        "min": round(min(ratios), 5),
+        "max": round(max(ratios), 5),
+        "interval95_of_median": [round(medians[99], 5), round(medians[3899], 5)],
+        "cost_percent": round(100 * (1 - statistics.median(ratios)), 3),
+        "ratios": [round(r, 5) for r in ratios],
+    }
+
+
+def _server(args: argparse.Namespace, name: str, config: str) -> VllmServer:
+    return VllmServer(
+        ServerOptions(
+            venv=args.venv,
+            model=args.target,
+            log_path=args.work / f"server-{name}.log",
+            speculative_config=config,
+            dtype=args.dtype,
+        )
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for name in ("--venv", "--target", "--draft", "--prompts", "--work"):
+        p.add_argument(name, type=Path, required=True)
+    p.add_argument("--domain", default="python")
+    p.add_argument("--pairs", type=int, default=16)
+    p.add_argument("--requests-per-block", type=int, default=4)
+    p.add_argument("--concurrency", type=int, default=4)
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--num-speculative-tokens", type=int, default=3)
+    here = Path(__file__).parent / "results" / "capture_cost.json"
+    p.add_argument("--json", type=Path, default=here)
+    return p
+
+
+def main() -> int:
+    """Start both servers, measure, write the JSON."""
+    args = _parser().parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    spec = speculative_config(args.draft, args.num_speculative_tokens)
+    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_cost_"))
+    path = args.work / "tide.json"
+    tide = {"run_dir": str(run_dir), "train": {"autostart": False}}
+    path.write_text(json.dumps({**spec, "tide": tide}, indent=2))
+    prompts = read_prompts(args.prompts, args.domain)
+    on, off = _server(args, "on", str(path)), _server(args, "off", json.dumps(spec))
+    os.sched_setaffinity(0, on.options.other_cpus)
+    with on, off:
+        for server in (on, off):
+            server.wait_ready(lambda _: None, timeout_s=600)
+            print(f"{server.options.log_path.stem} ready, {server.startup_s:.0f} s")
+        from vllm_tide.transport.rendezvous import read_manifests
+
+        (manifest,) = read_manifests(run_dir)
+        command = [sys.executable, "-c", DRAIN, manifest.ring]
+        with subprocess.Popen(command) as drain:
+            try:
+                measured = asyncio.run(_measure(on, off, prompts, args))
+            finally:
+                drain.terminate()
+        misplaced = on.misplaced_threads() + off.misplaced_threads()
+    rates = measured["rates"]
+    report = {
+        "what": "output tokens/s with capture on / off, trainer off, paired",
+        **statistics_of(rates["on"], rates["off"]),
+        **measured,
+        "misplaced_threads": misplaced,
+        "settings": {k: str(v) for k, v in vars(args).items()},
+        "environment": environment({}),
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"median on/off {report['median_ratio']}, cost {report['cost_percent']}%")
+    return int(bool(misplaced))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Time of RingWriter.try_write (and of RingReader.read) for typical records.
+
+Run: python scripts/bench/ring.py [--seconds 2]
+
+Records are VERIFY records with three captured layers and a hidden-state teacher in
+bfloat16. The median is over single calls; the reader drains between batches, outside
+the timed part, as it would on another core.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vllm_tide import _shm
+from vllm_tide.transport import Phase, Record, RingReader, RingSpec, RingWriter
+
+SIZES = ((256, 1), (256, 4), (1024, 8), (4096, 4), (4096, 64), (8192, 512))
+RING_BYTES = 256 << 20
+LAYERS = (2, 16, 29)
+
+
+def make_record(hidden_size: int, num_rows: int) -> Record:
+    """A VERIFY record of random bits."""
+    rng = np.random.default_rng(0)
+    shape = (num_rows, len(LAYERS) * hidden_size)
+    return Record(
+        key=1,
+        phase=Phase.VERIFY,
+        start=100,
+        num_prompt_tokens=50,
+        num_accepted=num_rows - 1,
+        next_token=3,
+        draft_version=1,
+        token_ids=rng.integers(1000, size=num_rows, dtype=np.int32),
+        draft_probs=rng.random(num_rows - 1, dtype=np.float32),
+        features=rng.integers(2**16, size=shape, dtype=np.uint16),
+        teacher_start=0,
+        teacher_hidden=rng.integers(
+            2**16, size=(num_rows, hidden_size), dtype=np.uint16
+        ),
+    )
+
+
+def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
+    """Print one line of the table."""
+    spec = RingSpec("bench", hidden_size, LAYERS, 100_000, "bfloat16", "hidden", 64)
+    record = make_record(hidden_size, num_rows)
+    writer = RingWriter.create(spec, RING_BYTES)
+    reader = RingReader.attach(writer.name)
+    writes: list[float] = []
+    reads: list[float] = []
+    clock = time.perf_counter
+    writer.try_write(record)
+    size = writer.stats().used_bytes
+    batch = max(1, min(32, RING_BYTES // 2 // size))
+    end = clock() + seconds
+    while clock() < end:
+        for _ in range(batch):
+            begin = clock()
+            written = writer.try_write(record)
+            writes.append(clock() - begin)
+            if not written:
+                raise SystemExit(f"dropped: {writer.drops}")
+        while True:
+            begin = clock()
+            if reader.read() is None:
+                break
+            reads.append(clock() - begin)
+    reader.close()
+    writer.close()
+    write, read = statistics.median(writes), statistics.median(reads)
+    tail = statistics.quantiles(writes, n=100)[98]
+    print(
+        f"{hidden_size:6} {num_rows:5} {size:10} {write * 1e6:9.1f} {tail * 1e6:9.1f} "
+        f"{size / write / 1e9:8.2f} {read * 1e6:9.1f}"
+    )
+
+
+def main() -> None:
+    """Measure every size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per size")
+    seconds = parser.parse_args().seconds
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    print(f"{model}, Python {platform.python_version()}, ", end="")
+    print(f"CRC-32C in hardware: {_shm.crc32c_is_hardware()}")
+    print("hidden  rows      bytes  write us   p99 us     GB/s   read us")
+    for hidden_size, num_rows in SIZES:
+        measure(hidden_size, num_rows, seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+r"""Swaps under load: 200 by default, two drafts published alternately.
+
+One server with capture on and no trainer.  First the request set runs without a swap
+(the reference), then again and again while this process publishes drafts the way a
+trainer does, each as soon as the engine reports the one before it.  Checked: outputs
+equal to the reference (near ties re-scored), no failed request, memory and shared
+memory before and after, pauses in ms and in decoding steps.  Example::
+
+    python scripts/bench/swap_soak.py --venv .venv --target build/.../target-X \
+        --draft scripts/demo/draft --prompts scripts/demo/prompts --work /tmp/soak
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import safetensors
+
+from vllm_tide.bench.client import RequestResult, make_session, replay
+from vllm_tide.bench.identity import compare, rescore_all
+from vllm_tide.bench.quickstart import speculative_config
+from vllm_tide.bench.report import environment
+from vllm_tide.bench.scrape import Scraper
+from vllm_tide.bench.server import SERVED_NAME, ServerOptions, VllmServer
+from vllm_tide.bench.stream import StreamRequest, read_prompts
+from vllm_tide.bench.summary import acceptance_length, swap_pauses_s
+from vllm_tide.transport.publication import TensorInput
+from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+from vllm_tide.transport.weights import WeightsWriter
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
+Tensors = dict[str, TensorInput]
+
+
+def read_draft(folder: Path) -> Tensors:
+    """Read a draft's float tensors as they are published (vocabulary maps stay)."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, info in safetensors.deserialize(path.read_bytes()):
+            if name not in ("d2t", "t2d"):
+                data = np.frombuffer(info["data"], np.uint8)
+                tensors[name] = (DTYPES[info["dtype"]], tuple(info["shape"]), data)
+    return tensors
+
+
+def damaged(tensors: Tensors, seed: int) -> Tensors:
+    """Return another valid draft: ``fc`` with its rows in another order."""
+    dtype, shape, data = tensors["fc.weight"]
+    rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1)
+    order = np.random.default_rng(seed).permutation(shape[0])
+    return {**tensors, "fc.weight": (dtype, shape, rows[order].copy().ravel())}
+
+
+def shared_memory(manifest: EngineManifest) -> dict[str, dict[str, int]]:
+    """Return the engine's segments: their sizes and the pages in use (bytes)."""
+    found = {}
+    for name in (manifest.ring, manifest.weights):
+        path = Path("/dev/shm") / name
+        if path.exists():
+            stat = path.stat()
+            found[name] = {"size": stat.st_size, "in_use": stat.st_blocks * 512}
+    return found
+
+
+async def publish_all(
+    writer: WeightsWriter, drafts: list[Tensors], num_swaps: int, period_s: float
+) -> None:
+    """Publish alternately, each after the engine installed the one before it."""
+    first = writer.latest_version
+    for version in range(first + 1, first + 1 + num_swaps):
+        writer.publish(
+            drafts[version % 2], version=version, parent_version=version - 1, meta={}
+        )
+        began = time.monotonic()
+        while (feedback := writer.feedback()).installed_version < version:
+            if feedback.refused_version == version:
+                raise RuntimeError(f"refused: {feedback.refused_reason}")
+            if time.monotonic() - began > 60:
+                raise RuntimeError(f"version {version} was not installed in 60 s")
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began)))
+
+
+def step_ms(results: list[RequestResult]) -> float:
+    """Return the median time between two chunks of a request: one engine step."""
+    steps = [
+        (r.e2e_s - r.ttft_s) / (r.num_chunks - 1)
+        for r in results
+        if r.ttft_s is not None and r.num_chunks > 1
+    ]
+    return 1e3 * statistics.median(steps)
+
+
+def _engine_mib(server: VllmServer) -> dict[str, float]:
+    engine = server.memory_mib().get("engine", {})
+    return {name: round(mib, 1) for name, mib in engine.items()}
+
+
+async def soak(
+    server: VllmServer,
+    requests: list[StreamRequest],
+    writer: WeightsWriter,
+    drafts: list[Tensors],
+    args: argparse.Namespace,
+) -> dict[str, object]:
+    """Run the reference, then the load with swaps; return raw findings."""
+    origin_s = time.perf_counter()
+    results: list[RequestResult] = []
+
+    async def once(session: aiohttp.ClientSession) -> list[RequestResult]:
+        return await replay(
+            session, server.url, SERVED_NAME, requests, origin_s, results.append
+        )
+
+    async with make_session() as session:
+        await once(session)  # warm up, and fill the ring's pages
+        reference = await once(session)
+        before = _engine_mib(server)
+        scraper = Scraper(server.url, origin_s, period_s=0.25)
+        first = await scraper.read(session)
+        watcher = asyncio.create_task(scraper.run(session, lambda _: None))
+        publisher = asyncio.create_task(
+            publish_all(writer, drafts, args.swaps, args.period_s)
+        )
+        rounds: list[list[RequestResult]] = []
+        halfway: dict[str, float] = {}
+        while not publisher.done():
+            rounds.append(await once(session))
+            count = scraper.samples[-1].value("vllm_tide:swaps")
+            if not halfway and count >= args.swaps / 2:
+                halfway = _engine_mib(server)
+            print(f"round {len(rounds)}: {count:.0f} swaps, {_engine_mib(server)}")
+            sys.stdout.flush()
+        await publisher
+        await asyncio.sleep(1)
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+        last = await scraper.read(session)
+    return {
+        "reference": reference,
+        "rounds": rounds,
+        "samples": scraper.samples,
+        "acceptance_length": acceptance_length([(first, last)]),
+        "swaps": int(last.value("vllm_tide:swaps") - first.value("vllm_tide:swaps")),
+        "refused": last.by_label("vllm_tide:refused_drafts", "reason"),
+        "max_s": last.value("vllm_tide:swap_seconds_max"),
+        "mean_s": last.value("vllm_tide:swap_seconds_sum")
+        / max(1.0, last.value("vllm_tide:swap_seconds_count")),
+        "memory_mib": {
+            "before": before,
+            "halfway": halfway,
+            "after": _engine_mib(server),
+        },
+    }
+
+
+def report_of(found: dict, args: argparse.Namespace) -> dict[str, object]:
+    """Return the JSON: comparisons, pauses, memory."""
+    rounds = found["rounds"]
+    differences = []
+    for number, results in enumerate(rounds, start=1):
+        names = ("reference", f"round {number}")
+        differences += compare(names, found["reference"], results)
+    rescored = rescore_all(differences, args.target, args.dtype)
+    every = [r for results in rounds for r in results]
+    pauses = swap_pauses_s(found["samples"])
+    exact = pauses is not None and len(pauses) == found["swaps"]
+    one_step_ms = step_ms(found["reference"])
+    p50 = statistics.median(pauses) if exact and pauses else found["mean_s"]
+    return {
+        "what": "drafts swapped under load, two drafts alternately",
+        "swaps": found["swaps"],
+        "refused": found["refused"],
+        "requests": len(every),
+        "failed_requests": sum(not r.ok for r in every),
+        "outputs_identical": all(item.near_tie for item in rescored),
+        "near_ties": sum(item.near_tie for item in rescored),
+        "differences": [item.summary() for item in rescored][:50],
+        "pause_ms": {
+            "p50": round(1e3 * p50, 3),
+            "p50_is": "median" if exact else "mean (some swaps were not seen singly)",
+            "max": round(1e3 * found["max_s"], 3),
+        },
+        "step_ms": round(one_step_ms, 3),
+        "pause_steps": {
+            "p50": round(1e3 * p50 / one_step_ms, 3),
+            "max": round(1e3 * found["max_s"] / one_step_ms, 3),
+        },
+        "longest_gap_ms": {
+            "without_swaps": round(
+                1e3 * max(r.max_gap_s for r in found["reference"]), 1
+            ),
+            "with_swaps": round(1e3 * max(r.max_gap_s for r in every), 1),
+        },
+        "acceptance_length": found["acceptance_length"],
+        "memory_mib": found["memory_mib"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for name in ("--venv", "--target", "--draft", "--prompts", "--work"):
+        p.add_argument(name, type=Path, required=True)
+    p.add_argument("--other-draft", type=Path, help="default: --draft, damaged")
+    p.add_argument("--domain", default="python")
+    p.add_argument("--swaps", type=int, default=200)
+    p.add_argument("--period-s", type=float, default=0.5, help="between two swaps")
+    p.add_argument("--requests", type=int, default=16)
+    p.add_argument("--concurrency", type=int, default=4)
+    p.add_argument("--max-tokens", type=int, default=96)
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--compile", action="store_true", help="no --enforce-eager")
+    p.add_argument("--num-speculative-tokens", type=int, default=3)
+    here = Path(__file__).parent / "results" / "swap_soak.json"
+    p.add_argument("--json", type=Path, default=here)
+    return p
+
+
+def main() -> int:
+    """Serve, soak, report; exit status 0 only if nothing is wrong."""
+    args = _parser().parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_soak_"))
+    spec = speculative_config(args.draft, args.num_speculative_tokens)
+    tide = {"run_dir": str(run_dir), "train": {"autostart": False}}
+    config = args.work / "tide.json"
+    config.write_text(json.dumps({**spec, "tide": tide}, indent=2))
+    first = read_draft(args.draft)
+    other = read_draft(args.other_draft) if args.other_draft else damaged(first, 0)
+    prompts = read_prompts(args.prompts, args.domain)[: args.requests]
+    blank = StreamRequest(0, "soak", False, "", "", args.max_tokens, args.concurrency)
+    requests = [replace(blank, index=i, prompt=p) for i, p in enumerate(prompts)]
+    options = ServerOptions(
+        venv=args.venv,
+        model=args.target,
+        log_path=args.work / "server.log",
+        speculative_config=str(config),
+        dtype=args.dtype,
+        enforce_eager=not args.compile,
+    )
+    os.sched_setaffinity(0, options.other_cpus)
+    with VllmServer(options) as server:
+        server.wait_ready(lambda _: None, timeout_s=600)
+        print(f"server ready after {server.startup_s:.0f} s")
+        (manifest,) = read_manifests(run_dir)
+        segments_up = shared_memory(manifest)
+        writer = WeightsWriter.attach(manifest.weights)
+        found = asyncio.run(soak(server, requests, writer, [first, other], args))
+        segments_end = shared_memory(manifest)
+        clean = server.stop()
+    left = shared_memory(manifest)
+    report = report_of(found, args) | {
+        "shared_memory_bytes": {
+            "server_up": list(segments_up.values()),
+            "after_swaps": list(segments_end.values()),
+            "left_after_stop": sorted(left),
+        },
+        "stopped_cleanly": clean,
+        "settings": {k: str(v) for k, v in vars(args).items()},
+        "environment": environment({}),
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    shown = {k: v for k, v in report.items() if k not in ("settings", "environment")}
+    print(json.dumps(shown, indent=1))
+    good = (
+        report["outputs_identical"]
+        and not report["failed_requests"]
+        and report["swaps"] >= args.swaps
+        and not left
+        and clean
+    )
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

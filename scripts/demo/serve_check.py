@@ -1,0 +1,74 @@
+"""Acceptance as served: vLLM with the draft, on the bundled prompts per domain.
+
+Training metrics are teacher-forced; this is the figure users see.  Needs vLLM.
+"""
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+
+def read_prompts(folder: Path, domain: str, limit: int) -> list[str]:
+    """Return the first ``limit`` bundled prompts of a domain."""
+    text = gzip.decompress((folder / f"{domain}.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line)["prompt"] for line in text.splitlines()[:limit]]
+
+
+def _counters(llm: object) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:spec_decode_num_"):
+            value = getattr(metric, "value", None)
+            if value is not None:
+                found[metric.name.removeprefix("vllm:spec_decode_num_")] = value
+    return found
+
+
+def measure(
+    target: Path,
+    draft: Path,
+    prompts: Path,
+    domains: list[str],
+    *,
+    num_prompts: int,
+    num_tokens: int,
+    num_speculative_tokens: int,
+    temperature: float,
+) -> dict[str, dict[str, float]]:
+    """Return the served acceptance length per domain (1 + accepted per draft)."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(target),
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=16,
+        enforce_eager=True,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": num_speculative_tokens,
+        },
+    )
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=0
+    )
+    report = {}
+    for domain in domains:
+        texts = read_prompts(prompts, domain, num_prompts)
+        before = _counters(llm)
+        begin = time.monotonic()
+        outputs = llm.generate(texts, sampling, use_tqdm=False)
+        seconds = time.monotonic() - begin
+        delta = {k: v - before.get(k, 0.0) for k, v in _counters(llm).items()}
+        tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+        drafts = max(1.0, delta.get("drafts", 0.0))
+        report[domain] = {
+            "prompts": len(texts),
+            "acceptance_length": round(1 + delta["accepted_tokens"] / drafts, 3),
+            "drafts": drafts,
+            "output_tokens_per_s": round(tokens / seconds, 1),
+        }
+    return report

@@ -1,0 +1,231 @@
+r"""Write a model that computes exactly the same function at a higher cost.
+
+Two ways, alone or together:
+
+* ``--intermediate-size``: pad the MLP.  The new rows of ``gate_proj`` and
+  ``up_proj`` repeat the existing ones (so a step multiplies ordinary numbers, not
+  zeros, and draws ordinary power); the new columns of ``down_proj`` are zero.
+  Costs weight bytes and arithmetic; KV cache per token is unchanged.
+* ``--extra-layers``: append copies of the last layer whose ``o_proj`` and
+  ``down_proj`` are zero, so each adds zero to the residual stream.  Costs weight
+  bytes, arithmetic, and KV cache: bytes per token grow with the layer count.
+
+Layers are appended at the END, never inserted: EAGLE-3 names its aux features
+by the index of the layer whose input residual stream is captured, and those
+indices must keep their meaning.  The draft's config must spell its ids out
+(``eagle_aux_hidden_state_layer_ids``): vLLM's default ids depend on the number
+of layers.
+
+A report of a run on such a model must say it was inflated, and by how much.
+Example::
+
+    python scripts/inflate_model.py demo/target /tmp/target-90m \
+        --intermediate-size 16384
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".gguf"}
+LAYER_NAME = re.compile(r"^(.*\blayers\.)(\d+)(\..+)$")
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a model folder, sharded or not."""
+    tensors: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file")
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - no mapping, has only keys()
+                tensors[name] = handle.get_tensor(name)
+    return tensors
+
+
+def _repeat_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    copies = -(-num_rows // tensor.shape[0])
+    return tensor.repeat(copies, *[1] * (tensor.ndim - 1))[:num_rows].contiguous()
+
+
+def pad_mlp(
+    tensors: Mapping[str, torch.Tensor], intermediate_size: int
+) -> dict[str, torch.Tensor]:
+    """Return the tensors with every MLP widened to ``intermediate_size``."""
+    out = dict(tensors)
+    for name, tensor in tensors.items():
+        if re.search(r"\.mlp\.(gate_proj|up_proj)\.(weight|bias)$", name):
+            out[name] = _repeat_rows(tensor, intermediate_size)
+        elif name.endswith(".mlp.down_proj.weight"):
+            padding = tensor.new_zeros(
+                tensor.shape[0], intermediate_size - tensor.shape[1]
+            )
+            out[name] = torch.cat([tensor, padding], dim=1)
+    return out
+
+
+def append_identity_layers(
+    tensors: Mapping[str, torch.Tensor], num_layers: int, extra: int
+) -> dict[str, torch.Tensor]:
+    """Return the tensors with ``extra`` layers that add zero to the stream."""
+    out = dict(tensors)
+    for name, tensor in tensors.items():
+        match = LAYER_NAME.match(name)
+        if match is None or int(match[2]) != num_layers - 1:
+            continue
+        writes_stream = re.search(r"\.(o_proj|down_proj)\.(weight|bias)$", name)
+        for i in range(extra):
+            copy = torch.zeros_like(tensor) if writes_stream else tensor.clone()
+            out[f"{match[1]}{num_layers + i}{match[3]}"] = copy
+    return out
+
+
+def inflate_config(
+    config: Mapping[str, Any], intermediate_size: int | None, extra: int
+) -> dict[str, Any]:
+    """Return the config of the inflated model."""
+    out = dict(config)
+    if intermediate_size is not None:
+        out["intermediate_size"] = intermediate_size
+    out["num_hidden_layers"] = config["num_hidden_layers"] + extra
+    if config.get("layer_types"):
+        types = list(config["layer_types"])
+        out["layer_types"] = types + [types[-1]] * extra
+    return out
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int = 2) -> int:
+    """Return the KV cache bytes one token needs, at ``element_bytes`` each."""
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim") or (
+        config["hidden_size"] // config["num_attention_heads"]
+    )
+    return int(2 * config["num_hidden_layers"] * heads * head_dim * element_bytes)
+
+
+def inflate(
+    source: Path, destination: Path, intermediate_size: int | None, extra: int
+) -> dict[str, Any]:
+    """Write the inflated model; return counts before and after.
+
+    Args:
+        source: Model folder with ``config.json`` and safetensors weights.
+        destination: Folder to write; must not be ``source``.
+        intermediate_size: New MLP width, at least the present one; None keeps it.
+        extra: Identity layers to append.
+
+    Returns:
+        Parameter counts, their ratio, and KV bytes per token.
+
+    Raises:
+        ValueError: The sizes do not make a larger model, or the folders coincide.
+    """
+    config = json.loads((source / "config.json").read_text())
+    if source.resolve() == destination.resolve():
+        raise ValueError("DST is SRC: the original weights would be overwritten")
+    if intermediate_size is not None and intermediate_size < (
+        old := config["intermediate_size"]
+    ):
+        raise ValueError(f"--intermediate-size {intermediate_size} is below {old}")
+    if extra < 0:
+        raise ValueError(f"--extra-layers {extra} is negative")
+    tensors = read_tensors(source)
+    before = sum(t.numel() for t in tensors.values())
+    # Identity layers first: they must be padded like the others.
+    tensors = append_identity_layers(tensors, config["num_hidden_layers"], extra)
+    if intermediate_size is not None:
+        tensors = pad_mlp(tensors, intermediate_size)
+    after = sum(t.numel() for t in tensors.values())
+    new_config = inflate_config(config, intermediate_size, extra)
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        skipped = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not skipped:
+            shutil.copy2(path, destination / path.name)
+    weights = destination / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors saves readable by the owner only
+    report = {
+        "source": str(source),
+        "intermediate_size": [
+            config["intermediate_size"],
+            new_config["intermediate_size"],
+        ],
+        "num_hidden_layers": [
+            config["num_hidden_layers"],
+            new_config["num_hidden_layers"],
+        ],
+        "parameters": [before, after],
+        "parameter_ratio": round(after / before, 2),
+        "kv_bytes_per_token_16bit": [
+            kv_bytes_per_token(config),
+            kv_bytes_per_token(new_config),
+        ],
+    }
+    (destination / "config.json").write_text(json.dumps(new_config, indent=2))
+    (destination / "inflated.json").write_text(json.dumps(report, indent=1))
+    return report
+
+
+def _models(*folders: Path) -> Iterator[Any]:
+    from transformers import AutoModelForCausalLM
+
+    for folder in folders:
+        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def max_logit_difference(source: Path, destination: Path, num_tokens: int) -> float:
+    """Return the largest absolute fp32 logit difference on random tokens."""
+    logits = []
+    for model in _models(source, destination):
+        generator = torch.Generator().manual_seed(0)
+        size = (2, num_tokens)
+        ids = torch.randint(model.config.vocab_size, size, generator=generator)
+        logits.append(model(ids, use_cache=False).logits)
+    return float((logits[0] - logits[1]).abs().max())
+
+
+def main() -> int:
+    """Inflate, print the counts, and prove equality."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("destination", type=Path, metavar="DST")
+    parser.add_argument("--intermediate-size", type=int)
+    parser.add_argument("--extra-layers", type=int, default=0)
+    parser.add_argument("--proof-tokens", type=int, default=128)
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="largest fp32 logit difference allowed",
+    )
+    args = parser.parse_args()
+    try:
+        report = inflate(
+            args.source, args.destination, args.intermediate_size, args.extra_layers
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    for key, value in report.items():
+        sys.stdout.write(f"{key}: {value}\n")
+    worst = max_logit_difference(args.source, args.destination, args.proof_tokens)
+    verdict = "identical" if worst == 0.0 else "rounding only"
+    if worst > args.tolerance:
+        verdict = f"NOT EQUAL (tolerance {args.tolerance:g})"
+    sys.stdout.write(f"max abs fp32 logit difference: {worst:g} ({verdict})\n")
+    return int(worst > args.tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

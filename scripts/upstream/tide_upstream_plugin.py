@@ -1,0 +1,33 @@
+"""A pytest plugin for vLLM's own tests: records outcomes, registers CPU kernels.
+
+Outcomes go to the file $TIDE_OUTCOMES as {test id: "passed" | "failed" | "skipped"}. A
+worker registers the CPU kernels at its start; tests that have no worker need
+$TIDE_CPU_KERNELS=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+_outcomes: dict[str, str] = {}
+
+if os.environ.get("TIDE_CPU_KERNELS") == "1":
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keeps the worst outcome of a test's three phases."""
+    if report.when == "call" or report.outcome != "passed":
+        if _outcomes.get(report.nodeid) != "failed":
+            _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    """Writes the outcomes."""
+    Path(os.environ["TIDE_OUTCOMES"]).write_text(json.dumps(_outcomes))

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# vLLM 0.32.0's own tests on patched vLLM, compared with unpatched vLLM.
+#
+#   scripts/upstream_tests.sh [--subset | --all] [--record-baseline]
+#
+#   --subset            what CI runs (default)
+#   --all               every test file that touches what we touch
+#   --record-baseline   run on UNPATCHED vLLM and rewrite tests/upstream/baseline.json
+#
+# Environment: PYTHON (default: the environment that scripts/install.sh --dev made),
+# TIDE_VLLM_ARCHIVES (a folder that keeps the downloaded sdist), TIDE_UPSTREAM_WORK (a
+# folder that keeps the unpacked tests and the logs).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-${TIDE_VENV:-$here/.venv}/bin/python}
+which=subset
+record=()
+
+die() { echo "upstream_tests.sh: $*" >&2; exit 1; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --subset | --all) which=${1#--} ;;
+        --record-baseline) record=(--record) which=all ;;
+        *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    esac
+    shift
+done
+
+state=0
+PYTHONPATH=$here "$python" -m vllm_tide.cli.main patch status || state=$?
+if [ ${#record[@]} -gt 0 ]; then
+    [ $state = 1 ] || die "a baseline is recorded on unpatched vLLM only"
+else
+    [ $state = 0 ] || die "vLLM is not patched: run 'vllm-tide patch apply'"
+fi
+
+if [ -n "${TIDE_UPSTREAM_WORK:-}" ]; then
+    work=$TIDE_UPSTREAM_WORK
+    mkdir -p "$work"
+else
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+fi
+if [ ! -d "$work/tests" ]; then
+    sdist=$("$python" "$here/scripts/fetch_vllm.py" sdist "${TIDE_VLLM_ARCHIVES:-$work}" | tail -n 1)
+    # Not its vllm/: that is unbuilt and would shadow the installed one.
+    tar -xzf "$sdist" -C "$work" --strip-components=1 --wildcards \
+        'vllm-*/tests/*' 'vllm-*/pyproject.toml'
+fi
+"$python" "$here/scripts/upstream/stub_hf_configs.py" "$work/hf"
+"$python" "$here/scripts/upstream/run.py" "$which" "$work" \
+    "$here/tests/upstream/baseline.json" "${record[@]}"

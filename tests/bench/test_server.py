@@ -1,0 +1,144 @@
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllm_tide.bench.server import (
+    ServerError,
+    ServerOptions,
+    VllmServer,
+    command_line,
+    environment,
+    role_of,
+)
+
+HEALTHY = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def fake_venv(folder: Path, script: str) -> Path:
+    """Make a venv whose `vllm` command is a script of ours."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "lib/python3.11/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
+    command = folder / "bin" / "vllm"
+    command.write_text(f"#!{sys.executable}\n{script}")
+    command.chmod(0o755)
+    return folder
+
+
+def options(tmp_path, script=HEALTHY, **changes):
+    cpu = min(os.sched_getaffinity(0))
+    defaults = {
+        "venv": fake_venv(tmp_path / "venv", script),
+        "model": tmp_path / "model",
+        "log_path": tmp_path / "server.log",
+        "engine_cpus": (cpu,),
+        "other_cpus": (cpu,),
+    }
+    return ServerOptions(**(defaults | changes))
+
+
+def test_the_command_serves_the_model_with_the_speculative_config(tmp_path):
+    command = command_line(options(tmp_path, speculative_config="tide.json"), 8000)
+    assert command[1:3] == ["serve", str(tmp_path / "model")]
+    assert command[command.index("--speculative-config") + 1] == "tide.json"
+    assert "--enforce-eager" in command
+
+
+def test_no_speculation_has_no_speculative_config(tmp_path):
+    command = command_line(options(tmp_path, enforce_eager=False), 8000)
+    assert "--speculative-config" not in command
+    assert "--enforce-eager" not in command
+
+
+def test_without_a_distribution_named_vllm_the_module_is_run(tmp_path):
+    bare = ServerOptions(tmp_path, tmp_path / "model", tmp_path / "log")
+    assert command_line(bare, 1)[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+
+
+def test_the_environment_is_offline_and_bound(tmp_path):
+    env = environment(options(tmp_path, engine_cpus=(0, 2)))
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
+    assert env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_openmp_is_preloaded_before_what_the_caller_preloads(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    chosen = options(tmp_path)
+    (chosen.venv / "lib" / "libiomp5.so").write_bytes(b"")
+    libraries = environment(chosen)["LD_PRELOAD"].split(":")
+    assert libraries == [str(chosen.venv / "lib" / "libiomp5.so"), "other.so"]
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("VLLM::EngineCore", "engine"),
+        ("VLLM::Worker", "engine"),
+        ("python -m vllm_tide train --engine 0", "trainer"),
+        ("/v/bin/python /v/bin/vllm-tide train", "trainer"),
+        ("python -c from multiprocessing.resource_tracker", "other"),
+    ],
+)
+def test_processes_have_roles(title, role):
+    assert role_of(title, is_root=False) == role
+    assert role_of(title, is_root=True) == "api"
+
+
+def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
+    with VllmServer(options(tmp_path)) as server:
+        server.wait_ready(lambda _: None, timeout_s=60)
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert len(family) == 1
+        assert server.misplaced_threads() == []
+        assert server.memory_mib()["api"]["VmRSS"] > 1
+        # Its child outlives it: the harness has to end it by force, and says so.
+        assert not server.stop(grace_s=1)
+    deadline = time.monotonic() + 5
+    while family[0].is_running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not family[0].is_running()
+
+
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
+    script = "import sys; sys.exit('tide.train.steps: unknown key')"
+    with (
+        VllmServer(options(tmp_path, script)) as server,
+        pytest.raises(ServerError, match=r"(?s)ended.*tide\.train\.steps"),
+    ):
+        server.wait_ready(lambda _: None, timeout_s=60)
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path):
+    script = "import time; time.sleep(600)"
+    with (
+        VllmServer(options(tmp_path, script)) as server,
+        pytest.raises(ServerError, match="not ready in time"),
+    ):
+        server.wait_ready(lambda _: None, timeout_s=1)
+
+
+def test_the_server_gets_its_cores_though_the_client_has_others(tmp_path):
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("needs two cores")
+    chosen = options(tmp_path, engine_cpus=cpus[:1], other_cpus=cpus[1:2])
+    os.sched_setaffinity(0, cpus[1:2])
+    try:
+        with VllmServer(chosen) as server:
+            assert os.sched_getaffinity(server.pid) == set(cpus[:2])
+        assert os.sched_getaffinity(0) == set(cpus[1:2])
+    finally:
+        os.sched_setaffinity(0, cpus)

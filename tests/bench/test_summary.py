@@ -1,0 +1,195 @@
+import math
+
+import pytest
+
+from vllm_tide.bench.client import RequestResult, take_event
+from vllm_tide.bench.picture import windowed
+from vllm_tide.bench.report import build_report, problems, table
+from vllm_tide.bench.scrape import Scrape
+from vllm_tide.bench.summary import (
+    ArmRun,
+    SegmentRun,
+    acceptance_length,
+    arm_figures,
+    capture_figures,
+    swap_figures,
+)
+
+
+def scrape(t_s, *, drafts=0, accepted=0, **tide):
+    values = {
+        ("vllm:spec_decode_num_drafts_total", ()): float(drafts),
+        ("vllm:spec_decode_num_accepted_tokens_total", ()): float(accepted),
+    }
+    values |= {(f"vllm_tide:{name}", ()): float(v) for name, v in tide.items()}
+    return Scrape(t_s, values)
+
+
+def result(index, segment, start_s, end_s, num_tokens=11, ttft_s=0.5):
+    return RequestResult(
+        index, segment, start_s, ttft_s, end_s, token_ids=[1] * num_tokens
+    )
+
+
+def make_run(name="tide", **last):
+    before = SegmentRun(
+        "before_shift",
+        scrape(0),
+        scrape(10, drafts=10, accepted=10),
+        [result(0, "before_shift", 0.0, 5.5), result(1, "before_shift", 1.0, 10.0)],
+    )
+    after = SegmentRun(
+        "after_shift",
+        scrape(10, drafts=10, accepted=10),
+        scrape(20, drafts=30, accepted=20),
+        [result(2, "after_shift", 11.0, 20.0)],
+    )
+    end = scrape(30, drafts=40, accepted=40, **last)
+    final = SegmentRun(
+        "final", scrape(20, drafts=30, accepted=20), end, [result(3, "final", 25, 30)]
+    )
+    return ArmRun(name, [before, after, final], [scrape(0), end], 30.0)
+
+
+def test_acceptance_length_counts_the_bonus_token():
+    edges = [(scrape(0), scrape(1, drafts=4, accepted=6))]
+    assert acceptance_length(edges) == 2.5
+    assert acceptance_length([(scrape(0), scrape(1))]) is None
+
+
+def test_after_shift_includes_the_final_quarter():
+    figures = arm_figures(make_run())
+    assert figures["acceptance_length"] == {
+        "before_shift": 2.0,
+        "after_shift": 2.0,  # 1 + (10 + 20) / (20 + 10)
+        "final": 3.0,
+    }
+
+
+def test_throughput_is_over_the_time_requests_ran():
+    figures = arm_figures(make_run())
+    # 44 tokens in 10 s + 9 s + 5 s: drains between segments are not counted.
+    assert figures["output_tokens_per_s"] == pytest.approx(44 / 24, abs=1e-3)
+    assert figures["output_tokens_per_s_by_phase"]["final"] == pytest.approx(2.2)
+
+
+def test_latencies_are_means_over_requests():
+    figures = arm_figures(make_run())
+    assert figures["mean_e2e_s"] == pytest.approx((5.5 + 9 + 9 + 5) / 4)
+    # TPOT = (e2e - TTFT) / (tokens - 1), in ms
+    assert figures["tpot_ms"] == pytest.approx(1e3 * (5 + 8.5 + 8.5 + 4.5) / 40)
+
+
+def test_swap_pauses_seen_one_by_one_are_exact():
+    samples = [
+        scrape(0, swaps_total=0),
+        scrape(1, swaps_total=1, swap_seconds_last=0.004, swap_seconds_max=0.004),
+        scrape(2, swaps_total=1, swap_seconds_last=0.004, swap_seconds_max=0.004),
+        scrape(3, swaps_total=2, swap_seconds_last=0.002, swap_seconds_max=0.004),
+    ]
+    figures = swap_figures(samples)
+    assert figures["count"] == 2
+    assert figures["pause_ms_p50"] == 3.0
+    assert figures["pause_ms_max"] == 4.0
+    assert figures["pause_ms_p50_is"] == "exact"
+
+
+def test_swaps_missed_between_samples_fall_back_to_the_histogram():
+    buckets = {
+        ("vllm_tide:swap_seconds_bucket", (("le", "0.005"),)): 2.0,
+        ("vllm_tide:swap_seconds_bucket", (("le", "+Inf"),)): 3.0,
+    }
+    last = scrape(1, swaps_total=3, swap_seconds_last=0.001, swap_seconds_max=0.02)
+    figures = swap_figures([scrape(0, swaps_total=0), Scrape(1, last.values | buckets)])
+    assert figures["pause_ms_p50"] == 5.0
+    assert figures["pause_ms_max"] == 20.0
+    assert figures["pause_ms_p50_is"] != "exact"
+
+
+def test_no_swap_has_no_pause():
+    assert swap_figures([scrape(0), scrape(1)])["pause_ms_p50"] is None
+    assert swap_figures([])["count"] == 0
+
+
+def test_only_rows_count_as_dropped_rows():
+    key = "vllm_tide:dropped_rows_total"
+    last = Scrape(
+        1,
+        {
+            (key, (("reason", "ring_full"),)): 7.0,
+            (key, (("reason", "opted_out"),)): 2.0,
+            ("vllm_tide:captured_rows_total", ()): 5.0,
+        },
+    )
+    figures = capture_figures([last])
+    assert (figures["rows"], figures["dropped"]) == (5, 7)
+    assert figures["dropped_by_reason"] == {"ring_full": 7.0, "opted_out": 2.0}
+
+
+def test_a_sound_run_has_every_documented_key_and_no_problem():
+    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    report = build_report(runs, [], {"target_dtype": "float32"})
+    assert problems(report, runs) == []
+    assert set(report) >= {
+        "arms",
+        "swaps",
+        "capture",
+        "failed_requests",
+        "outputs_identical",
+        "near_ties",
+        "environment",
+    }
+    assert set(report["arms"]["tide"]) >= {
+        "output_tokens_per_s",
+        "mean_e2e_s",
+        "tpot_ms",
+        "acceptance_length",
+    }
+    assert set(report["swaps"]) >= {"count", "pause_ms_p50", "pause_ms_max"}
+    assert "acceptance length, final" in table(report)
+
+
+def test_what_makes_a_run_unsound_is_said():
+    runs = {name: make_run(name) for name in ("none", "tide")}
+    runs["none"].results[0].error = "HTTP 500: no"
+    runs["tide"].problems.append("the server died")
+    found = "\n".join(problems(build_report(runs, [], {}), runs))
+    for sentence in (
+        "arm frozen is missing",
+        "1 requests failed",
+        "tide: the server died",
+        "0 swaps",
+        "nothing was captured",
+    ):
+        assert sentence in found
+
+
+def test_windowed_rate_needs_a_third_of_the_window():
+    samples = [scrape(t, drafts=t) for t in range(10)]
+    times, values = windowed(samples, lambda a, b: b.t_s - a.t_s, window_s=6)
+    assert times[0] == 2
+    assert max(values) == 6
+
+
+def test_stream_events_fill_a_result():
+    got = RequestResult(0, "before_shift", 0.0)
+    first = b'data: {"choices":[{"text":"a","token_ids":[5],"prompt_token_ids":[1,2]}]}'
+    assert take_event(first, got)
+    assert take_event(b'data: {"choices":[{"text":"","token_ids":[6,7]}]}', got)
+    assert not take_event(b'data: {"choices":[],"usage":{"prompt_tokens":2}}', got)
+    assert not take_event(b"data: [DONE]", got)
+    assert not take_event(b"\n", got)
+    assert (got.prompt_token_ids, got.token_ids) == ([1, 2], [5, 6, 7])
+    assert (got.num_prompt_tokens, got.num_chunks, got.ok) == (2, 2, True)
+
+
+def test_an_error_event_fails_the_request():
+    got = RequestResult(0, "before_shift", 0.0)
+    assert not take_event(b'data: {"error":{"message":"gone"}}', got)
+    assert not got.ok and "gone" in got.error
+
+
+def test_tpot_of_a_single_token_is_undefined():
+    assert result(0, "final", 0, 1, num_tokens=1).tpot_s is None
+    assert math.isclose(result(0, "final", 0, 1, num_tokens=2).tpot_s, 0.5)

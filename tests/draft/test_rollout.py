@@ -1,0 +1,116 @@
+"""Training-time test equals a sequential rollout; packed equals unpacked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.train.toys import HIDDEN, VOCAB, config
+from vllm_tide.draft.config import Rope
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.rollout import rollout
+from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.packing import pack
+from vllm_tide.train.sample import Sample
+
+STEPS = 4
+SWITCHES = [
+    {"norm_before_residual": a, "norm_output": b, **c}
+    for a, b, c in itertools.product(
+        (False, True), (False, True), ({}, {"fc_norm": True}, {"norm_before_fc": True})
+    )
+] + [{"rope": Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)}, {"draft_vocab_size": 40}]
+
+
+def make_draft(**changes: object) -> Eagle3Draft:
+    """A random draft whose norms are not trivial."""
+    torch.manual_seed(3)
+    shape = config(**changes)
+    kept = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
+    draft = Eagle3Draft.initialise(
+        shape,
+        torch.randn(VOCAB, HIDDEN),
+        torch.randn(VOCAB, HIDDEN) * 0.3,
+        VocabMap.from_target_ids(kept, VOCAB),
+    )
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return draft
+
+
+def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
+    """Random document."""
+    return Sample.offline(
+        torch.randint(0, VOCAB, (size,)),
+        torch.randn(size, 3 * HIDDEN),
+        torch.randn(size, HIDDEN),
+        num_prompt_tokens=prompt,
+        key=key,
+        start=start,
+    )
+
+
+def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.Tensor]:
+    """(document key, row, step) to logits."""
+    batch = pack(samples)
+    plan = plan_steps(batch.valid, batch.doc_ids, STEPS)
+    assert plan is not None
+    weights = draft.compute_weights(torch.float32)
+    outputs = draft.forward_ttt(
+        batch.tokens, batch.features, batch.positions, batch.doc_starts, plan.steps
+    )
+    out = {}
+    for i, (rows, normed) in enumerate(zip(plan.steps, outputs, strict=True)):
+        logits = draft.logits(normed, weights).detach()
+        for at, value in zip(rows.active[rows.loss].tolist(), logits, strict=True):
+            doc = int(batch.doc_ids[at])
+            out[batch.keys[doc], at - batch.doc_starts[doc], i] = value
+    return out
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
+    """Every trained row of every step, several documents, true positions."""
+    draft = make_draft(**switches)
+    samples = [make_sample(9, 3, 0, 1), make_sample(12, 10, 30, 2)]
+    found = ttt_logits(draft, samples)
+    assert (1, 2, 0) in found  # row P - 1, the first draft after prefill
+    for (key, row, step), logits in found.items():
+        sample = samples[key - 1]
+        expected, _ = rollout(
+            draft,
+            sample.tokens.long(),
+            sample.features,
+            row,
+            step + 1,
+            start=sample.start,
+        )
+        torch.testing.assert_close(logits, expected[step], rtol=0, atol=1e-4)
+
+
+def test_packed_documents_equal_documents_alone() -> None:
+    """No row sees another document, and none goes missing."""
+    draft = make_draft()
+    samples = [make_sample(n, p, s, n) for n, p, s in ((7, 1, 0), (2, 1, 4), (15, 6, 9))]
+    together = ttt_logits(draft, samples)
+    alone = {k: v for s in samples for k, v in ttt_logits(draft, [s]).items()}
+    assert together.keys() == alone.keys()
+    for key, value in alone.items():
+        torch.testing.assert_close(together[key], value, rtol=0, atol=1e-5)
+
+
+def test_greedy_rollout_feeds_back_its_own_tokens() -> None:
+    """With tokens that happen to be the draft's own, both modes agree."""
+    draft, sample = make_draft(), make_sample(10, 1, 0, 1)
+    logits, ids = rollout(
+        draft, sample.tokens.long(), sample.features, 4, STEPS, greedy=True
+    )
+    tokens = sample.tokens.long().clone()
+    tokens[6 : 6 + STEPS - 1] = torch.tensor(ids[:-1])
+    again, _ = rollout(draft, tokens, sample.features, 4, STEPS)
+    torch.testing.assert_close(logits, again)

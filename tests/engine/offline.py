@@ -1,0 +1,70 @@
+"""Runs real vLLM offline with TIDE and a scenario; the test process reads the ring.
+
+Argument: JSON case. Prints `READY run_dir` once the engine announced itself, waits for
+a line on standard input, generates, prints `REPORT {...}`, waits again, exits.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def main() -> None:
+    """Run the case."""
+    from vllm import LLM, SamplingParams
+
+    case = json.loads(sys.argv[1])
+    llm = LLM(
+        case["target"],
+        speculative_config=case["speculative_config"],
+        enforce_eager=case.get("eager", True),
+        dtype=case.get("dtype", "float32"),
+        max_model_len=256,
+        disable_log_stats=False,
+        **case.get("engine", {}),
+    )
+    print("READY", flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        if work is None:
+            break
+        params = [
+            SamplingParams(
+                **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},
+                extra_args=extra,
+            )
+            for extra in work.get("extra", [None] * len(work["prompts"]))
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        core = llm.llm_engine.engine_core.engine_core
+        tide = core.model_executor.driver_worker.worker.tide
+        report = {
+            "tokens": [list(out.outputs[0].token_ids) for out in outputs],
+            "metrics": {
+                metric.name + str(sorted(metric.labels.items())): metric.value
+                for metric in llm.get_metrics()
+                if hasattr(metric, "value")
+            },
+        }
+        if tide is not None and tide.capture is not None:
+            report["rows"] = tide.capture.rows
+            report["dropped"] = dict(tide.capture.dropped)
+            report["faults"] = dict(tide._guard.faults)
+        if tide is not None and tide.swapper is not None:
+            report["version"] = tide.swapper.version
+            report["refused"] = dict(tide.swapper.stager.refused)
+            report["swaps"] = tide.swapper.num_swaps
+        print("REPORT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Drives `offline.py` from a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+
+SCRIPT = Path(__file__).with_name("offline.py")
+
+
+class OfflineEngine:
+    """A real engine in a process of its own."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        """Start it and wait until its models are loaded."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with us
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), json.dumps(case)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._expect("READY")
+
+    def __enter__(self) -> OfflineEngine:
+        """Use as a context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the engine."""
+        self.close()
+
+    def work(self, prompts: list[list[int]], **work: Any) -> dict[str, Any]:
+        """Generate; `prompts` are token ids. Returns the report."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, **work}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._expect("REPORT "))
+
+    def close(self) -> int:
+        """End it in order; the exit status."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.write("null\n")
+            self._process.stdin.close()
+        try:
+            return self._process.wait(timeout=60)
+        finally:
+            self._process.kill()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait()
+
+    def _expect(self, prefix: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(prefix):
+                return line.removeprefix(prefix).strip()
+        self._errors.seek(0)
+        raise AssertionError(self._errors.read()[-4000:].decode(errors="replace"))
+
+
+def only_manifest(run_dir: Path) -> EngineManifest:
+    """The one live engine's manifest."""
+    (manifest,) = read_manifests(run_dir)
+    return manifest

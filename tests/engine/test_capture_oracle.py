@@ -1,0 +1,198 @@
+"""Captured rows equal a Transformers forward over the same tokens, every position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import toys
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from vllm_tide.transport.record import Phase, Record
+from vllm_tide.transport.ring import RingReader
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [
+    list(b"hello world"),
+    list(b"def main(argv):\n    return 0 " * 4),
+    list(b"abc abc abc"),
+    list(b"the quick brown fox jumps over the lazy dog " * 3),
+    [7],
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target = toys.make_target(folder / "target")
+    return target, toys.make_draft(folder / "draft", target)
+
+
+def case(models: tuple[Path, Path], run_dir: Path, **capture: Any) -> dict[str, Any]:
+    return {
+        "target": str(models[0]),
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(models[1]),
+            "num_speculative_tokens": 3,
+            "tide": {
+                "run_dir": str(run_dir),
+                "capture": {"ring_mib": 16, **capture},
+            },
+        },
+        # Chunked prefill: prompts longer than 32 tokens arrive in several steps, in
+        # one batch with other requests' verifications.
+        "engine": {
+            "max_num_batched_tokens": 32,
+            "max_num_seqs": 4,
+            "enable_prefix_caching": True,
+            "block_size": 32,
+        },
+    }
+
+
+def drain(reader: RingReader) -> list[Record]:
+    records = []
+    while (record := reader.read()) is not None:
+        records.append(record)
+    return records
+
+
+def floats(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(array.astype(np.float32))
+
+
+class Oracle:
+    """Transformers' own forward in fp32."""
+
+    def __init__(self, target: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+    def __call__(self, tokens: list[int]) -> tuple[torch.Tensor, ...]:
+        """Features [S, 3H], final hidden [S, H] and log-probabilities [S, V]."""
+        with torch.no_grad():
+            out = self.model(torch.tensor([tokens]), output_hidden_states=True)
+        states = out.hidden_states
+        features = torch.cat([states[i][0] for i in toys.AUX_LAYERS], dim=-1)
+        return features, states[-1][0], torch.log_softmax(out.logits[0], dim=-1)
+
+
+def check_record(record: Record, committed: dict[int, int], oracle: Oracle) -> None:
+    """Compare one record with the oracle run on exactly the tokens it saw."""
+    prefix = [committed[i] for i in range(record.start)]
+    features, hidden, logprobs = oracle(prefix + record.token_ids.tolist())
+    rows = slice(record.start, record.start + record.num_rows)
+    close = {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(floats(record.features), features[rows], **close)
+    taught = slice(record.start + record.teacher_start, rows.stop)
+    if record.teacher_hidden is not None:
+        torch.testing.assert_close(
+            floats(record.teacher_hidden), hidden[taught], **close
+        )
+    if record.teacher_topk_ids is not None:
+        ids = torch.from_numpy(record.teacher_topk_ids).long()
+        top = torch.from_numpy(record.teacher_topk_logprobs.copy())
+        want = logprobs[taught].gather(1, ids)
+        torch.testing.assert_close(top, want, atol=1e-3, rtol=1e-3)
+        tail = 1 - want.exp().sum(-1)
+        got = torch.from_numpy(record.teacher_tail_logprob.copy()).exp()
+        torch.testing.assert_close(got, tail, atol=1e-3, rtol=1e-2)
+
+
+def check_all(
+    records: list[Record], sequences: list[list[int]], oracle: Oracle
+) -> dict[int, dict[int, int]]:
+    """Replay all records in order; returns the committed tokens of each key."""
+    committed: dict[int, dict[int, int]] = {}
+    for record in records:
+        if record.num_rows == 0:
+            continue
+        mine = committed.setdefault(record.key, {})
+        for j in range(record.num_accepted + 1):
+            mine[record.start + j] = int(record.token_ids[j])
+        if record.start > 0 and 0 not in mine:
+            # A prefix-cache hit: the missing tokens are known to the test only.
+            (full,) = {
+                tuple(s)
+                for s in sequences
+                if s[record.start : record.start + 1] == [mine[record.start]]
+                and len(s) > record.start
+            }
+            for i in range(record.start):
+                mine.setdefault(i, full[i])
+        check_record(record, mine, oracle)
+        if record.next_token >= 0:
+            mine[record.start + record.num_accepted + 1] = record.next_token
+        if record.phase == Phase.VERIFY:
+            assert len(record.draft_probs) == record.num_rows - 1
+    return committed
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+def test_captured_rows_equal_transformers(models, tmp_path, teacher):
+    oracle = Oracle(models[0])
+    run = case(models, tmp_path, teacher=teacher, teacher_topk=8)
+    with OfflineEngine(run) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        report = engine.work(PROMPTS, params={"max_tokens": 20})
+        records = drain(reader)
+        assert report["faults"] == {}
+        sequences = [
+            p + t for p, t in zip(PROMPTS, report["tokens"], strict=True)
+        ]
+        committed = check_all(records, sequences, oracle)
+        rebuilt = {tuple(m[i] for i in sorted(m)) for m in committed.values()}
+        # Every token but the last (never an input) has its row.
+        for sequence in sequences:
+            assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)
+        verify = [r for r in records if r.phase == Phase.VERIFY and r.num_rows > 1]
+        assert verify, "no verification was captured"
+        rejected = [r for r in verify if r.num_accepted < r.num_rows - 1]
+        assert rejected, "no rejected row was captured"
+        assert any(r.phase == Phase.PREFILL and r.start > 0 for r in records)
+        known = np.concatenate([r.draft_probs for r in verify])
+        assert np.isfinite(known).all()
+        assert ((known > 0) & (known <= 1)).all()
+
+
+def test_prefix_cache_hits_are_said_and_opt_out_is_kept(models, tmp_path):
+    oracle = Oracle(models[0])
+    with OfflineEngine(case(models, tmp_path)) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        shared = list(b"a shared preamble that is longer than any block size" * 3)
+        first = engine.work([shared + [1]], params={"max_tokens": 4})
+        drain(reader)
+        assert first["dropped"].get("prefix_cached", 0) == 0
+        second = engine.work([shared + [2]], params={"max_tokens": 4})
+        records = [r for r in drain(reader) if r.num_rows]
+        missing = records[0].start
+        assert missing > 0
+        assert second["dropped"]["prefix_cached"] == missing
+        check_all(records, [shared + [2] + second["tokens"][0]], oracle)
+
+        before = second["rows"]
+        out = engine.work(
+            PROMPTS[:2],
+            params={"max_tokens": 4},
+            extra=[{"tide_capture": False}, {"tide_capture": "maybe"}],
+        )
+        assert out["rows"] == before
+        assert out["dropped"]["opted_out"] == 1
+        assert out["dropped"]["malformed_opt_out"] == 1
+        assert [r for r in drain(reader) if r.num_rows] == []
+
+
+def test_sampling_rate_zero_captures_nothing(models, tmp_path):
+    with OfflineEngine(case(models, tmp_path, sample_rate=0.0)) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        report = engine.work(PROMPTS[:2], params={"max_tokens": 4})
+        assert report["rows"] == 0
+        assert report["dropped"]["not_sampled"] == 2
+        assert drain(reader) == []

@@ -1,0 +1,163 @@
+"""Published drafts are installed between two steps, or refused and counted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import toys
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from vllm_tide.capture.staging import wire_view
+from vllm_tide.transport.record import Phase
+from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.weights import WeightsWriter
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [list(b"hello world"), list(b"def main(argv):"), list(b"abc abc abc")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target = toys.make_target(folder / "target")
+    drafts = {
+        name: toys.make_draft(folder / name, target, seed=seed)
+        for name, seed in (("a", 1), ("b", 2))
+    }
+    return {"target": target, **drafts}
+
+
+def case(models: dict[str, Path], draft: str, run_dir: Path, **more: Any) -> dict:
+    return {
+        "target": str(models["target"]),
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(models[draft]),
+            "num_speculative_tokens": 3,
+            "tide": {"run_dir": str(run_dir), "capture": {"ring_mib": 16}},
+        },
+        **more,
+    }
+
+
+def on_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """As a trainer publishes them: name to (type, shape, bytes)."""
+    return {
+        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t.contiguous()))
+        for name, t in tensors.items()
+    }
+
+
+def drafted(reader: RingReader) -> list[tuple[list[int], np.ndarray]]:
+    """Drafted tokens and their probabilities, in order of generation."""
+    found = []
+    while (record := reader.read()) is not None:
+        if record.phase == Phase.VERIFY and record.num_rows > 1:
+            found.append((record.token_ids[1:].tolist(), record.draft_probs.copy()))
+    return found
+
+
+def settled(engine: OfflineEngine, **work: Any) -> dict[str, Any]:
+    """Generate twice: the first steps carry the order, the next ones obey it."""
+    time.sleep(0.5)
+    engine.work(PROMPTS[:1], params={"max_tokens": 8}, **work)
+    time.sleep(0.1)
+    return engine.work(PROMPTS[:1], params={"max_tokens": 8}, **work)
+
+
+def publish(
+    writer: WeightsWriter, tensors: dict[str, torch.Tensor], version: int
+) -> None:
+    writer.publish(
+        on_wire(tensors), version=version, parent_version=version - 1, meta={}
+    )
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
+    models, tmp_path, eager
+):
+    runs = {}
+    for name in ("a", "b"):
+        with OfflineEngine(
+            case(models, name, tmp_path / name, eager=eager)
+        ) as engine:
+            manifest = only_manifest(tmp_path / name)
+            reader = RingReader.attach(manifest.ring)
+            report = engine.work(PROMPTS, params={"max_tokens": 16})
+            runs[name] = (report["tokens"], drafted(reader))
+            if name == "b":
+                continue
+            writer = WeightsWriter.attach(manifest.weights)
+            publish(writer, load_file(models["b"] / "model.safetensors"), 1)
+            report = settled(engine)
+            assert report["version"] == 1
+            assert report["refused"] == {}
+            assert report["faults"] == {}
+            drafted(reader)
+            report = engine.work(PROMPTS, params={"max_tokens": 16})
+            runs["swapped"] = (report["tokens"], drafted(reader))
+            assert writer.feedback().installed_version == 1
+            # And back: the target was not touched by either.
+            publish(writer, load_file(models["a"] / "model.safetensors"), 2)
+            assert settled(engine)["version"] == 2
+            drafted(reader)
+            report = engine.work(PROMPTS, params={"max_tokens": 16})
+            runs["back"] = (report["tokens"], drafted(reader))
+    assert runs["a"][0] == runs["b"][0] == runs["swapped"][0] == runs["back"][0]
+    assert [t for t, _ in runs["a"][1]] != [t for t, _ in runs["b"][1]]
+    for got, want in (("swapped", "b"), ("back", "a")):
+        assert [t for t, _ in runs[got][1]] == [t for t, _ in runs[want][1]]
+        for (_, p), (_, q) in zip(runs[got][1], runs[want][1], strict=True):
+            np.testing.assert_allclose(p, q, rtol=1e-4)
+
+
+def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
+    models, tmp_path
+):
+    good = load_file(models["b"] / "model.safetensors")
+
+    def broken(**change: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**good, **change}
+
+    nan = good["fc.weight"].clone()
+    nan[3, 5] = float("nan")
+    bad = [
+        ("not_finite", broken(**{"fc.weight": nan})),
+        ("shape", broken(**{"fc.weight": good["fc.weight"][:, :-1].clone()})),
+        ("norm", broken(**{"fc.weight": good["fc.weight"] * 1e4})),
+        ("names", {k: v for k, v in good.items() if k != "norm.weight"}),
+        ("names", broken(**{"extra.weight": torch.zeros(2)})),
+        ("shared", broken(**{"embed_tokens.weight": torch.zeros(toys.VOCAB, 64)})),
+    ]
+    with OfflineEngine(case(models, "a", tmp_path)) as engine:
+        manifest = only_manifest(tmp_path)
+        reader = RingReader.attach(manifest.ring)
+        writer = WeightsWriter.attach(manifest.weights)
+        first = engine.work(PROMPTS, params={"max_tokens": 12})
+        before = drafted(reader)
+        reasons: dict[str, int] = {}
+        for version, (reason, tensors) in enumerate(bad, start=1):
+            publish(writer, tensors, version)
+            reasons[reason] = reasons.get(reason, 0) + 1
+            report = settled(engine)
+            assert report["refused"] == reasons
+            assert report["version"] == 0
+            feedback = writer.feedback()
+            assert feedback.refused_version == version
+            assert feedback.refused_reason == reason
+        drafted(reader)
+        report = engine.work(PROMPTS, params={"max_tokens": 12})
+        assert report["tokens"] == first["tokens"]
+        after = drafted(reader)
+        assert [t for t, _ in after] == [t for t, _ in before]
+        # A good one still gets in after all that.
+        publish(writer, good, len(bad) + 1)
+        assert settled(engine)["version"] == len(bad) + 1

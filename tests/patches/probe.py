@@ -1,0 +1,61 @@
+"""Runs vLLM offline with an EAGLE-3 draft and reports what it did, as JSON.
+
+Argument: JSON with target, draft, and optional keys of the speculative config.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def main() -> None:
+    """Generate greedily and with a seed; print one JSON line."""
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    case = json.loads(sys.argv[1])
+    llm = LLM(
+        case["target"],
+        speculative_config={
+            "method": "eagle3",
+            "model": case["draft"],
+            "num_speculative_tokens": 3,
+        },
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        dtype="float32",
+        max_num_seqs=4,
+        disable_log_stats=False,
+    )
+    prompts = ["hello world", "def main(", "abc abc abc " * 8, "the end"]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    metrics = {metric.name for metric in llm.get_metrics()}
+    report = {
+        "file": vllm.__file__,
+        "tokens": [list(out.outputs[0].token_ids) for out in outputs],
+        "tide": [
+            getattr(owner, "tide", None) is None
+            for owner in (worker, runner, runner.drafter, core.scheduler)
+        ],
+        "imported": [name for name in sys.modules if name.startswith("vllm_tide")],
+        "metrics": sorted(metrics),
+        "hash": llm.llm_engine.vllm_config.compute_hash(),
+    }
+    print("REPORT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

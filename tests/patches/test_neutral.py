@@ -1,0 +1,87 @@
+"""With `tide` unset, patched vLLM behaves as upstream's: one test per patch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import toys
+from tests.patches.pristine import make_pristine
+
+pytestmark = pytest.mark.vllm
+
+PROBE = Path(__file__).with_name("probe.py")
+
+
+def run_probe(case: dict[str, str], pythonpath: Path | None) -> dict[str, Any]:
+    env = dict(os.environ)
+    if pythonpath is not None:
+        env["PYTHONPATH"] = str(pythonpath)
+    done = subprocess.run(
+        [sys.executable, str(PROBE), json.dumps(case)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("REPORT "))
+
+
+@pytest.fixture(scope="module")
+def reports(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("neutral")
+    target = toys.make_target(folder / "target")
+    draft = toys.make_draft(folder / "draft", target)
+    case = {"target": str(target), "draft": str(draft)}
+    pristine = make_pristine(folder / "pristine")
+    upstream = run_probe(case, pristine)
+    assert upstream["file"].startswith(str(pristine))
+    return upstream, run_probe(case, None)
+
+
+def test_outputs_are_upstreams_token_for_token(reports):
+    upstream, patched = reports
+    assert patched["tokens"] == upstream["tokens"]
+
+
+def test_worker_patch_leaves_everything_none(reports):
+    _, patched = reports
+    assert patched["tide"] == [True, True, True, True]
+
+
+def test_capture_patch_never_imports_the_package(reports):
+    _, patched = reports
+    assert patched["imported"] == []
+
+
+def test_metrics_patch_adds_no_metric(reports):
+    upstream, patched = reports
+    assert patched["metrics"] == upstream["metrics"]
+    assert not [name for name in patched["metrics"] if "tide" in name]
+
+
+def test_config_patch_keeps_the_compile_hash(reports):
+    upstream, patched = reports
+    assert patched["hash"] == upstream["hash"]
+
+
+def test_config_patch_parses_inline_json_as_before():
+    script = (
+        "import sys, json;"
+        "from vllm.engine import arg_utils as a;"
+        "text = '{\"num_speculative_tokens\": 2}';"
+        "assert a._speculative_config_argument(text) == json.loads(text);"
+        "sys.modules['vllm_tide.engine.arguments'] = None;"
+        "assert a._speculative_config_argument(text) == json.loads(text)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)

@@ -1,0 +1,214 @@
+"""Assembler: any chunking, interleaving or preemption yields exactly the rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tide.train.assemble import PREFILL, VERIFY, Assembler
+from vllm_tide.transport.record import Record
+
+WIDTH, HIDDEN, VOCAB = 6, 2, 1000
+
+
+def token(key: int, position: int) -> int:
+    """The token of a request at a position."""
+    return (key * 7919 + position * 31) % VOCAB
+
+
+def row(key: int, position: int, width: int) -> np.ndarray:
+    """A feature or teacher row that names its origin."""
+    return np.full(width, key * 1000 + position, np.float32)
+
+
+def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
+    """One record; rejected rows carry other tokens than `token` says."""
+    n = len(tokens)
+    stack = (lambda w: np.stack([row(key, start + i, w) for i in range(n)]))
+    return Record(
+        key=key,
+        phase=phase,
+        start=start,
+        num_prompt_tokens=prompt,
+        num_accepted=n - 1 if accepted is None else accepted,
+        next_token=-1,
+        draft_version=3,
+        token_ids=np.array(tokens, np.int32),
+        draft_probs=np.full(n - 1 if phase == VERIFY else 0, 0.5, np.float32),
+        features=stack(WIDTH),
+        teacher_start=0,
+        teacher_hidden=stack(HIDDEN),
+        finished=finished,
+    )
+
+
+@dataclass
+class Scenario:
+    """Records of one request, and the first captured position."""
+
+    key: int
+    size: int
+    prompt: int
+    first: int
+    records: list = field(default_factory=list)
+
+
+@st.composite
+def requests(draw, key: int) -> Scenario:
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    prompt = rng.randint(1, 20)
+    first = rng.choice([0, rng.randint(0, prompt - 1)])  # prefix-cache hit
+    s = Scenario(key, 0, prompt, first)
+
+    def prefill(until: int, start: int) -> int:
+        while start < until:
+            n = rng.randint(1, until - start)
+            tokens = [token(key, start + i) for i in range(n)]
+            s.records.append(
+                record(key, start, tokens, phase=PREFILL, prompt=prompt)
+            )
+            start += n
+        return start
+
+    at = prefill(prompt, first)
+    for _ in range(rng.randint(1, 8)):
+        if rng.random() < 0.2:  # preempted: everything so far is computed again
+            prefill(at, rng.choice([0, first]) if first == 0 else first)
+        drafts = rng.randint(0, 4)
+        accepted = rng.randint(0, drafts)
+        good = [token(key, at + i) for i in range(accepted + 1)]
+        bad = [VOCAB - 1 - i for i in range(drafts - accepted)]
+        s.records.append(
+            record(key, at, good + bad, phase=VERIFY, prompt=prompt, accepted=accepted)
+        )
+        at += accepted + 1
+    s.size = at
+    return s
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(1), requests(2), requests(3), st.randoms(use_true_random=False))
+def test_any_interleaving_yields_exactly_the_rows(a, b, c, rng):
+    assembler = Assembler(WIDTH, "float32")
+    queues = [list(s.records) for s in (a, b, c)]
+    out = []
+    while any(queues):
+        queue = rng.choice([q for q in queues if q])
+        out += assembler.add(queue.pop(0), 0.0)
+    assert out == []
+    assert assembler.flush_idle(29.0) == []
+    out = {s.key: s for s in assembler.flush_idle(31.0)}
+    assert assembler.open_rows == 0
+    assert not assembler.skipped
+    for s in (a, b, c):
+        sample = out[s.key]
+        positions = list(range(s.first, s.size))
+        assert sample.start == s.first
+        assert sample.num_prompt_tokens == s.prompt
+        assert sample.tokens.tolist() == [token(s.key, p) for p in positions]
+        expected = torch.tensor([s.key * 1000.0 + p for p in positions])
+        assert torch.equal(sample.features, expected[:, None].expand(-1, WIDTH))
+        assert torch.equal(sample.teacher_hidden, expected[:, None].expand(-1, HIDDEN))
+        assert bool(sample.has_teacher.all())
+
+
+def _verify(start, count, key=1, **more):
+    tokens = [token(key, start + i) for i in range(count)]
+    return record(key, start, tokens, phase=VERIFY, prompt=2, **more)
+
+
+def test_hole_starts_a_new_document_and_is_counted():
+    assembler = Assembler(WIDTH, "float32")
+    assembler.add(_verify(2, 4), 0.0)
+    out = assembler.add(_verify(9, 3, finished=True), 0.0)
+    assert [(s.start, s.num_tokens) for s in out] == [(2, 4), (9, 3)]
+    assert assembler.num_holes == 3
+
+
+def test_finished_record_without_rows_closes_the_request():
+    assembler = Assembler(WIDTH, "float32")
+    assembler.add(_verify(2, 4), 0.0)
+    end = Record(
+        1, VERIFY, 6, 2, 0, -1, 0, np.zeros(0, np.int32), np.zeros(0, np.float32),
+        np.zeros((0, WIDTH), np.float32), 0, finished=True,
+    )  # fmt: skip
+    assert [s.num_tokens for s in assembler.add(end, 0.0)] == [4]
+    assert assembler.add(end, 0.0) == []
+
+
+def test_memory_is_bounded_by_closing_the_least_recent_request():
+    assembler = Assembler(WIDTH, "float32", max_open_rows=10)
+    out = []
+    for key in range(1, 6):
+        out += assembler.add(_verify(2, 4, key=key), 0.0)
+        assert assembler.open_rows <= 10
+    assert [s.key for s in out] == [1, 2, 3]
+    assert assembler.num_early == 3
+
+
+def test_long_request_is_cut_and_goes_on_with_context():
+    assembler = Assembler(
+        WIDTH, "float32", max_request_rows=20, context_rows=4, max_open_rows=1000
+    )
+    out, at = [], 2
+    for _ in range(20):
+        out += assembler.add(_verify(at, 3), 0.0)
+        at += 3
+        assert assembler.open_rows <= 23
+    out += assembler.flush()
+    assert len(out) > 2
+    trained: list[int] = []
+    for s in out:
+        positions = torch.arange(s.start, s.start + s.num_tokens)
+        trained += positions[1:][s.valid[1:]].tolist()
+    assert trained == list(range(3, at))
+
+
+def test_rejected_rows_become_a_branch_when_asked_for():
+    assembler = Assembler(WIDTH, "float32", max_branches=1)
+    for start in (2, 4):
+        assembler.add(_verify(start, 5, accepted=1), 0.0)
+    (sample,) = assembler.flush()
+    (branch,) = sample.branches
+    assert branch.position == 3
+    assert branch.tokens.tolist() == [token(1, p) for p in (4, 5, 6)]
+    assert branch.features[:, 0].tolist() == [1004.0, 1005.0, 1006.0]
+    assert branch.draft_probs.tolist() == [0.5] * 3
+    assert branch.draft_version == 3
+    assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
+
+
+def test_malformed_records_are_counted_not_raised():
+    assembler = Assembler(WIDTH + 1, "float32")
+    assert assembler.add(_verify(2, 4), 0.0) == []
+    assert assembler.skipped["malformed"] == 4
+
+
+def test_recomputed_row_without_teacher_keeps_the_one_it_had():
+    assembler = Assembler(WIDTH, "float32")
+    assembler.add(_verify(2, 3), 0.0)
+    again = _verify(2, 3)
+    again = type(again)(
+        **{f: getattr(again, f) for f in Record.__dataclass_fields__}
+        | {"teacher_start": 3, "teacher_hidden": None}
+    )
+    assembler.add(again, 0.0)
+    (sample,) = assembler.flush()
+    assert bool(sample.has_teacher.all())
+    assert sample.teacher_hidden[:, 0].tolist() == [1002.0, 1003.0, 1004.0]
+
+
+def test_bfloat16_bits_are_read_as_bfloat16():
+    assembler = Assembler(WIDTH, "bfloat16")
+    values = torch.randn(4, WIDTH).bfloat16()
+    good = _verify(2, 4)
+    bits = {"features": values.view(torch.int16).numpy().view(np.uint16)}
+    fields = {f: getattr(good, f) for f in Record.__dataclass_fields__}
+    assembler.add(Record(**fields | bits), 0.0)
+    (sample,) = assembler.flush()
+    assert torch.equal(sample.features, values)

@@ -1,0 +1,92 @@
+"""Which rows are trained: the traps of eagle3-training.md c.6."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.train.toys import ToyTarget
+from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.packing import pack
+from vllm_tide.train.sample import Sample, split_windows
+
+
+def _sample(size: int, prompt: int) -> Sample:
+    return ToyTarget().document(1, size, prompt, key=1)
+
+
+def _trained_rows(sample: Sample, steps: int) -> list[list[int]]:
+    batch = pack([sample])
+    plan = plan_steps(batch.valid, batch.doc_ids, steps)
+    assert plan is not None
+    return [step.active[step.loss].tolist() for step in plan.steps]
+
+
+def test_first_trained_row_is_the_last_prompt_row():
+    # P = 4: row 3 embeds x_4, the first generated token, and predicts x_5
+    assert _trained_rows(_sample(10, 4), 1)[0][0] == 3
+
+
+def test_last_captured_position_is_not_trained():
+    # row 9 would need the teacher of position 10, which was not captured
+    assert _trained_rows(_sample(10, 4), 1)[0][-1] == 8
+
+
+def test_one_row_fewer_per_step():
+    rows = _trained_rows(_sample(10, 1), 3)
+    assert rows == [list(range(9)), list(range(8)), list(range(7))]
+
+
+def test_rows_before_the_prompt_end_train_only_later_steps():
+    rows = _trained_rows(_sample(10, 4), 3)
+    assert [r[0] for r in rows] == [3, 2, 1]
+
+
+def test_targets_are_shifted_by_one_and_the_step():
+    batch = pack([_sample(8, 2), _sample(6, 1)])
+    plan = plan_steps(batch.valid, batch.doc_ids, 2)
+    assert plan is not None
+    for i, (step, target) in enumerate(zip(plan.steps, plan.targets, strict=True)):
+        rows = step.active[step.loss]
+        assert torch.equal(target, rows + 1 + i)
+        assert torch.equal(batch.doc_ids[target], batch.doc_ids[rows])
+
+
+def test_active_rows_shrink_to_subsets():
+    batch = pack([_sample(8, 5), _sample(6, 1)])
+    plan = plan_steps(batch.valid, batch.doc_ids, 3)
+    assert plan is not None
+    sets = [set(s.active.tolist()) for s in plan.steps]
+    assert sets[0] >= sets[1] >= sets[2]
+
+
+def test_prompt_only_batch_has_no_plan():
+    batch = pack([_sample(5, 5)])
+    assert plan_steps(batch.valid, batch.doc_ids, 3) is None
+
+
+def test_complete_plan_keeps_rows_trained_at_every_step():
+    batch = pack([_sample(10, 4)])
+    plan = plan_steps(batch.valid, batch.doc_ids, 3, complete=True)
+    assert plan is not None
+    for step in plan.steps:
+        assert step.active[step.loss].tolist() == [3, 4, 5, 6]
+
+
+def test_windows_train_every_row_once_and_keep_positions():
+    sample = _sample(100, 7)
+    windows = split_windows(sample, 24)
+    trained: list[int] = []
+    for window in windows:
+        assert window.num_tokens <= 24
+        first = window.start - sample.start
+        again = sample.tokens[first : first + window.num_tokens]
+        assert torch.equal(window.tokens, again)
+        positions = torch.arange(window.start, window.start + window.num_tokens)
+        trained += positions[1:][window.valid[1:]].tolist()
+    assert sorted(trained) == list(range(7, 100))
+
+
+def test_windows_leave_out_a_long_prompt():
+    windows = split_windows(_sample(100, 95), 24)
+    assert len(windows) == 1
+    assert windows[0].start == 76

@@ -1,0 +1,223 @@
+"""The sidecar against real shared memory: train, publish, be refused, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.train.toys import HIDDEN, VOCAB, ToyTarget
+from vllm_tide.draft import DraftError, load_draft, save_draft
+from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.sidecar import Sidecar
+from vllm_tide.transport.process import start_time
+from vllm_tide.transport.record import Record
+from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.ring import RingSpec, RingWriter
+from vllm_tide.transport.weights import WeightsSegment
+
+TOY = ToyTarget()
+KNOBS = {
+    "compute_dtype": "float32",
+    "batch_tokens": 256,
+    "steps_per_cycle": 25,
+    "learning_rate": 1e-2,
+    "min_new_tokens": 1000,
+    "nice": 0,
+}
+
+
+class Engine:
+    """The engine's side: segments, manifest, traffic."""
+
+    def __init__(self, folder: Path, layers: tuple[int, ...] = (1, 2, 3)) -> None:
+        (folder / "target").mkdir()
+        (folder / "target" / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+        save_file(
+            {"model.embed_tokens.weight": TOY.embed, "lm_head.weight": TOY.head},
+            folder / "target" / "model.safetensors",
+        )
+        save_draft(TOY.draft(), folder / "draft", torch.float32)
+        spec = RingSpec("test", HIDDEN, layers, VOCAB, "float32", "hidden", 1)
+        self.ring = RingWriter.create(spec, 8 << 20)
+        self.weights = WeightsSegment.create(4 << 20)
+        self.run_dir = folder / "run"
+        self.manifest = EngineManifest(
+            engine_id="test",
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            ring=self.ring.name,
+            weights=self.weights.name,
+            target_path=str(folder / "target"),
+            draft_path=str(folder / "draft"),
+            target_dtype="float32",
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+            draft_vocab_size=VOCAB,
+            aux_layer_ids=layers,
+            teacher="hidden",
+            teacher_topk=1,
+            feature_dtype="float32",
+            num_speculative_tokens=3,
+            tide={"train": KNOBS},
+            created_unix=time.time(),
+        )
+        write_manifest(self.run_dir, self.manifest)
+        self._random = random.Random(0)
+
+    def serve(self, requests: int) -> None:
+        """Write finished requests, each in a few verify records."""
+        for _ in range(requests):
+            key = self._random.getrandbits(64)
+            doc = TOY.document(self._random.randrange(VOCAB), 30, 3, key)
+            for lo in range(0, 30, 5):
+                part = slice(lo, lo + 5)
+                record = Record(
+                    key, VERIFY, lo, 3, 4, -1, 0, doc.tokens[part].numpy(),
+                    np.full(4, np.nan, np.float32), doc.features[part].numpy(), 0,
+                    doc.teacher_hidden[part].numpy(), finished=lo == 25,
+                )  # fmt: skip
+                assert self.ring.try_write(record)
+
+    def status(self) -> dict:
+        return json.loads((self.run_dir / "trainer-test.json").read_text())
+
+    def close(self) -> None:
+        self.ring.close()
+        self.weights.close()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
+    engine.serve(60)
+    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    assert sidecar.run(once=True) == "stopped"
+    assert engine.weights.latest_version() == 1
+    publication = engine.weights.read()
+    assert (publication.version, publication.parent_version) == (1, 0)
+    assert publication.meta["gain"] > 0.5
+    served = load_draft(tmp_path / "draft", TOY.rows)
+    assert set(publication.tensors) == set(served.named_tensors())
+    assert {t.dtype for t in publication.tensors.values()} == {"float32"}
+    status = engine.status()
+    assert status["state"] == "stopped"
+    assert status["published_version"] == 1
+    assert status["rows_read"] == 60 * 30
+    assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
+    assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
+
+
+def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):
+    engine.serve(60)
+    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    before = sidecar.trainer.snapshot()
+    done = threading.Thread(target=sidecar.run)
+    done.start()
+    deadline = time.monotonic() + 60
+    while engine.weights.latest_version() == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    engine.weights.report(0, 1, "norm")
+    while not sidecar.status.refused_versions and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sidecar.stop()
+    done.join(60)
+    assert sidecar.status.refused_versions == 1
+    live = sidecar.trainer.snapshot()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+
+
+def test_restarted_trainer_goes_on_from_its_last_publication(engine):
+    engine.serve(60)
+    first = Sidecar(engine.manifest, engine.run_dir)
+    first.run(once=True)
+    engine.weights.report(1)
+    second = Sidecar(engine.manifest, engine.run_dir)
+    live, published = second.trainer.snapshot(), first.trainer.snapshot()
+    assert all(torch.equal(live[name], published[name]) for name in live)
+    engine.serve(60)
+    second.run(once=True)
+    assert engine.weights.latest_version() in (1, 2)
+
+
+def test_ring_does_not_fill_during_a_cycle(engine):
+    engine.serve(60)
+    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    tick, worst = sidecar._tick, []
+
+    def traffic() -> bool:
+        engine.serve(20)
+        going = tick()
+        worst.append(engine.ring.stats().used_bytes)
+        return going
+
+    sidecar._tick = traffic
+    sidecar.run(once=True)
+    assert len(worst) > 25
+    assert max(worst) == 0
+    assert engine.ring.stats().dropped_records == 0
+
+
+def test_features_of_other_layers_are_refused(tmp_path):
+    engine = Engine(tmp_path, layers=(1, 2, 4))
+    try:
+        with pytest.raises(DraftError, match="captured layers"):
+            Sidecar(engine.manifest, engine.run_dir)
+    finally:
+        engine.close()
+
+
+def _spawn(engine: Engine, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
+    return subprocess.Popen(
+        [*command, str(engine.run_dir), *more], stderr=subprocess.PIPE, text=True
+    )
+
+
+def _wait_for(engine: Engine, state: str) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        try:
+            if engine.status()["state"] == state:
+                return
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"never {state}")
+
+
+@pytest.mark.slow
+def test_command_stops_gracefully_on_sigterm(engine):
+    process = _spawn(engine, "--engine", "test")
+    _wait_for(engine, "waiting")
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert engine.status()["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_command_without_an_engine_says_so(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_tide", "train", "--run-dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no live engine" in done.stderr

@@ -1,0 +1,209 @@
+"""The trainer's gate, its live and candidate drafts, and the data it refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.toys import VOCAB, ToyTarget
+from vllm_tide.config import TrainConfig
+from vllm_tide.draft import DraftError, VocabMap
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.evaluate import evaluate, gain
+from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.trainer import Trainer, cycle_lr_scale
+from vllm_tide.transport.record import Record
+
+TOY = ToyTarget()
+KNOBS = {
+    "compute_dtype": "float32",
+    "batch_tokens": 128,
+    "max_sample_tokens": 64,
+    "steps_per_cycle": 3,
+    "learning_rate": 5e-3,
+    "buffer_tokens": 4096,
+    "holdout_tokens": 512,
+    "holdout_share": 0.3,
+}
+
+
+def _trainer(count: int = 30, **changes) -> Trainer:
+    trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**{**KNOBS, **changes}))
+    rng = random.Random(1)
+    trainer.add_samples(
+        TOY.document(rng.randrange(64), 20, 3, rng.getrandbits(64)) for _ in range(count)
+    )
+    return trainer
+
+
+def _weights(draft: Eagle3Draft) -> torch.Tensor:
+    return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])
+
+
+def test_features_of_other_layers_are_refused():
+    with pytest.raises(DraftError, match=r"\(1, 2, 4\) are not the draft's \(1, 2, 3\)"):
+        _trainer().check_features((1, 2, 4))
+
+
+def test_live_draft_moves_only_when_published():
+    trainer = _trainer()
+    before = _weights(trainer.live)
+    trainer.train_cycle()
+    assert torch.equal(_weights(trainer.live), before)
+    assert not torch.equal(_weights(trainer.draft), before)
+    trainer.published()
+    assert torch.equal(_weights(trainer.live), _weights(trainer.draft))
+
+
+def test_restore_goes_back_to_a_snapshot():
+    trainer = _trainer()
+    snapshot, before = trainer.snapshot(), _weights(trainer.live)
+    trainer.train_cycle()
+    trainer.published()
+    trainer.restore(snapshot)
+    assert torch.equal(_weights(trainer.draft), before)
+    assert torch.equal(_weights(trainer.live), before)
+
+
+def test_gate_refuses_a_gain_below_min_gain():
+    result = _trainer(min_gain=10.0).train_cycle()
+    assert not result.publish
+    assert "below min_gain" in result.reason
+
+
+def test_gate_refuses_without_held_out_requests():
+    trainer = _trainer(0)
+    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    trainer.add_samples([TOY.document(1, 60, 3, key)])
+    result = trainer.train_cycle()
+    assert not result.publish
+    assert "held-out" in result.reason
+
+
+def test_progress_is_called_per_step_and_ends_the_cycle():
+    calls = []
+
+    def progress() -> bool:
+        calls.append(1)
+        return len(calls) < 2
+
+    result = _trainer().train_cycle(progress)
+    assert (result.steps, result.reason) == (2, "interrupted")
+
+
+def test_training_is_deterministic():
+    first, second = _trainer(), _trainer()
+    first.train_cycle()
+    second.train_cycle()
+    assert torch.equal(_weights(first.draft), _weights(second.draft))
+
+
+def test_ready_counts_new_tokens_once():
+    trainer = _trainer()
+    assert trainer.ready(100)
+    assert not trainer.ready(10**6)
+    trainer.train_cycle()
+    assert not trainer.ready(1)
+
+
+def test_evaluation_of_a_draft_against_itself_has_no_gain():
+    trainer = _trainer()
+    new, live = trainer.evaluate(), trainer.evaluate(trainer.live)
+    assert gain(new, live) == (0.0, 0.0)
+
+
+def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
+    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
+    draft = TOY.draft()
+    pruned = Eagle3Draft(
+        replace(draft.config, draft_vocab_size=VOCAB // 2),
+        draft.named_tensors()
+        | {"lm_head.weight": draft.tensor("lm_head.weight")[kept.target_ids]},
+        kept,
+        TOY.embed,
+    )
+    sample = TOY.document(1, 30, 1, 5)
+    result = evaluate(pruned, TOY.rows, [sample], 2)
+    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept.target_ids]
+    assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
+    assert result.reached["greedy"][0] <= result.num_rows
+
+
+def test_rows_the_pruned_draft_cannot_say_are_not_trained():
+    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(TOY.draft().config, draft_vocab_size=VOCAB // 2),
+        TOY.embed,
+        TOY.head,
+        kept,
+    )
+    trainer = Trainer(draft, TOY.rows, TrainConfig(**KNOBS))
+    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    document = TOY.document(1, 30, 1, key)
+    trainer.add_samples([document])
+    (stored,) = trainer.buffer.train
+    best = (document.teacher_hidden @ TOY.head.T).argmax(-1)
+    assert torch.equal(stored.in_vocab, best % 2 == 0)
+    assert trainer.step.run is not None
+    assert trainer.train_cycle().steps == 3
+
+
+def test_publication_leaves_t2d_out_and_keeps_d2t():
+    kept = VocabMap.from_target_ids(torch.arange(40), VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(TOY.draft().config, draft_vocab_size=40), TOY.embed, TOY.head, kept
+    )
+    names = set(Trainer(draft, TOY.rows, TrainConfig(**KNOBS)).candidate_tensors())
+    assert "d2t" in names
+    assert "t2d" not in names
+
+
+@pytest.mark.parametrize("version", [0, 99])
+def test_stale_draft_versions_are_trained_on(version):
+    """Features and teacher come from the target, whatever draft made the tokens."""
+    trainer = _trainer(0)
+    document = TOY.document(1, 20, 3, 77)
+    record = Record(
+        77, VERIFY, 0, 3, 19, -1, version,
+        document.tokens.numpy(), np.full(19, np.nan, np.float32),
+        document.features.numpy(), 0, document.teacher_hidden.numpy(), finished=True,
+    )  # fmt: skip
+    trainer.add_records([record], 0.0)
+    assert trainer.buffer.num_samples == 1
+    assert trainer.rows_read == 20
+
+
+def test_tokens_outside_the_vocabulary_are_refused_and_counted():
+    trainer = _trainer(0)
+    document = TOY.document(1, 20, 3, 7)
+    trainer.add_samples([replace(document, tokens=document.tokens + 60)])
+    assert trainer.rows_skipped == {"token_out_of_range": 20}
+
+
+def test_buffers_stay_bounded_and_keep_the_newest():
+    buffer = SampleBuffer(TrainConfig(**{**KNOBS, "buffer_tokens": 1024}))
+    for key in range(300):
+        buffer.add(TOY.document(1, 20, 3, key))
+        assert buffer.train_tokens <= 1024
+        assert buffer.holdout_tokens <= 512
+    newest = max(k for k in range(300) if not is_held_out(k, 0.3))
+    assert buffer.train[-1].key == newest
+    assert buffer.evicted["train"] > 0
+    assert not {s.key for s in buffer.train} & {s.key for s in buffer.holdout}
+
+
+def test_held_out_share_is_what_was_asked():
+    share = sum(is_held_out(k, 0.1) for k in range(20000)) / 20000
+    assert abs(share - 0.1) < 0.01
+
+
+def test_learning_rate_warms_up_and_decays_in_a_cycle():
+    scales = [cycle_lr_scale(i, 32) for i in range(32)]
+    assert 0 < scales[0] < scales[2] < 1
+    assert max(scales) == 1.0
+    assert 0.1 <= scales[-1] < 0.3

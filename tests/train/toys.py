@@ -1,0 +1,65 @@
+"""A tiny deterministic target and its documents, shared by the training tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tide.draft.config import Eagle3Config
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.train.sample import Sample
+
+HIDDEN, VOCAB = 32, 64
+
+
+def config(**changes: object) -> Eagle3Config:
+    """Shape of the tiny draft."""
+    values: dict[str, object] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "aux_layer_ids": (1, 2, 3),
+        "target_hidden_size": HIDDEN,
+    }
+    return Eagle3Config(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class ToyTarget:
+    """Next token is a fixed permutation of the token: x -> (5 x + 3) mod V.
+
+    Hidden state and features are noisy-free random embeddings of the current token, so
+    a draft can learn the chain exactly.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=random)
+        self.head = torch.linalg.qr(torch.randn(VOCAB, VOCAB, generator=random))[0]
+        self.head = self.head[:, :HIDDEN].contiguous() * 8
+        self.mix = torch.randn(3, HIDDEN, HIDDEN, generator=random) * HIDDEN**-0.5
+        self.rows = TargetRows(self.embed, self.head)
+
+    def next_token(self, token: Tensor) -> Tensor:
+        """The token that follows."""
+        return (5 * token + 3) % VOCAB
+
+    def document(self, first: int, size: int, prompt: int, key: int) -> Sample:
+        """A greedy document of `size` positions."""
+        tokens = [first % VOCAB]
+        for _ in range(size - 1):
+            tokens.append(int(self.next_token(torch.tensor(tokens[-1]))))
+        x = torch.tensor(tokens)
+        features = torch.cat([self.embed[x] @ m for m in self.mix], dim=-1)
+        hidden = self.head[self.next_token(x)]
+        return Sample.offline(
+            x, features, hidden, num_prompt_tokens=prompt, key=key
+        )
+
+    def draft(self, seed: int = 0, **changes: object) -> Eagle3Draft:
+        """A fresh draft."""
+        return Eagle3Draft.initialise(config(**changes), self.embed, self.head, seed=seed)

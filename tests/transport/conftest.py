@@ -1,0 +1,37 @@
+import pytest
+
+from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
+
+
+@pytest.fixture
+def ring_pair():
+    """A factory of (writer, reader) pairs that are closed after the test."""
+    made = []
+
+    def make(spec, capacity_bytes=1 << 16):
+        writer = RingWriter.create(spec, capacity_bytes)
+        made.append(writer)
+        reader = RingReader.attach(writer.name)
+        made.append(reader)
+        return writer, reader
+
+    yield make
+    for end in reversed(made):
+        end.close()
+
+
+@pytest.fixture
+def weights_pair():
+    """A factory of (segment, writer) pairs that are closed after the test."""
+    made = []
+
+    def make(slot_bytes=1 << 16):
+        segment = WeightsSegment.create(slot_bytes)
+        made.append(segment)
+        writer = WeightsWriter.attach(segment.name)
+        made.append(writer)
+        return segment, writer
+
+    yield make
+    for end in reversed(made):
+        end.close()

@@ -1,0 +1,79 @@
+"""A producer or consumer process of its own, to be killed at any moment.
+
+python -m tests.transport.peer produce      creates a ring, prints its name, writes
+python -m tests.transport.peer consume RING reads for ever
+python -m tests.transport.peer publish SEG  publishes ever newer versions
+
+Records and tensors follow from their number alone, so that a reader can tell a whole
+one from a made-up one. Each ends itself after a minute, should the test die first.
+"""
+
+import sys
+import time
+from functools import cache
+
+import numpy as np
+
+from tests.transport.samples import identity, make_record, make_spec
+from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsWriter
+
+SPEC = make_spec("both", hidden_size=16, topk=4)
+NUM_RECORDS = 64
+CAPACITY_BYTES = 40_000
+TENSOR_FLOATS = 100_000
+_DEADLINE = time.monotonic() + 60
+
+
+@cache
+def record_of(number):
+    return make_record(SPEC, number % NUM_RECORDS, num_rows=number % 11)
+
+
+@cache
+def known_identities():
+    return {identity(record_of(number)) for number in range(NUM_RECORDS)}
+
+
+def tensor_of(version):
+    return np.full(TENSOR_FLOATS, version, np.float32)
+
+
+def produce():
+    writer = RingWriter.create(SPEC, CAPACITY_BYTES)
+    print(writer.name, flush=True)
+    number = 0
+    while time.monotonic() < _DEADLINE:
+        if writer.try_write(record_of(number % NUM_RECORDS)):
+            number += 1
+        elif number % 16 == 0:
+            writer.heartbeat()
+
+
+def consume(name):
+    reader = RingReader.attach(name)
+    print("attached", flush=True)
+    while time.monotonic() < _DEADLINE:
+        record = reader.read()
+        if record is not None and identity(record) not in known_identities():
+            sys.exit("made up a record")
+
+
+def publish(name):
+    writer = WeightsWriter.attach(name)
+    print("attached", flush=True)
+    version = writer.latest_version
+    while time.monotonic() < _DEADLINE:
+        version += 1
+        tensors = {"x": ("float32", (TENSOR_FLOATS,), tensor_of(version))}
+        try:
+            writer.publish(
+                tensors, version=version, parent_version=version - 1, meta={}
+            )
+        except TransportError as error:
+            sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    {"produce": produce, "consume": consume, "publish": publish}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -1,0 +1,73 @@
+"""Records made from a seed, and what it takes to compare them."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from vllm_tide.transport import Phase, Record, RingSpec
+
+SHAPES = {"hidden": (True, False), "topk": (False, True), "both": (True, True)}
+
+
+def make_spec(
+    teacher="hidden", feature_dtype="bfloat16", hidden_size=8, topk=3, layers=(1, 2, 5)
+):
+    return RingSpec(
+        engine_id="engine-1",
+        hidden_size=hidden_size,
+        aux_layer_ids=layers,
+        vocab_size=100,
+        feature_dtype=feature_dtype,
+        teacher=teacher,
+        teacher_topk=topk,
+    )
+
+
+def _floats(rng, shape, feature_dtype):
+    values = rng.standard_normal(shape).astype(np.float32)
+    if feature_dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(feature_dtype)
+
+
+def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
+    """Any record of a ring; every field depends on the seed."""
+    rng = np.random.default_rng(seed)
+    n, rows = num_rows, num_rows - teacher_start
+    verify = phase == Phase.VERIFY
+    hidden, topk = SHAPES[spec.teacher]
+    k = spec.teacher_topk
+    logprobs = -np.sort(rng.exponential(size=(rows, k)).astype(np.float32), axis=1)
+    return Record(
+        key=int(rng.integers(2**64, dtype=np.uint64)),
+        phase=phase,
+        start=int(rng.integers(2**40)),
+        num_prompt_tokens=int(rng.integers(2**31)),
+        num_accepted=int(rng.integers(n)) if verify and n else n - 1,
+        next_token=int(rng.integers(-1, spec.vocab_size)),
+        draft_version=seed,
+        token_ids=rng.integers(spec.vocab_size, size=n, dtype=np.int32),
+        draft_probs=rng.random(max(n - 1, 0) if verify else 0, dtype=np.float32),
+        features=_floats(rng, (n, spec.feature_width), spec.feature_dtype),
+        teacher_start=teacher_start,
+        teacher_hidden=_floats(rng, (rows, spec.hidden_size), spec.feature_dtype)
+        if hidden
+        else None,
+        teacher_topk_ids=rng.integers(spec.vocab_size, size=(rows, k), dtype=np.int32)
+        if topk
+        else None,
+        teacher_topk_logprobs=logprobs if topk else None,
+        teacher_tail_logprob=np.full(rows, -np.inf, np.float32) if topk else None,
+        finished=bool(seed % 2),
+    )
+
+
+def identity(record):
+    """Everything a record holds, hashable and exact to the bit."""
+    values = []
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, np.ndarray):
+            value = (str(value.dtype), value.shape, value.tobytes())
+        values.append(value)
+    return tuple(values)

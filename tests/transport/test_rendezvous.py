@@ -1,0 +1,174 @@
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.transport.samples import make_spec
+from vllm_tide.transport import RingWriter, TransportError
+from vllm_tide.transport.process import Holder
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    default_run_dir,
+    read_manifests,
+    reclaim_orphans,
+    remove_manifest,
+    write_manifest,
+)
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
+
+
+def make_manifest(engine_id="e1", **changes):
+    me = Holder.me()
+    fields = {
+        "engine_id": engine_id,
+        "pid": me.pid,
+        "pid_start": me.start,
+        "ring": "vllm_tide_ring_0",
+        "weights": "vllm_tide_weights_0",
+        "target_path": "/models/t",
+        "draft_path": "/models/d",
+        "target_dtype": "bfloat16",
+        "hidden_size": 8,
+        "vocab_size": 100,
+        "draft_vocab_size": 50,
+        "aux_layer_ids": (1, 2, 5),
+        "teacher": "hidden",
+        "teacher_topk": 3,
+        "feature_dtype": "bfloat16",
+        "num_speculative_tokens": 5,
+        "tide": {"capture": {"enabled": True}},
+        "created_unix": 1.5,
+    }
+    return EngineManifest(**{**fields, **changes})
+
+
+def test_a_manifest_is_found_and_taken_back(tmp_path):
+    run = tmp_path / "run"
+    assert read_manifests(run) == []
+    second = make_manifest("b", created_unix=2.0)
+    first = make_manifest("c", created_unix=1.0)
+    write_manifest(run, second)
+    path = write_manifest(run, first)
+    assert read_manifests(run) == [first, second]
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    remove_manifest(run, "c")
+    remove_manifest(run, "c")
+    assert read_manifests(run) == [second]
+    assert sorted(os.listdir(run)) == ["engine-b.json"]
+
+
+def test_a_manifest_is_replaced_whole(tmp_path):
+    write_manifest(tmp_path, make_manifest())
+    write_manifest(tmp_path, make_manifest(ring="other"))
+    assert [m.ring for m in read_manifests(tmp_path)] == ["other"]
+
+
+def test_dead_engines_and_unreadable_files_are_passed_over(tmp_path):
+    write_manifest(tmp_path, make_manifest("live"))
+    write_manifest(tmp_path, make_manifest("dead", pid_start=1))
+    write_manifest(tmp_path, make_manifest("odd", pid="x"))
+    write_manifest(tmp_path, make_manifest("inf", pid=float("inf")))
+    for name, text in (
+        ("a", "{"),
+        ("b", "[]"),
+        ("c", "{}"),
+        ("d", "[" * 100_000),
+        ("e", '{"pid":Infinity}'),
+    ):
+        (tmp_path / f"engine-{name}.json").write_text(text)
+    assert [m.engine_id for m in read_manifests(tmp_path)] == ["live"]
+
+
+def test_a_manifest_of_a_later_version_is_still_read(tmp_path):
+    path = write_manifest(tmp_path, make_manifest())
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    assert len(read_manifests(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("engine_id", ["", "../x", "a/b", "a b", "x" * 129])
+def test_an_engine_id_that_is_no_file_name_is_refused(tmp_path, engine_id):
+    with pytest.raises(TransportError, match="engine_id"):
+        write_manifest(tmp_path, make_manifest(engine_id))
+
+
+def test_a_run_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "file").write_text("")
+    for name in ("link", "file"):
+        with pytest.raises(TransportError, match="VLLM_TIDE_RUN_DIR"):
+            write_manifest(tmp_path / name, make_manifest())
+
+
+def test_a_run_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(TransportError, match="not a directory of user"):
+        read_manifests(tmp_path)
+
+
+def test_an_open_run_directory_is_made_private(tmp_path):
+    tmp_path.chmod(0o755)
+    write_manifest(tmp_path, make_manifest())
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_the_default_run_directory(monkeypatch):
+    monkeypatch.delenv("VLLM_TIDE_RUN_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", "/t")
+    assert str(default_run_dir()) == f"/t/vllm_tide-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    assert str(default_run_dir()) == "/run/user/1/vllm_tide"
+    monkeypatch.setenv("VLLM_TIDE_RUN_DIR", "/x/y")
+    assert str(default_run_dir()) == "/x/y"
+
+
+ENGINE = """
+import os, signal, sys
+from pathlib import Path
+from tests.transport.samples import make_spec
+from tests.transport.test_rendezvous import make_manifest
+from vllm_tide.transport import RingWriter, WeightsSegment
+from vllm_tide.transport.rendezvous import write_manifest
+ring = RingWriter.create(make_spec(), 4096)
+weights = WeightsSegment.create(4096)
+names = {"ring": ring.name, "weights": weights.name}
+write_manifest(Path(sys.argv[1]), make_manifest("dead", **names))
+print(ring.name, weights.name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_engine_left_is_reclaimed_and_nothing_else(tmp_path):
+    run = tmp_path / "run"
+    live = RingWriter.create(make_spec(), 4096)
+    write_manifest(run, make_manifest("live", ring=live.name))
+    argv = [sys.executable, "-c", ENGINE, str(run)]
+    left = subprocess.run(argv, capture_output=True, text=True).stdout.split()
+    assert len(left) == 2
+    assert all(os.path.exists(f"{SHM_DIR}/{name}") for name in left)
+    removed = reclaim_orphans(run)
+    assert {"engine-dead.json", *left} <= set(removed)
+    assert not any(os.path.exists(f"{SHM_DIR}/{name}") for name in left)
+    assert os.path.exists(f"{SHM_DIR}/{live.name}")
+    assert [m.engine_id for m in read_manifests(run)] == ["live"]
+    live.close()
+
+
+def test_a_segment_without_a_header_is_reclaimed_only_once_it_is_old(tmp_path):
+    name = f"{NAME_PREFIX}test_unfinished"
+    path = f"{SHM_DIR}/{name}"
+    with open(path, "wb") as file:
+        file.write(b"\0" * 100)
+    try:
+        assert name not in reclaim_orphans(tmp_path)
+        os.utime(path, (0, 0))
+        assert name in reclaim_orphans(tmp_path)
+        assert not os.path.exists(path)
+    finally:
+        if os.path.exists(path):
+            os.unlink(path)

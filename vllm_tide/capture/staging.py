@@ -1,0 +1,75 @@
+"""Fixed buffers between the model's tensors and the ring: no allocation per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def wire_view(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy view of a CPU tensor as it goes over the wire.
+
+    bfloat16 has no NumPy type, so it is seen as its bits (uint16).
+    """
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+class Staging:
+    """Features and hidden teachers of one step, in the wire's type.
+
+    Args:
+        max_rows: Most rows of one step (`max_num_batched_tokens`).
+        num_aux: Number of captured layers.
+        hidden_size: H.
+        dtype: "bfloat16", "float16" or "float32".
+        teacher: Whether hidden teachers are staged too.
+
+    Attributes:
+        features: [max_rows, num_aux * H], NumPy view.
+        teacher: [max_rows, H] NumPy view, or None.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_aux: int,
+        hidden_size: int,
+        dtype: str,
+        teacher: bool,
+    ) -> None:
+        self._hidden_size = hidden_size
+        kind = _DTYPES[dtype]
+        self._features = torch.empty(max_rows, num_aux * hidden_size, dtype=kind)
+        self.features = wire_view(self._features)
+        self._teacher: torch.Tensor | None = None
+        self.teacher: np.ndarray | None = None
+        if teacher:
+            self._teacher = torch.empty(max_rows, hidden_size, dtype=kind)
+            self.teacher = wire_view(self._teacher)
+
+    def fill(
+        self, aux: Sequence[torch.Tensor], hidden: torch.Tensor, num_rows: int
+    ) -> None:
+        """Copy one step's rows in, converting the type.
+
+        Args:
+            aux: num_aux tensors [>= num_rows, H], lowest layer first.
+            hidden: [>= num_rows, H], after the target's final norm.
+            num_rows: Rows of this step.
+        """
+        width = self._hidden_size
+        for i, tensor in enumerate(aux):
+            out = self._features[:num_rows, i * width : (i + 1) * width]
+            out.copy_(tensor[:num_rows])
+        if self._teacher is not None:
+            self._teacher[:num_rows].copy_(hidden[:num_rows])

@@ -1,0 +1,1 @@
+"""Command line: one module per sub-command, each with add_parser and run."""

@@ -1,0 +1,48 @@
+"""The ``vllm-tide`` command: one parser, one module per sub-command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+# Name, help. Only the module of the sub-command that was asked for is imported, so
+# `patch` works where torch, vLLM or half of this package cannot be imported.
+COMMANDS = (
+    ("patch", "Install, judge and remove the vLLM patches."),
+    ("config", "Explain and check the tide section of a speculative config."),
+    ("train", "Train the draft beside a running engine."),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one sub-command and returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="vllm-tide", description="Trains vLLM's draft on live traffic."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    runners = {}
+    for name, summary in COMMANDS:
+        if name == wanted:
+            module = import_module(f"vllm_tide.cli.{name}")
+            module.add_parser(subparsers)
+            runners[name] = module.run
+        else:
+            subparsers.add_parser(name, help=summary)
+    args = parser.parse_args(argv)
+    return int(runners[args.command](args))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("vllm-tide")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The `tide` section of the file given to `--speculative-config`.
+
+One strict tree: a default is written once, here; an unknown key is an error that
+says what was probably meant. Runs in every process; imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MIB = 1 << 20
+
+
+class ConfigError(ValueError):
+    """A knob has a wrong value; the message names the knob and what to do."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class CaptureConfig(_Section):
+    """What the engine copies out of live traffic, and how much."""
+
+    enabled: bool = Field(True, description="Copy rows of live traffic to the ring.")
+    sample_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="Share of requests captured, chosen once per request (0 to 1)."
+    )
+    teacher: Literal["hidden", "topk", "both"] = Field(
+        "hidden",
+        description="Teacher stored with each row: the final hidden state, the "
+        "top-k log-probabilities with a tail bucket, or both.",
+    )
+    teacher_topk: Annotated[int, Field(ge=1, le=1024)] = Field(
+        64, description="Number of log-probabilities of a top-k teacher (1 to 1024)."
+    )
+    feature_dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Type of captured features and hidden teachers."
+    )
+    ring_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
+        256, description="Size of the shared-memory ring (MiB)."
+    )
+
+
+class TrainConfig(_Section):
+    """The sidecar trainer."""
+
+    autostart: bool = Field(
+        False, description="Start `vllm-tide train` with the server and stop it with it."
+    )
+    device: str = Field("cpu", description="Torch device of the trainer (cpu, cuda:1).")
+    cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="CPU cores the trainer is pinned to; null leaves it free."
+    )
+    nice: Annotated[int, Field(ge=0, le=19)] = Field(
+        10, description="Scheduling niceness of the trainer (0 to 19)."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Type of the forward pass; master weights are fp32."
+    )
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
+        1e-3, description="Peak learning rate of AdamW."
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Decoupled weight decay of AdamW."
+    )
+    grad_clip: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Largest global gradient norm."
+    )
+    ttt_steps: Annotated[int, Field(ge=1, le=16)] = Field(
+        3, description="Training-time-test steps (EAGLE-3): draft depth trained."
+    )
+    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8, description="Weight of each further training-time-test step."
+    )
+    batch_tokens: Annotated[int, Field(ge=64)] = Field(
+        2048, description="Rows packed into one optimizer step (tokens)."
+    )
+    max_sample_tokens: Annotated[int, Field(ge=16)] = Field(
+        1024, description="Longest window of one request used in a step (tokens)."
+    )
+    min_new_tokens: Annotated[int, Field(ge=1)] = Field(
+        4096, description="New captured tokens that start a training cycle (tokens)."
+    )
+    steps_per_cycle: Annotated[int, Field(ge=1)] = Field(
+        32, description="Optimizer steps between two evaluations."
+    )
+    buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
+        131072, description="Captured tokens kept for training, newest first (tokens)."
+    )
+    holdout_share: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        0.1, description="Share of requests held out for evaluation (0 to 0.5)."
+    )
+    holdout_tokens: Annotated[int, Field(ge=256)] = Field(
+        8192, description="Held-out tokens kept, newest first (tokens)."
+    )
+    min_gain: Annotated[float, Field(ge=0)] = Field(
+        0.01,
+        description="Smallest gain in held-out expected acceptance length (tokens) "
+        "that is published.",
+    )
+    seed: int = Field(0, description="Seed of sampling, shuffling and initialisation.")
+
+
+class SwapConfig(_Section):
+    """How a published draft is installed."""
+
+    enabled: bool = Field(True, description="Install published drafts.")
+    max_norm_ratio: Annotated[float, Field(gt=1)] = Field(
+        16.0,
+        description="A tensor whose norm grew by more than this factor is refused.",
+    )
+
+
+class TideConfig(_Section):
+    """Root of the `tide` section."""
+
+    run_dir: str | None = Field(
+        None,
+        description="Directory (mode 0700) where server and trainer find each other; "
+        "null means $VLLM_TIDE_RUN_DIR, else a per-user directory.",
+    )
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    swap: SwapConfig = Field(default_factory=SwapConfig)
+
+
+def _known_keys(path: tuple[str | int, ...]) -> list[str]:
+    model: Any = TideConfig
+    for part in path:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return []
+        model = field.annotation
+    return list(getattr(model, "model_fields", {}))
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    loc = tuple(first["loc"])
+    knob = ".".join(["tide", *map(str, loc)])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
+        return f"{knob}: unknown key; {hint}"
+    return f"{knob}: {first['msg']}, got {first.get('input')!r}."
+
+
+def parse_tide(section: Any) -> TideConfig:
+    """Validate a `tide` section.
+
+    Args:
+        section: The JSON value under the key `tide`.
+
+    Raises:
+        ConfigError: With one sentence naming the knob.
+    """
+    if not isinstance(section, dict):
+        kind = type(section).__name__
+        raise ConfigError(f"tide: must be an object like {{}}, got {kind}.")
+    try:
+        return TideConfig.model_validate(section)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def read_json_object(text_or_path: str) -> dict[str, Any]:
+    """Read `--speculative-config`: inline JSON, or the path of a JSON file.
+
+    Lines of a file whose first non-blank characters are `//` are comments.
+
+    Raises:
+        ConfigError: The file cannot be read, or it is no JSON object.
+    """
+    text, where = text_or_path, "--speculative-config"
+    if not text_or_path.lstrip().startswith("{"):
+        path = Path(text_or_path.removeprefix("@")).expanduser()
+        where = f"--speculative-config: file {str(path)!r}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "is not UTF-8 text"
+            raise ConfigError(
+                f"{where} cannot be read ({why}); give the path of a readable JSON "
+                "file, or inline JSON starting with '{'."
+            ) from None
+    lines = text.split("\n")
+    kept = ["" if line.lstrip().startswith("//") else line for line in lines]
+    try:
+        value = json.loads("\n".join(kept))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, "
+            f"column {error.colno}."
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must hold a JSON object, not {value!r}.")
+    return value

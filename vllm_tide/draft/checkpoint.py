@@ -1,0 +1,209 @@
+"""Draft checkpoints in Hugging Face EAGLE-3 form, strict about names and shapes.
+
+Reads also the speculators names (`layers.0.` for `midlayer.`); always writes EAGLE-3
+names, which vLLM's `llama_eagle3.py` loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, parameter_shapes
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.vocab import VocabMap
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
+
+
+def read_tensors(directory: str | Path) -> dict[str, Tensor]:
+    """Read every tensor of a draft directory under the names stored there.
+
+    Raises:
+        DraftError: No safetensors file, or an unreadable one.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise DraftError(f"{directory}: holds no .safetensors file.")
+    out: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as archive:
+                for name in archive.keys():  # noqa: SIM118 - not a mapping
+                    out[name] = archive.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise DraftError(f"{path}: cannot be read ({error}).") from None
+    return out
+
+
+def canonical_name(name: str) -> str:
+    """EAGLE-3 name of a stored tensor."""
+    name = name.removeprefix("model.")
+    if name.startswith("layers.0."):
+        name = f"{LAYER}." + name.removeprefix("layers.0.")
+    return name
+
+
+def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
+    """Raise DraftError, naming the tensor, unless names and shapes fit `config`."""
+    expected = parameter_shapes(config)
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        raise DraftError(f"draft checkpoint: missing {', '.join(missing)}.")
+    extra = sorted(set(tensors) - set(expected) - set(_OPTIONAL))
+    if extra:
+        raise DraftError(f"draft checkpoint: unexpected {', '.join(extra)}.")
+    hidden = config.hidden_size
+    expected |= {
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+        "embed_tokens.weight": (config.vocab_size, hidden),
+        "d2t": (config.draft_vocab_size,),
+        "t2d": (config.vocab_size,),
+    }
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise DraftError(
+                f"draft checkpoint: {name} has shape {tuple(tensor.shape)}, "
+                f"the config asks for {expected[name]}."
+            )
+        if name not in ("d2t", "t2d") and tensor.dtype not in _DTYPES:
+            raise DraftError(
+                f"draft checkpoint: {name} has dtype {tensor.dtype}; quantised "
+                "drafts are not supported."
+            )
+
+
+def build_draft(
+    config: Eagle3Config,
+    stored: dict[str, Tensor],
+    target: TargetRows,
+    shared: Collection[str] = (),
+) -> Eagle3Draft:
+    """Make a draft of stored tensors, borrowing from the target what is absent.
+
+    Args:
+        config: Shape and switches.
+        stored: From `read_tensors`.
+        target: Rows of the target.
+        shared: Names the server takes from the target although they are stored;
+            neither trained nor exported.
+
+    Raises:
+        DraftError: A name or shape is wrong, or draft and target do not fit.
+    """
+    names = {canonical_name(name): name for name in stored}
+    tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
+    check_tensors(config, tensors)
+    tensors = {name: t for name, t in tensors.items() if name not in shared}
+    if config.vocab_size != target.vocab_size:
+        raise DraftError(
+            f"draft config: vocab_size {config.vocab_size} is not the target's "
+            f"{target.vocab_size}."
+        )
+    if config.target_hidden_size != target.hidden_size:
+        raise DraftError(
+            f"draft config: target_hidden_size {config.target_hidden_size} is not the "
+            f"target's {target.hidden_size}."
+        )
+    pruned = config.draft_vocab_size != config.vocab_size
+    if "d2t" in tensors:
+        vocab = VocabMap.from_d2t(tensors["d2t"], config.vocab_size)
+        if "t2d" in tensors:
+            vocab.check_t2d(tensors["t2d"])
+    elif pruned:
+        raise DraftError("draft checkpoint: d2t is missing for a pruned vocabulary.")
+    else:
+        vocab = VocabMap.identity(config.vocab_size)
+    values = dict(tensors)
+    owns_lm_head, owns_embed = "lm_head.weight" in values, "embed_tokens.weight" in values
+    if config.hidden_size != target.hidden_size and not (owns_lm_head and owns_embed):
+        raise DraftError(
+            "draft checkpoint: a draft narrower than its target needs its own "
+            "lm_head.weight and embed_tokens.weight."
+        )
+    if not owns_lm_head:
+        if pruned:
+            raise DraftError(
+                "draft checkpoint: lm_head.weight is missing for a pruned vocabulary."
+            )
+        values["lm_head.weight"] = target.lm_head
+    embed = values["embed_tokens.weight"] if owns_embed else target.embed_tokens
+    return Eagle3Draft(
+        config,
+        values,
+        vocab,
+        embed,
+        owns_lm_head=owns_lm_head,
+        owns_embed=owns_embed,
+        dtype=tensors["fc.weight"].dtype,
+        constants={n: tensors[n] for n in ("d2t", "t2d") if n in tensors},
+        stored_names={a: b for a, b in names.items() if a != b},
+    )
+
+
+def load_draft(
+    directory: str | Path,
+    target: TargetRows | str | Path,
+    shared: Collection[str] = (),
+) -> Eagle3Draft:
+    """Load a draft directory.
+
+    Args:
+        directory: Holds `config.json` and safetensors.
+        target: Rows of the target, or the target's directory.
+        shared: See `build_draft`.
+    """
+    rows = target if isinstance(target, TargetRows) else TargetRows.load(target)
+    config = Eagle3Config.from_json(read_config(directory), rows.config)
+    return build_draft(config, read_tensors(directory), rows, shared)
+
+
+def export_tensors(
+    draft: Eagle3Draft, dtype: torch.dtype | None = None, *, stored_names: bool = False
+) -> dict[str, Tensor]:
+    """Tensors of the checkpoint, as contiguous CPU copies.
+
+    Args:
+        draft: The draft.
+        dtype: Floating type; the checkpoint's own when None.
+        stored_names: Use the names of the checkpoint it was loaded from, which a
+            server compares publications with, instead of EAGLE-3 names.
+    """
+    dtype = dtype or draft.checkpoint_dtype
+    out = {
+        name: value.detach().to("cpu", dtype, copy=True).contiguous()
+        for name, value in draft.named_tensors().items()
+        if name != "lm_head.weight" or draft.owns_lm_head
+    }
+    out |= {name: value.clone() for name, value in draft.constants.items()}
+    if draft.owns_embed:
+        out["embed_tokens.weight"] = draft.embed.detach().to("cpu", dtype, copy=True)
+    if stored_names:
+        out = {draft.stored_names.get(name, name): t for name, t in out.items()}
+    return out
+
+
+def save_draft(
+    draft: Eagle3Draft, directory: str | Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write `config.json` and `model.safetensors`, each replaced atomically."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or draft.checkpoint_dtype
+    config = draft.config.to_json()
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    staged = folder / ".model.safetensors.new"
+    save_file(export_tensors(draft, dtype), staged, metadata={"format": "pt"})
+    os.replace(staged, folder / "model.safetensors")
+    staged = folder / ".config.json.new"
+    staged.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(staged, folder / "config.json")

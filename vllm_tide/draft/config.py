@@ -1,0 +1,292 @@
+"""Shape and switches of one EAGLE-3 draft, read from its `config.json`.
+
+Supports what published one-layer Llama drafts use; refuses the rest in one sentence,
+because a switch that is silently ignored trains fine and serves badly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+class DraftError(ValueError):
+    """A draft or target checkpoint cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding parameters (neox halves, full head)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Angle per position of each of the `head_dim / 2` pairs (radians)."""
+        plain = [self.theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
+        if self.kind == "linear":
+            return [f / self.factor for f in plain]
+        if self.kind == "llama3":
+            return [self._llama3(f) for f in plain]
+        return plain
+
+    def _llama3(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if wavelength < self.original_max_position / high:
+            return frequency
+        if wavelength > self.original_max_position / low:
+            return frequency / self.factor
+        smooth = (self.original_max_position / wavelength - low) / (high - low)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Everything that shapes the draft.
+
+    `aux_layer_ids` follow vLLM: id L is the residual stream entering layer L.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    rms_norm_eps: float = 1e-5
+    rope: Rope = field(default_factory=Rope)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    max_position_embeddings: int = 2048
+
+    @property
+    def num_aux(self) -> int:
+        """Number of captured target layers."""
+        return len(self.aux_layer_ids)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of one feature row."""
+        return self.num_aux * self.target_hidden_size
+
+    @classmethod
+    def from_json(
+        cls, raw: dict[str, Any], target: dict[str, Any] | None = None
+    ) -> Eagle3Config:
+        """Read a `config.json`.
+
+        Args:
+            raw: The draft's configuration (EAGLE-3 or speculators form).
+            target: The target's configuration; gives the default layer ids.
+
+        Raises:
+            DraftError: The draft has a shape or switch that is not supported.
+        """
+        body = dict(raw)
+        layer = body.pop("transformer_layer_config", None)
+        speculators = isinstance(layer, dict)
+        if isinstance(layer, dict):
+            kind = body.get("speculators_model_type", "eagle3")
+            if kind != "eagle3":
+                raise DraftError(f"draft: speculators type {kind!r} is not 'eagle3'.")
+            body = {**layer, **{k: v for k, v in body.items() if v is not None}}
+            body["model_type"] = layer.get("model_type", "llama")
+        _refuse_unsupported(body)
+        eagle = body.get("eagle_config") or {}
+        hidden = _need(body, "hidden_size")
+        heads = _need(body, "num_attention_heads")
+        vocab = _need(body, "vocab_size")
+        switch = {
+            name: bool(eagle.get(name, body.get(name, default)))
+            for name, default in (
+                ("norm_before_residual", speculators),
+                ("norm_before_fc", False),
+            )
+        }
+        if not speculators:  # vLLM reads this one at the top level only
+            switch["norm_before_residual"] = bool(body.get("norm_before_residual"))
+        if switch["norm_before_fc"] and body.get("fc_norm"):
+            raise DraftError("draft: norm_before_fc and fc_norm exclude each other.")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=_need(body, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=int(body.get("num_key_value_heads") or heads),
+            head_dim=int(body.get("head_dim") or hidden // heads),
+            vocab_size=vocab,
+            draft_vocab_size=int(body.get("draft_vocab_size") or vocab),
+            aux_layer_ids=_layer_ids(body, eagle, target),
+            target_hidden_size=int(body.get("target_hidden_size") or hidden),
+            rms_norm_eps=float(body.get("rms_norm_eps", 1e-6)),
+            rope=_rope(body),
+            fc_norm=bool(body.get("fc_norm", False)),
+            norm_output=bool(body.get("norm_output", False)),
+            max_position_embeddings=int(body.get("max_position_embeddings", 2048)),
+            **switch,
+        )
+
+    @classmethod
+    def from_dir(
+        cls, draft_dir: str | Path, target_dir: str | Path | None = None
+    ) -> Eagle3Config:
+        """Read `config.json` of a draft directory."""
+        target = read_config(target_dir) if target_dir is not None else None
+        return cls.from_json(read_config(draft_dir), target)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `config.json` that vLLM loads as `Eagle3LlamaForCausalLM`."""
+        rope: dict[str, Any] = {"rope_type": self.rope.kind}
+        if self.rope.kind != "default":
+            rope["factor"] = self.rope.factor
+        if self.rope.kind == "llama3":
+            rope["low_freq_factor"] = self.rope.low_freq_factor
+            rope["high_freq_factor"] = self.rope.high_freq_factor
+            rope["original_max_position_embeddings"] = self.rope.original_max_position
+        out: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": None if self.rope.kind == "default" else rope,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            "num_aux_hidden_states": self.num_aux,
+        }
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "draft_vocab_size",
+            "target_hidden_size",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+        ):
+            out[name] = getattr(self, name)
+        return out
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Read `config.json` of a model directory."""
+    path = Path(directory) / "config.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DraftError(f"{path}: cannot be read as JSON ({error}).") from None
+    if not isinstance(value, dict):
+        raise DraftError(f"{path}: must hold a JSON object.")
+    return value
+
+
+def _need(body: dict[str, Any], name: str) -> int:
+    value = body.get(name)
+    if not isinstance(value, int) or value <= 0:
+        raise DraftError(f"draft config: {name} must be a positive integer.")
+    return value
+
+
+def _refuse_unsupported(body: dict[str, Any]) -> None:
+    known = set(ARCHITECTURES)
+    names = body.get("architectures") or []
+    if names and not known & set(names):
+        raise DraftError(
+            f"draft config: architecture {names[0]!r} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}."
+        )
+    wanted: dict[str, tuple[Any, ...]] = {
+        "model_type": ("llama", None),
+        "num_hidden_layers": (1, None),
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "bias": (False, None),
+        "mlp_bias": (False, None),
+        "qkv_bias": (False, None),
+        "logit_scale": (1.0, None),
+        "partial_rotary_factor": (1.0, None),
+        "quantization_config": (None,),
+        "parallel_drafting": (False, None),
+    }
+    for name, allowed in wanted.items():
+        if body.get(name) not in allowed:
+            raise DraftError(
+                f"draft config: {name}={body[name]!r} is not supported; it must be "
+                f"{allowed[0]!r}."
+            )
+    eagle = body.get("eagle_config") or {}
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise DraftError("draft config: use_aux_hidden_state=false is EAGLE-1, not 3.")
+    if "sliding_attention" in (body.get("layer_types") or []):
+        raise DraftError("draft config: sliding-window attention is not supported.")
+
+
+def _layer_ids(
+    body: dict[str, Any], eagle: dict[str, Any], target: dict[str, Any] | None
+) -> tuple[int, ...]:
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = body.get(name) or eagle.get(name)
+    if not ids and target is not None:
+        text = target.get("text_config") or target
+        layers = int(text["num_hidden_layers"])
+        ids = (2, layers // 2, layers - 3)  # vLLM's default
+    if not ids:
+        raise DraftError(
+            f"draft config: {name} is missing and no target config gives a default."
+        )
+    count = body.get("num_aux_hidden_states")
+    if count is not None and count != len(ids):
+        raise DraftError(f"draft config: {count} aux states but {len(ids)} layer ids.")
+    out = tuple(sorted(int(i) for i in ids))  # vLLM returns them in layer order
+    if len(set(out)) != len(out):
+        raise DraftError(f"draft config: {name} {list(out)} names a layer twice.")
+    return out
+
+
+def _rope(body: dict[str, Any]) -> Rope:
+    scaling = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _ROPE_TYPES:
+        raise DraftError(
+            f"draft config: rope type {kind!r} is not supported; "
+            f"supported: {', '.join(_ROPE_TYPES)}."
+        )
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise DraftError("draft config: partial_rotary_factor must be 1.0.")
+    original = scaling.get("original_max_position_embeddings")
+    return Rope(
+        theta=float(scaling.get("rope_theta") or body.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(scaling.get("factor") or 1.0),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        original_max_position=int(original or 8192),
+    )

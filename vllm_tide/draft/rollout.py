@@ -1,0 +1,114 @@
+"""The draft as serving runs it: prefill over rows 0..t, then one row per decode step.
+
+Slow and plain on purpose: the oracle of `Eagle3Draft.forward_ttt`, written without its
+attention, masks or packing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft
+
+
+class _Cache:
+    """Keys and values of one request, appended row by row."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, q: Tensor) -> Tensor:
+        """q [n_h, d] over all rows so far."""
+        group = q.shape[0] // self.keys[0].shape[0]
+        k = torch.stack(self.keys).repeat_interleave(group, 1)  # [s, n_h, d]
+        v = torch.stack(self.values).repeat_interleave(group, 1)
+        p = (torch.einsum("hd,shd->hs", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+        return torch.einsum("hs,shd->hd", p, v)
+
+
+@torch.no_grad()
+def rollout(
+    draft: Eagle3Draft,
+    tokens: Tensor,
+    features: Tensor,
+    row: int,
+    num_steps: int,
+    *,
+    start: int = 0,
+    greedy: bool = False,
+) -> tuple[Tensor, list[int]]:
+    """Draft `num_steps` tokens after committed row `row`.
+
+    Args:
+        draft: The draft; computed in fp32.
+        tokens: int64 [S], S > row + 1.
+        features: [S, A*H].
+        row: Last row whose feature is known; token row + 1 is the last sampled token.
+        num_steps: Steps, the prefill included.
+        start: Position of row 0.
+        greedy: Feed back the draft's own argmax instead of `tokens` (serving proper).
+
+    Returns:
+        Logits fp32 [num_steps, V_d], and the argmax target ids.
+    """
+    w = draft.compute_weights(torch.float32)
+    cache = _Cache()
+    hidden = draft.combine(features[: row + 1].float(), w)
+    h = logits = None
+    for t in range(row + 1):
+        h, logits = _one_row(draft, w, cache, int(tokens[t + 1]), hidden[t], start + t)
+    assert h is not None and logits is not None
+    out, ids = [logits], [_target_id(draft, logits)]
+    for i in range(1, num_steps):
+        token = ids[-1] if greedy else int(tokens[row + 1 + i])
+        h, logits = _one_row(draft, w, cache, token, h, start + row + i)
+        out.append(logits)
+        ids.append(_target_id(draft, logits))
+    return torch.stack(out), ids
+
+
+def _target_id(draft: Eagle3Draft, logits: Tensor) -> int:
+    return int(draft.vocab.target_ids[logits.argmax()])
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _one_row(
+    draft: Eagle3Draft,
+    w: dict[str, Tensor],
+    cache: _Cache,
+    token: int,
+    hidden: Tensor,
+    position: int,
+) -> tuple[Tensor, Tensor]:
+    config, attn, mlp = draft.config, f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    eps, dim = config.rms_norm_eps, config.head_dim
+    u = _rms(draft.embed[token].float(), w[f"{LAYER}.input_layernorm.weight"], eps)
+    v = _rms(hidden, w[f"{LAYER}.hidden_norm.weight"], eps)
+    residual = v if config.norm_before_residual else hidden
+    z = torch.cat([u, v])
+    q, k, val = (
+        F.linear(z, w[f"{attn}.{n}_proj.weight"]).view(-1, dim) for n in ("q", "k", "v")
+    )
+    angle = position * torch.tensor(config.rope.inverse_frequencies(dim))
+    cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+
+    def turn(x: Tensor) -> Tensor:
+        half = torch.cat([-x[:, dim // 2 :], x[:, : dim // 2]], dim=-1)
+        return x * cos + half * sin
+
+    cache.keys.append(turn(k))
+    cache.values.append(val)
+    mixed = cache.attend(turn(q)).flatten()
+    a = residual + F.linear(mixed, w[f"{attn}.o_proj.weight"])
+    post = _rms(a, w[f"{LAYER}.post_attention_layernorm.weight"], eps)
+    gate = F.silu(F.linear(post, w[f"{mlp}.gate_proj.weight"]))
+    up = F.linear(post, w[f"{mlp}.up_proj.weight"])
+    o = a + F.linear(gate * up, w[f"{mlp}.down_proj.weight"])
+    normed = _rms(o, w["norm.weight"], eps)
+    return normed if config.norm_output else o, F.linear(normed, w["lm_head.weight"])

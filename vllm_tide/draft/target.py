@@ -1,0 +1,124 @@
+"""Embedding and output rows of the target, read without loading the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm_tide.draft.config import DraftError, read_config
+
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the trainer needs of the target.
+
+    Attributes:
+        embed_tokens: [V, H] input embedding, checkpoint dtype.
+        lm_head: [V, H] output rows (the same tensor when tied).
+        config: The target's `config.json` (its text part).
+        logit_scale: Factor on the logits (Cohere, Granite).
+        logit_softcap: Gemma's `tanh` soft cap, or None.
+    """
+
+    embed_tokens: Tensor
+    lm_head: Tensor
+    config: dict[str, Any] = field(default_factory=dict)
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary."""
+        return int(self.lm_head.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the target."""
+        return int(self.lm_head.shape[1])
+
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Target logits of hidden states taken after the final norm.
+
+        Args:
+            hidden: [n, H].
+            rows: [m, H] output rows in the dtype of `hidden`; all of them when None.
+        """
+        weight = self.lm_head.to(hidden.dtype) if rows is None else rows
+        z = F.linear(hidden, weight)
+        if self.logit_softcap is not None:
+            z = torch.tanh(z / self.logit_softcap) * self.logit_softcap
+        return z if self.logit_scale == 1.0 else z * self.logit_scale
+
+    @classmethod
+    def load(cls, directory: str | Path) -> TargetRows:
+        """Read a target directory: one safetensors file, or shards with an index.
+
+        Raises:
+            DraftError: A needed tensor is absent or quantised.
+        """
+        folder = Path(directory)
+        raw = read_config(folder)
+        text = raw.get("text_config") or raw
+        where = _locate(folder)
+        embed = _read_suffix(where, _EMBED)
+        if embed is None:
+            raise DraftError(f"{folder}: no tensor named *{_EMBED}.")
+        tied = bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings")))
+        head = None if tied else _read_suffix(where, _HEAD)
+        if head is None:
+            head = embed
+        size = int(text.get("vocab_size", embed.shape[0]))
+        for name, tensor in ((_EMBED, embed), (_HEAD, head)):
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise DraftError(f"{folder}: {name} is quantised ({tensor.dtype}).")
+        scale = float(text.get("logit_scale") or 1.0)
+        scale /= float(text.get("logits_scaling") or 1.0)
+        return cls(
+            embed_tokens=embed[:size],
+            lm_head=head[:size],
+            config=raw,
+            logit_scale=scale,
+            logit_softcap=text.get("final_logit_softcapping"),
+        )
+
+
+def _locate(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DraftError(f"{index}: cannot be read ({error!r}).") from None
+        return {name: folder / file for name, file in mapping.items()}
+    where: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as archive:
+                where.update(dict.fromkeys(archive.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise DraftError(f"{path}: cannot be read ({error}).") from None
+    if not where:
+        raise DraftError(f"{folder}: holds no .safetensors file.")
+    return where
+
+
+def _read_suffix(where: dict[str, Path], suffix: str) -> Tensor | None:
+    names = [n for n in where if n == suffix or n.endswith("." + suffix)]
+    if not names:
+        return None
+    name = min(names, key=len)
+    try:
+        with safe_open(where[name], framework="pt") as archive:
+            tensor: Tensor = archive.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise DraftError(f"{where[name]}: cannot be read ({error}).") from None
+    return tensor

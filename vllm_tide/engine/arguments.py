@@ -1,0 +1,186 @@
+"""Reads `--speculative-config` and refuses what cannot work, before a model loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.config import ConfigError, parse_tide, read_json_object
+
+
+def speculative_config_argument(value: str) -> dict[str, Any]:
+    """Type of the command line's `--speculative-config`: inline JSON or a file.
+
+    Raises:
+        argparse.ArgumentTypeError: One sentence; argparse prints it and exits 2.
+    """
+    try:
+        config = read_json_object(value)
+        if config.get("tide") is not None:
+            parse_tide(config["tide"])
+            _print_one_line_for_config_errors()
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return config
+
+
+def check_speculative_config(config: dict[str, Any], target: Any) -> None:
+    """Check a speculative configuration with a `tide` section against the target.
+
+    Args:
+        config: The dictionary that `SpeculativeConfig` will be made from.
+        target: vLLM's `ModelConfig` of the target.
+
+    Raises:
+        ConfigError: One sentence naming the knob.
+    """
+    section = config.get("tide")
+    if section is None:
+        return
+    parse_tide(section)
+    if config.get("method", "eagle3") != "eagle3":
+        raise ConfigError(
+            f"method: tide trains EAGLE-3 drafts; set it to 'eagle3', not "
+            f"{config['method']!r}."
+        )
+    if config.get("rejection_sample_method", "standard") == "synthetic":
+        raise ConfigError(
+            "rejection_sample_method: 'synthetic' makes up acceptance, so there is "
+            "nothing to learn from; leave it out or remove the tide section."
+        )
+    model = config.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            "model: missing; give the directory or hub name of the EAGLE-3 draft."
+        )
+    _check_fit(model, _draft_config(model, config.get("revision")), target)
+
+
+def check_engine_config(vllm_config: Any) -> None:
+    """Check what only the whole configuration shows.
+
+    Raises:
+        ConfigError: One sentence naming the option.
+    """
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(
+            f"tide: device {device!r} is not supported in this version, only 'cpu'; "
+            "remove the tide section to serve without it."
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--pipeline-parallel-size: tide needs 1 (the draft lives on the last "
+            "stage only); use tensor parallelism instead."
+        )
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "--enable-lora: tide cannot tell adapters' hidden states apart; "
+            "switch LoRA off or remove the tide section."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            "VLLM_USE_V2_MODEL_RUNNER: tide supports Model Runner V1 in this "
+            "version; set it to 0."
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "--async-scheduling: tide needs synchronous scheduling in this version; "
+            "add --no-async-scheduling."
+        )
+
+
+def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        path = _hub_file(model, revision)
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {str(path)!r} cannot be read ({error}).") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"model: {str(path)!r} holds no JSON object.")
+    return loaded
+
+
+def _hub_file(model: str, revision: str | None) -> Path:
+    from transformers.utils.hub import cached_file
+
+    try:
+        return Path(cached_file(model, "config.json", revision=revision))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"model: no draft at {model!r}: neither a directory with config.json nor "
+            "a model that the hub or its local cache has."
+        ) from None
+
+
+def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
+    text = draft.get("transformer_layer_config", draft)
+    hidden, vocab = target.get_hidden_size(), target.get_vocab_size()
+    layers = target.get_total_num_hidden_layers()
+    _require(
+        model,
+        "target_hidden_size" if "target_hidden_size" in draft else "hidden_size",
+        draft.get("target_hidden_size", text.get("hidden_size")),
+        lambda value: value == hidden,
+        f"the target's hidden size is {hidden}",
+    )
+    _require(
+        model,
+        "vocab_size",
+        text.get("vocab_size"),
+        lambda value: value == vocab,
+        f"the target's vocabulary has {vocab} tokens",
+    )
+    _require(
+        model,
+        "draft_vocab_size",
+        draft.get("draft_vocab_size") or vocab,
+        lambda value: 0 < value <= vocab,
+        f"the target's vocabulary has {vocab} tokens",
+    )
+    ids = draft.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        return
+    fine = isinstance(ids, list) and all(
+        isinstance(i, int) and 0 <= i <= layers for i in ids
+    )
+    if not fine or not ids:
+        raise ConfigError(
+            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}, but "
+            f"the target has {layers} layers; each id must lie in 0..{layers}."
+        )
+    if len(set(ids)) != len(ids):
+        raise ConfigError(
+            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}; the "
+            "ids must differ from each other."
+        )
+
+
+def _require(
+    model: str, key: str, value: Any, good: Callable[[int], bool], fact: str
+) -> None:
+    if not isinstance(value, int) or not good(value):
+        raise ConfigError(
+            f"model: draft {model!r} does not fit the target: its {key} is {value!r}, "
+            f"but {fact}; use a draft trained for this target."
+        )
+
+
+def _print_one_line_for_config_errors() -> None:
+    """A wrong knob ends `vllm serve` with a sentence, not with a traceback."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, ConfigError):
+            print(f"error: --speculative-config: {error}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook

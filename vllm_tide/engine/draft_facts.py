@@ -1,0 +1,62 @@
+"""What the loaded models say about themselves: the facts a trainer must match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """Facts of a served target and draft.
+
+    Attributes:
+        aux_layer_ids: Captured layers, vLLM's convention: id L is the residual
+            stream entering layer L; ascending, as the model returns them.
+    """
+
+    target_path: str
+    draft_path: Path
+    target_dtype: str
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    num_speculative_tokens: int
+
+
+def local_dir(model: str, revision: str | None = None) -> Path:
+    """Directory of a checkpoint: itself, or its snapshot in the local hub cache."""
+    path = Path(model)
+    if path.is_dir():
+        return path.resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def draft_facts(worker: Any) -> DraftFacts:
+    """Read them off vLLM's configuration and the loaded target.
+
+    Args:
+        worker: vLLM's worker after `load_model`.
+    """
+    config = worker.vllm_config
+    speculative = config.speculative_config
+    draft, target = speculative.draft_model_config, config.model_config
+    runner = worker.model_runner
+    ids = runner._get_eagle3_aux_layers_from_config()
+    if not ids:
+        ids = runner.get_model().get_eagle3_default_aux_hidden_state_layers()
+    draft_vocab = getattr(draft.hf_config, "draft_vocab_size", None)
+    return DraftFacts(
+        target_path=str(local_dir(target.model, target.revision)),
+        draft_path=local_dir(draft.model, draft.revision),
+        target_dtype=str(target.dtype).removeprefix("torch."),
+        hidden_size=target.get_hidden_size(),
+        vocab_size=target.get_vocab_size(),
+        draft_vocab_size=draft_vocab or target.get_vocab_size(),
+        aux_layer_ids=tuple(sorted(set(ids))),
+        num_speculative_tokens=speculative.num_speculative_tokens,
+    )

@@ -1,0 +1,144 @@
+"""Puts a staged draft into vLLM's draft model, between two steps.
+
+Layer-wise reload (`model_loader/reload`) loads into the tensors that are there, so
+CUDA-graph addresses stay valid, and runs `process_weights_after_loading`, so the CPU
+backend's packed oneDNN weights are refreshed. Modules shared with the target are
+taken out of the draft while it runs: reloading must never touch the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from vllm_tide.swap.verify import DraftRefused
+
+_SHARED = {"embed_tokens.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
+
+
+def shared_with_target(draft: nn.Module, target: nn.Module) -> frozenset[str]:
+    """Checkpoint names of the draft's tensors that are the target's own modules."""
+    theirs = {id(module) for module in target.modules()}
+    found = set()
+    for name, path in _SHARED.items():
+        try:
+            module = draft.get_submodule(path)
+        except AttributeError:
+            continue
+        if id(module) in theirs:
+            found.add(name)
+    return frozenset(found)
+
+
+@contextmanager
+def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
+    """Take shared modules out of `draft`, and put them back whatever happens."""
+    flags = {
+        name: getattr(draft, name)
+        for name in ("has_own_embed_tokens", "has_own_lm_head")
+        if hasattr(draft, name)
+    }
+    removed = []
+    try:
+        for name in shared:
+            path = _SHARED[name]
+            parent, _, leaf = path.rpartition(".")
+            owner = draft.get_submodule(parent)
+            removed.append((owner, leaf, owner._modules.pop(leaf)))
+        yield
+    finally:
+        for owner, leaf, module in removed:
+            owner._modules[leaf] = module
+        for name, value in flags.items():
+            setattr(draft, name, value)
+
+
+def install(
+    draft: nn.Module,
+    vllm_config: VllmConfig,
+    tensors: Mapping[str, torch.Tensor],
+    shared: frozenset[str],
+) -> None:
+    """Load `tensors` into the running draft model.
+
+    Args:
+        draft: vLLM's draft model.
+        vllm_config: The engine's configuration.
+        tensors: Checkpoint names to full (unsharded) tensors.
+        shared: Names that belong to the target and are not loaded.
+
+    Raises:
+        Exception: Whatever the loader raises; the draft may then be half loaded and
+            the caller must install the last good one again.
+    """
+    model_config = vllm_config.speculative_config.draft_model_config
+    weights = [(k, v) for k, v in tensors.items() if k not in shared]
+    with (
+        set_current_vllm_config(vllm_config),
+        torch.device(vllm_config.device_config.device),
+        _without(draft, shared),
+    ):
+        initialize_layerwise_reload(draft)
+        try:
+            draft.load_weights(weights)
+        finally:
+            # Also after a failure: it puts every layer that was not loaded back.
+            finalize_layerwise_reload(draft, model_config)
+
+
+def _expected(tensors: Mapping[str, torch.Tensor], names: list[str]) -> torch.Tensor:
+    parts = []
+    for name in names:
+        for prefix in ("midlayer.", "layers.0."):
+            if prefix + name in tensors:
+                parts.append(tensors[prefix + name].float())
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+_PROBED = {
+    "model.fc": [],
+    "model.layers.0.self_attn.qkv_proj": [
+        f"self_attn.{part}_proj.weight" for part in "qkv"
+    ],
+    "model.layers.0.self_attn.o_proj": ["self_attn.o_proj.weight"],
+    "model.layers.0.mlp.gate_up_proj": [
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+    ],
+    "model.layers.0.mlp.down_proj": ["mlp.down_proj.weight"],
+}
+
+
+def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Prove through the modules' own outputs that the new weights are what they use.
+
+    Packed weights cannot be read back, so each linear layer is asked for its output
+    on a fixed probe. Only for an unsharded draft (tensor parallel size 1).
+
+    Raises:
+        DraftRefused: A layer does not compute with the new weights.
+    """
+    modules = dict(draft.named_modules())
+    for path, names in _PROBED.items():
+        module = modules.get(path)
+        want = tensors["fc.weight"].float() if not names else _expected(tensors, names)
+        if module is None or want.numel() == 0:
+            continue
+        dtype = getattr(module, "params_dtype", torch.float32)
+        # A ramp, the same for everybody: no random state of the engine is touched.
+        probe = torch.linspace(-1, 1, want.shape[1]).to(dtype)[None]
+        got = module(probe)
+        got = (got[0] if isinstance(got, tuple) else got).float()
+        expect = probe.float() @ want.to(dtype).float().T
+        scale = expect.abs().max().clamp(min=1e-6)
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        if not bool(((got - expect).abs() <= tolerance * scale).all()):
+            raise DraftRefused("install", f"layer {path} kept other weights.")

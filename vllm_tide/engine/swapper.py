@@ -1,0 +1,136 @@
+"""One worker's side of a swap: stage, install at the ordered step, go back on failure.
+
+Owned by `worker.py`; `install_ordered` runs on the model's thread between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from vllm_tide.engine.install import install, shared_with_target, verify_installed
+from vllm_tide.swap.stage import StagedDraft, Stager
+from vllm_tide.swap.verify import DraftContract
+from vllm_tide.transport.weights import WeightsSegment
+
+logger = logging.getLogger("vllm_tide")
+
+
+class Swapper:
+    """Installs drafts and remembers the last good one.
+
+    Args:
+        draft: vLLM's draft model.
+        target: vLLM's target model.
+        vllm_config: The engine's configuration.
+        checkpoint: Directory of the draft the server started with.
+        segment: Weights segment to watch.
+        max_norm_ratio: See `tide.swap.max_norm_ratio`.
+        group: vLLM's tensor-parallel group, or None with one rank.
+
+    Attributes:
+        version: Version of the live draft; 0 is the checkpoint's.
+        seconds: Durations of installations since they were last taken.
+    """
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        target: nn.Module,
+        vllm_config: Any,
+        checkpoint: Path,
+        segment: WeightsSegment,
+        max_norm_ratio: float,
+        group: Any = None,
+        cpus: set[int] | None = None,
+    ) -> None:
+        self._draft = draft
+        self._config = vllm_config
+        self._checkpoint = checkpoint
+        self._segment = segment
+        self._group = group
+        self.shared = shared_with_target(draft, target)
+        reference = checkpoint_tensors(checkpoint)
+        self._contract = DraftContract(reference, max_norm_ratio, self.shared)
+        self.stager = Stager(segment, self._contract, cpus)
+        self._last_good: StagedDraft | None = None
+        self.version = 0
+        self.num_swaps = 0
+        self.seconds: list[float] = []
+        self._last_seconds = 0.0
+
+    def ready_version(self) -> int:
+        """Version that is staged and may be ordered, or 0."""
+        return self.stager.staged_version
+
+    def install_ordered(self, version: int) -> None:
+        """Install `version` on this rank; every rank gets the order at the same step.
+
+        With several ranks all of them first agree that they hold the version: ranks
+        never serve different drafts. Never raises for a bad draft: the last good one
+        is put back.
+        """
+        staged = self.stager.take(version)
+        if self._group is not None and not self._all_hold(staged is not None):
+            return
+        if staged is None:
+            return
+        began = time.perf_counter()
+        try:
+            install(self._draft, self._config, staged.tensors, self.shared)
+            if self._group is None:
+                verify_installed(self._draft, staged.tensors)
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self.stager.refuse(version, "install", f"{type(error).__name__}: {error}")
+            self._restore()
+        else:
+            self._contract.accept(staged.tensors)
+            self._last_good = staged
+            self.version = version
+            self.num_swaps += 1
+            self._last_seconds = time.perf_counter() - began
+            self.seconds.append(self._last_seconds)
+        self.stager.done(staged)
+        self.report()
+
+    def report(self) -> None:
+        """Tell the trainer what is live and what was refused last."""
+        self._segment.report(
+            self.version,
+            self.stager.last_refused_version,
+            self.stager.last_refusal,
+            1e3 * self._last_seconds,
+        )
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.stager.close()
+
+    def _all_hold(self, held: bool) -> bool:
+        flag = torch.tensor([int(held)])
+        torch.distributed.all_reduce(
+            flag, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
+        )
+        return bool(flag.item())
+
+    def _restore(self) -> None:
+        if self._last_good is not None:
+            tensors = self._last_good.tensors
+        else:
+            tensors = checkpoint_tensors(self._checkpoint)
+        install(self._draft, self._config, tensors, self.shared)
+
+
+def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors checkpoint but `t2d`, which vLLM ignores."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    tensors.pop("t2d", None)
+    return tensors

@@ -1,0 +1,253 @@
+"""What the worker owns: ring, weights segment, capture, swapper, trainer process.
+
+Made once per worker after the models are loaded (`make_worker`). Hot-path calls:
+`begin_step` before a step, the capture's hooks inside it, `end_step` after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.capture.guard import Guard
+from vllm_tide.config import MIB, TideConfig, parse_tide
+from vllm_tide.engine.capture_v1 import CaptureV1
+from vllm_tide.engine.draft_facts import DraftFacts, draft_facts
+from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
+from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.transport import rendezvous
+from vllm_tide.transport.process import start_time
+from vllm_tide.transport.ring import RingSpec, RingWriter
+from vllm_tide.transport.weights import WeightsSegment
+
+logger = logging.getLogger("vllm_tide")
+
+REPORT_SECONDS = 0.5
+
+
+def make_worker(worker: Any) -> WorkerTide | None:
+    """Build the worker's part of TIDE, or None when `tide` is not configured.
+
+    Args:
+        worker: vLLM's `Worker` after `load_model`; its runner and the runner's draft
+            proposer get the attribute `tide` that their seams look at.
+    """
+    speculative = worker.vllm_config.speculative_config
+    if speculative is None or speculative.tide is None:
+        return None
+    return WorkerTide(worker, parse_tide(speculative.tide))
+
+
+class WorkerTide:
+    """TIDE in one worker.
+
+    Args:
+        worker: vLLM's worker.
+        config: The parsed `tide` section.
+    """
+
+    def __init__(self, worker: Any, config: TideConfig) -> None:
+        from vllm.distributed import get_tp_group
+
+        self._config = config
+        self._group = get_tp_group() if get_tp_group().world_size > 1 else None
+        self._leader = get_tp_group().rank_in_group == 0
+        self._facts = draft_facts(worker)
+        self._guard = Guard("capture")
+        self._engine_id = secrets.token_hex(8)
+        self._run_dir = (
+            Path(config.run_dir) if config.run_dir else rendezvous.default_run_dir()
+        )
+        self._ring: RingWriter | None = None
+        self._segment: WeightsSegment | None = None
+        self._trainer: TrainerProcess | None = None
+        self._reported = 0.0
+        self._sent_staged = 0
+        self.capture: CaptureV1 | None = None
+        self.swapper: Swapper | None = None
+        cpus = os.sched_getaffinity(1) if os.geteuid() == 0 else None
+        rendezvous.reclaim_orphans(self._run_dir)
+        if config.capture.enabled and self._leader:
+            self._open_capture(worker)
+        if config.swap.enabled:
+            self._open_swap(worker, cpus)
+        if self._leader:
+            self._announce()
+            if config.train.autostart:
+                self._trainer = TrainerProcess(
+                    self._engine_id, self._run_dir, config.train
+                )
+                self._trainer.start()
+        if self.swapper is not None:
+            self.swapper.stager.start()
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Between two steps: install an ordered draft, forget ended requests."""
+        order = scheduler_output.tide
+        if order is not None and self.swapper is not None:
+            self.swapper.install_ordered(order["install"])
+            if self.capture is not None:
+                self.capture.draft_version = self.swapper.version
+        if self.capture is not None and scheduler_output.finished_req_ids:
+            self._guard.run(
+                "forget", self.capture.forget, tuple(scheduler_output.finished_req_ids)
+            )
+
+    def on_logits(self, logits: Any) -> None:
+        """Seam: the target's raw logits, before sampling."""
+        if self.capture is not None:
+            self._guard.run("logits", self.capture.on_logits, logits)
+
+    def on_draft_logits(self, logits: Any) -> None:
+        """Seam: the draft's logits of one draft step."""
+        if self.capture is not None:
+            self._guard.run("draft_logits", self.capture.on_draft_logits, logits)
+
+    def on_sampled(
+        self,
+        output: Any,
+        scheduler_output: Any,
+        hidden_states: Any,
+        aux_hidden_states: Any,
+    ) -> None:
+        """Seam: the step's outcome. Attaches our report to `output.tide`."""
+        if self.capture is not None:
+            self._guard.run(
+                "sampled",
+                self.capture.on_sampled,
+                scheduler_output,
+                hidden_states,
+                aux_hidden_states,
+                output.sampled_token_ids,
+            )
+        if self._leader:
+            output.tide = self._report()
+
+    def close(self) -> None:
+        """Stop the trainer, unlink the segments. Idempotent."""
+        for part in (self._trainer, self.swapper, self._ring, self._segment):
+            if part is not None:
+                part.close()
+        self._trainer = self._ring = self._segment = None
+        self.capture = self.swapper = None
+        if self._leader:
+            rendezvous.remove_manifest(self._run_dir, self._engine_id)
+
+    def _open_capture(self, worker: Any) -> None:
+        facts, capture = self._facts, self._config.capture
+        spec = RingSpec(
+            engine_id=self._engine_id,
+            hidden_size=facts.hidden_size,
+            aux_layer_ids=facts.aux_layer_ids,
+            vocab_size=facts.vocab_size,
+            feature_dtype=capture.feature_dtype,
+            teacher=capture.teacher,
+            teacher_topk=capture.teacher_topk,
+        )
+        self._ring = RingWriter.create(spec, capture.ring_mib * MIB)
+        self.capture = CaptureV1(
+            worker.model_runner,
+            self._ring,
+            capture,
+            len(facts.aux_layer_ids),
+            facts.hidden_size,
+        )
+
+    def _open_swap(self, worker: Any, cpus: set[int] | None) -> None:
+        from vllm.distributed import get_tp_group
+
+        facts = self._facts
+        name = None
+        if self._leader:
+            held = checkpoint_tensors(facts.draft_path).values()
+            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+            # Twice: a trainer may publish fp32 where the checkpoint is bf16.
+            self._segment = WeightsSegment.create(2 * size + MIB)
+            name = self._segment.name
+        if self._group is not None:
+            name = get_tp_group().broadcast_object(name, src=0)
+        if self._segment is None:
+            self._segment = WeightsSegment.attach(name)
+        self.swapper = Swapper(
+            worker.model_runner.drafter.model,
+            worker.model_runner.get_model(),
+            worker.vllm_config,
+            facts.draft_path,
+            self._segment,
+            self._config.swap.max_norm_ratio,
+            self._group,
+            cpus,
+        )
+
+    def _announce(self) -> None:
+        facts, capture = self._facts, self._config.capture
+        manifest = rendezvous.EngineManifest(
+            engine_id=self._engine_id,
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            ring="" if self._ring is None else self._ring.name,
+            weights="" if self._segment is None else self._segment.name,
+            target_path=facts.target_path,
+            draft_path=str(facts.draft_path),
+            target_dtype=facts.target_dtype,
+            hidden_size=facts.hidden_size,
+            vocab_size=facts.vocab_size,
+            draft_vocab_size=facts.draft_vocab_size,
+            aux_layer_ids=facts.aux_layer_ids,
+            teacher=capture.teacher,
+            teacher_topk=capture.teacher_topk,
+            feature_dtype=capture.feature_dtype,
+            num_speculative_tokens=facts.num_speculative_tokens,
+            shared=sorted(self.swapper.shared) if self.swapper is not None else [],
+            tide=self._config.model_dump(),
+            created_unix=time.time(),
+        )
+        path = rendezvous.write_manifest(self._run_dir, manifest)
+        logger.info("vllm_tide: engine %s announced at %s", self._engine_id, path)
+
+    def _report(self) -> dict[str, Any] | None:
+        """Numbers for the scheduler: at once for a staged draft, else twice a second.
+
+        Totals, not differences: a lost report loses nothing.
+        """
+        now = time.monotonic()
+        staged = self.swapper.ready_version() if self.swapper is not None else 0
+        if staged == self._sent_staged and now - self._reported < REPORT_SECONDS:
+            return None
+        self._reported, self._sent_staged = now, staged
+        report: dict[str, Any] = {"staged": staged, "faults": dict(self._guard.faults)}
+        if self.capture is not None and self._ring is not None:
+            self._ring.heartbeat()
+            report |= self._capture_report(self.capture, self._ring)
+        if self.swapper is not None:
+            swapper = self.swapper
+            swapper.report()
+            report |= {
+                "draft_version": swapper.version,
+                "swaps": swapper.num_swaps,
+                "swap_seconds": swapper.seconds,
+                "refused": dict(swapper.stager.refused),
+            }
+            swapper.seconds = []
+        return report
+
+    @staticmethod
+    def _capture_report(capture: CaptureV1, ring: RingWriter) -> dict[str, Any]:
+        stats = ring.stats()
+        dropped = dict(capture.dropped)
+        dropped["ring_full"] = stats.dropped_rows
+        return {
+            "rows": capture.rows,
+            "requests": capture.requests,
+            "dropped": dropped,
+            "ring_used_bytes": stats.used_bytes,
+            "ring_capacity_bytes": stats.capacity_bytes,
+            "consumer_alive": stats.consumer_alive,
+        }
+
+
+__all__ = ["DraftFacts", "WorkerTide", "make_worker"]

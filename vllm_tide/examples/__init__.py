@@ -1,0 +1,1 @@
+"""Commented example configurations, shipped as package data."""

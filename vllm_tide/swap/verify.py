@@ -1,0 +1,117 @@
+"""Is a publication fit to serve? Names, shapes, types, finiteness, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+FLOATS = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class DraftRefused(ValueError):
+    """A publication is not installed.
+
+    Attributes:
+        reason: Short label for the counter (`shape`, `dtype`, `names`, ...).
+    """
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+class DraftContract:
+    """What every publication must look like: the draft the server started with.
+
+    Args:
+        reference: Tensors of the served checkpoint, by their names in it.
+        max_norm_ratio: Largest growth of a tensor's norm against the live draft.
+        shared: Names of tensors the draft shares with the target; they may not be
+            published, because loading them would write into the target.
+    """
+
+    def __init__(
+        self,
+        reference: Mapping[str, torch.Tensor],
+        max_norm_ratio: float,
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
+        self._shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in reference.items()
+            if name not in shared
+        }
+        self._integer = {
+            name: tensor.dtype
+            for name, tensor in reference.items()
+            if not tensor.dtype.is_floating_point and name not in shared
+        }
+        self._norms = norms_of(reference)
+        self._ratio = max_norm_ratio
+        self._shared = shared
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            DraftRefused: With one sentence naming the tensor.
+        """
+        extra = sorted(set(tensors) - set(self._shapes))
+        if extra and extra[0] in self._shared:
+            raise DraftRefused(
+                "shared",
+                f"tensor {extra[0]!r} belongs to the target model and may not be "
+                "published.",
+            )
+        missing = sorted(set(self._shapes) - set(tensors))
+        if missing or extra:
+            which = f"lacks {missing[0]!r}" if missing else f"has unknown {extra[0]!r}"
+            raise DraftRefused("names", f"the publication {which}.")
+        for name, tensor in tensors.items():
+            self._check_one(name, tensor)
+
+    def _check_one(self, name: str, tensor: torch.Tensor) -> None:
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise DraftRefused(
+                "shape",
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, the served draft "
+                f"has {self._shapes[name]}.",
+            )
+        integer = self._integer.get(name)
+        if integer is not None or not tensor.dtype.is_floating_point:
+            if tensor.dtype != integer:
+                raise DraftRefused(
+                    "dtype", f"tensor {name!r} has type {tensor.dtype}, not {integer}."
+                )
+            return
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
+        if norm != norm or norm == float("inf"):
+            raise DraftRefused("not_finite", f"tensor {name!r} has NaN or infinity.")
+        bound = self._ratio * max(self._norms.get(name, 0.0), 1e-3)
+        if norm > bound:
+            raise DraftRefused(
+                "norm",
+                f"tensor {name!r} has norm {norm:.3g}, more than {bound:.3g} "
+                "(tide.swap.max_norm_ratio).",
+            )
+
+    def accept(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make `tensors` the live draft that later norms are compared with."""
+        self._norms.update(norms_of(tensors))
+
+
+def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Euclidean norm of every floating-point tensor, in fp32."""
+    return {
+        name: torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
+        for name, tensor in tensors.items()
+        if tensor.dtype.is_floating_point
+    }

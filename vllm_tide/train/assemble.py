@@ -1,0 +1,281 @@
+"""Records of the ring become documents: by request and position, last write wins.
+
+Bounded memory: open requests hold at most `max_open_rows` rows; beyond that the least
+recently seen request is closed early. Nothing is dropped without a counter.
+
+Stale draft versions do not matter for committed rows: tokens, features and teacher
+come from the target. They matter for `Branch.draft_probs` only, so those carry their
+version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_tide.train.sample import Branch, Sample, TopK
+
+if TYPE_CHECKING:
+    from vllm_tide.transport.record import Record
+
+PREFILL, VERIFY = 0, 1
+_TORCH = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass
+class _Piece:
+    """Committed rows of one record; arrays as the ring gave them."""
+
+    positions: np.ndarray
+    record: Record
+    count: int
+
+
+@dataclass
+class _Open:
+    """A request that may still grow."""
+
+    num_prompt_tokens: int
+    seen: float
+    loss_from: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    num_rows: int = 0
+
+
+class Assembler:
+    """Turns records into samples.
+
+    Args:
+        feature_size: A*H.
+        feature_dtype: Wire dtype of features and hidden teachers.
+        max_open_rows: Rows held for all open requests.
+        max_request_rows: Rows after which a request is cut and goes on.
+        context_rows: Rows repeated as context after such a cut.
+        idle_s: A request unseen this long is closed by `flush_idle` (seconds).
+        max_branches: Rejected branches kept per request; 0 keeps none.
+    """
+
+    def __init__(
+        self,
+        feature_size: int,
+        feature_dtype: str = "bfloat16",
+        *,
+        max_open_rows: int = 65536,
+        max_request_rows: int = 4096,
+        context_rows: int = 256,
+        idle_s: float = 30.0,
+        max_branches: int = 0,
+    ) -> None:
+        self.feature_size, self.dtype = feature_size, _TORCH[feature_dtype]
+        self.max_open_rows, self.max_request_rows = max_open_rows, max_request_rows
+        self.context_rows, self.idle_s = context_rows, idle_s
+        self.max_branches = max_branches
+        self.skipped: Counter[str] = Counter()
+        self.num_holes = 0
+        self.num_early = 0
+        self.open_rows = 0
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+
+    def add(self, record: Record, now: float) -> list[Sample]:
+        """Take one record; return the documents it closed.
+
+        Args:
+            record: As read from the ring.
+            now: Monotonic clock (seconds).
+        """
+        count = len(record.token_ids)
+        if not self._well_formed(record, count):
+            self.skipped["malformed"] += max(1, count)
+            return []
+        request = self._open.get(record.key)
+        if count:
+            if request is None:
+                request = _Open(record.num_prompt_tokens, now)
+                self._open[record.key] = request
+            self._append(request, record, count)
+            request.seen = now
+            self._open.move_to_end(record.key)
+        out: list[Sample] = []
+        if request is None:
+            return out
+        if record.finished:
+            out += self._close(record.key)
+        elif request.num_rows > self.max_request_rows:
+            out += self._cut(record.key, request)
+        while self.open_rows > self.max_open_rows and self._open:
+            self.num_early += 1
+            out += self._close(next(iter(self._open)))
+        return out
+
+    def flush_idle(self, now: float) -> list[Sample]:
+        """Close requests unseen for `idle_s`: their end was never captured."""
+        idle = [k for k, r in self._open.items() if now - r.seen >= self.idle_s]
+        return [sample for key in idle for sample in self._close(key)]
+
+    def flush(self) -> list[Sample]:
+        """Close everything."""
+        return [sample for key in list(self._open) for sample in self._close(key)]
+
+    def _well_formed(self, record: Record, count: int) -> bool:
+        if count == 0:
+            return True
+        taught = count - record.teacher_start
+        teachers = (
+            record.teacher_hidden,
+            record.teacher_topk_ids,
+            record.teacher_topk_logprobs,
+            record.teacher_tail_logprob,
+        )
+        return (
+            record.features.shape == (count, self.feature_size)
+            and record.start >= 0
+            and 0 <= record.num_accepted < count
+            and 0 <= record.teacher_start <= count
+            and all(t is None or len(t) == taught for t in teachers)
+        )
+
+    def _append(self, request: _Open, record: Record, count: int) -> None:
+        committed = count if record.phase == PREFILL else record.num_accepted + 1
+        positions = np.arange(record.start, record.start + committed)
+        request.pieces.append(_Piece(positions, record, committed))
+        request.num_rows += count
+        self.open_rows += count
+        if committed < count and len(request.branches) < self.max_branches:
+            request.branches.append(self._branch(record, committed))
+
+    def _branch(self, record: Record, first: int) -> Branch:
+        hidden = record.teacher_hidden
+        return Branch(
+            position=record.start + first - 1,
+            tokens=torch.tensor(record.token_ids[first:], dtype=torch.int32),
+            features=self._floats(record.features[first:]).clone(),
+            teacher_hidden=None
+            if hidden is None or record.teacher_start > first
+            else self._floats(hidden[first - record.teacher_start :]).clone(),
+            draft_probs=torch.tensor(record.draft_probs[first - 1 :]),
+            draft_version=record.draft_version,
+        )
+
+    def _close(self, key: int) -> list[Sample]:
+        request = self._open.pop(key)
+        self.open_rows -= request.num_rows
+        return self._build(key, request)
+
+    def _cut(self, key: int, request: _Open) -> list[Sample]:
+        out = self._build(key, request)
+        last = request.pieces[-1]
+        end = int(last.positions[-1]) + 1
+        kept: list[_Piece] = []
+        rows = 0
+        for piece in reversed(request.pieces):
+            kept.append(piece)
+            rows += len(piece.record.token_ids)
+            if rows >= self.context_rows:
+                break
+        if rows > self.max_request_rows:  # one huge prefill chunk: keep no context
+            kept, rows = [], 0
+        request.pieces = kept[::-1]
+        request.branches = []
+        request.loss_from = end
+        self.open_rows += rows - request.num_rows
+        request.num_rows = rows
+        return out
+
+    def _build(self, key: int, request: _Open) -> list[Sample]:
+        pieces = request.pieces
+        if not pieces:
+            return []
+        positions = np.concatenate([p.positions for p in pieces])
+        kept, rows = _last_write(positions)
+        tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
+        features = torch.cat([self._floats(p.record.features[: p.count]) for p in pieces])
+        taught, hidden, topk = self._teachers(pieces, positions, kept)
+        out: list[Sample] = []
+        breaks = np.flatnonzero(np.diff(kept) > 1) + 1
+        self.num_holes += int((np.diff(kept) - 1).sum())
+        for lo, hi in zip([0, *breaks], [*breaks, len(kept)], strict=True):
+            start, run = int(kept[lo]), slice(int(lo), int(hi))
+            index = torch.from_numpy(rows[run])
+            sample = Sample(
+                key=key,
+                start=start,
+                num_prompt_tokens=request.num_prompt_tokens,
+                tokens=torch.from_numpy(tokens[rows[run]].astype(np.int32)),
+                features=features[index],
+                has_teacher=taught[run],
+                teacher_hidden=None if hidden is None else hidden[run],
+                teacher_topk=None if topk is None else topk[run],
+                loss_from=request.loss_from,
+                branches=tuple(
+                    b for b in request.branches if start <= b.position < kept[hi - 1] + 1
+                ),
+            )
+            if sample.num_trained:
+                out.append(sample)
+            else:
+                self.skipped["nothing_to_train"] += sample.num_tokens
+        return out
+
+    def _teachers(
+        self, pieces: list[_Piece], positions: np.ndarray, kept: np.ndarray
+    ) -> tuple[Tensor, Tensor | None, TopK | None]:
+        """Last captured teacher of each kept position.
+
+        A recomputed row without a teacher keeps the one captured before.
+        """
+        has = np.concatenate(
+            [np.arange(p.count) >= p.record.teacher_start for p in pieces]
+        )
+        owner, source = _last_write(positions[has])
+        at = np.searchsorted(kept, owner)
+        taught = torch.zeros(len(kept), dtype=torch.bool)
+        taught[torch.from_numpy(at)] = True
+        place, index = torch.from_numpy(at), torch.from_numpy(source)
+
+        def spread(name: str) -> Tensor | None:
+            parts = []
+            for p in pieces:
+                value = getattr(p.record, name)
+                wanted = p.count - p.record.teacher_start
+                if value is None and wanted > 0:
+                    return None
+                if value is not None and wanted > 0:
+                    parts.append(value[:wanted])
+            if not parts:
+                return None
+            packed = self._floats(np.concatenate(parts))
+            out = torch.zeros(len(kept), *packed.shape[1:], dtype=packed.dtype)
+            out[place] = packed[index]
+            return out
+
+        hidden = spread("teacher_hidden")
+        if hidden is not None:
+            return taught, hidden, None
+        ids, logprobs = spread("teacher_topk_ids"), spread("teacher_topk_logprobs")
+        tail = spread("teacher_tail_logprob")
+        if ids is None or logprobs is None or tail is None:
+            return torch.zeros(len(kept), dtype=torch.bool), None, None
+        return taught, None, TopK(ids, logprobs, tail)
+
+    def _floats(self, array: np.ndarray) -> Tensor:
+        """Wire array to torch; 16-bit patterns take the header's dtype."""
+        if array.dtype == np.uint16:
+            bits = np.ascontiguousarray(array).view(np.int16)
+            return torch.from_numpy(bits).view(self.dtype)
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _last_write(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted distinct positions, and for each the index of its last occurrence."""
+    kept, first = np.unique(positions[::-1], return_index=True)
+    return kept, len(positions) - 1 - first

@@ -1,0 +1,233 @@
+"""Held-out expected acceptance length of a draft.
+
+Per row, the chance that the first j drafts are all accepted is a cumulative product
+(conditional: correlation between steps is kept), and their sum plus the target's own
+token is the expected tokens per verify step, as vLLM reports it. Tokens are
+teacher-forced, so this ranks drafts; served counters have the last word.
+
+Three forms: `greedy` (argmax equals the target's argmax: exact for greedy serving of
+greedy text), `mass` (sum min(p, q), sampled drafts), `argmax_mass` (p of the draft's
+argmax: greedy drafts under a sampling target, vLLM's default). p is the target's true
+mass on the draft vocabulary, not renormalised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.packing import PackedBatch, pack, take_batch
+from vllm_tide.train.sample import Sample
+
+FORMS = ("greedy", "mass", "argmax_mass")
+_PROBS_BYTES = 128 << 20
+_FP32_ROWS_BYTES = 512 << 20
+
+
+@dataclass
+class Evaluation:
+    """Sums over held-out rows.
+
+    Attributes:
+        num_steps: Draft depth K.
+        requests: Per request key: rows, then accepted drafts in each form.
+        reached: Per form, sum over rows of the cumulative product at each step.
+        loss_sum: Sum of KL(p^ || q) per step (nats).
+    """
+
+    num_steps: int
+    requests: dict[int, list[float]] = field(default_factory=dict)
+    reached: dict[str, list[float]] = field(default_factory=dict)
+    loss_sum: list[float] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows evaluated."""
+        return int(sum(r[0] for r in self.requests.values()))
+
+    def acceptance(self, form: str = "greedy") -> float:
+        """Expected tokens per verify step, the target's own included (1 to K + 1)."""
+        rows = self.num_rows
+        return 1.0 + sum(self.reached[form]) / rows if rows else math.nan
+
+    def standard_error(self, form: str = "greedy") -> float:
+        """Of `acceptance`, over requests (ratio estimator)."""
+        column = 1 + FORMS.index(form)
+        return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
+
+    def conditional(self, form: str = "greedy") -> list[float]:
+        """Acceptance of draft j given all before it were accepted."""
+        before, out = float(self.num_rows), []
+        for value in self.reached[form]:
+            out.append(value / before if before else math.nan)
+            before = value
+        return out
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss per step."""
+        return [s / max(1, self.num_rows) for s in self.loss_sum]
+
+
+def gain(new: Evaluation, old: Evaluation, form: str = "greedy") -> tuple[float, float]:
+    """Difference in acceptance length and its paired standard error over requests."""
+    column = 1 + FORMS.index(form)
+    pairs = [
+        (r[0], r[column] - old.requests[key][column])
+        for key, r in new.requests.items()
+        if key in old.requests
+    ]
+    rows = sum(n for n, _ in pairs)
+    if not rows:
+        return 0.0, math.inf
+    return sum(d for _, d in pairs) / rows, _ratio_error(pairs)
+
+
+def _ratio_error(pairs: list[tuple[float, float]]) -> float:
+    count, rows = len(pairs), sum(n for n, _ in pairs)
+    if count < 2 or not rows:
+        return math.inf
+    ratio = sum(s for _, s in pairs) / rows
+    squares = sum((s - ratio * n) ** 2 for n, s in pairs)
+    return math.sqrt(squares * count / (count - 1)) / rows
+
+
+@torch.no_grad()
+def evaluate(
+    draft: Eagle3Draft,
+    target: TargetRows,
+    samples: Iterable[Sample],
+    num_steps: int,
+    *,
+    capacity: int = 2048,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[], object] | None = None,
+) -> Evaluation:
+    """Evaluate a draft.
+
+    Args:
+        draft: The draft.
+        target: Output rows of the target.
+        samples: Held-out documents.
+        num_steps: Draft depth K.
+        capacity: Rows per batch.
+        dtype: Compute dtype of the draft; the target's logits are fp32.
+        progress: Called between batches.
+    """
+    result = Evaluation(num_steps)
+    result.reached = {form: [0.0] * num_steps for form in FORMS}
+    result.loss_sum = [0.0] * num_steps
+    per_row = 4 * draft.vocab.target_ids.numel()
+    capacity = max(256, min(capacity, _PROBS_BYTES // per_row))
+    rows = target.lm_head
+    if rows.numel() * 4 <= _FP32_ROWS_BYTES:
+        rows = rows.float()
+    queue = deque(samples)
+    weights = draft.compute_weights(dtype)
+    while queue:
+        _add_batch(
+            result, draft, target, rows, pack(take_batch(queue, capacity)), weights
+        )
+        if progress is not None:
+            progress()
+    return result
+
+
+def _target_probs(
+    batch: PackedBatch, used: Tensor, draft: Eagle3Draft, target: TargetRows, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """True mass p^D fp32 [M, V_d] and argmax target id [M]."""
+    kept = draft.vocab.target_ids
+    if batch.teacher_hidden is None:
+        topk = batch.teacher_topk
+        assert topk is not None
+        ids = draft.vocab.draft_ids[topk.ids[used].long()]
+        mass = topk.logprobs[used].float().exp().masked_fill(ids < 0, 0.0)
+        probs = torch.zeros(used.numel(), kept.numel())
+        return probs.scatter_add_(1, ids.clamp(min=0), mass), topk.ids[used][:, 0].long()
+    probs = torch.empty(used.numel(), kept.numel())
+    best = torch.empty(used.numel(), dtype=torch.int64)
+    for lo in range(0, used.numel(), 256):
+        hidden = batch.teacher_hidden[used[lo : lo + 256]].to(rows.dtype)
+        z = target.logits(hidden, rows).float()
+        best[lo : lo + 256] = z.argmax(-1)
+        full = torch.softmax(z, dim=-1)
+        probs[lo : lo + 256] = full if draft.vocab.is_identity else full[:, kept]
+    return probs, best
+
+
+def _add_batch(
+    result: Evaluation,
+    draft: Eagle3Draft,
+    target: TargetRows,
+    rows: Tensor,
+    batch: PackedBatch,
+    weights: dict[str, Tensor],
+) -> None:
+    plan = plan_steps(batch.valid, batch.doc_ids, result.num_steps, complete=True)
+    if plan is None:
+        return
+    outputs = draft.forward_ttt(
+        batch.tokens,
+        batch.features,
+        batch.positions,
+        batch.doc_starts,
+        plan.steps,
+        weights["fc.weight"].dtype,
+        weights,
+    )
+    used, index = torch.unique(torch.cat(plan.targets), return_inverse=True)
+    probs, best = _target_probs(batch, used, draft, target, rows)
+    count = plan.targets[0].numel()
+    product = {form: torch.ones(count) for form in FORMS}
+    total = {form: torch.zeros(count) for form in FORMS}
+    for i, (normed, at) in enumerate(zip(outputs, index.split(count), strict=True)):
+        accepted, loss = _accept(draft, weights, normed, probs, best, at)
+        result.loss_sum[i] += loss
+        for form in FORMS:
+            product[form] *= accepted[form]
+            total[form] += product[form]
+            result.reached[form][i] += float(product[form].sum())
+    docs = batch.doc_ids[plan.steps[0].active]
+    for doc, key in enumerate(batch.keys):
+        mine = docs == doc
+        entry = result.requests.setdefault(key, [0.0] * (1 + len(FORMS)))
+        entry[0] += float(mine.sum())
+        for column, form in enumerate(FORMS, start=1):
+            entry[column] += float(total[form][mine].sum())
+
+
+def _accept(
+    draft: Eagle3Draft,
+    weights: dict[str, Tensor],
+    normed: Tensor,
+    probs: Tensor,
+    best: Tensor,
+    at: Tensor,
+) -> tuple[dict[str, Tensor], float]:
+    """Chance of acceptance per row in each form, and the summed loss."""
+    out = {form: torch.empty(at.numel()) for form in FORMS}
+    loss = 0.0
+    for lo in range(0, at.numel(), 256):
+        part = slice(lo, lo + 256)
+        log_q = draft.logits(normed[part], weights).float().log_softmax(-1)
+        p = probs[at[part]]
+        choice = log_q.argmax(-1)
+        out["greedy"][part] = (
+            draft.vocab.target_ids[choice] == best[at[part]]
+        ).float()
+        out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
+        out["mass"][part] = torch.minimum(p, log_q.exp()).sum(-1)
+        mass = p.sum(-1).clamp_min(1e-12)
+        cross = (p * log_q).sum(-1) / mass
+        entropy = torch.special.entr(p).sum(-1) / mass + mass.log()
+        loss += float((-cross - entropy).sum())
+    return out, loss

@@ -1,0 +1,180 @@
+"""One document of training data: consecutive captured positions of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Rejected draft rows of one verify step (kept for later losses).
+
+    Attributes:
+        position: Position a of the last committed token before the rejection.
+        tokens: int32 [m], b_1..b_m at positions a+1..a+m.
+        features: [m, A*H] target features conditioned on the branch.
+        teacher_hidden: [m, H] or None.
+        draft_probs: float32 [m] probability the draft gave, NaN unknown. These, and
+            only these, go stale when the draft is swapped.
+        draft_version: Version of the draft that made the tokens.
+    """
+
+    position: int
+    tokens: Tensor
+    features: Tensor
+    teacher_hidden: Tensor | None
+    draft_probs: Tensor
+    draft_version: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Top-k teacher: ids int32 [S, k], log-probabilities and tail float32."""
+
+    ids: Tensor
+    logprobs: Tensor
+    tail_logprob: Tensor
+
+    def __getitem__(self, rows: slice) -> TopK:
+        """Rows of the teacher."""
+        return TopK(self.ids[rows], self.logprobs[rows], self.tail_logprob[rows])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """S consecutive positions `start .. start + S - 1` of one request.
+
+    Attributes:
+        key: Request key.
+        start: Position of row 0.
+        num_prompt_tokens: Token x_t is generated iff t >= num_prompt_tokens.
+        tokens: int32 [S], token at each position.
+        features: [S, A*H], captured residual streams, capture dtype.
+        has_teacher: bool [S].
+        teacher_hidden: [S, H] after the final norm (rows without teacher: zeros).
+        teacher_topk: Used when there is no hidden teacher.
+        in_vocab: bool [S], argmax of the teacher is in the draft vocabulary; None
+            means not looked up yet.
+        loss_from: First position whose row may be a teacher (>= num_prompt_tokens);
+            later than the prompt only in windows that repeat rows as context.
+        branches: Rejected branches inside this document.
+    """
+
+    key: int
+    start: int
+    num_prompt_tokens: int
+    tokens: Tensor
+    features: Tensor
+    has_teacher: Tensor
+    teacher_hidden: Tensor | None = None
+    teacher_topk: TopK | None = None
+    in_vocab: Tensor | None = None
+    loss_from: int = 0
+    branches: tuple[Branch, ...] = field(default_factory=tuple)
+
+    @classmethod
+    def offline(
+        cls,
+        tokens: Tensor,
+        features: Tensor,
+        teacher_hidden: Tensor,
+        *,
+        num_prompt_tokens: int = 1,
+        key: int = 0,
+        start: int = 0,
+    ) -> Sample:
+        """A document prepared without a server.
+
+        Args:
+            tokens: Integer [S].
+            features: [S, A*H], `hidden_states[L]` of the target for each layer id L.
+            teacher_hidden: [S, H], after the target's final norm.
+            num_prompt_tokens: Prompt length; 1 trains on everything.
+            key: Request key (decides the held-out share).
+            start: Position of row 0.
+        """
+        return cls(
+            key=key,
+            start=start,
+            num_prompt_tokens=num_prompt_tokens,
+            tokens=tokens.to(torch.int32),
+            features=features,
+            has_teacher=torch.ones(tokens.numel(), dtype=torch.bool),
+            teacher_hidden=teacher_hidden,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.tokens.numel()
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [S]: position may serve as a teacher."""
+        positions = torch.arange(self.start, self.start + self.num_tokens)
+        out = self.has_teacher & (
+            positions >= max(self.num_prompt_tokens, self.loss_from)
+        )
+        return out if self.in_vocab is None else out & self.in_vocab
+
+    @property
+    def num_trained(self) -> int:
+        """Rows trained at step 0."""
+        return int(self.valid[1:].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors held."""
+        total = self.tokens.nbytes + self.features.nbytes
+        if self.teacher_hidden is not None:
+            total += self.teacher_hidden.nbytes
+        if self.teacher_topk is not None:
+            total += self.teacher_topk.ids.nbytes + self.teacher_topk.logprobs.nbytes
+        return total + sum(b.features.nbytes for b in self.branches)
+
+    def window(self, lo: int, hi: int, loss_from: int) -> Sample:
+        """Rows [lo, hi) as a document of its own, true positions kept."""
+        rows = slice(lo, hi)
+        first, last = self.start + lo, self.start + hi
+        hidden, topk = self.teacher_hidden, self.teacher_topk
+        return replace(
+            self,
+            start=first,
+            tokens=self.tokens[rows],
+            features=self.features[rows],
+            has_teacher=self.has_teacher[rows],
+            teacher_hidden=None if hidden is None else hidden[rows],
+            teacher_topk=None if topk is None else topk[rows],
+            in_vocab=None if self.in_vocab is None else self.in_vocab[rows],
+            loss_from=max(self.loss_from, loss_from),
+            branches=tuple(b for b in self.branches if first <= b.position < last),
+        )
+
+
+def split_windows(sample: Sample, max_tokens: int) -> list[Sample]:
+    """Cut a long document into windows of at most `max_tokens` rows.
+
+    Windows are laid from the end; each but the first starts with a quarter of context
+    whose rows are trained in the window before, so that every row is trained once.
+    Prompt rows that are context to nothing are left out.
+    """
+    size = sample.num_tokens
+    if size <= max_tokens:
+        return [sample] if sample.num_trained else []
+    context = max_tokens // 4
+    out: list[Sample] = []
+    hi = size
+    while True:
+        lo = max(0, hi - max_tokens)
+        # row lo has no predecessor row in this window, so it teaches nothing
+        loss_from = sample.start + lo + context if lo > 0 else 0
+        window = sample.window(lo, hi, loss_from)
+        if window.num_trained:
+            out.append(window)
+        if lo == 0 or loss_from <= sample.num_prompt_tokens:
+            break
+        hi = lo + context
+    return out[::-1]

@@ -1,0 +1,84 @@
+"""Who holds a segment, and whether that process still lives.
+
+A process is named by its pid and its start time (a pid alone is reused). Both fit one
+u64, so that a claim is one compare-and-exchange. The pid namespace travels beside it:
+from another container a pid means nothing, and then only heartbeats count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+
+HEARTBEAT_TIMEOUT_NS = 10 * 10**9
+"""A peer whose last heartbeat is older than this (10 s) counts as gone."""
+
+# /proc/<pid>/stat counts the start in ticks of 10 ms: 42 bits last 1,394 years.
+_START_BITS = 42
+_START_MASK = (1 << _START_BITS) - 1
+# Clock readings of two cores may differ by this much without meaning anything.
+_CLOCK_SLACK_NS = 10**9
+
+
+def start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may itself hold spaces and parentheses.
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def pid_namespace() -> int:
+    """Inode of this process's pid namespace; 0 if the system does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process named in shared memory.
+
+    Args:
+        pid: Its process id, in its own namespace.
+        start: Its start time (clock ticks since boot).
+        namespace: Inode of its pid namespace.
+    """
+
+    pid: int
+    start: int
+    namespace: int
+
+    @classmethod
+    def me(cls) -> Holder:
+        """This process."""
+        return cls(os.getpid(), start_time(os.getpid()) or 0, pid_namespace())
+
+    @classmethod
+    def from_word(cls, word: int, namespace: int) -> Holder:
+        """The inverse of :attr:`word`."""
+        return cls(word >> _START_BITS, word & _START_MASK, namespace)
+
+    @property
+    def word(self) -> int:
+        """Pid and start as one u64; 0 is nobody."""
+        return (self.pid & ((1 << 22) - 1)) << _START_BITS | self.start & _START_MASK
+
+    def alive(self) -> bool | None:
+        """Whether it lives; None where its pid cannot be looked up from here."""
+        if self.namespace != pid_namespace():
+            return None
+        return self.pid > 0 and start_time(self.pid) == self.start
+
+
+def heartbeat_is_fresh(heartbeat_ns: int) -> bool:
+    """Whether a CLOCK_MONOTONIC reading (ns) is younger than 10 s."""
+    age = time.monotonic_ns() - heartbeat_ns
+    return -_CLOCK_SLACK_NS <= age < HEARTBEAT_TIMEOUT_NS

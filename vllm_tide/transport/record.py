@@ -1,0 +1,278 @@
+"""One request in one engine step, and its bytes in the ring.
+
+A record is encoded by copying its arrays straight into the mapped ring (one pass, in
+C++, with the checksum) and decoded as views of a private copy. Decoding trusts
+nothing: every length is checked against the bytes there are and against each other.
+
+Body of a record, little-endian, each array starting at a multiple of 8 bytes::
+
+    meta (72 bytes) | token_ids | draft_probs | features | teacher_hidden
+    | teacher_topk_ids | teacher_topk_logprobs | teacher_tail_logprob
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+FORMAT_VERSION = 1
+
+FEATURE_DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+"""NumPy type of each ``feature_dtype`` of a ring's header."""
+
+_I32 = np.dtype(np.int32)
+_F32 = np.dtype(np.float32)
+
+# key, draft_version, start, num_prompt_tokens, next_token, num_accepted, rows,
+# num_probs, feature_width, teacher_start, hidden_width, topk, phase, flags, dtype
+_META = struct.Struct("<QQqqqiIIIIIIBBBx")
+META_BYTES = _META.size
+_DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
+_DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
+
+_FINISHED, _HIDDEN, _TOPK = 1, 2, 4
+_ALL_FLAGS = _FINISHED | _HIDDEN | _TOPK
+_ALIGN = 8
+
+
+class Phase(IntEnum):
+    """What the rows of a record are."""
+
+    PREFILL = 0
+    """Rows of the prompt, or recomputed tokens."""
+    VERIFY = 1
+    """The last sampled token, then drafted tokens."""
+
+
+# Looking a member up in an enum class takes longer than the rest of a check.
+_PREFILL, _VERIFY = int(Phase.PREFILL), int(Phase.VERIFY)
+
+
+class RecordError(ValueError):
+    """A record contradicts itself or its bytes do; it is dropped and counted."""
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """One request in one engine step; n rows, h hidden size, w feature width.
+
+    A VERIFY record with a = num_accepted commits ``token_ids[0..a]`` at positions
+    ``start..start+a``, then ``next_token`` at ``start+a+1`` (which comes again as row 0
+    of the next record). Rows after a hold rejected tokens: what was computed there is
+    conditioned on the wrong prefix.
+
+    Args:
+        key: Random u64 of the request, made by the engine; never the client's id.
+        phase: A :class:`Phase`.
+        start: Position of row 0 in the request (tokens).
+        num_prompt_tokens: Length of the prompt; token t is generated iff t >= it.
+        num_accepted: VERIFY: rows 0..num_accepted are committed. PREFILL: n - 1.
+        next_token: Token sampled after row num_accepted; -1 if none was.
+        draft_version: Version of the draft that made ``token_ids[1:]``.
+        token_ids: int32 [n], input token of each row.
+        draft_probs: float32 [n-1] for VERIFY: the draft's probability of
+            ``token_ids[1:]``, NaN where unknown. [0] for PREFILL.
+        features: [n, w] of the ring's dtype; bfloat16 as its bits in uint16.
+        teacher_start: First row that has a teacher; n if none has.
+        teacher_hidden: [n - teacher_start, h], dtype of features; after the final norm.
+        teacher_topk_ids: int32 [n - teacher_start, k].
+        teacher_topk_logprobs: float32 [n - teacher_start, k], descending.
+        teacher_tail_logprob: float32 [n - teacher_start], log of the mass outside the
+            top k; may be -inf.
+        finished: Last record of the request (one with no rows may just say so).
+    """
+
+    key: int
+    phase: int
+    start: int
+    num_prompt_tokens: int
+    num_accepted: int
+    next_token: int
+    draft_version: int
+    token_ids: np.ndarray
+    draft_probs: np.ndarray
+    features: np.ndarray
+    teacher_start: int
+    teacher_hidden: np.ndarray | None = None
+    teacher_topk_ids: np.ndarray | None = None
+    teacher_topk_logprobs: np.ndarray | None = None
+    teacher_tail_logprob: np.ndarray | None = None
+    finished: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, n."""
+        return len(self.token_ids)
+
+
+def encode(
+    record: Record, feature_dtype: str
+) -> tuple[tuple[bytes | np.ndarray, ...], int]:
+    """Describe the body of a record without copying its arrays.
+
+    Args:
+        record: Its arrays should be C-contiguous; one that is not is copied first.
+        feature_dtype: The ring's.
+
+    Returns:
+        The parts to gather one after another at 8-byte steps, and their size (bytes).
+
+    Raises:
+        RecordError: If shapes, types or counts contradict each other.
+        TypeError, AttributeError, struct.error: If a field is of a wrong kind.
+    """
+    n = _rows(record.token_ids, _I32)
+    num_probs = _rows(record.draft_probs, _F32)
+    dtype = FEATURE_DTYPES[feature_dtype]
+    width = _width(record.features, n, dtype)
+    _check_counts(record.phase, n, num_probs, record.num_accepted, record.teacher_start)
+    teacher_rows = n - record.teacher_start
+    flags = _FINISHED if record.finished else 0
+    hidden_width = topk = 0
+    arrays = [record.token_ids, record.draft_probs, record.features]
+    if record.teacher_hidden is not None:
+        flags |= _HIDDEN
+        hidden_width = _width(record.teacher_hidden, teacher_rows, dtype)
+        arrays.append(record.teacher_hidden)
+    ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
+    tail = record.teacher_tail_logprob
+    if ids is not None and logprobs is not None and tail is not None:
+        flags |= _TOPK
+        topk = _width(ids, teacher_rows, _I32)
+        same = _width(logprobs, teacher_rows, _F32) == topk
+        if not same or _rows(tail, _F32) != teacher_rows:
+            raise RecordError("the parts of the top-k teacher differ in shape")
+        arrays += [ids, logprobs, tail]
+    elif ids is not None or logprobs is not None or tail is not None:
+        raise RecordError("the top-k teacher is incomplete")
+    meta = _META.pack(
+        record.key,
+        record.draft_version,
+        record.start,
+        record.num_prompt_tokens,
+        record.next_token,
+        record.num_accepted,
+        n,
+        num_probs,
+        width,
+        record.teacher_start,
+        hidden_width,
+        topk,
+        record.phase,
+        flags,
+        _DTYPE_CODES[feature_dtype],
+    )
+    parts: list[bytes | np.ndarray] = [meta]
+    size = META_BYTES
+    for array in arrays:
+        parts.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        size += -(-array.nbytes // _ALIGN) * _ALIGN
+    return tuple(parts), size
+
+
+def decode(body: memoryview) -> Record:
+    """Read a record; its arrays are views of `body`, which must stay unchanged.
+
+    Args:
+        body: Private copy of the bytes whose checksum was right.
+
+    Raises:
+        RecordError: If the bytes are not exactly one well-formed record.
+    """
+    if len(body) < META_BYTES:
+        raise RecordError("shorter than its fixed part")
+    (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n,
+     num_probs, width, teacher_start, hidden_width, topk, phase, flags, code,
+     ) = _META.unpack_from(body)  # fmt: skip
+    if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
+        raise RecordError("unknown flags or feature type")
+    _check_counts(phase, n, num_probs, num_accepted, teacher_start)
+    dtype = FEATURE_DTYPES[_DTYPE_NAMES[code]]
+    rows = n - teacher_start
+    cursor = _Cursor(body)
+    token_ids = cursor.take(_I32, n)
+    draft_probs = cursor.take(_F32, num_probs)
+    features = cursor.take(dtype, n, width)
+    hidden = cursor.take(dtype, rows, hidden_width) if flags & _HIDDEN else None
+    ids = logprobs = tail = None
+    if flags & _TOPK:
+        ids = cursor.take(_I32, rows, topk)
+        logprobs = cursor.take(_F32, rows, topk)
+        tail = cursor.take(_F32, rows)
+    if cursor.at != len(body):
+        raise RecordError("bytes left over after the last array")
+    return Record(
+        key=key,
+        phase=Phase(phase),
+        start=start,
+        num_prompt_tokens=num_prompt_tokens,
+        num_accepted=num_accepted,
+        next_token=next_token,
+        draft_version=draft_version,
+        token_ids=token_ids,
+        draft_probs=draft_probs,
+        features=features,
+        teacher_start=teacher_start,
+        teacher_hidden=hidden,
+        teacher_topk_ids=ids,
+        teacher_topk_logprobs=logprobs,
+        teacher_tail_logprob=tail,
+        finished=bool(flags & _FINISHED),
+    )
+
+
+class _Cursor:
+    """Takes arrays off a body, never past its end."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self.at = META_BYTES
+
+    def take(self, dtype: np.dtype, *shape: int) -> np.ndarray:
+        count = 1
+        for length in shape:
+            count *= length
+        size = count * dtype.itemsize
+        end = self.at + -(-size // _ALIGN) * _ALIGN
+        if end > len(self._body):
+            raise RecordError("an array runs past the end")
+        array = np.frombuffer(self._body, dtype, count, self.at).reshape(shape)
+        self.at = end
+        return array
+
+
+def _rows(array: np.ndarray, dtype: np.dtype) -> int:
+    if array.ndim != 1 or array.dtype != dtype:
+        raise RecordError(f"expected {dtype} [n], not {array.dtype} {array.shape}")
+    return len(array)
+
+
+def _width(array: np.ndarray, rows: int, dtype: np.dtype) -> int:
+    if array.ndim != 2 or array.dtype != dtype or array.shape[0] != rows:
+        raise RecordError(
+            f"expected {dtype} [{rows}, w], not {array.dtype} {array.shape}"
+        )
+    return int(array.shape[1])
+
+
+def _check_counts(
+    phase: int, n: int, num_probs: int, num_accepted: int, teacher_start: int
+) -> None:
+    if phase != _VERIFY and phase != _PREFILL:
+        raise RecordError("unknown phase")
+    if num_probs != (n - 1 if n and phase == _VERIFY else 0):
+        raise RecordError("draft_probs does not match the rows")
+    if not 0 <= teacher_start <= n:
+        raise RecordError("teacher_start lies outside the rows")
+    if n == 0:
+        return
+    last = num_accepted == n - 1
+    if not (last if phase == _PREFILL else 0 <= num_accepted < n):
+        raise RecordError("num_accepted does not match the rows")

@@ -1,0 +1,223 @@
+"""The run directory: where an engine says what it made and a trainer finds it.
+
+One JSON file per engine, ``engine-<engine_id>.json``, mode 0600 in a directory of mode
+0700, replaced atomically. A file or segment whose owner is dead is reclaimed by the
+next process that starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import Holder, pid_namespace
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
+
+RUN_DIR_VARIABLE = "VLLM_TIDE_RUN_DIR"
+
+_ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_PREFIX, _SUFFIX = "engine-", ".json"
+
+
+@dataclass
+class EngineManifest:
+    """What a trainer needs to know about a live engine.
+
+    Args:
+        engine_id: Letters, digits, dot, dash, underscore.
+        pid: The worker that owns the segments.
+        pid_start: Its start (clock ticks since boot).
+        ring: Name of its signal ring.
+        weights: Name of its weights segment.
+        target_path: Directory of the target's checkpoint.
+        draft_path: Directory of the draft it started with.
+        target_dtype: The target's dtype as torch names it.
+        hidden_size: Width of a hidden state.
+        vocab_size: The target's.
+        draft_vocab_size: The draft's.
+        aux_layer_ids: Layers whose input is captured.
+        teacher: "hidden", "topk" or "both".
+        teacher_topk: k of a top-k teacher.
+        feature_dtype: dtype of captured features.
+        num_speculative_tokens: The largest draft length.
+        tide: The tide section of the engine's configuration.
+        created_unix: When it was made (s).
+        shared: Names of draft tensors that are the target's own modules; a trainer
+            neither trains nor publishes them.
+        pid_namespace: Inode of the pid namespace `pid` belongs to.
+    """
+
+    engine_id: str
+    pid: int
+    pid_start: int
+    ring: str
+    weights: str
+    target_path: str
+    draft_path: str
+    target_dtype: str
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    teacher: str
+    teacher_topk: int
+    feature_dtype: str
+    num_speculative_tokens: int
+    tide: dict[str, Any]
+    created_unix: float
+    shared: list[str] = field(default_factory=list)
+    pid_namespace: int = field(default_factory=pid_namespace)
+
+    def owner_alive(self) -> bool | None:
+        """Whether the engine lives; None where its pid cannot be looked up."""
+        return Holder(self.pid, self.pid_start, self.pid_namespace).alive()
+
+
+def default_run_dir() -> Path:
+    """$VLLM_TIDE_RUN_DIR, else $XDG_RUNTIME_DIR/vllm_tide, else under the temp dir."""
+    if chosen := os.environ.get(RUN_DIR_VARIABLE):
+        return Path(chosen)
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "vllm_tide"
+    return Path(tempfile.gettempdir()) / f"vllm_tide-{os.getuid()}"
+
+
+def prepare_run_dir(run_dir: Path) -> Path:
+    """Create the run directory, or check that it is ours and private.
+
+    Raises:
+        TransportError: If it is a link, another user's, or cannot be made.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = run_dir.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise TransportError(
+                f"run directory {run_dir} is not a directory of user {os.geteuid()}: "
+                f"remove it or set {RUN_DIR_VARIABLE}"
+            )
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            run_dir.chmod(0o700)
+    except OSError as error:
+        raise TransportError(
+            f"cannot use run directory {run_dir}: {error.strerror}; set "
+            f"{RUN_DIR_VARIABLE}"
+        ) from error
+    return run_dir
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file atomically, mode 0600.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    # mkstemp makes it 0600, whatever the umask.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:
+    """Announce an engine; the file's path.
+
+    Raises:
+        TransportError: If the id is unfit for a file name or the file not writable.
+    """
+    path = _path(prepare_run_dir(run_dir), manifest.engine_id)
+    try:
+        write_private(path, json.dumps(asdict(manifest), indent=1))
+    except OSError as error:
+        raise TransportError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def read_manifests(run_dir: Path) -> list[EngineManifest]:
+    """Manifests of live engines, oldest first; unreadable files are passed over.
+
+    Raises:
+        TransportError: If the run directory is another user's.
+    """
+    found = [
+        manifest
+        for path in _manifest_paths(run_dir)
+        if (manifest := _read(path)) is not None and manifest.owner_alive() is not False
+    ]
+    return sorted(found, key=lambda manifest: manifest.created_unix)
+
+
+def remove_manifest(run_dir: Path, engine_id: str) -> None:
+    """Take an engine's manifest back; fine if it is gone already."""
+    with contextlib.suppress(OSError):
+        _path(run_dir, engine_id).unlink()
+
+
+def reclaim_orphans(run_dir: Path) -> list[str]:
+    """Remove what dead engines of this user left: manifests and segments.
+
+    Returns:
+        Names of what was removed.
+
+    Raises:
+        TransportError: If the run directory is another user's.
+    """
+    removed: list[str] = []
+    for path in _manifest_paths(run_dir):
+        manifest = _read(path)
+        if manifest is not None and manifest.owner_alive() is False:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path.name)
+    # Every segment names its owner, so a manifest's segments are found here as well.
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(SHM_DIR)):
+            if name.startswith(NAME_PREFIX) and unlink_if_orphaned(name):
+                removed.append(name)
+    return removed
+
+
+def _path(run_dir: Path, engine_id: str) -> Path:
+    if not _ENGINE_ID.fullmatch(engine_id):
+        raise TransportError(
+            f"engine_id {engine_id!r}: only letters, digits, dot, dash and underscore"
+        )
+    return run_dir / f"{_PREFIX}{engine_id}{_SUFFIX}"
+
+
+def _manifest_paths(run_dir: Path) -> list[Path]:
+    if not run_dir.exists():
+        return []
+    return sorted(prepare_run_dir(run_dir).glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def _read(path: Path) -> EngineManifest | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name for item in fields(EngineManifest)}
+        manifest = EngineManifest(**{k: v for k, v in data.items() if k in known})
+        manifest.aux_layer_ids = tuple(int(layer) for layer in manifest.aux_layer_ids)
+        manifest.created_unix = float(manifest.created_unix)
+        manifest.pid, manifest.pid_start = int(manifest.pid), int(manifest.pid_start)
+    except (
+        ArithmeticError,
+        AttributeError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):
+        return None
+    return manifest

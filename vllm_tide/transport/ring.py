@@ -1,0 +1,352 @@
+"""The signal ring: records of live traffic from one engine to one trainer.
+
+Written by the worker's capture thread (``RingWriter``: one producer, one thread), read
+by the sidecar (``RingReader``: one consumer). When it is full the newest record is
+dropped and counted. The writer keeps its own head and believes of the memory only the
+tail, and that only within bounds: out of bounds it drops until the consumer stores a
+sane one; a truncated ring is left alone for good. What lies in the memory is in
+``ring_format``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections import Counter
+from dataclasses import asdict
+
+import numpy as np
+
+from vllm_tide import _shm
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
+from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
+from vllm_tide.transport.record import (
+    FORMAT_VERSION,
+    Record,
+    RecordError,
+    decode,
+    encode,
+)
+from vllm_tide.transport.ring_format import (
+    FRAME_BYTES,
+    MAGIC,
+    PAD,
+    RECORD,
+    RingSpec,
+    RingStats,
+    Word,
+    frame_at,
+    frame_length,
+    next_frame,
+    pack_frame,
+)
+from vllm_tide.transport.shm import Segment
+
+__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter"]
+
+# What a record of wrong kinds can raise while it is encoded.
+_INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
+
+
+def _consumer_alive(segment: Segment) -> bool:
+    return (
+        segment.load(Word.CONSUMER) != 0
+        and segment.holder_alive(Word.CONSUMER)
+        and heartbeat_is_fresh(segment.load(Word.CONSUMER_BEAT))
+    )
+
+
+class RingWriter:
+    """The engine's end. Nothing here blocks or raises after :meth:`create`."""
+
+    def __init__(self, segment: Segment, spec: RingSpec) -> None:
+        """Take over a fresh segment; use :meth:`create`."""
+        self.spec = spec
+        self.name = segment.name
+        self.drops: Counter[str] = Counter()
+        """Dropped records by reason: full, too_large, invalid, cursor, truncated,
+        closed."""
+        self._segment = segment
+        self._capacity = segment.header.size_bytes - DATA_AT
+        self._head = 0
+        self._tail = 0
+        self._disabled = ""
+        self._written_records = self._written_rows = self._dropped_rows = 0
+        # Both pids usually live here; the first consumer corrects it.
+        segment.store(Word.CONSUMER_NAMESPACE, pid_namespace())
+        self.heartbeat()
+
+    @classmethod
+    def create(cls, spec: RingSpec, capacity_bytes: int) -> RingWriter:
+        """Create a ring; it is unlinked by :meth:`close`, at the latest at exit.
+
+        Args:
+            spec: Written to the header.
+            capacity_bytes: Room for frames, rounded up to 64 bytes.
+
+        Raises:
+            TransportError: If the memory is not to be had.
+        """
+        capacity = max(-(-capacity_bytes // LINE_BYTES), 1) * LINE_BYTES
+        fields = asdict(spec)
+        segment = Segment.create("ring", MAGIC, FORMAT_VERSION, fields, capacity)
+        return cls(segment, spec)
+
+    def try_write(self, record: Record) -> bool:
+        """Append a record, or drop and count it. Never blocks, never raises.
+
+        Returns:
+            Whether it was written.
+        """
+        num_rows = 0
+        try:
+            num_rows = len(record.token_ids)
+            reason = self._write(record)
+        except _INVALID:
+            reason = "closed" if self._segment.closed else "invalid"
+        if not reason:
+            self._written_records += 1
+            self._written_rows += num_rows
+            self._mirror(
+                Word.WRITTEN_RECORDS, self._written_records, self._written_rows
+            )
+            return True
+        self.drops[reason] += 1
+        self._dropped_rows += num_rows
+        self._mirror(Word.DROPPED_RECORDS, self.drops.total(), self._dropped_rows)
+        return False
+
+    def heartbeat(self) -> None:
+        """Say that the engine lives; also repairs a head damaged in memory."""
+        # ValueError: another thread closed the ring between the check and the store.
+        with contextlib.suppress(ValueError):
+            if not self._unusable():
+                self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
+                self._segment.store(Word.HEAD, self._head)
+
+    def stats(self) -> RingStats:
+        """Counters as of now. Looks the consumer up in /proc: not for every step."""
+        used = corrupt = 0
+        alive = False
+        with contextlib.suppress(ValueError):  # as in heartbeat
+            if not self._unusable():
+                used = self._head - self._segment.load(Word.TAIL)
+                corrupt = self._segment.load(Word.CORRUPT)
+                alive = _consumer_alive(self._segment)
+        return RingStats(
+            capacity_bytes=self._capacity,
+            used_bytes=min(max(used, 0), self._capacity),
+            written_records=self._written_records,
+            written_rows=self._written_rows,
+            dropped_records=self.drops.total(),
+            dropped_rows=self._dropped_rows,
+            corrupt_records=corrupt,
+            consumer_alive=alive,
+        )
+
+    def close(self) -> None:
+        """Unmap and unlink. Idempotent; later writes are dropped and counted."""
+        self._segment.close()
+
+    def _unusable(self) -> str:
+        """Why the memory must not be touched; empty if it may."""
+        if not self._disabled and not self._segment.intact():
+            self._disabled = "closed" if self._segment.closed else "truncated"
+        return self._disabled
+
+    def _mirror(self, word: int, records: int, rows: int) -> None:
+        # _write found the memory mapped a moment ago, or disabled the ring.
+        try:
+            if not self._disabled and not self._segment.closed:
+                self._segment.store(word, records)
+                self._segment.store(word + 1, rows)
+        except ValueError:  # as in heartbeat; suppress() would cost half a microsecond
+            self._disabled = "closed"
+
+    def _write(self, record: Record) -> str:
+        """Append; the reason if it was dropped, else empty."""
+        if reason := self._unusable():
+            return reason
+        segment, capacity = self._segment, self._capacity
+        parts, body = encode(record, self.spec.feature_dtype)
+        self.spec.check(record)
+        length = frame_length(body)
+        if length > capacity:
+            return "too_large"
+        tail = segment.load(Word.TAIL)
+        used = self._head - tail
+        if tail < self._tail or not 0 <= used <= capacity or tail % LINE_BYTES:
+            segment.store(Word.HEAD, self._head)
+            return "cursor"
+        self._tail = tail
+        offset = self._head % capacity
+        if length > (room := capacity - offset):
+            if room > capacity - used:
+                return "full"
+            # Published on its own, so that a record larger than what is free now has
+            # the whole ring once the consumer has passed the pad.
+            self._put(offset, pack_frame(PAD, self._head, room), room)
+            used += room
+            offset = 0
+        if length > capacity - used:
+            return "full"
+        crc = _shm.gather(segment.buf, DATA_AT + offset + FRAME_BYTES, parts)
+        self._put(offset, pack_frame(RECORD, self._head, length, body, crc), length)
+        return ""
+
+    def _put(self, offset: int, frame: bytes, length: int) -> None:
+        start = DATA_AT + offset
+        self._segment.buf[start : start + FRAME_BYTES] = frame
+        self._head += length
+        self._segment.store(Word.HEAD, self._head)
+
+
+class RingReader:
+    """The trainer's end. After :meth:`attach` nothing here raises."""
+
+    def __init__(self, segment: Segment, spec: RingSpec) -> None:
+        """Take over a claimed segment; use :meth:`attach`."""
+        self.spec = spec
+        self.name = segment.name
+        self._segment = segment
+        self._capacity = segment.header.size_bytes - DATA_AT
+        self._corrupt = segment.load(Word.CORRUPT)
+        self._tail = segment.load(Word.TAIL)
+        # End of the last sound frame: the true head is never before it.
+        self._floor = -1
+        self._bad_head: int | None = None
+        self._lost = False
+        self.heartbeat()
+
+    @classmethod
+    def attach(cls, name: str) -> RingReader:
+        """Become the consumer of a ring; goes on where a dead one stopped.
+
+        Raises:
+            TransportError: One sentence: absent, foreign, damaged, another version, or
+                another live consumer.
+        """
+        segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
+        try:
+            spec = RingSpec.from_fields(segment.header.spec)
+            segment.claim(Word.CONSUMER, "trainer")
+        except (ValueError, TypeError, KeyError) as error:
+            segment.close()
+            raise TransportError(f"segment {name} is not a ring: {error}") from error
+        except TransportError:
+            segment.close()
+            raise
+        return cls(segment, spec)
+
+    def read(self) -> Record | None:
+        """Take the next record out; None if there is none now.
+
+        Its arrays are private to the caller. Damaged bytes are skipped and counted.
+        """
+        if self._lost or not self._segment.intact():
+            return None
+        head = self._segment.load(Word.HEAD)
+        if not self._plausible(head):
+            return None
+        record = None
+        while record is None and self._tail < head:
+            record = self._take(head)
+        self._segment.store(Word.TAIL, self._tail)
+        return record
+
+    def heartbeat(self) -> None:
+        """Say that the trainer lives; also repairs words damaged in memory."""
+        if not self._segment.intact():
+            return
+        try:
+            self._segment.hold(Word.CONSUMER, "trainer")
+        except TransportError:
+            self._lost = True  # another process took over: it owns the tail now
+            return
+        if self._lost:
+            self._lost = False
+            self._tail = self._segment.load(Word.TAIL)
+        self._segment.store(Word.TAIL, self._tail)
+
+    def producer_alive(self) -> bool:
+        """Whether the engine that owns the ring lives."""
+        alive = self._segment.owner_alive()
+        if alive is None:  # another container: only its heartbeat can tell
+            return self._segment.intact() and heartbeat_is_fresh(
+                self._segment.load(Word.PRODUCER_BEAT)
+            )
+        return alive
+
+    def stats(self) -> RingStats:
+        """Counters as of now; the engine's are as it last stored them."""
+        words = [0] * 5
+        alive = False
+        if self._segment.intact():
+            words = [self._segment.load(word) for word in range(Word.HEAD, Word.TAIL)]
+            del words[Word.PRODUCER_BEAT]
+            alive = _consumer_alive(self._segment)
+        return RingStats(
+            capacity_bytes=self._capacity,
+            used_bytes=min(max(words[0] - self._tail, 0), self._capacity),
+            written_records=words[1],
+            written_rows=words[2],
+            dropped_records=words[3],
+            dropped_rows=words[4],
+            corrupt_records=self._corrupt,
+            consumer_alive=alive,
+        )
+
+    def close(self) -> None:
+        """Give up the claim and unmap. Idempotent."""
+        if self._segment.intact() and not self._lost:
+            self._segment.release(Word.CONSUMER)
+        self._segment.close()
+
+    def _count_corrupt(self) -> None:
+        self._corrupt += 1
+        self._segment.store(Word.CORRUPT, self._corrupt)
+
+    def _plausible(self, head: int) -> bool:
+        """Check a head read from memory.
+
+        A tail that stands right behind a sound frame is certain: a head that does not
+        fit it is ignored until the engine repairs it. A tail that does not (it came
+        from memory, or skipped damage) may itself be what is wrong, and starts over
+        at the head.
+        """
+        fits = 0 <= head - self._tail <= self._capacity
+        if fits and not head % LINE_BYTES and not self._tail % LINE_BYTES:
+            self._bad_head = None
+            return True
+        if head != self._bad_head:  # each bad value counts once
+            self._bad_head = head
+            self._count_corrupt()
+        if self._tail != self._floor <= head and not head % LINE_BYTES:
+            self._tail = head
+        self._segment.store(Word.TAIL, self._tail)
+        return False
+
+    def _take(self, head: int) -> Record | None:
+        """Move past the frame at the tail; its record if it holds a good one."""
+        buf, capacity = self._segment.buf, self._capacity
+        frame = frame_at(buf, capacity, self._tail, head)
+        if frame is None:
+            self._count_corrupt()
+            self._tail = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
+            return None
+        start = DATA_AT + self._tail % capacity + FRAME_BYTES
+        self._tail = self._floor = self._tail + frame.length
+        if frame.kind == PAD:
+            return None
+        # Checked and decoded as a private copy: the memory may change at any time.
+        copy = np.empty(frame.body, np.uint8)
+        try:
+            if _shm.gather(copy, 0, (buf[start : start + frame.body],)) != frame.crc:
+                raise RecordError("checksum")
+            record = decode(copy.data)
+            self.spec.check(record)
+        except RecordError:
+            self._count_corrupt()
+            return None
+        return record

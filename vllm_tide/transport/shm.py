@@ -1,0 +1,280 @@
+"""One shared-memory segment: created once, mapped by both sides, unlinked by its owner.
+
+Gives up ``multiprocessing.shared_memory``: its resource tracker unlinks a segment when
+a process that merely attached exits.
+
+Page 0 is the header, written once; page 1 holds words of 8 bytes, each on a cache line
+of its own; the data follow. ``Segment`` may raise; the objects built on it decide what
+their side is allowed to let out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+import time
+import weakref
+from typing import Any
+
+from vllm_tide import _shm
+from vllm_tide.transport.header import (
+    DATA_AT,
+    LINE_BYTES,
+    PAGE_BYTES,
+    WORDS_AT,
+    Header,
+    TransportError,
+)
+from vllm_tide.transport.process import Holder, heartbeat_is_fresh
+
+NAME_PREFIX = "vllm_tide_"
+SHM_DIR = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX segments, not a scratch file
+# A segment without a valid header is being created, or its creator died doing so.
+_UNFINISHED_SECONDS = 60.0
+
+
+class Segment:
+    """A mapped segment. Use :meth:`create` or :meth:`attach`."""
+
+    def __init__(self, name: str, fd: int, header: Header, owned: bool) -> None:
+        """Map `header.size_bytes` of `fd`, which this object takes over."""
+        self.name = name
+        self.header = header
+        self._fd = fd
+        self._me = Holder.me()
+        self._owner_pid = os.getpid() if owned else -1
+        flags = mmap.MAP_SHARED
+        if owned:  # page faults now rather than in the first lap of serving
+            flags |= mmap.MAP_POPULATE
+        self._map = mmap.mmap(fd, header.size_bytes, flags)
+        self.buf: memoryview = memoryview(self._map)
+        self.closed = False
+
+    @classmethod
+    def create(
+        cls,
+        kind: str,
+        magic: bytes,
+        version: int,
+        spec: dict[str, Any],
+        data_bytes: int,
+    ) -> Segment:
+        """Create a segment of this process under a random name, mode 0600.
+
+        Args:
+            kind: Part of the name: ``vllm_tide_<kind>_<16 hex>``.
+            magic: Eight bytes.
+            version: Layout version.
+            spec: JSON-able description for page 0.
+            data_bytes: Room after the two header pages.
+
+        Raises:
+            TransportError: If the memory is not to be had.
+        """
+        name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
+        size = DATA_AT + data_bytes
+        header = Header(magic, version, size, Holder.me(), spec)
+        page = header.encode()
+        try:
+            fd = _shm.shm_create("/" + name, size)
+        except OSError as error:
+            raise TransportError(
+                f"cannot create {size / 2**20:.0f} MiB of shared memory in {SHM_DIR}: "
+                f"{error.strerror}; make the ring smaller or {SHM_DIR} larger "
+                "(docker run --shm-size)"
+            ) from error
+        try:
+            segment = cls(name, fd, header, owned=True)
+        except (OSError, ValueError) as error:
+            _unlink(name)
+            os.close(fd)
+            raise TransportError(f"cannot map segment {name}: {error}") from error
+        segment.buf[: len(page)] = page
+        _owned.add(segment)
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, magic: bytes, version: int) -> Segment:
+        """Map a segment that another process created.
+
+        Raises:
+            TransportError: If it is absent, foreign, damaged or of another version.
+        """
+        if not name.startswith(NAME_PREFIX) or "/" in name:
+            raise TransportError(f"{name!r} is not the name of a vllm_tide segment")
+        try:
+            fd = _shm.shm_open("/" + name)
+        except OSError as error:
+            raise TransportError(
+                f"cannot open segment {name}: {error.strerror}; its engine has stopped"
+            ) from error
+        try:
+            return cls(name, fd, _checked_header(name, fd, magic, version), owned=False)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TransportError(f"cannot map segment {name}: {error}") from error
+        except TransportError:
+            os.close(fd)
+            raise
+
+    def intact(self) -> bool:
+        """Whether every mapped byte still has memory behind it (one fstat)."""
+        if self.closed:
+            return False
+        try:
+            return _shm.fd_size(self._fd) >= self.header.size_bytes
+        except OSError:
+            return False
+
+    def load(self, word: int) -> int:
+        """Load word number `word` of page 1 (acquire)."""
+        return _shm.load(self.buf, WORDS_AT + word * LINE_BYTES)
+
+    def store(self, word: int, value: int) -> None:
+        """Store word number `word` of page 1 (release)."""
+        _shm.store(self.buf, WORDS_AT + word * LINE_BYTES, value)
+
+    def owner_alive(self) -> bool | None:
+        """Whether the creator lives; None where its pid cannot be looked up."""
+        return self.header.owner.alive()
+
+    def claim(self, word: int, what: str) -> None:
+        """Become the single `what` of the segment.
+
+        Three words from `word`: the holder, its pid namespace, its heartbeat.
+
+        Raises:
+            TransportError: If a live process, this one included, holds the claim.
+        """
+        while True:
+            held = self.load(word)
+            if held and self.holder_alive(word):
+                raise TransportError(
+                    f"process {Holder.from_word(held, 0).pid} is already the {what} of "
+                    f"{self.name}; stop it first"
+                )
+            at = WORDS_AT + word * LINE_BYTES
+            if _shm.compare_exchange(self.buf, at, held, self._me.word):
+                break
+        self._beat(word)
+
+    def hold(self, word: int, what: str) -> None:
+        """Renew the heartbeat of a claim; take it again if the word was damaged.
+
+        Raises:
+            TransportError: If another live process holds it now.
+        """
+        if self.load(word) == self._me.word:
+            self._beat(word)
+        else:
+            self.claim(word, what)
+
+    def _beat(self, word: int) -> None:
+        self.store(word + 1, self._me.namespace)
+        self.store(word + 2, time.monotonic_ns())
+
+    def holder_alive(self, word: int) -> bool:
+        """Whether the claim at `word` is held by a live process.
+
+        By its pid; by its heartbeat alone where the pid cannot be looked up.
+        """
+        holder = Holder.from_word(self.load(word), self.load(word + 1))
+        alive = holder.alive()
+        if alive is None:
+            return heartbeat_is_fresh(self.load(word + 2))
+        return alive
+
+    def release(self, word: int) -> None:
+        """Give up the claim at `word`, if it is this process's."""
+        at = WORDS_AT + word * LINE_BYTES
+        _shm.compare_exchange(self.buf, at, self._me.word, 0)
+
+    def close(self) -> None:
+        """Unmap, and unlink if this process created it. Idempotent, never raises.
+
+        A forked child that inherited an owned segment does not unlink it.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        # A view still held by a caller keeps the mapping until that view goes.
+        with contextlib.suppress(BufferError):
+            self.buf.release()
+            self._map.close()
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        if self._owner_pid == os.getpid():
+            _unlink(self.name)
+
+
+def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise TransportError(
+            f"segment {name} belongs to user {status.st_uid}, this process runs as "
+            f"{os.geteuid()}: run the trainer as the engine's user"
+        )
+    header = Header.decode(os.pread(fd, PAGE_BYTES, 0))
+    if header is None or header.magic != magic:
+        raise TransportError(f"segment {name} has a damaged header: restart its engine")
+    if header.format_version != version:
+        raise TransportError(
+            f"segment {name} has format {header.format_version}, this process speaks "
+            f"{version}: run the same vllm_tide on both sides"
+        )
+    if not DATA_AT <= header.size_bytes <= status.st_size:
+        raise TransportError(
+            f"segment {name} was truncated to {status.st_size} bytes of "
+            f"{header.size_bytes}: restart its engine"
+        )
+    return header
+
+
+def orphaned(name: str) -> bool:
+    """Whether a segment of this user was left behind by a dead owner.
+
+    Never maps it. One without a valid header counts once it is a minute old.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(f"{SHM_DIR}/{name}", flags)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            return False
+        header = Header.decode(os.pread(fd, PAGE_BYTES, 0))
+        if header is None:
+            return time.time() - status.st_mtime > _UNFINISHED_SECONDS
+        return header.owner.alive() is False
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def unlink_if_orphaned(name: str) -> bool:
+    """Unlink a segment whose owner is dead; True if it was."""
+    return orphaned(name) and _unlink(name)
+
+
+def _unlink(name: str) -> bool:
+    try:
+        _shm.shm_unlink("/" + name)
+    except OSError:
+        return False
+    return True
+
+
+_owned: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_owned() -> None:
+    for segment in list(_owned):
+        segment.close()

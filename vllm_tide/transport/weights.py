@@ -1,0 +1,373 @@
+"""The weights segment: drafts from one trainer to the engine, and its answer back.
+
+Two slots. The trainer writes the one that does not hold the latest version, under a
+sequence number that is odd meanwhile, and only then stores the version: a trainer
+killed at any moment leaves the latest publication readable. The engine reads in the
+worker's staging thread (``WeightsSegment``), copies a slot out, and verifies the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from vllm_tide import _shm
+from vllm_tide.transport import publication
+from vllm_tide.transport.header import (
+    DATA_AT,
+    LINE_BYTES,
+    PAGE_BYTES,
+    WORDS_AT,
+    TransportError,
+)
+from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
+from vllm_tide.transport.publication import (
+    SLOT_HEAD,
+    SLOT_MAGIC,
+    Publication,
+    TensorBytes,
+    TensorInput,
+    WeightsRefused,
+)
+from vllm_tide.transport.shm import Segment
+
+__all__ = [
+    "Publication",
+    "TensorBytes",
+    "WeightsFeedback",
+    "WeightsRefused",
+    "WeightsSegment",
+    "WeightsWriter",
+]
+
+_MAGIC = b"VTIDEWTS"
+_READ_ATTEMPTS = 3
+_MANIFEST_AT = 128  # of a slot
+
+
+class _Word(IntEnum):
+    LATEST = 0
+    SEQUENCE = 1  # of slot 0; slot 1 follows
+    WRITER = 3
+    WRITER_NAMESPACE = 4
+    WRITER_BEAT = 5
+    ENGINE_BEAT = 6
+    FEEDBACK = 8  # a line and a half; its CRC tells a torn one
+
+
+# installed version, refused version, last pause (ms), reason, CRC of what is before
+_FEEDBACK = struct.Struct("<QQd64sI")
+_FEEDBACK_AT = WORDS_AT + _Word.FEEDBACK * LINE_BYTES
+
+
+@dataclass(frozen=True)
+class WeightsFeedback:
+    """What the engine did with the publications.
+
+    Args:
+        installed_version: The version that serves now.
+        refused_version: The last one refused, 0 if none.
+        refused_reason: Why, empty if none.
+        engine_alive: Whether the engine that owns the segment lives.
+        swap_pause_ms_last: How long the last installation held serving up.
+    """
+
+    installed_version: int
+    refused_version: int
+    refused_reason: str
+    engine_alive: bool
+    swap_pause_ms_last: float
+
+
+def _slot_bytes(segment: Segment) -> int:
+    return (segment.header.size_bytes - DATA_AT) // 2
+
+
+class WeightsSegment:
+    """The engine's end; raises nothing but :class:`WeightsRefused`, and never blocks.
+
+    Several ranks may read: rank 0 creates it, the others attach.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        """Take over a segment; use :meth:`create` or :meth:`attach`."""
+        self.name = segment.name
+        self._segment = segment
+        self._slot_bytes = _slot_bytes(segment)
+        self._last_read = 0
+
+    @classmethod
+    def create(cls, slot_bytes: int) -> WeightsSegment:
+        """Create a segment; unlinked by :meth:`close`, at the latest at exit.
+
+        Args:
+            slot_bytes: Room for one publication; twice the draft's bytes and 1 MiB
+                is plenty.
+
+        Raises:
+            TransportError: If the memory is not to be had.
+        """
+        slot_bytes = max(-(-slot_bytes // PAGE_BYTES), 1) * PAGE_BYTES
+        version = publication.FORMAT_VERSION
+        segment = Segment.create("weights", _MAGIC, version, {}, 2 * slot_bytes)
+        segment.store(_Word.WRITER_NAMESPACE, pid_namespace())
+        made = cls(segment)
+        made.report(0)
+        return made
+
+    @classmethod
+    def attach(cls, name: str) -> WeightsSegment:
+        """Read a segment that another rank created.
+
+        Raises:
+            TransportError: One sentence: absent, foreign, damaged or another version.
+        """
+        return cls(Segment.attach(name, _MAGIC, publication.FORMAT_VERSION))
+
+    def latest_version(self) -> int:
+        """Version of the latest publication; 0 if there is none (or no memory)."""
+        # ValueError: another thread closed the segment between the check and the load.
+        with contextlib.suppress(ValueError):
+            if self._segment.intact():
+                return self._segment.load(_Word.LATEST)
+        return 0
+
+    def read(self) -> Publication:
+        """Copy the latest publication out and verify it.
+
+        Raises:
+            WeightsRefused: empty, torn, truncated, format, sha256 or stale.
+        """
+        try:
+            return self._read()
+        except ValueError as error:  # closed by another thread meanwhile
+            raise WeightsRefused(
+                "truncated", f"segment {self.name} was closed: {error}"
+            ) from error
+
+    def _read(self) -> Publication:
+        for _ in range(_READ_ATTEMPTS):
+            version = self.latest_version()
+            if not self._segment.intact():
+                raise WeightsRefused(
+                    "truncated", f"segment {self.name} is closed or was truncated"
+                )
+            if version == 0:
+                raise WeightsRefused("empty", "nothing has been published yet")
+            if version < self._last_read:
+                raise WeightsRefused(
+                    "stale", f"version {version} is older than {self._last_read}"
+                )
+            for slot in (0, 1):
+                found = self._read_slot(slot, version)
+                if found is not None:
+                    self._last_read = version
+                    return found
+        raise WeightsRefused("torn", f"version {version} is in no undamaged slot")
+
+    def report(
+        self,
+        installed_version: int,
+        refused_version: int = 0,
+        reason: str = "",
+        swap_pause_ms: float = 0.0,
+    ) -> None:
+        """Tell the trainer what serves now, and what was refused and why."""
+        label = reason.encode("ascii", "replace")[:64]
+        pack = _FEEDBACK.pack
+        body = pack(installed_version, refused_version, swap_pause_ms, label, 0)[:-4]
+        crc = _shm.crc32c(body).to_bytes(4, "little")
+        with contextlib.suppress(ValueError):  # as in latest_version
+            if self._segment.intact():
+                at = _FEEDBACK_AT
+                self._segment.buf[at : at + _FEEDBACK.size] = body + crc
+        self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Say that the engine lives (needed where its pid cannot be looked up)."""
+        with contextlib.suppress(ValueError):  # as in latest_version
+            if self._segment.intact():
+                self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
+
+    def writer_alive(self) -> bool:
+        """Whether a live trainer holds the segment."""
+        with contextlib.suppress(ValueError):  # as in latest_version
+            return (
+                self._segment.intact()
+                and self._segment.load(_Word.WRITER) != 0
+                and self._segment.holder_alive(_Word.WRITER)
+            )
+        return False
+
+    def close(self) -> None:
+        """Unmap, and unlink if created here. Idempotent."""
+        self._segment.close()
+
+    def _read_slot(self, slot: int, version: int) -> Publication | None:
+        """The slot's publication; None if it is another's or changed meanwhile.
+
+        Raises:
+            WeightsRefused: If it did not change and is damaged all the same.
+        """
+        segment = self._segment
+        before = segment.load(_Word.SEQUENCE + slot)
+        start = DATA_AT + slot * self._slot_bytes
+        magic, held, manifest_bytes, body_bytes, digest = SLOT_HEAD.unpack(
+            bytes(segment.buf[start : start + SLOT_HEAD.size])
+        )
+        if before % 2 or magic != SLOT_MAGIC or held != version:
+            return None
+        size = manifest_bytes + body_bytes
+        if size > self._slot_bytes - _MANIFEST_AT:
+            raise WeightsRefused(
+                "truncated", f"version {version} claims to be larger than its slot"
+            )
+        # One pass without the interpreter lock; what is verified is the copy.
+        copy = np.empty(-(-size // 8) * 8, np.uint8)
+        at = start + _MANIFEST_AT
+        _shm.gather(copy, 0, (segment.buf[at : at + size],))
+        if segment.load(_Word.SEQUENCE + slot) != before:
+            return None
+        manifest = copy[:manifest_bytes].tobytes()
+        return publication.decode(version, digest, manifest, copy[manifest_bytes:size])
+
+
+class WeightsWriter:
+    """The trainer's end; raises :class:`TransportError`."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Take over a claimed segment; use :meth:`attach`."""
+        self.name = segment.name
+        self._segment = segment
+        self._slot_bytes = _slot_bytes(segment)
+        self._feedback = WeightsFeedback(0, 0, "", True, 0.0)
+        self._last_published = segment.load(_Word.LATEST)
+
+    @classmethod
+    def attach(cls, name: str) -> WeightsWriter:
+        """Become the one writer of a segment.
+
+        Raises:
+            TransportError: One sentence: absent, foreign, damaged, another version, or
+                another live trainer.
+        """
+        segment = Segment.attach(name, _MAGIC, publication.FORMAT_VERSION)
+        try:
+            segment.claim(_Word.WRITER, "trainer")
+        except TransportError:
+            segment.close()
+            raise
+        return cls(segment)
+
+    @property
+    def latest_version(self) -> int:
+        """The highest version published so far, by this or an earlier trainer."""
+        return self._last_published
+
+    def publish(
+        self,
+        tensors: Mapping[str, TensorInput],
+        *,
+        version: int,
+        parent_version: int,
+        meta: dict[str, Any],
+    ) -> None:
+        """Put a draft into the free slot, then make it the latest.
+
+        Args:
+            tensors: By name: dtype as torch names it, shape, and its bytes.
+            version: Greater than every version before it.
+            parent_version: The version it was trained from.
+            meta: JSON-able facts for the log.
+
+        Raises:
+            TransportError: If the segment is gone, too small, or ahead of `version`.
+            ValueError: If a tensor contradicts itself.
+        """
+        self._require_intact()
+        segment = self._segment
+        latest = segment.load(_Word.LATEST)
+        if version <= self._last_published:
+            raise TransportError(
+                f"version {version} is not newer than {self._last_published}"
+            )
+        head, manifest, body = publication.encode(
+            tensors, version, parent_version, meta
+        )
+        size = _MANIFEST_AT + len(manifest) + len(body)
+        if size > self._slot_bytes:
+            raise TransportError(
+                f"version {version} takes {size} bytes and a slot has "
+                f"{self._slot_bytes}: give the engine's weights segment larger slots"
+            )
+        self._require_intact()  # serialising took a while
+        segment.hold(_Word.WRITER, "trainer")
+        slot = 1 if latest and self._version_in(0) == latest else 0
+        start = DATA_AT + slot * self._slot_bytes
+        word = WORDS_AT + (_Word.SEQUENCE + slot) * LINE_BYTES
+        # Odd while writing; a writer killed here left it odd already.
+        odd = segment.load(_Word.SEQUENCE + slot) % 2
+        _shm.fetch_add(segment.buf, word, 2 if odd else 1)
+        # One unpadded run: the tensors begin where the manifest ends.
+        split = start + _MANIFEST_AT + len(manifest)
+        segment.buf[start : start + len(head)] = head
+        segment.buf[start + _MANIFEST_AT : split] = manifest
+        segment.buf[split : split + len(body)] = body
+        _shm.fetch_add(segment.buf, word, 1)
+        segment.store(_Word.LATEST, version)
+        self._last_published = version
+
+    def feedback(self) -> WeightsFeedback:
+        """What the engine last reported; the one before while it is writing.
+
+        Raises:
+            TransportError: If the segment was truncated or closed.
+        """
+        self._require_intact()
+        segment = self._segment
+        raw = bytes(segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + _FEEDBACK.size])
+        installed, refused, pause, label, crc = _FEEDBACK.unpack(raw)
+        last = self._feedback
+        if crc != _shm.crc32c(raw[:-4]):
+            installed, refused = last.installed_version, last.refused_version
+            label, pause = last.refused_reason.encode(), last.swap_pause_ms_last
+        alive = segment.owner_alive()
+        if alive is None:
+            alive = heartbeat_is_fresh(segment.load(_Word.ENGINE_BEAT))
+        reason = label.rstrip(b"\0").decode("ascii", "replace")
+        self._feedback = WeightsFeedback(installed, refused, reason, alive, pause)
+        return self._feedback
+
+    def heartbeat(self) -> None:
+        """Say that the trainer lives.
+
+        Raises:
+            TransportError: If another trainer holds the segment now.
+        """
+        if self._segment.intact():
+            self._segment.hold(_Word.WRITER, "trainer")
+
+    def close(self) -> None:
+        """Give up the claim and unmap. Idempotent."""
+        if self._segment.intact():
+            self._segment.release(_Word.WRITER)
+        self._segment.close()
+
+    def _version_in(self, slot: int) -> int:
+        start = DATA_AT + slot * self._slot_bytes
+        raw = bytes(self._segment.buf[start : start + SLOT_HEAD.size])
+        magic, version, *_ = SLOT_HEAD.unpack(raw)
+        return int(version) if magic == SLOT_MAGIC else 0
+
+    def _require_intact(self) -> None:
+        if not self._segment.intact():
+            raise TransportError(
+                f"segment {self.name} is closed or was truncated: restart its engine"
+            )
