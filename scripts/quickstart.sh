@@ -44,8 +44,13 @@ while [ $# -gt 0 ]; do
         *) usage 2 ;;
     esac
 done
-json=${json:-$build/report.json}
-picture=${picture:-$build/report.png}
+json=$(realpath -m "${json:-$build/report.json}")
+picture=$(realpath -m "${picture:-$build/report.png}")
+
+# The run changes directory: paths are made absolute.
+venv=$(realpath -m "$venv")
+demo=$(realpath -m "$demo")
+build=$(realpath -m "$build")
 
 [ "$(nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
 for part in target draft prompts; do

@@ -94,6 +94,9 @@ def change(
             file = target.root / path
             _write(_temporary(file), content)
             shutil.copymode(file, _temporary(file))
+        # A crash before the journal may have left some behind.
+        for path in wanted.keys() - changed.keys():
+            _temporary(target.root / path).unlink(missing_ok=True)
     except OSError as error:
         for path in changed:
             with suppress(OSError):

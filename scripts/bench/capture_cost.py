@@ -5,7 +5,8 @@ They are loaded alternately in short blocks, A B B A, so that drift of the machi
 falls on both alike, and only one ever has work (an idle vLLM sleeps after a second).
 A small process empties the ring, since without a consumer capture drops everything
 and would look free.  Reported: the ratio on/off of each adjacent pair, its median,
-quartiles, and a bootstrap interval of the median.  Example::
+quartiles, and a bootstrap interval of the median; and the same for tokens per CPU
+second of the engine, which a busy neighbour disturbs far less.  Example::
 
     python scripts/bench/capture_cost.py --venv .venv --target build/.../target-X \
         --draft scripts/demo/draft --prompts scripts/demo/prompts --work /tmp/cost
@@ -54,26 +55,36 @@ def _block(prompts: list[str], args: argparse.Namespace) -> list[StreamRequest]:
     ]
 
 
+def _engine_cpu_s(server: VllmServer) -> float:
+    """Return CPU seconds the engine's processes have used."""
+    times = [p.cpu_times() for p in server.processes()["engine"]]
+    return float(sum(t.user + t.system for t in times))
+
+
 async def _load(
     session: aiohttp.ClientSession, server: VllmServer, block: list[StreamRequest]
-) -> tuple[float, list[RequestResult]]:
-    """Return output tokens/s of one block, and its results."""
+) -> tuple[float, float, list[RequestResult]]:
+    """Return output tokens/s and tokens per engine CPU second, and the results."""
+    cpu_s = _engine_cpu_s(server)
     origin_s = time.perf_counter()
     results = await replay(
         session, server.url, SERVED_NAME, block, origin_s, lambda _: None
     )
+    cpu_s = _engine_cpu_s(server) - cpu_s
     failed = [r.error for r in results if not r.ok]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
     duration_s = max(r.end_s or 0.0 for r in results) - results[0].start_s
     await asyncio.sleep(PAUSE_S)
-    return sum(len(r.token_ids) for r in results) / duration_s, results
+    tokens = sum(len(r.token_ids) for r in results)
+    return tokens / duration_s, tokens / cpu_s, results
 
 
 async def _measure(
     on: VllmServer, off: VllmServer, prompts: list[str], args: argparse.Namespace
 ) -> dict[str, object]:
     rates: dict[str, list[float]] = {"on": [], "off": []}
+    cpu_rates: dict[str, list[float]] = {"on": [], "off": []}
     per_block = args.requests_per_block
     needed = (args.pairs + 1) * per_block
     if len(prompts) < needed:
@@ -87,15 +98,18 @@ async def _measure(
             order = [("off", off), ("on", on)]
             outputs = {}
             for name, server in order if pair % 2 else order[::-1]:
-                rate, results = await _load(session, server, block)
+                rate, cpu_rate, results = await _load(session, server, block)
                 outputs[name] = [r.token_ids for r in results]
                 if pair:  # the first pair warms up
                     rates[name].append(rate)
+                    cpu_rates[name].append(cpu_rate)
             identical &= outputs["on"] == outputs["off"]
             if pair:
                 ratio = rates["on"][-1] / rates["off"][-1]
+                cpu_ratio = cpu_rates["on"][-1] / cpu_rates["off"][-1]
                 print(
-                    f"pair {pair}: off {rates['off'][-1]:.2f} tok/s, on/off {ratio:.4f}"
+                    f"pair {pair}: off {rates['off'][-1]:.2f} tok/s, on/off "
+                    f"{ratio:.4f}, per CPU second {cpu_ratio:.4f}"
                 )
                 sys.stdout.flush()
         last = await scraper.read(session)
@@ -104,6 +118,7 @@ async def _measure(
         raise RuntimeError("nothing was captured: the comparison would mean nothing")
     return {
         "rates": rates,
+        "rates_per_engine_cpu_s": cpu_rates,
         "captured_rows": int(rows),
         "dropped": last.by_label("vllm_tide:dropped_rows", "reason"),
         "outputs_equal": identical,
@@ -183,10 +198,11 @@ def main() -> int:
             finally:
                 drain.terminate()
         misplaced = on.misplaced_threads() + off.misplaced_threads()
-    rates = measured["rates"]
+    rates, cpu_rates = measured["rates"], measured["rates_per_engine_cpu_s"]
     report = {
         "what": "output tokens/s with capture on / off, trainer off, paired",
         **statistics_of(rates["on"], rates["off"]),
+        "per_engine_cpu_second": statistics_of(cpu_rates["on"], cpu_rates["off"]),
         **measured,
         "misplaced_threads": misplaced,
         "settings": {k: str(v) for k, v in vars(args).items()},
@@ -194,7 +210,11 @@ def main() -> int:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"median on/off {report['median_ratio']}, cost {report['cost_percent']}%")
+    per_cpu = report["per_engine_cpu_second"]
+    print(
+        f"median on/off {report['median_ratio']}, cost {report['cost_percent']}%; "
+        f"per CPU second {per_cpu['median_ratio']}, cost {per_cpu['cost_percent']}%"
+    )
     return int(bool(misplaced))
 
 

@@ -139,7 +139,10 @@ def test_target_rows_from_shards_and_tied(tmp_path: Path):
     embed, head = torch.randn(9, 4), torch.randn(9, 4)
     save_file({"model.embed_tokens.weight": embed}, tmp_path / "a.safetensors")
     save_file({"lm_head.weight": head}, tmp_path / "b.safetensors")
-    index = {"model.embed_tokens.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}
+    index = {
+        "model.embed_tokens.weight": "a.safetensors",
+        "lm_head.weight": "b.safetensors",
+    }
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": index}))
     settings_path = tmp_path / "config.json"

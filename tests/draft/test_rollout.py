@@ -96,7 +96,9 @@ def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
 def test_packed_documents_equal_documents_alone() -> None:
     """No row sees another document, and none goes missing."""
     draft = make_draft()
-    samples = [make_sample(n, p, s, n) for n, p, s in ((7, 1, 0), (2, 1, 4), (15, 6, 9))]
+    samples = [
+        make_sample(n, p, s, n) for n, p, s in ((7, 1, 0), (2, 1, 4), (15, 6, 9))
+    ]
     together = ttt_logits(draft, samples)
     alone = {k: v for s in samples for k, v in ttt_logits(draft, [s]).items()}
     assert together.keys() == alone.keys()

@@ -29,7 +29,10 @@ def row(key: int, position: int, width: int) -> np.ndarray:
 def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
     """One record; rejected rows carry other tokens than `token` says."""
     n = len(tokens)
-    stack = (lambda w: np.stack([row(key, start + i, w) for i in range(n)]))
+
+    def stack(width):
+        return np.stack([row(key, start + i, width) for i in range(n)])
+
     return Record(
         key=key,
         phase=phase,
@@ -69,9 +72,7 @@ def requests(draw, key: int) -> Scenario:
         while start < until:
             n = rng.randint(1, until - start)
             tokens = [token(key, start + i) for i in range(n)]
-            s.records.append(
-                record(key, start, tokens, phase=PREFILL, prompt=prompt)
-            )
+            s.records.append(record(key, start, tokens, phase=PREFILL, prompt=prompt))
             start += n
         return start
 

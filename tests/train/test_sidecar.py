@@ -42,7 +42,9 @@ class Engine:
 
     def __init__(self, folder: Path, layers: tuple[int, ...] = (1, 2, 3)) -> None:
         (folder / "target").mkdir()
-        (folder / "target" / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+        (folder / "target" / "config.json").write_text(
+            json.dumps({"vocab_size": VOCAB})
+        )
         save_file(
             {"model.embed_tokens.weight": TOY.embed, "lm_head.weight": TOY.head},
             folder / "target" / "model.safetensors",
@@ -214,7 +216,14 @@ def test_command_stops_gracefully_on_sigterm(engine):
 @pytest.mark.slow
 def test_command_without_an_engine_says_so(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_tide", "train", "--run-dir", str(tmp_path / "run")],
+        [
+            sys.executable,
+            "-m",
+            "vllm_tide",
+            "train",
+            "--run-dir",
+            str(tmp_path / "run"),
+        ],
         capture_output=True,
         text=True,
         check=False,

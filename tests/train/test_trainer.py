@@ -36,7 +36,8 @@ def _trainer(count: int = 30, **changes) -> Trainer:
     trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**{**KNOBS, **changes}))
     rng = random.Random(1)
     trainer.add_samples(
-        TOY.document(rng.randrange(64), 20, 3, rng.getrandbits(64)) for _ in range(count)
+        TOY.document(rng.randrange(64), 20, 3, rng.getrandbits(64))
+        for _ in range(count)
     )
     return trainer
 
@@ -46,7 +47,9 @@ def _weights(draft: Eagle3Draft) -> torch.Tensor:
 
 
 def test_features_of_other_layers_are_refused():
-    with pytest.raises(DraftError, match=r"\(1, 2, 4\) are not the draft's \(1, 2, 3\)"):
+    with pytest.raises(
+        DraftError, match=r"\(1, 2, 4\) are not the draft's \(1, 2, 3\)"
+    ):
         _trainer().check_features((1, 2, 4))
 
 

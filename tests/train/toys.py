@@ -56,10 +56,10 @@ class ToyTarget:
         x = torch.tensor(tokens)
         features = torch.cat([self.embed[x] @ m for m in self.mix], dim=-1)
         hidden = self.head[self.next_token(x)]
-        return Sample.offline(
-            x, features, hidden, num_prompt_tokens=prompt, key=key
-        )
+        return Sample.offline(x, features, hidden, num_prompt_tokens=prompt, key=key)
 
     def draft(self, seed: int = 0, **changes: object) -> Eagle3Draft:
         """A fresh draft."""
-        return Eagle3Draft.initialise(config(**changes), self.embed, self.head, seed=seed)
+        return Eagle3Draft.initialise(
+            config(**changes), self.embed, self.head, seed=seed
+        )

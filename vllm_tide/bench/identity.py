@@ -4,9 +4,10 @@ Batches differ between arms, so sums are rounded differently, and where two toke
 have practically the same logit the argmax may fall either way.  A first difference
 is therefore re-scored: the target is run over the common prefix once in the served
 type and once in a wider one.  The largest deviation between the two over the
-vocabulary is the rounding error of this very row; each of two arms may be off by
-about that much for each of two candidates, hence the factor 4.  A difference whose
-candidates are closer than that is a near tie; any other is a wrong output.
+vocabulary is the rounding error of this very row.  An arm that falls the other way
+has both candidates off by at most that much, in opposite directions, hence the
+factor 2.  A difference whose candidates are closer than that to the best logit is a
+near tie; any other is a wrong output.
 
 After its first difference a request is not compared further: the prefixes differ.
 """
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from .client import RequestResult
 
-# Two arms, two candidates, each off by one rounding error.
-TOLERANCE_ERRORS = 4.0
+# Two candidates, each off by one rounding error.
+TOLERANCE_ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

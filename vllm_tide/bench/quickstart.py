@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,18 @@ def _run_arms(
     args: argparse.Namespace, stream: Sequence[StreamRequest]
 ) -> dict[str, ArmRun]:
     runs: dict[str, ArmRun] = {}
+    deadline = time.monotonic() + args.total_limit_s
     for name in args.arms:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            print(f"[{name:>6}] left out: the time limit is over", flush=True)
+            continue
         options = _arm_options(args, name)
+        options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
         try:
             runs[name] = run_arm(options, stream)
         except (ServerError, TimeoutError, RuntimeError, OSError) as error:
-            what = str(error) or f"longer than {args.time_limit_s:.0f} s"
+            what = str(error) or f"longer than {options.time_limit_s:.0f} s"
             print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
         finally:
             _keep_logs(options.run_dir, args.work)
@@ -152,7 +158,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tide", type=json.loads, default={}, help="JSON merged into the tide section"
     )
-    p.add_argument("--time-limit-s", type=float, default=600.0, help="per arm's stream")
+    p.add_argument("--time-limit-s", type=float, default=600.0, help="of a stream")
+    p.add_argument("--total-limit-s", type=float, default=1800.0, help="of all arms")
     return p
 
 
@@ -210,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons = problems(report, runs)
     report["sound"], report["problems"] = not reasons, reasons
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.picture and runs:
         title = f"shift from {args.before_domain} to {args.after_domain}"

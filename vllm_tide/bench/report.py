@@ -103,7 +103,9 @@ def problems(
             found.append(f"{name}: no request ran")
     if report["failed_requests"]:
         found.append(f"{report['failed_requests']} requests failed")
-    if not report["outputs_identical"]:
+    if len(runs) < 2:
+        found.append("outputs were not compared")
+    elif not report["outputs_identical"]:
         wrong = sum(not d["near_tie"] for d in report["differences"])
         found.append(f"outputs differ between arms ({wrong} not near ties)")
     for name in ("frozen", "tide"):

@@ -50,7 +50,7 @@ class StreamOptions:
 
     before_domain: str = "python"
     after_domain: str = "docs_en"
-    num_before: int = 24
+    num_before: int = 16
     num_after: int = 96
     max_tokens: int = 128
     concurrency_cycle: tuple[int, ...] = CONCURRENCY_CYCLE

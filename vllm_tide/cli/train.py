@@ -24,7 +24,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--config", help="JSON file or text: overrides the engine's")
     parser.add_argument("--engine", help="engine id; the newest engine by default")
-    parser.add_argument("--run-dir", type=Path, help="where the engine announced itself")
+    parser.add_argument(
+        "--run-dir", type=Path, help="where the engine announced itself"
+    )
     parser.add_argument("--once", action="store_true", help="end after one cycle")
     parser.add_argument(
         "--wait", action="store_true", help="wait for an engine, again when it dies"
@@ -35,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.transport.shm import TransportError
+    from vllm_tide.transport.header import TransportError
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -85,7 +87,7 @@ def _override(text: str | None) -> TideConfig | None:
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
     from vllm_tide.transport.rendezvous import read_manifests
-    from vllm_tide.transport.shm import TransportError
+    from vllm_tide.transport.header import TransportError
 
     while True:
         found = [

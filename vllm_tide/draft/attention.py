@@ -97,8 +97,7 @@ class _PackedAttention(torch.autograd.Function):
             probs.append(pc)
             od = torch.bmm(pc, vh[:, doc.k_lo : doc.k_hi])
             out[:, :, doc.q_lo : doc.q_hi] = od.view(kv, group, n, dim)
-        if diag is not None:
-            assert vd is not None
+        if diag is not None and vd is not None:
             values = vd.permute(0, 2, 1, 3)[:, :, None]
             out += (diag[..., None].to(q.dtype) * values).sum(0)
         ctx.docs, ctx.scale, ctx.probs, ctx.diag = docs, scale, probs, diag

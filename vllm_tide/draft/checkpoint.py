@@ -124,7 +124,10 @@ def build_draft(
     else:
         vocab = VocabMap.identity(config.vocab_size)
     values = dict(tensors)
-    owns_lm_head, owns_embed = "lm_head.weight" in values, "embed_tokens.weight" in values
+    owns_lm_head, owns_embed = (
+        "lm_head.weight" in values,
+        "embed_tokens.weight" in values,
+    )
     if config.hidden_size != target.hidden_size and not (owns_lm_head and owns_embed):
         raise DraftError(
             "draft checkpoint: a draft narrower than its target needs its own "

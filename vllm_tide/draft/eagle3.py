@@ -92,6 +92,7 @@ class Eagle3Draft(nn.Module):
         constants: dict[str, Tensor] | None = None,
         stored_names: dict[str, str] | None = None,
     ) -> None:
+        """Copies the tensors into fp32 master parameters."""
         super().__init__()
         if constants is None and not vocab.is_identity:
             constants = {"d2t": vocab.d2t, "t2d": vocab.t2d}
@@ -190,8 +191,10 @@ class Eagle3Draft(nn.Module):
         count = tokens.numel()
         starts = list(doc_starts)
         hidden = self.combine(features.to(dtype), w)  # [N,H]
-        active, keys, values = steps[0].active, [], []
-        k0 = v0 = None
+        active = steps[0].active
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        k0 = v0 = hidden  # set at step 0
         outputs: list[Tensor] = []
         for i, step in enumerate(steps):
             if i > 0 and step.active.numel() != active.numel():
@@ -214,7 +217,6 @@ class Eagle3Draft(nn.Module):
             else:
                 keys.append(k)
                 values.append(v)
-            assert k0 is not None and v0 is not None
             q = self._queries(z, cos, sin, w)
             kd = torch.stack(keys) if keys else None
             vd = torch.stack(values) if values else None
@@ -222,9 +224,7 @@ class Eagle3Draft(nn.Module):
             out, normed = self._layer_output(mixed.flatten(1), residual, w)
             hidden = normed if self.config.norm_output else out
             outputs.append(
-                normed
-                if step.loss.numel() == active.numel()
-                else normed[step.loss]
+                normed if step.loss.numel() == active.numel() else normed[step.loss]
             )
         return outputs
 

@@ -21,7 +21,7 @@ class _Cache:
         self.values: list[Tensor] = []
 
     def attend(self, q: Tensor) -> Tensor:
-        """q [n_h, d] over all rows so far."""
+        """Q [n_h, d] over all rows so far."""
         group = q.shape[0] // self.keys[0].shape[0]
         k = torch.stack(self.keys).repeat_interleave(group, 1)  # [s, n_h, d]
         v = torch.stack(self.values).repeat_interleave(group, 1)
@@ -57,10 +57,9 @@ def rollout(
     w = draft.compute_weights(torch.float32)
     cache = _Cache()
     hidden = draft.combine(features[: row + 1].float(), w)
-    h = logits = None
+    h = logits = hidden[0]  # set by the prefill
     for t in range(row + 1):
         h, logits = _one_row(draft, w, cache, int(tokens[t + 1]), hidden[t], start + t)
-    assert h is not None and logits is not None
     out, ids = [logits], [_target_id(draft, logits)]
     for i in range(1, num_steps):
         token = ids[-1] if greedy else int(tokens[row + 1 + i])

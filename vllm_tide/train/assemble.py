@@ -76,6 +76,7 @@ class Assembler:
         idle_s: float = 30.0,
         max_branches: int = 0,
     ) -> None:
+        """Start empty."""
         self.feature_size, self.dtype = feature_size, _TORCH[feature_dtype]
         self.max_open_rows, self.max_request_rows = max_open_rows, max_request_rows
         self.context_rows, self.idle_s = context_rows, idle_s
@@ -198,7 +199,9 @@ class Assembler:
         positions = np.concatenate([p.positions for p in pieces])
         kept, rows = _last_write(positions)
         tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
-        features = torch.cat([self._floats(p.record.features[: p.count]) for p in pieces])
+        features = torch.cat(
+            [self._floats(p.record.features[: p.count]) for p in pieces]
+        )
         taught, hidden, topk = self._teachers(pieces, positions, kept)
         out: list[Sample] = []
         breaks = np.flatnonzero(np.diff(kept) > 1) + 1
@@ -217,7 +220,9 @@ class Assembler:
                 teacher_topk=None if topk is None else topk[run],
                 loss_from=request.loss_from,
                 branches=tuple(
-                    b for b in request.branches if start <= b.position < kept[hi - 1] + 1
+                    b
+                    for b in request.branches
+                    if start <= b.position < kept[hi - 1] + 1
                 ),
             )
             if sample.num_trained:

@@ -142,17 +142,21 @@ def evaluate(
 
 
 def _target_probs(
-    batch: PackedBatch, used: Tensor, draft: Eagle3Draft, target: TargetRows, rows: Tensor
+    batch: PackedBatch,
+    used: Tensor,
+    draft: Eagle3Draft,
+    target: TargetRows,
+    rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """True mass p^D fp32 [M, V_d] and argmax target id [M]."""
     kept = draft.vocab.target_ids
     if batch.teacher_hidden is None:
-        topk = batch.teacher_topk
-        assert topk is not None
-        ids = draft.vocab.draft_ids[topk.ids[used].long()]
-        mass = topk.logprobs[used].float().exp().masked_fill(ids < 0, 0.0)
+        topk = batch.topk_rows(used)
+        listed = topk.ids.long()
+        ids = draft.vocab.draft_ids[listed]
+        mass = topk.logprobs.float().exp().masked_fill(ids < 0, 0.0)
         probs = torch.zeros(used.numel(), kept.numel())
-        return probs.scatter_add_(1, ids.clamp(min=0), mass), topk.ids[used][:, 0].long()
+        return probs.scatter_add_(1, ids.clamp(min=0), mass), listed[:, 0]
     probs = torch.empty(used.numel(), kept.numel())
     best = torch.empty(used.numel(), dtype=torch.int64)
     for lo in range(0, used.numel(), 256):
@@ -221,9 +225,7 @@ def _accept(
         log_q = draft.logits(normed[part], weights).float().log_softmax(-1)
         p = probs[at[part]]
         choice = log_q.argmax(-1)
-        out["greedy"][part] = (
-            draft.vocab.target_ids[choice] == best[at[part]]
-        ).float()
+        out["greedy"][part] = (draft.vocab.target_ids[choice] == best[at[part]]).float()
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
         out["mass"][part] = torch.minimum(p, log_q.exp()).sum(-1)
         mass = p.sum(-1).clamp_min(1e-12)

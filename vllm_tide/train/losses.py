@@ -24,8 +24,8 @@ from vllm_tide.train.sample import TopK
 #   -> (value [n], d value / d logits [n,V_d]); all at least fp32
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-CHUNK_BYTES = 4 << 20  # fp32 logits of one chunk: about the size of a core's caches
-HEAD_BLOCK_BYTES = 64 << 20  # logit gradients kept for one GEMM of the head gradient
+CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
+HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
 
 
 def forward_kl(logits: Tensor, p: Tensor, plogp: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,13 @@ class PackedBatch:
         """N."""
         return self.tokens.numel()
 
+    def topk_rows(self, rows: Tensor) -> TopK:
+        """Top-k teacher of some rows."""
+        if self.teacher_topk is None:
+            raise ValueError("the batch has no top-k teacher.")
+        t = self.teacher_topk
+        return TopK(t.ids[rows], t.logprobs[rows], t.tail_logprob[rows])
+
     @property
     def waste(self) -> float:
         """Share of the capacity left empty (0 to 1)."""

@@ -31,6 +31,7 @@ class SampleBuffer:
     """
 
     def __init__(self, config: TrainConfig) -> None:
+        """Start empty."""
         self.config = config
         self.window = min(config.max_sample_tokens, config.batch_tokens)
         self.train: deque[Sample] = deque()
@@ -61,7 +62,9 @@ class SampleBuffer:
             self.evicted["train"] += gone.num_tokens
             if self._fresh and self._fresh[0] is gone:
                 self._fresh.pop(0)
-        while self.holdout_tokens > self.config.holdout_tokens and len(self.holdout) > 1:
+        while (
+            self.holdout_tokens > self.config.holdout_tokens and len(self.holdout) > 1
+        ):
             gone = self.holdout.popleft()
             self.holdout_tokens -= gone.num_tokens
             self.evicted["holdout"] += gone.num_tokens

@@ -113,7 +113,7 @@ class Sample:
 
     @property
     def valid(self) -> Tensor:
-        """bool [S]: position may serve as a teacher."""
+        """Bool [S]: position may serve as a teacher."""
         positions = torch.arange(self.start, self.start + self.num_tokens)
         out = self.has_teacher & (
             positions >= max(self.num_prompt_tokens, self.loss_from)

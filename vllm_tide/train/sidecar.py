@@ -25,7 +25,10 @@ from vllm_tide.draft.checkpoint import canonical_name, load_draft
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.status import StatusFile, TrainerStatus
+from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
@@ -46,16 +49,18 @@ def prepare_process(config: TrainConfig, engine_id: str) -> None:
         raise DraftError(
             f"tide.train.device: {config.device!r} is not supported yet; use 'cpu'."
         )
-    if config.cpus:
-        try:
-            os.sched_setaffinity(0, config.cpus)
-        except OSError as error:
+    # The server that started us may be pinned, and children inherit that.
+    cpus = config.cpus or range(os.cpu_count() or 1)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        if config.cpus:
             raise DraftError(
                 f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
             ) from None
-        torch.set_num_threads(len(config.cpus))
-    else:  # unpinned: leave most of the machine to the server
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 4))
+    allowed = len(os.sched_getaffinity(0))
+    # Unpinned: leave most of the machine to the server.
+    torch.set_num_threads(allowed if config.cpus else max(1, allowed // 4))
     if config.nice:
         os.nice(config.nice)
     with contextlib.suppress(ImportError):
@@ -93,8 +98,12 @@ class Sidecar:
     def __init__(
         self, manifest: EngineManifest, run_dir: Path, config: TideConfig | None = None
     ) -> None:
+        """Load, check and attach."""
         self.manifest = manifest
         self.config = (config or parse_tide(manifest.tide)).train
+        if self.config.compute_dtype == "bfloat16" and not has_fast_bfloat16():
+            self.config = self.config.model_copy(update={"compute_dtype": "float32"})
+            logger.info("this CPU has no bfloat16 arithmetic: computing in float32")
         self.status = TrainerStatus()
         self._file = StatusFile(run_dir, manifest.engine_id)
         self._stopping = False
@@ -143,6 +152,9 @@ class Sidecar:
                 self._finish_cycle(result)
                 if once:
                     break
+        except TransportError:
+            if self._engine_alive():
+                raise
         finally:
             self.status.state = "stopped" if self._engine_alive() else "engine_gone"
             self._update_status(force=True)
@@ -167,7 +179,7 @@ class Sidecar:
         until = now + DRAIN_LIMIT_S
         going = True
         while going and time.monotonic() < until:
-            records = []
+            records: list[Record] = []
             while len(records) < DRAIN_BATCH:
                 record = self._reader.read()
                 if record is None:
@@ -196,17 +208,18 @@ class Sidecar:
 
     def _publish(self, result: CycleResult) -> None:
         version = self._writer.latest_version + 1
-        assert result.new is not None and result.live is not None
         self._writer.publish(
             as_wire(self.trainer.candidate_tensors()),
             version=version,
             parent_version=max(self._versions),
             meta={
-                "holdout_acceptance_new": result.new.acceptance(),
-                "holdout_acceptance_live": result.live.acceptance(),
+                "holdout_acceptance_new": self.status.holdout_acceptance_new,
+                "holdout_acceptance_live": self.status.holdout_acceptance_live,
                 "gain": result.gain,
                 "gain_error": result.gain_error,
-                "holdout_rows": result.new.num_rows,
+                "holdout_requests": 0
+                if result.new is None
+                else len(result.new.requests),
                 "steps": self.trainer.steps,
                 "loss": result.loss,
             },
@@ -247,7 +260,9 @@ class Sidecar:
         for name in ("hidden_size", "vocab_size", "feature_dtype", "teacher"):
             ring, told = getattr(spec, name), getattr(m, name)
             if ring != told:
-                raise DraftError(f"ring: {name} is {ring!r}, the manifest says {told!r}.")
+                raise DraftError(
+                    f"ring: {name} is {ring!r}, the manifest says {told!r}."
+                )
         if self.trainer.target.hidden_size != m.hidden_size:
             raise DraftError(
                 f"target: hidden size {self.trainer.target.hidden_size} is not the "

@@ -56,6 +56,7 @@ class StatusFile:
     """
 
     def __init__(self, run_dir: Path, engine_id: str) -> None:
+        """Write nothing yet."""
         self.path = run_dir / f"trainer-{engine_id}.json"
         self.failed_writes = 0
         self._next = 0.0

@@ -94,6 +94,7 @@ class Trainer:
         max_branches: int = 0,
         metric: str = "greedy",
     ) -> None:
+        """Copy the draft as the live one."""
         torch.manual_seed(config.seed)
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
@@ -165,7 +166,9 @@ class Trainer:
 
     def ready(self, min_new_tokens: int | None = None) -> bool:
         """Whether enough new data came for another cycle."""
-        wanted = self.config.min_new_tokens if min_new_tokens is None else min_new_tokens
+        wanted = (
+            self.config.min_new_tokens if min_new_tokens is None else min_new_tokens
+        )
         return self.buffer.new_tokens >= wanted and bool(self.buffer.train)
 
     def train_cycle(self, progress: Progress | None = None) -> CycleResult:
@@ -266,12 +269,13 @@ class Trainer:
         return CycleResult(steps, loss, new, live, difference, error, publish, reason)
 
     def _in_vocab(self, sample: Sample) -> Tensor:
-        """bool [S]: the target's best token is in the draft vocabulary."""
+        """Bool [S]: the target's best token is in the draft vocabulary."""
         inside = self.draft.vocab.t2d
-        if sample.teacher_hidden is None:
-            assert sample.teacher_topk is not None
+        if sample.teacher_topk is not None:
             return inside[sample.teacher_topk.ids[:, 0].long()]
         out = torch.zeros(sample.num_tokens, dtype=torch.bool)
+        if sample.teacher_hidden is None:
+            return out
         rows = self.target.lm_head.to(self.step.dtype)
         for lo in range(0, sample.num_tokens, 256):
             hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)

@@ -1,0 +1,61 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_tide.bench import quickstart
+from vllm_tide.bench.server import ServerError
+from vllm_tide.config import TideConfig, parse_tide
+
+
+def test_the_demos_tide_section_is_valid():
+    config = parse_tide(quickstart.tide_section(Path("/run"), [1]))
+    assert isinstance(config, TideConfig)
+    assert config.train.autostart and config.train.cpus == [1]
+
+
+def test_changes_are_merged_section_by_section():
+    base = {"train": {"a": 1, "b": 2}, "run_dir": "x"}
+    merged = quickstart._merge(base, {"train": {"b": 3}})
+    assert merged == {"train": {"a": 1, "b": 3}, "run_dir": "x"}
+    assert base["train"]["b"] == 2
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    for domain in ("python", "docs_en"):
+        rows = [json.dumps({"prompt": f"{domain} {i}"}) for i in range(8)]
+        (tmp_path / f"{domain}.jsonl").write_text("\n".join(rows))
+    folders = ("--target", "--draft", "--work", "--prompts")
+    command = [part for name in folders for part in (name, str(tmp_path))]
+    cpu = str(min(os.sched_getaffinity(0)))
+    command += ["--num-before", "4", "--num-after", "4", "--arms", "none"]
+    return [*command, "--engine-cpus", cpu, "--other-cpus", cpu]
+
+
+@pytest.fixture(autouse=True)
+def same_cores_afterwards():
+    cpus = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cpus)
+
+
+def test_a_server_that_does_not_start_makes_the_run_unsound(
+    arguments, tmp_path, monkeypatch, capsys
+):
+    def refuse(options, stream):
+        raise ServerError("the server ended; tide.train.steps: unknown key")
+
+    monkeypatch.setattr(quickstart, "run_arm", refuse)
+    path = tmp_path / "out" / "report.json"
+    assert quickstart.main([*arguments, "--json", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert report["sound"] is False and report["outputs_identical"] is False
+    assert "unknown key" in capsys.readouterr().out
+
+
+def test_arms_after_the_time_limit_are_left_out(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "run_arm", lambda *_: pytest.fail("ran"))
+    assert quickstart.main([*arguments, "--total-limit-s", "0"]) == 1
+    assert "left out" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""A draft that does not fit is refused before a model loads, with one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import toys
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toys.make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    from vllm.config import ModelConfig
+
+    return ModelConfig(model=str(target_dir), dtype="float32", max_model_len=256)
+
+
+def refusal(config, target) -> str:
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    with pytest.raises(ConfigError) as refused:
+        check_speculative_config(config, target)
+    return str(refused.value)
+
+
+CASES = [
+    ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size is 64"),
+    ({"vocab_size": 512}, "its vocab_size is 512, but the target's vocabulary has 320"),
+    ({"draft_vocab_size": 999}, "its draft_vocab_size is 999, but the target's"),
+    (
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
+        "is [1, 2, 9], but the target has 4 layers; each id must lie in 0..4",
+    ),
+    (
+        {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
+        "is [1, 1, 2]; the ids must differ from each other",
+    ),
+    (
+        {"eagle_aux_hidden_state_layer_ids": "2"},
+        "is '2', but the target has 4 layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), CASES)
+def test_a_draft_that_does_not_fit_is_refused(
+    change, sentence, target, target_dir, tmp_path
+):
+    draft = toys.make_draft(tmp_path / "draft", target_dir, **change)
+    config = {"method": "eagle3", "model": str(draft), "tide": {}}
+    said = refusal(config, target)
+    assert said.startswith("model: ")
+    assert sentence in said
+
+
+def test_missing_and_unreadable_drafts(target, tmp_path):
+    assert refusal({"tide": {}}, target).startswith("model: missing;")
+    absent = str(tmp_path / "absent")
+    assert "no draft at" in refusal({"model": absent, "tide": {}}, target)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    assert "cannot be read" in refusal({"model": str(broken), "tide": {}}, target)
+
+
+def test_other_methods_and_made_up_acceptance_are_refused(target):
+    said = refusal({"method": "ngram", "model": "x", "tide": {}}, target)
+    assert said == "method: tide trains EAGLE-3 drafts; set it to 'eagle3', not 'ngram'."
+    said = refusal(
+        {"model": "x", "rejection_sample_method": "synthetic", "tide": {}}, target
+    )
+    assert said.startswith("rejection_sample_method: 'synthetic' makes up acceptance")
+
+
+def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(target_dir), "--max-model-len", "256", *options]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.slow
+def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
+    target_dir, tmp_path
+):
+    draft = toys.make_draft(tmp_path / "draft", target_dir, hidden_size=128)
+    file = tmp_path / "tide.json"
+    file.write_text(
+        json.dumps(
+            {
+                "method": "eagle3",
+                "model": str(draft),
+                "num_speculative_tokens": 3,
+                "tide": {},
+            }
+        )
+    )
+    done = serve(target_dir, "--speculative-config", str(file))
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: --speculative-config: model: draft")
+    assert "Traceback" not in done.stderr
+
+    file.write_text('{"tide": {"captur": {}}}')
+    done = serve(target_dir, "--speculative-config", str(file))
+    assert done.returncode == 2
+    assert "tide.captur: unknown key; did you mean 'capture'?" in done.stderr
+    assert "Traceback" not in done.stderr
