@@ -51,7 +51,8 @@ class TrainConfig(_Section):
     """The sidecar trainer."""
 
     autostart: bool = Field(
-        False, description="Start `vllm-tide train` with the server and stop it with it."
+        False,
+        description="Start `vllm-tide train` with the server and stop it with it.",
     )
     device: str = Field("cpu", description="Torch device of the trainer (cpu, cuda:1).")
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(

@@ -37,7 +37,10 @@ def refusal(config, target) -> str:
 
 
 CASES = [
-    ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size is 64"),
+    (
+        {"hidden_size": 128},
+        "its hidden_size is 128, but the target's hidden size is 64",
+    ),
     ({"vocab_size": 512}, "its vocab_size is 512, but the target's vocabulary has 320"),
     ({"draft_vocab_size": 999}, "its draft_vocab_size is 999, but the target's"),
     (
@@ -78,7 +81,9 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
 
 def test_other_methods_and_made_up_acceptance_are_refused(target):
     said = refusal({"method": "ngram", "model": "x", "tide": {}}, target)
-    assert said == "method: tide trains EAGLE-3 drafts; set it to 'eagle3', not 'ngram'."
+    assert (
+        said == "method: tide trains EAGLE-3 drafts; set it to 'eagle3', not 'ngram'."
+    )
     said = refusal(
         {"model": "x", "rejection_sample_method": "synthetic", "tide": {}}, target
     )
@@ -89,9 +94,7 @@ def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(target_dir), "--max-model-len", "256", *options]
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=280
-    )
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow

@@ -144,9 +144,7 @@ def test_captured_rows_equal_transformers(models, tmp_path, teacher):
         report = engine.work(PROMPTS, params={"max_tokens": 20})
         records = drain(reader)
         assert report["faults"] == {}
-        sequences = [
-            p + t for p, t in zip(PROMPTS, report["tokens"], strict=True)
-        ]
+        sequences = [p + t for p, t in zip(PROMPTS, report["tokens"], strict=True)]
         committed = check_all(records, sequences, oracle)
         rebuilt = {tuple(m[i] for i in sorted(m)) for m in committed.values()}
         # Every token but the last (never an input) has its row.

@@ -50,7 +50,11 @@ def case(models: dict[str, Path], draft: str, run_dir: Path, **more: Any) -> dic
 def on_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """As a trainer publishes them: name to (type, shape, bytes)."""
     return {
-        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t.contiguous()))
+        name: (
+            str(t.dtype).removeprefix("torch."),
+            tuple(t.shape),
+            wire_view(t.contiguous()),
+        )
         for name, t in tensors.items()
     }
 
@@ -86,9 +90,7 @@ def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
 ):
     runs = {}
     for name in ("a", "b"):
-        with OfflineEngine(
-            case(models, name, tmp_path / name, eager=eager)
-        ) as engine:
+        with OfflineEngine(case(models, name, tmp_path / name, eager=eager)) as engine:
             manifest = only_manifest(tmp_path / name)
             reader = RingReader.attach(manifest.ring)
             report = engine.work(PROMPTS, params={"max_tokens": 16})
@@ -119,9 +121,7 @@ def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
             np.testing.assert_allclose(p, q, rtol=1e-4)
 
 
-def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
-    models, tmp_path
-):
+def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(models, tmp_path):
     good = load_file(models["b"] / "model.safetensors")
 
     def broken(**change: torch.Tensor) -> dict[str, torch.Tensor]:

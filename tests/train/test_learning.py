@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.train.toys import ToyTarget
 from vllm_tide.config import TrainConfig
+from vllm_tide.train.sample import Sample, TopK
 from vllm_tide.train.trainer import Trainer
 
 
@@ -33,6 +35,35 @@ def test_training_raises_held_out_acceptance(dtype: str) -> None:
     again = trainer.train_cycle()
     assert again.live is not None and again.new is not None
     assert again.live.acceptance() == pytest.approx(result.new.acceptance(), abs=0.05)
-    print(before, result.new.acceptance(), again.new.acceptance(), again.loss)
     assert before < 2.0
     assert again.new.acceptance() > 3.5
+
+
+def _as_topk(sample: Sample, toy: ToyTarget, k: int) -> Sample:
+    """Replace the hidden teacher by the top k of the same distribution."""
+    assert sample.teacher_hidden is not None
+    logp = (sample.teacher_hidden @ toy.head.T).log_softmax(-1)
+    values, ids = logp.topk(k)
+    tail = (1 - values.exp().sum(-1)).clamp_min(0).log()
+    topk = TopK(ids.int(), values, tail)
+    return replace(sample, teacher_hidden=None, teacher_topk=topk)
+
+
+def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
+    """A tail bucket carries the rest of the mass."""
+    toy, rng = ToyTarget(), random.Random(0)
+    knobs = TrainConfig(
+        compute_dtype="float32",
+        batch_tokens=256,
+        steps_per_cycle=40,
+        learning_rate=1e-2,
+        holdout_share=0.2,
+    )
+    trainer = Trainer(toy.draft(), toy.rows, knobs)
+    documents = [
+        toy.document(rng.randrange(64), 24, 3, rng.getrandbits(64)) for _ in range(120)
+    ]
+    trainer.add_samples(_as_topk(d, toy, 4) for d in documents)
+    result = trainer.train_cycle()
+    assert result.new is not None and result.live is not None
+    assert result.live.acceptance() < 2.0 < 3.0 < result.new.acceptance()

@@ -1,3 +1,4 @@
+import hashlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_tide import _shm
 from vllm_tide.transport import (
     TransportError,
     WeightsRefused,
@@ -178,12 +180,47 @@ def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
     assert delivered(segment.read().tensors) == want
 
 
+def test_a_slot_overwritten_while_it_is_read_is_read_again(weights_pair, monkeypatch):
+    segment, writer = weights_pair()
+    publish(writer, 1)
+    wants = []
+    copy = _shm.gather
+
+    def overtaken(*args):
+        crc = copy(*args)
+        if not wants:
+            wants.extend(publish(writer, version) for version in (2, 3))
+        return crc
+
+    monkeypatch.setattr(_shm, "gather", overtaken)
+    got = segment.read()
+    assert got.version == 3
+    assert delivered(got.tensors) == wants[-1]
+
+
+def test_a_slot_that_is_being_written_is_torn(weights_pair):
+    segment, writer = weights_pair()
+    publish(writer, 1)
+    for slot in (0, 1):
+        segment._segment.store(1 + slot, 1)
+    assert refused(segment) == "torn"
+
+
+def test_a_damaged_manifest_is_refused_even_if_it_reads_well():
+    _, manifest, body = publication.encode(make_tensors(), 1, 0, {"a": 1})
+    digest = hashlib.sha256(manifest).digest()
+    copy = np.frombuffer(body, np.uint8)
+    assert publication.decode(1, digest, manifest, copy).meta == {"a": 1}
+    with pytest.raises(WeightsRefused) as caught:
+        damaged = manifest.replace(b'"a":1', b'"a":2')
+        publication.decode(1, digest, damaged, copy)
+    assert caught.value.reason == "sha256"
+
+
 def test_damage_hidden_behind_a_right_checksum_is_a_format_error(weights_pair):
     segment, writer = weights_pair()
     publish(writer, 1)
     body = np.frombuffer(publication.encode(make_tensors(), 1, 0, {})[2], np.uint8)
-    import hashlib
-
     for manifest in (
         b"",
         b"[]",

@@ -50,7 +50,9 @@ class CapturePolicy:
         key = secrets.randbits(64)
         return Ticket(key=key, refusal=self._refusal(extra_args, supported))
 
-    def _refusal(self, extra_args: dict[str, Any] | None, supported: bool) -> str | None:
+    def _refusal(
+        self, extra_args: dict[str, Any] | None, supported: bool
+    ) -> str | None:
         wish = (extra_args or {}).get(OPT_OUT_KEY, True)
         if wish in _NO:
             return "opted_out"

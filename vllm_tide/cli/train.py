@@ -86,8 +86,8 @@ def _override(text: str | None) -> TideConfig | None:
 
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
-    from vllm_tide.transport.rendezvous import read_manifests
     from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.rendezvous import read_manifests
 
     while True:
         found = [

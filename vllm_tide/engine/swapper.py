@@ -33,6 +33,7 @@ class Swapper:
         segment: Weights segment to watch.
         max_norm_ratio: See `tide.swap.max_norm_ratio`.
         group: vLLM's tensor-parallel group, or None with one rank.
+        cores: Cores for the thread that checks publications.
 
     Attributes:
         version: Version of the live draft; 0 is the checkpoint's.
@@ -48,7 +49,7 @@ class Swapper:
         segment: WeightsSegment,
         max_norm_ratio: float,
         group: Any = None,
-        cpus: set[int] | None = None,
+        cores: set[int] | None = None,
     ) -> None:
         self._draft = draft
         self._config = vllm_config
@@ -58,7 +59,7 @@ class Swapper:
         self.shared = shared_with_target(draft, target)
         reference = checkpoint_tensors(checkpoint)
         self._contract = DraftContract(reference, max_norm_ratio, self.shared)
-        self.stager = Stager(segment, self._contract, cpus)
+        self.stager = Stager(segment, self._contract, cores)
         self._last_good: StagedDraft | None = None
         self.version = 0
         self.num_swaps = 0

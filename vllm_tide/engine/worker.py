@@ -16,7 +16,8 @@ from typing import Any
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
-from vllm_tide.engine.draft_facts import DraftFacts, draft_facts
+from vllm_tide.engine.cores import call_on, given_cores
+from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import rendezvous
@@ -69,19 +70,19 @@ class WorkerTide:
         self._sent_staged = 0
         self.capture: CaptureV1 | None = None
         self.swapper: Swapper | None = None
-        cpus = os.sched_getaffinity(1) if os.geteuid() == 0 else None
+        cores = given_cores()
         rendezvous.reclaim_orphans(self._run_dir)
         if config.capture.enabled and self._leader:
             self._open_capture(worker)
         if config.swap.enabled:
-            self._open_swap(worker, cpus)
+            self._open_swap(worker, cores)
         if self._leader:
             self._announce()
             if config.train.autostart:
                 self._trainer = TrainerProcess(
                     self._engine_id, self._run_dir, config.train
                 )
-                self._trainer.start()
+                call_on(cores, self._trainer.start)
         if self.swapper is not None:
             self.swapper.stager.start()
 
@@ -157,7 +158,7 @@ class WorkerTide:
             facts.hidden_size,
         )
 
-    def _open_swap(self, worker: Any, cpus: set[int] | None) -> None:
+    def _open_swap(self, worker: Any, cores: set[int]) -> None:
         from vllm.distributed import get_tp_group
 
         facts = self._facts
@@ -180,7 +181,7 @@ class WorkerTide:
             self._segment,
             self._config.swap.max_norm_ratio,
             self._group,
-            cpus,
+            cores,
         )
 
     def _announce(self) -> None:
@@ -248,6 +249,3 @@ class WorkerTide:
             "ring_capacity_bytes": stats.capacity_bytes,
             "consumer_alive": stats.consumer_alive,
         }
-
-
-__all__ = ["DraftFacts", "WorkerTide", "make_worker"]

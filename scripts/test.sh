@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Installs everything, then checks everything; ends with a line 'N passed, N failed'.
+#
+#   scripts/test.sh [--fast]
+#
+#   --fast   no test that is slow or needs vLLM running, and not vLLM's own tests
+#
+# Environment: TIDE_VENV (default: .venv in the checkout) and what scripts/install.sh and
+# scripts/upstream_tests.sh read.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export TIDE_VENV=${TIDE_VENV:-$here/.venv}
+bin=$TIDE_VENV/bin
+fast=0
+case ${1:-} in
+    --fast) fast=1 ;;
+    '') ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+esac
+cd "$here"
+exec < /dev/null
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+
+# What vLLM's tests and ours print goes to the terminal; only the counts are collected.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+broken=()
+
+step() {
+    local name=$1
+    shift
+    echo "=== $name [${SECONDS}s]"
+    "$@" || broken+=("$name")
+}
+
+scripts/install.sh --venv "$TIDE_VENV" --dev
+step "ruff check" "$bin/ruff" check .
+step "ruff format" "$bin/ruff" format --check .
+step "mypy" "$bin/mypy"
+step "patch check" "$bin/vllm-tide" patch check
+if [ $fast = 1 ]; then
+    step "tests" "$bin/python" -m pytest -m "not slow and not vllm" \
+        --junitxml "$scratch/tests.xml"
+else
+    step "tests" "$bin/python" -m pytest --durations=10 --junitxml "$scratch/tests.xml"
+    step "vLLM's own tests" scripts/upstream_tests.sh --subset |
+        tee "$scratch/upstream.txt"
+    # A pipe runs `step` in a subshell, so its verdict is read back from the summary.
+    grep -q '^upstream tests: [0-9]* passed, 0 failed' "$scratch/upstream.txt" ||
+        broken+=("vLLM's own tests")
+fi
+
+echo "=== summary [${SECONDS}s]"
+[ ${#broken[@]} = 0 ] || printf 'broken: %s\n' "${broken[@]}"
+"$bin/python" - "$scratch" "${#broken[@]}" <<'PY'
+import re, sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+scratch, broken = Path(sys.argv[1]), int(sys.argv[2])
+passed = failed = skipped = 0
+if (scratch / "tests.xml").is_file():
+    for suite in ET.parse(scratch / "tests.xml").getroot().iter("testsuite"):
+        bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skips = int(suite.get("skipped", 0))
+        failed, skipped = failed + bad, skipped + skips
+        passed += int(suite.get("tests", 0)) - bad - skips
+if (scratch / "upstream.txt").is_file():
+    found = re.search(
+        r"^upstream tests: (\d+) passed, (\d+) failed",
+        (scratch / "upstream.txt").read_text(),
+        re.M,
+    )
+    if found:
+        passed, failed = passed + int(found[1]), failed + int(found[2])
+if broken and not failed:
+    failed = broken
+print(f"{passed} passed, {failed} failed, {skipped} skipped")
+sys.exit(1 if broken else 0)
+PY
