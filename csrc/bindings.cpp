@@ -1,7 +1,9 @@
 // vllm_tide._shm: shm.h for Python, in the limited API (one build for 3.11 and later).
 // Every offset is checked against its buffer here; the types are in _shm.pyi.
 #define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API  // setup.py says it too, so that setuptools names the file
 #define Py_LIMITED_API 0x030B0000
+#endif
 #include <Python.h>
 
 #include <cstring>

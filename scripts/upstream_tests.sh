@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # vLLM 0.32.0's own tests on patched vLLM, compared with unpatched vLLM.
 #
-#   scripts/upstream_tests.sh [--subset | --all] [--record-baseline]
+#   scripts/upstream_tests.sh [--subset | --all] [--group NAME ...] [--record-baseline]
 #
 #   --subset            what CI runs (default)
 #   --all               every test file that touches what we touch
-#   --record-baseline   run on UNPATCHED vLLM and rewrite tests/upstream/baseline.json
+#   --group NAME        only this group of scripts/upstream/run.py
+#   --record-baseline   run on UNPATCHED vLLM and rewrite what was run in
+#                       tests/upstream/baseline.json (with --all unless --subset is said)
 #
 # Environment: PYTHON (default: the environment that scripts/install.sh --dev made),
 # TIDE_VLLM_ARCHIVES (a folder that keeps the downloaded sdist), TIDE_UPSTREAM_WORK (a
@@ -14,20 +16,26 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-${TIDE_VENV:-$here/.venv}/bin/python}
-which=subset
+which=
 record=()
+groups=()
 
 die() { echo "upstream_tests.sh: $*" >&2; exit 1; }
 
 while [ $# -gt 0 ]; do
     case $1 in
         --subset | --all) which=${1#--} ;;
-        --record-baseline) record=(--record) which=all ;;
-        *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        --record-baseline) record=(--record) ;;
+        --group) [ $# -gt 1 ] || die "--group needs a name"; groups+=(--group "$2"); shift ;;
+        *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
     esac
     shift
 done
 
+if [ -z "$which" ]; then
+    which=subset
+    [ ${#record[@]} = 0 ] && [ ${#groups[@]} = 0 ] || which=all
+fi
 state=0
 PYTHONPATH=$here "$python" -m vllm_tide.cli.main patch status || state=$?
 if [ ${#record[@]} -gt 0 ]; then
@@ -51,4 +59,4 @@ if [ ! -d "$work/tests" ]; then
 fi
 "$python" "$here/scripts/upstream/stub_hf_configs.py" "$work/hf"
 "$python" "$here/scripts/upstream/run.py" "$which" "$work" \
-    "$here/tests/upstream/baseline.json" "${record[@]}"
+    "$here/tests/upstream/baseline.json" "${record[@]}" "${groups[@]}"

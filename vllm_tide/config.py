@@ -52,7 +52,7 @@ class TrainConfig(_Section):
 
     autostart: bool = Field(
         False,
-        description="Start `vllm-tide train` with the server and stop it with it.",
+        description="Start and stop `vllm-tide train` with the server.",
     )
     device: str = Field("cpu", description="Torch device of the trainer (cpu, cuda:1).")
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
@@ -126,9 +126,9 @@ class TideConfig(_Section):
         description="Directory (mode 0700) where server and trainer find each other; "
         "null means $VLLM_TIDE_RUN_DIR, else a per-user directory.",
     )
-    capture: CaptureConfig = Field(default_factory=CaptureConfig)
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    swap: SwapConfig = Field(default_factory=SwapConfig)
+    capture: CaptureConfig = CaptureConfig.model_validate({})
+    train: TrainConfig = TrainConfig.model_validate({})
+    swap: SwapConfig = SwapConfig.model_validate({})
 
 
 def _known_keys(path: tuple[str | int, ...]) -> list[str]:

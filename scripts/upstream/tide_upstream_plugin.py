@@ -23,9 +23,9 @@ if os.environ.get("TIDE_CPU_KERNELS") == "1":
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keeps the worst outcome of a test's three phases."""
-    if report.when == "call" or report.outcome != "passed":
-        if _outcomes.get(report.nodeid) != "failed":
-            _outcomes[report.nodeid] = report.outcome
+    final = report.when == "call" or report.outcome != "passed"
+    if final and _outcomes.get(report.nodeid) != "failed":
+        _outcomes[report.nodeid] = report.outcome
 
 
 def pytest_sessionfinish() -> None:

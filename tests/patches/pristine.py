@@ -1,4 +1,4 @@
-"""An unpatched vLLM beside the patched one, without copying it: links plus originals."""
+"""An unpatched vLLM beside the patched one: links, and originals of what differs."""
 
 from __future__ import annotations
 

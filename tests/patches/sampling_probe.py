@@ -1,6 +1,6 @@
-"""Samples one prompt many times offline, with or without a draft; prints tokens as JSON.
+"""Samples one prompt many times offline, with or without a draft; prints JSON.
 
-Argument: JSON with target, draft (path or null), num_samples and sampling parameters.
+Argument: JSON with target, draft (path or null), num_samples, seed and sampling.
 """
 
 import json

@@ -104,9 +104,7 @@ def test_placeholder_is_rejected_whatever_lies_before_the_row(
     kernels: Any, poison: float, with_draft_probs: bool
 ) -> None:
     def sample(drafts: list[int]) -> list[int]:
-        return random_sample(
-            kernels, drafts, poison, with_draft_probs=with_draft_probs
-        )
+        return random_sample(kernels, drafts, poison, with_draft_probs=with_draft_probs)
 
     assert sample([-1, 1]) == [6, -1, -1]
     assert sample([0, -1]) == [0, 6, -1]

@@ -1,4 +1,4 @@
-"""The patch tool on a made-up vLLM: states, exactness, atomicity, and the known traps."""
+"""The patch tool on a made-up vLLM: states, exactness, atomicity, known traps."""
 
 from __future__ import annotations
 

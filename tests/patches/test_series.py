@@ -45,3 +45,11 @@ def test_patch_command_imports_neither_torch_nor_vllm_nor_numpy() -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_ledger_names_every_patch_and_no_other() -> None:
+    rows = (ROOT / "patches" / "README.md").read_text().splitlines()
+    start = rows.index("## Ledger")
+    names = [row.split("`")[1] for row in rows[start:] if row.startswith("| `")]
+    names = [name for name in names if not name.startswith("vllm-tide")]
+    assert names == patch_series.series_names(ROOT / "patches")

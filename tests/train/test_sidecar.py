@@ -22,7 +22,11 @@ from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.sidecar import Sidecar
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
-from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    reclaim_orphans,
+    write_manifest,
+)
 from vllm_tide.transport.ring import RingSpec, RingWriter
 from vllm_tide.transport.weights import WeightsSegment
 
@@ -211,6 +215,33 @@ def test_command_stops_gracefully_on_sigterm(engine):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert engine.status()["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_command_ends_when_its_engine_is_killed(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from tests.train.test_sidecar import Engine; "
+        f"e = Engine(Path({str(tmp_path)!r})); e.serve(5); print('up', flush=True); "
+        "time.sleep(120)"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "up\n"
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir", str(run_dir)]
+    trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    path, deadline = run_dir / "trainer-test.json", time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    engine.kill()
+    engine.wait()
+    _, errors = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, errors
+    assert json.loads(path.read_text())["state"] == "engine_gone"
+    assert reclaim_orphans(run_dir)
 
 
 @pytest.mark.slow

@@ -20,8 +20,10 @@ def wire_view(tensor: torch.Tensor) -> np.ndarray:
     bfloat16 has no NumPy type, so it is seen as its bits (uint16).
     """
     if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    plain: np.ndarray = tensor.numpy()
+    return plain
 
 
 class Staging:

@@ -162,7 +162,7 @@ class WorkerTide:
         from vllm.distributed import get_tp_group
 
         facts = self._facts
-        name = None
+        name = ""
         if self._leader:
             held = checkpoint_tensors(facts.draft_path).values()
             size = sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -300,6 +300,7 @@ class Sidecar:
         status.rows_read = trainer.rows_read
         status.samples = trainer.buffer.num_samples
         status.train_tokens = trainer.train_tokens
+        status.packing_waste = trainer.packing_waste
         status.holdout_tokens = trainer.buffer.holdout_tokens
         status.rows_skipped = trainer.rows_skipped
         status.installed_version = self._installed

@@ -34,6 +34,7 @@ class TrainerStatus:
     rows_read: int = 0
     samples: int = 0
     train_tokens: int = 0
+    packing_waste: float = 0.0
     holdout_tokens: int = 0
     holdout_acceptance_new: float | None = None
     holdout_acceptance_live: float | None = None

@@ -114,6 +114,7 @@ class Trainer:
         self.last_loss = math.nan
         self.skipped: Counter[str] = Counter()
         self._queue: deque[Sample] = deque()
+        self._capacity = 0
 
     def check_features(self, aux_layer_ids: Iterable[int]) -> None:
         """Refuse data captured at other layers than the draft was made for.
@@ -160,9 +161,15 @@ class Trainer:
     def rows_skipped(self) -> dict[str, int]:
         """Rows dropped, by reason."""
         total = self.skipped + self.assembler.skipped
+        total["missing_in_holes"] += self.assembler.num_holes
         for side, count in self.buffer.evicted.items():
             total[f"evicted_{side}"] += count
-        return dict(total)
+        return dict(+total)
+
+    @property
+    def packing_waste(self) -> float:
+        """Share of the rows of all batches that stayed empty (0 to 1)."""
+        return 1.0 - self.train_tokens / self._capacity if self._capacity else 0.0
 
     def ready(self, min_new_tokens: int | None = None) -> bool:
         """Whether enough new data came for another cycle."""
@@ -201,13 +208,16 @@ class Trainer:
         return self._judge(len(losses), mean, progress)
 
     def evaluate(
-        self, draft: Eagle3Draft | None = None, progress: Progress | None = None
+        self,
+        draft: Eagle3Draft | None = None,
+        progress: Progress | None = None,
+        samples: list[Sample] | None = None,
     ) -> Evaluation:
         """Evaluate a draft (the candidate when None) on the held-out requests."""
         return evaluate(
             draft or self.draft,
             self.target,
-            list(self.buffer.holdout),
+            list(self.buffer.holdout) if samples is None else samples,
             self.depth,
             capacity=self.config.batch_tokens,
             dtype=self.step.dtype,
@@ -243,19 +253,20 @@ class Trainer:
         samples = take_batch(self._queue, self.config.batch_tokens)
         if not samples:
             return None
-        result = self.step.run(pack(samples, self.config.batch_tokens), lr_scale)
+        batch = pack(samples, self.config.batch_tokens)
+        result = self.step.run(batch, lr_scale)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
             return None
         self.steps += 1
         self.train_tokens += result.num_tokens
+        self._capacity += batch.capacity
         return result.loss
 
     def _judge(self, steps: int, loss: float, progress: Progress | None) -> CycleResult:
-        new = self.evaluate(self.draft, progress)
-        live = self.evaluate(self.live, progress)
-        # A request may enter or leave the held-out set while `progress` drains the
-        # ring; `gain` pairs the requests seen by both.
+        samples = list(self.buffer.holdout)  # `progress` may change the reservoir
+        new = self.evaluate(self.draft, progress, samples)
+        live = self.evaluate(self.live, progress, samples)
         difference, error = gain(new, live, self.metric)
         publish = False
         if len(new.requests) < MIN_HOLDOUT_REQUESTS:

@@ -1,0 +1,175 @@
+"""A real `vllm serve` with TIDE: HTTP in, capture, a real trainer, swaps, HTTP out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import toys
+from vllm_tide.bench.server import ServerOptions, VllmServer
+from vllm_tide.transport.rendezvous import read_manifests
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+VENV = Path(sys.executable).parent.parent
+PROMPTS = [list(f"request number {i} says".encode()) for i in range(40)]
+NUM_TOKENS = 48
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url + "/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.load(reply)
+
+
+def complete(url: str, prompt: list[int], **more: Any) -> list[int]:
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+    return post(url, body)["choices"][0]["token_ids"]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Every sample of the server's own /metrics, labels dropped but `reason`."""
+    with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        match = re.match(r"([a-z_:A-Z0-9]+)(\{.*\})? ([-+.e0-9]+)$", line)
+        if match:
+            reason = re.search(r'reason="([a-z_]+)"', match[2] or "")
+            name = match[1] + (f"/{reason[1]}" if reason else "")
+            found[name] = found.get(name, 0.0) + float(match[3])
+    return found
+
+
+def ours_in_shm() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_tide_")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("serve")
+    target = toys.make_target(folder / "target")
+    draft = toys.make_draft(folder / "draft", target)
+    config = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+        "tide": {
+            "run_dir": str(folder / "run"),
+            "capture": {"ring_mib": 32},
+            "train": {
+                "autostart": True,
+                "min_new_tokens": 600,
+                "steps_per_cycle": 10,
+                "batch_tokens": 512,
+                "min_gain": 0.0,
+                "holdout_share": 0.3,
+            },
+        },
+    }
+    (folder / "tide.json").write_text("// served by a test\n" + json.dumps(config))
+    options = ServerOptions(
+        venv=VENV,
+        model=target,
+        log_path=folder / "server.log",
+        speculative_config=str(folder / "tide.json"),
+        max_model_len=256,
+    )
+    started = VllmServer(options)
+    with started:
+        started.wait_ready(lambda _: None)
+        yield started
+
+
+def greedy(target: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.timeout(600)
+def test_the_loop_closes_over_http(server):
+    folder = server.options.model.parent
+    first = {i: complete(server.url, PROMPTS[i]) for i in (0, 1)}
+    deadline = time.monotonic() + 400
+    swaps = 0.0
+    while swaps < 2 and time.monotonic() < deadline:
+        for prompt in PROMPTS:
+            assert len(complete(server.url, prompt)) == NUM_TOKENS
+        swaps = metrics(server.url)["vllm_tide:swaps_total"]
+    seen = metrics(server.url)
+    assert swaps >= 2, server.log_tail()
+    assert seen["vllm_tide:captured_rows_total"] > 1000
+    assert seen["vllm_tide:draft_version"] >= 2
+    assert seen["vllm_tide:swap_seconds_count"] == seen["vllm_tide:swaps_total"]
+    assert seen["vllm_tide:ring_consumer_alive"] == 1
+    assert seen["vllm_tide:ring_capacity_bytes"] > 0
+    assert not [name for name in seen if name.startswith("vllm:tide")]
+    assert not [name for name in seen if name.startswith("vllm_tide:faults")]
+    # Outputs never change: before swaps, after swaps, and against Transformers.
+    for i, tokens in first.items():
+        assert complete(server.url, PROMPTS[i]) == tokens
+    assert first[0] == greedy(folder / "target", PROMPTS[0])
+    status = next((folder / "run").glob("trainer-*.json"))
+    assert json.loads(status.read_text())["published_version"] >= 2
+
+
+def test_opt_out_travels_over_http(server):
+    complete(server.url, PROMPTS[0], vllm_xargs={"tide_capture": False})
+    time.sleep(0.6)
+    complete(server.url, PROMPTS[1])
+    time.sleep(0.6)
+    complete(server.url, PROMPTS[2])
+    assert metrics(server.url)["vllm_tide:dropped_rows_total/opted_out"] == 1
+
+
+def test_a_killed_trainer_never_affects_serving(server):
+    (manifest,) = read_manifests(server.options.model.parent / "run")
+    engine = psutil.Process(manifest.pid)
+    trainers = [p for p in engine.children() if "train" in " ".join(p.cmdline())]
+    assert len(trainers) == 1
+    trainers[0].send_signal(signal.SIGKILL)
+    before = complete(server.url, PROMPTS[3])
+    assert complete(server.url, PROMPTS[3]) == before
+
+
+def test_stopping_the_server_leaves_nothing_behind(server):
+    run_dir = server.options.model.parent / "run"
+    (manifest,) = read_manifests(run_dir)
+    mine = {manifest.ring, manifest.weights}
+    assert mine <= ours_in_shm()
+    server.stop()
+    assert not mine & ours_in_shm()
+    assert not read_manifests(run_dir)
