@@ -49,6 +49,11 @@ GAUGES = {
 SWAP_SECONDS = "vllm_tide:swap_seconds"
 SWAP_SECONDS_LAST = "vllm_tide:swap_seconds_last"
 SWAP_SECONDS_MAX = "vllm_tide:swap_seconds_max"
+SWAP_METRICS = (
+    (SWAP_SECONDS, "histogram", "Time a swap held up the engine (seconds)."),
+    (SWAP_SECONDS_LAST, "gauge", "Duration of the newest swap (seconds)."),
+    (SWAP_SECONDS_MAX, "gauge", "Longest swap so far (seconds)."),
+)
 SWAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -88,19 +93,19 @@ class TideProm:
         }
         self._swap_seconds = Histogram(
             SWAP_SECONDS,
-            "Time a swap held up the engine (seconds).",
+            SWAP_METRICS[0][2],
             LABELS,
             buckets=SWAP_BUCKETS,
         )
         self._swap_last = Gauge(
             SWAP_SECONDS_LAST,
-            "Duration of the newest swap (seconds).",
+            SWAP_METRICS[1][2],
             LABELS,
             **mode,  # type: ignore[arg-type]
         )
         self._swap_max = Gauge(
             SWAP_SECONDS_MAX,
-            "Longest swap so far (seconds).",
+            SWAP_METRICS[2][2],
             LABELS,
             **mode,  # type: ignore[arg-type]
         )
@@ -153,3 +158,19 @@ def _unregister() -> None:
         names = REGISTRY._collector_to_names[collector]
         if any(name.startswith("vllm_tide:") for name in names):
             REGISTRY.unregister(collector)
+
+
+def reference() -> list[str]:
+    """Lines of a Markdown table of every metric, from the declarations above."""
+    lines = ["| metric | type | further labels | meaning |", "| --- | --- | --- | --- |"]
+    for kind, table, extra in (
+        ("counter", COUNTERS, ""),
+        ("counter", COUNTERS_BY_REASON, "`reason`"),
+        ("gauge", GAUGES, ""),
+    ):
+        suffix = "_total" if kind == "counter" else ""
+        for name, (text, _) in table.items():
+            lines.append(f"| `{name}{suffix}` | {kind} | {extra} | {text} |")
+    for name, kind, text in SWAP_METRICS:
+        lines.append(f"| `{name}` | {kind} |  | {text} |")
+    return lines

@@ -1,0 +1,90 @@
+"""Imports point one way, and what must stay light stays light."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "vllm_tide"
+
+# A package may import those of a lower layer, and itself.
+LAYERS = {
+    "config": 0,
+    "patch_series": 0,
+    "patch_install": 0,
+    "patching": 0,
+    "examples": 0,
+    "metrics": 0,
+    "_shm": 0,
+    "transport": 1,
+    "capture": 2,
+    "draft": 2,
+    "train": 3,
+    "swap": 3,
+    "bench": 3,
+    "engine": 4,
+    "cli": 5,
+    "__main__": 6,
+}
+NO_TORCH = ("config", "transport", "patching", "patch_series", "metrics")
+# bench reads the trainer's status files and publishes drafts in its soak.
+SIDEWAYS = {("bench", "train"), ("patching", "patch_series")}
+
+
+def imports() -> list[tuple[str, str, str]]:
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+                if node.module == "vllm_tide":
+                    names = [f"vllm_tide.{alias.name}" for alias in node.names]
+            found += [(str(file), here, name) for name in names]
+    return found
+
+
+def test_layers_import_downwards_only():
+    wrong = []
+    for file, here, name in imports():
+        if not name.startswith("vllm_tide.") or here == "__init__":
+            continue
+        there = name.split(".")[1]
+        fine = there == here or LAYERS[there] < LAYERS[here]
+        if not fine and (here, there) not in SIDEWAYS and "patch" not in here:
+            wrong.append((file, name))
+    assert wrong == []
+
+
+def test_only_engine_imports_vllm():
+    wrong = [
+        (file, name)
+        for file, here, name in imports()
+        if name.split(".")[0] == "vllm" and here != "engine"
+    ]
+    assert wrong == []
+
+
+def test_light_packages_import_no_torch():
+    wrong = [
+        (file, name)
+        for file, here, name in imports()
+        if here in NO_TORCH and name.split(".")[0] == "torch"
+    ]
+    assert wrong == []
+
+
+def test_no_pickle_and_no_torch_load():
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "load":
+                owner = node.value
+                if isinstance(owner, ast.Name) and owner.id in ("torch", "pickle"):
+                    wrong.append(str(file))
+    wrong += [f for f, _, name in imports() if name in ("pickle", "dill", "marshal")]
+    assert wrong == []
