@@ -1,6 +1,7 @@
 import io
 import json
 
+from vllm_tide.bench.arm import wait_for_trainer
 from vllm_tide.bench.live import LiveView, trainer_statuses
 from vllm_tide.bench.scrape import Scrape
 
@@ -66,3 +67,12 @@ def test_a_half_written_status_is_skipped(tmp_path):
     (tmp_path / "trainer-e0.json").write_text('{"loss": 1.')
     assert trainer_statuses(tmp_path) == []
     assert trainer_statuses(None) == []
+
+
+def test_a_trainer_is_waited_for_until_it_reads(tmp_path):
+    view = LiveView("tide", 10, tmp_path, out=io.StringIO())
+    status = tmp_path / "trainer-e0.json"
+    status.write_text('{"state": "starting"}')
+    assert wait_for_trainer(tmp_path, view, timeout_s=0.6) >= 0.6
+    status.write_text('{"state": "waiting"}')
+    assert wait_for_trainer(tmp_path, view, timeout_s=60) < 1

@@ -22,6 +22,7 @@ from .summary import ArmRun, SegmentRun
 
 # The API server adds a step's counts after it has handed out the step's tokens.
 SETTLE_S = 0.5
+TRAINER_TIMEOUT_S = 180.0
 WARM_UP_TOKENS = 48
 WARM_UP_PROMPTS = ("The quick brown fox", "import os\n", "int main(", "<html>")
 
@@ -52,6 +53,25 @@ async def _warm_up(session: aiohttp.ClientSession, url: str) -> None:
     for result in await asyncio.gather(*tasks):
         if result.error is not None:
             raise RuntimeError(f"warm-up request failed: {result.error}")
+
+
+def wait_for_trainer(
+    run_dir: Path, view: LiveView, timeout_s: float = TRAINER_TIMEOUT_S
+) -> float:
+    """Wait until the trainer has attached to the ring; return the seconds it took.
+
+    The stream measures adaptation, not the import of torch on a busy core.  A trainer
+    that never comes is found by the checks at the end.
+    """
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < timeout_s:
+        states = [status.get("state") for status in trainer_statuses(run_dir)]
+        if any(state not in (None, "starting") for state in states):
+            break
+        view.starting(waited_s)
+        time.sleep(0.5)
+    view.message(f"trainer waited for {waited_s:.1f} s")
+    return waited_s
 
 
 async def _run_segment(
@@ -139,6 +159,8 @@ def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
     with VllmServer(options.server) as server:
         server.wait_ready(view.starting)
         view.message(f"server ready after {server.startup_s:.1f} s")
+        if options.expect_trainer and options.run_dir is not None:
+            wait_for_trainer(options.run_dir, view)
         memory = {"at_start": server.memory_mib().get("engine", {})}
         parts, samples = asyncio.run(
             _drive_limited(server, stream, view, options.time_limit_s)
