@@ -144,9 +144,8 @@ class TideProm:
         self, child: Counter, engine: int, key: str, reason: str, total: float
     ) -> None:
         seen = self._totals.get((engine, key, reason), 0.0)
-        if total > seen:
-            child.inc(total - seen)
-        # A smaller total means the engine restarted: count from there.
+        # A smaller total means that the engine restarted and counts from zero.
+        child.inc(total - seen if total >= seen else total)
         self._totals[engine, key, reason] = total
 
 

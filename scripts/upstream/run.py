@@ -82,7 +82,7 @@ GROUPS = (
         "metrics",
         tuple(
             f"tests/v1/metrics/test_{name}.py"
-            for name in ("histogram_buckets", "metrics_reader", "perf_metrics")
+            for name in ("stats", "metrics_reader", "perf_metrics", "ray_metrics")
         ),
         in_subset=False,
     ),

@@ -63,11 +63,6 @@ def test_no_speculation_has_no_speculative_config(tmp_path):
     assert "--enforce-eager" not in command
 
 
-def test_without_a_distribution_named_vllm_the_module_is_run(tmp_path):
-    bare = ServerOptions(tmp_path, tmp_path / "model", tmp_path / "log")
-    assert command_line(bare, 1)[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-
-
 def test_the_environment_is_offline_and_bound(tmp_path):
     env = environment(options(tmp_path, engine_cpus=(0, 2)))
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"

@@ -23,10 +23,10 @@ PROBE = Path(__file__).with_name("sampling_probe.py")
 ROOT = Path(__file__).parents[2]
 SAMPLING = [
     {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 6},
     {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 1.0, "top_k": 6},
 ]
-NUM_SAMPLES = 384
+NUM_SAMPLES = 256
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,17 @@ def samples(tmp_path_factory: pytest.TempPathFactory, kernels: Any) -> list[Any]
     assert reports[0]["drafted"] == 0
     assert reports[1]["drafted"] >= len(SAMPLING) * NUM_SAMPLES
     return list(zip(*(report["tokens"] for report in reports), strict=True))
+
+
+def test_top_k_accepts_a_step_without_draft_rows(kernels: Any) -> None:
+    """Patch accept-a-step-without-draft-rows-in-top-k-sampling."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
+
+    nothing = apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
+    assert nothing.shape == (0, 8)
+    rows = torch.arange(8.0).repeat(2, 1)
+    kept = apply_top_k_only(rows, torch.tensor([2, 8])).isfinite().sum(-1)
+    assert kept.tolist() == [2, 8]
 
 
 def chi_square_p(a: list[int], b: list[int]) -> float:

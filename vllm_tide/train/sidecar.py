@@ -29,7 +29,7 @@ from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import CycleResult, Trainer
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.record import Record
-from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
@@ -100,6 +100,7 @@ class Sidecar:
     ) -> None:
         """Load, check and attach."""
         self.manifest = manifest
+        self._run_dir = run_dir
         self.config = (config or parse_tide(manifest.tide)).train
         if self.config.compute_dtype == "bfloat16" and not has_fast_bfloat16():
             self.config = self.config.model_copy(update={"compute_dtype": "float32"})
@@ -160,6 +161,9 @@ class Sidecar:
             self._update_status(force=True)
             self._reader.close()
             self._writer.close()
+            if self.status.state == "engine_gone":
+                # An engine killed outright could not unlink its segments.
+                reclaim_orphans(self._run_dir)
         return self.status.state
 
     def _tick(self) -> bool:

@@ -1,0 +1,171 @@
+"""Small parts of the serving side: guard, consent, verification, ordering, metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from vllm_tide.capture.guard import LIMIT, Guard
+from vllm_tide.capture.policy import CapturePolicy
+from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
+from vllm_tide.metrics import TideProm, make_prometheus
+from vllm_tide.swap.stage import Stager
+from vllm_tide.swap.verify import DraftContract, DraftRefused
+from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
+
+
+def fail() -> None:
+    raise RuntimeError("the text of a user")
+
+
+def test_guard_contains_counts_and_trips(caplog):
+    guard = Guard("capture")
+    for _ in range(LIMIT + 3):
+        assert guard.run("here", fail) is None
+    assert guard.faults["here"] == LIMIT
+    assert guard.tripped
+    assert guard.run("there", lambda: 1) is None
+    assert "the text of a user" not in caplog.text
+    assert "RuntimeError" in caplog.text
+
+
+def test_guard_hands_results_through():
+    assert Guard("capture").run("here", max, 1, 2) == 2
+
+
+@pytest.mark.parametrize("no", [False, 0, "false", "off"])
+def test_opt_out_is_kept_in_every_spelling(no):
+    ticket = CapturePolicy(1.0).admit({"tide_capture": no}, supported=True)
+    assert ticket.refusal == "opted_out"
+
+
+@pytest.mark.parametrize("odd", ["maybe", 7, None, [0], "FALSE "])
+def test_unreadable_consent_is_no_consent(odd):
+    ticket = CapturePolicy(1.0).admit({"tide_capture": odd}, supported=True)
+    assert ticket.refusal == "malformed_opt_out"
+
+
+def test_sample_rate_is_a_share_of_requests():
+    policy = CapturePolicy(0.25, seed=1)
+    taken = [policy.admit(None, supported=True).refusal is None for _ in range(4000)]
+    assert 0.22 < sum(taken) / 4000 < 0.28
+    keys = {policy.admit(None, supported=True).key for _ in range(100)}
+    assert len(keys) == 100
+
+
+def test_inputs_that_are_no_plain_tokens_are_not_captured():
+    ticket = CapturePolicy(1.0).admit(None, supported=False)
+    assert ticket.refusal == "unsupported_input"
+
+
+def draft() -> dict[str, torch.Tensor]:
+    return {"fc.weight": torch.ones(4, 6), "d2t": torch.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fc.weight": torch.ones(4, 5)}, "shape"),
+        ({"fc.weight": torch.full((4, 6), float("nan"))}, "not_finite"),
+        ({"fc.weight": torch.full((4, 6), float("inf"))}, "not_finite"),
+        ({"fc.weight": torch.full((4, 6), 100.0)}, "norm"),
+        ({"fc.weight": torch.ones(4, 6, dtype=torch.int64)}, "dtype"),
+        ({"d2t": torch.arange(4).float()}, "dtype"),
+        ({"other": torch.ones(1)}, "names"),
+    ],
+)
+def test_unfit_publications_are_refused_by_reason(change, reason):
+    contract = DraftContract(draft(), max_norm_ratio=4.0)
+    contract.check(draft())
+    with pytest.raises(DraftRefused) as refused:
+        contract.check({**draft(), **change})
+    assert refused.value.reason == reason
+    assert "fc.weight" in str(refused.value) or reason in ("names", "dtype")
+
+
+def test_norms_are_compared_with_the_live_draft():
+    contract = DraftContract(draft(), max_norm_ratio=4.0)
+    grown = draft() | {"fc.weight": torch.full((4, 6), 3.0)}
+    contract.check(grown)
+    contract.accept(grown)
+    contract.check(draft() | {"fc.weight": torch.full((4, 6), 9.0)})
+
+
+def wire(tensors: dict[str, torch.Tensor]) -> dict:
+    return {
+        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numpy())
+        for name, t in tensors.items()
+    }
+
+
+def test_stager_keeps_the_newest_good_one_and_counts_the_bad():
+    segment = WeightsSegment.create(1 << 16)
+    try:
+        stager = Stager(segment, DraftContract(draft(), 4.0))
+        writer = WeightsWriter.attach(segment.name)
+        stager.check_now()
+        assert stager.staged_version == 0
+        writer.publish(wire(draft()), version=1, parent_version=0, meta={})
+        stager.check_now()
+        bad = draft() | {"fc.weight": torch.full((4, 6), float("nan"))}
+        writer.publish(wire(bad), version=2, parent_version=1, meta={})
+        stager.check_now()
+        stager.check_now()
+        assert stager.refused == {"not_finite": 1}
+        staged = stager.take(1)
+        assert staged is not None
+        assert torch.equal(staged.tensors["fc.weight"], torch.ones(4, 6))
+        assert stager.take(2) is None
+        stager.done(staged)
+        assert stager.staged_version == 0
+        writer.close()
+    finally:
+        segment.close()
+
+
+def test_scheduler_orders_each_version_once_and_again_when_still_staged():
+    tide = SchedulerTide()
+    assert tide.control() is None
+    tide.observe(None)
+    tide.observe({"staged": 3})
+    assert tide.control() == {"install": 3}
+    assert tide.control() is None
+    # A rank did not hold it at that step: it is still staged, so it is ordered again.
+    tide.observe({"staged": 3})
+    assert tide.control() == {"install": 3}
+    tide.observe({"staged": 0, "swap_seconds": [0.1]})
+    assert tide.control() is None
+    assert tide.stats() == {"staged": 0, "swap_seconds": [0.1]}
+    assert tide.stats() is None
+
+
+def test_off_makes_nothing():
+    class Plain:
+        tide = None
+
+    assert make_scheduler(None) is None
+    assert make_scheduler(Plain()) is None
+    assert make_prometheus(Plain(), {0: ["m", "0"]}) is None
+
+
+def sample(name: str, **labels: str) -> float | None:
+    labels = {"model_name": "m", "engine": "0"} | labels
+    return REGISTRY.get_sample_value(name, labels)
+
+
+def test_totals_become_counters_and_a_restart_counts_on():
+    prom = TideProm({0: ["m", "0"]})
+    prom.observe({"rows": 10, "dropped": {"ring_full": 2}, "draft_version": 4})
+    prom.observe({"rows": 25, "dropped": {"ring_full": 2}, "swap_seconds": [0.02]})
+    assert sample("vllm_tide:captured_rows_total") == 25
+    assert sample("vllm_tide:dropped_rows_total", reason="ring_full") == 2
+    assert sample("vllm_tide:draft_version") == 4
+    assert sample("vllm_tide:swap_seconds_count") == 1
+    assert sample("vllm_tide:swap_seconds_max") == 0.02
+    prom.observe({"rows": 3})
+    prom.observe({"rows": 5})
+    assert sample("vllm_tide:captured_rows_total") == 30
+    # A second logger in the process replaces the first one's metrics.
+    TideProm({0: ["m", "0"]})
+    assert sample("vllm_tide:captured_rows_total") == 0
