@@ -161,7 +161,10 @@ def _unregister() -> None:
 
 def reference() -> list[str]:
     """Lines of a Markdown table of every metric, from the declarations above."""
-    lines = ["| metric | type | further labels | meaning |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| metric | type | further labels | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
     for kind, table, extra in (
         ("counter", COUNTERS, ""),
         ("counter", COUNTERS_BY_REASON, "`reason`"),

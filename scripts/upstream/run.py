@@ -208,7 +208,10 @@ def _compare(
     broken: list[str] = []
     gained = kept = 0
     for group in groups:
-        now, then = set(passed[group.name]), set(baseline[group.name])
+        now, then = set(passed[group.name]), set(baseline.get(group.name, ()))
+        if not then:
+            # Nothing to compare with is no success: record the baseline first.
+            broken.append(f"(no baseline of group {group.name})")
         lost = then - now
         if lost:
             again = run_group(args.tree, group, tuple(sorted(lost)))
