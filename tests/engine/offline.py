@@ -46,7 +46,9 @@ def main() -> None:
         prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         core = llm.llm_engine.engine_core.engine_core
-        tide = core.model_executor.driver_worker.worker.tide
+        # With several ranks the workers are processes of their own.
+        driver = getattr(core.model_executor, "driver_worker", None)
+        tide = None if driver is None else driver.worker.tide
         report = {
             "tokens": [list(out.outputs[0].token_ids) for out in outputs],
             "metrics": {

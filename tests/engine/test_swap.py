@@ -84,6 +84,7 @@ def publish(
     )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
     models, tmp_path, eager
@@ -119,6 +120,34 @@ def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
         assert [t for t, _ in runs[got][1]] == [t for t, _ in runs[want][1]]
         for (_, p), (_, q) in zip(runs[got][1], runs[want][1], strict=True):
             np.testing.assert_allclose(p, q, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_tensor_parallel_ranks_switch_together(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    engine_options = {"tensor_parallel_size": 2, "max_num_seqs": 4}
+    runs = {}
+    for name in ("a", "b"):
+        run = case(models, name, tmp_path / name, engine=engine_options)
+        with OfflineEngine(run) as engine:
+            manifest = only_manifest(tmp_path / name)
+            reader = RingReader.attach(manifest.ring)
+            if name == "a":
+                writer = WeightsWriter.attach(manifest.weights)
+                publish(writer, load_file(models["b"] / "model.safetensors"), 1)
+                for _ in range(20):
+                    settled(engine)
+                    if writer.feedback().installed_version == 1:
+                        break
+                assert writer.feedback().installed_version == 1
+                drafted(reader)
+            report = engine.work(PROMPTS, params={"max_tokens": 16})
+            runs[name] = (report["tokens"], drafted(reader))
+    assert runs["a"][0] == runs["b"][0]
+    assert [t for t, _ in runs["a"][1]] == [t for t, _ in runs["b"][1]]
+    for (_, p), (_, q) in zip(runs["a"][1], runs["b"][1], strict=True):
+        np.testing.assert_allclose(p, q, rtol=1e-4)
 
 
 def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(models, tmp_path):
