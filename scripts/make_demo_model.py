@@ -106,7 +106,7 @@ def _serve_check(args: argparse.Namespace) -> None:
         num_prompts=args.num_prompts,
         num_tokens=args.num_tokens,
         num_speculative_tokens=args.num_speculative_tokens,
-        temperature=args.temperature,
+        temperatures=args.temperatures,
     )
     _show(report)
 
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts = stages.add_parser("prompts", parents=[common])
     prompts.add_argument("--model", type=Path, help="default: WORK/target")
     prompts.add_argument("--output", type=Path, default=HERE / "demo" / "prompts")
-    prompts.add_argument("--per-domain", type=int, default=300)
+    prompts.add_argument("--per-domain", type=int, default=240)
     prompts.set_defaults(run=_prompts)
     degeneracy = stages.add_parser("degeneracy", parents=[common])
     degeneracy.add_argument("--model", type=Path, help="default: WORK/target")
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     served.add_argument("--num-prompts", type=int, default=64)
     served.add_argument("--num-tokens", type=int, default=96)
     served.add_argument("--num-speculative-tokens", type=int, default=3)
-    served.add_argument("--temperature", type=float, default=0.0)
+    served.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.5])
     served.set_defaults(run=_serve_check)
     release = stages.add_parser("release", parents=[common])
     release.add_argument("--output", type=Path, default=HERE / "demo")

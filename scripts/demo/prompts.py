@@ -23,7 +23,7 @@ MAX_TOKENS = 96
 GAP_TOKENS = 96
 # Below this share of distinct 4-grams a continuation counts as a loop.
 LOOP_DISTINCT_4GRAMS = 0.35
-LOOP_WINDOW_TOKENS = 64
+LOOP_WINDOW_TOKENS = 96
 
 
 def _length_wanted(text: str) -> int:

@@ -24,6 +24,9 @@ It is a test article for speculative decoding, not a language assistant.
 """
 
 
+SERVED_COLUMNS = ("prompts", "acceptance length", "drafts")
+
+
 def _table(rows: dict[str, Any], heads: tuple[str, ...]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for name, value in rows.items():
@@ -60,8 +63,9 @@ def draft_card(provenance: dict[str, Any]) -> str:
     machine = provenance["machine"]
     expected = _table(
         provenance["expected_acceptance_length"],
-        ("domain", *provenance["expected_columns"]),
+        ("domain", "expected length", "standard error"),
     )
+    served = _table(provenance["served"], ("temperature, domain", *SERVED_COLUMNS))
     return f"""\
 # Demo draft (EAGLE-3)
 
@@ -75,10 +79,15 @@ Trained for {provenance["options"]["minutes"]:g} minutes ({provenance["steps"]:,
 steps) on {provenance["train_traces"]:,} continuations by the target, on
 {machine["threads"]} thread of {machine["cpu"]}.
 
-Expected acceptance length on held-out prompts (tokens per target step, the
-token of the target itself included, {provenance["expected_depth"]} drafted):
+Expected acceptance length on held-out prompts, greedy (tokens per target step,
+the token of the target itself included, {provenance["expected_depth"]} drafted;
+teacher-forced, loops left out):
 
 {expected}
+
+As served by vLLM on the bundled prompts (`make_demo_model.py serve-check`):
+
+{served}
 
 {LICENCE.format(python=machine["python"])}"""
 
