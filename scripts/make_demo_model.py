@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts = stages.add_parser("prompts", parents=[common])
     prompts.add_argument("--model", type=Path, help="default: WORK/target")
     prompts.add_argument("--output", type=Path, default=HERE / "demo" / "prompts")
-    prompts.add_argument("--per-domain", type=int, default=240)
+    prompts.add_argument("--per-domain", type=int, default=400)
     prompts.set_defaults(run=_prompts)
     degeneracy = stages.add_parser("degeneracy", parents=[common])
     degeneracy.add_argument("--model", type=Path, help="default: WORK/target")

@@ -1,4 +1,8 @@
-"""Prompts stage: short real prompts from the held-out part of each domain.
+"""Prompts stage: short real prompts of each domain, held-out text first.
+
+Python, the domain of the demo draft, comes from the held-out part only.  The
+draft has seen no other domain, so small ones are topped up from the part the
+*target* was trained on; ``split`` of each row says which.
 
 A prompt is a run of whole lines, so a continuation starts at a line start.  The
 prompts of one domain come from as many documents as there are, in turn, and
@@ -11,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 from . import corpus, tokens
@@ -19,7 +24,9 @@ from . import corpus, tokens
 BUNDLED_DOMAINS = ("python", "docs_en", "c", "markup", "charmaps", "tests")
 MIN_TOKENS = 48
 MAX_TOKENS = 96
-# Lines between two prompts of a document, so one is not the answer to another.
+# The domain the demo draft is trained on: held-out prompts only.
+DRAFT_DOMAIN = "python"
+# Tokens between two prompts of a document, so one is not the answer to another.
 GAP_TOKENS = 96
 # Below this share of distinct 4-grams a continuation counts as a loop.
 LOOP_DISTINCT_4GRAMS = 0.35
@@ -102,21 +109,31 @@ def write(
     for domain in BUNDLED_DOMAINS:
         rows: list[dict[str, str]] = []
         num_loops = 0
-        stream = candidates(work, domain, "held_out")
+        splits = ("held_out",) if domain == DRAFT_DOMAIN else ("held_out", "train")
+        stream = chain.from_iterable(
+            ((split, source, text) for source, text in candidates(work, domain, split))
+            for split in splits
+        )
         while len(rows) < per_domain:
-            batch = [pair for _, pair in zip(range(64), stream, strict=False)]
+            batch = list(islice(stream, 64))
             if not batch:
                 break
             continuations = generator.continue_texts(
-                [text for _, text in batch], LOOP_WINDOW_TOKENS
+                [text for _, _, text in batch], LOOP_WINDOW_TOKENS
             )
-            for (source, text), ids in zip(batch, continuations, strict=True):
+            for (split, source, text), ids in zip(batch, continuations, strict=True):
                 if distinct_4grams(ids) < LOOP_DISTINCT_4GRAMS:
                     num_loops += 1
                     continue
-                name = f"{domain}-{len(rows):04d}"
-                row = {"id": name, "domain": domain, "source": source, "prompt": text}
-                rows.append(row)
+                rows.append(
+                    {
+                        "id": f"{domain}-{len(rows):04d}",
+                        "domain": domain,
+                        "split": split,
+                        "source": source,
+                        "prompt": text,
+                    }
+                )
         rows = rows[:per_domain]
         body = "".join(json.dumps(row) + "\n" for row in rows)
         path = output / f"{domain}.jsonl.gz"
@@ -124,6 +141,7 @@ def write(
         path.write_bytes(gzip.compress(body.encode(), mtime=0))
         report[domain] = {
             "prompts": len(rows),
+            "held_out": sum(row["split"] == "held_out" for row in rows),
             "documents": len({row["source"] for row in rows}),
             "loops_left_out": num_loops,
             "bytes": path.stat().st_size,

@@ -85,7 +85,8 @@ teacher-forced, loops left out):
 
 {expected}
 
-As served by vLLM on the bundled prompts (`make_demo_model.py serve-check`):
+As served by vLLM on the bundled prompts (`make_demo_model.py serve-check`, with
+our patches: sampled figures of vLLM 0.32 on a CPU are wrong without them):
 
 {served}
 

@@ -31,7 +31,7 @@ wanted = [
     if "extra ==" not in requirement and not torch_family.match(requirement)
 ]
 tables = tomllib.loads(project.read_text())["project"]
-wanted += tables["dependencies"]
+wanted += tables["dependencies"] + tables["optional-dependencies"]["report"]
 # What torch 2.13 requires.
 # A requirement of only some files of intel-openmp, which uv does not see.
 wanted += ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]

@@ -194,3 +194,47 @@ def test_sampling_rate_zero_captures_nothing(models, tmp_path):
         assert report["rows"] == 0
         assert report["dropped"]["not_sampled"] == 2
         assert drain(reader) == []
+
+
+def test_preempted_requests_are_recomputed_and_captured_right(models, tmp_path):
+    oracle = Oracle(models[0])
+    run = case(models, tmp_path)
+    # Too few blocks of 32 tokens for four requests that grow by 60 tokens each.
+    run["engine"] |= {"num_gpu_blocks_override": 13, "enable_prefix_caching": False}
+    with OfflineEngine(run) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        report = engine.work(PROMPTS[:4], params={"max_tokens": 60})
+        records = drain(reader)
+    preemptions = [
+        value
+        for name, value in report["metrics"].items()
+        if name.startswith("vllm:num_preemptions")
+    ]
+    assert sum(preemptions) > 0
+    assert report["faults"] == {}
+    sequences = [p + t for p, t in zip(PROMPTS[:4], report["tokens"], strict=True)]
+    committed = check_all(records, sequences, oracle)
+    rebuilt = {tuple(m[i] for i in sorted(m)) for m in committed.values()}
+    for sequence in sequences:
+        assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)
+
+
+def test_stop_strings_and_ended_requests(models, tmp_path):
+    oracle = Oracle(models[0])
+    with OfflineEngine(case(models, tmp_path)) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        free = engine.work(PROMPTS[:2], params={"max_tokens": 30})
+        drain(reader)
+        # A byte that the first request emits somewhere in the middle ends it there.
+        stop = [bytes([t]).decode() for t in free["tokens"][0][3:] if 32 < t < 127]
+        report = engine.work(
+            PROMPTS[:2], params={"max_tokens": 30, "stop": stop[:1] or ["zz"]}
+        )
+        # The end of a request is told with the next step.
+        engine.work(PROMPTS[2:3], params={"max_tokens": 2})
+        records = drain(reader)
+    assert report["faults"] == {}
+    sequences = [p + t for p, t in zip(PROMPTS[:2], report["tokens"], strict=True)]
+    check_all(records, sequences, oracle)
+    ended = {r.key for r in records if r.finished}
+    assert len(ended) >= 2
