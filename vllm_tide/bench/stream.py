@@ -49,7 +49,7 @@ class StreamOptions:
     """What to replay."""
 
     before_domain: str = "python"
-    after_domain: str = "docs_en"
+    after_domain: str = "c"
     num_before: int = 16
     num_after: int = 96
     max_tokens: int = 128
