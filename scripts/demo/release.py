@@ -35,6 +35,15 @@ def _table(rows: dict[str, Any], heads: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+SERVED = """\
+As served by vLLM on the bundled prompts (`make_demo_model.py serve-check`, with
+our patches: sampled figures of vLLM 0.32 on a CPU are wrong without them):
+
+{table}
+
+"""
+
+
 def target_card(provenance: dict[str, Any]) -> str:
     """Return the README of the target."""
     machine = provenance["machine"]
@@ -65,7 +74,11 @@ def draft_card(provenance: dict[str, Any]) -> str:
         provenance["expected_acceptance_length"],
         ("domain", "expected length", "standard error"),
     )
-    served = _table(provenance["served"], ("temperature, domain", *SERVED_COLUMNS))
+    served = ""
+    if "served" in provenance:
+        served = SERVED.format(
+            table=_table(provenance["served"], ("temperature, domain", *SERVED_COLUMNS))
+        )
     return f"""\
 # Demo draft (EAGLE-3)
 
@@ -85,12 +98,7 @@ teacher-forced, loops left out):
 
 {expected}
 
-As served by vLLM on the bundled prompts (`make_demo_model.py serve-check`, with
-our patches: sampled figures of vLLM 0.32 on a CPU are wrong without them):
-
-{served}
-
-{LICENCE.format(python=machine["python"])}"""
+{served}{LICENCE.format(python=machine["python"])}"""
 
 
 def release(work: Path, output: Path) -> dict[str, int]:
