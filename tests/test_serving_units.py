@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from prometheus_client import REGISTRY
+from safetensors.torch import save_file
 
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
@@ -122,6 +123,81 @@ def test_stager_keeps_the_newest_good_one_and_counts_the_bad():
         writer.close()
     finally:
         segment.close()
+
+
+class Failing:
+    """Stands for vLLM's loader: fails when told to, remembers what it loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[float] = []
+        self.failures: list[bool] = []
+
+    def __call__(self, draft, config, tensors, shared) -> None:
+        if self.failures and self.failures.pop(0):
+            raise RuntimeError("half loaded")
+        self.loaded.append(float(tensors["fc.weight"][0, 0]))
+
+
+@pytest.fixture
+def swapper(tmp_path, monkeypatch):
+    from vllm_tide.engine import swapper as module
+
+    loader = Failing()
+    monkeypatch.setattr(module, "install", loader)
+    monkeypatch.setattr(module, "verify_installed", lambda *_: None)
+    save_file(draft(), tmp_path / "model.safetensors")
+    segment = WeightsSegment.create(1 << 16)
+    made = module.Swapper(
+        torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), None, tmp_path, segment, 8.0
+    )
+    writer = WeightsWriter.attach(segment.name)
+
+    def publish(version: int, value: float) -> None:
+        tensors = draft() | {"fc.weight": torch.full((4, 6), value)}
+        writer.publish(
+            wire(tensors), version=version, parent_version=version - 1, meta={}
+        )
+        made.stager.check_now()
+
+    yield made, loader, publish, writer
+    writer.close()
+    segment.close()
+
+
+def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
+    made, loader, publish, writer = swapper
+    publish(1, 2.0)
+    made.install_ordered(1)
+    assert (made.version, loader.loaded) == (1, [2.0])
+    publish(2, 3.0)
+    loader.failures = [True]
+    made.install_ordered(2)
+    # Version 1 again, and the trainer is told.
+    assert (made.version, loader.loaded) == (1, [2.0, 2.0])
+    assert made.stager.refused == {"install": 1}
+    assert made.ready_version() == 0
+    feedback = writer.feedback()
+    assert (feedback.installed_version, feedback.refused_version) == (1, 2)
+
+
+def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
+    made, loader, publish, _ = swapper
+    publish(1, 2.0)
+    loader.failures = [True]
+    made.install_ordered(1)
+    assert (made.version, loader.loaded) == (0, [1.0])
+    # And when even that fails, serving goes on and the counters say so.
+    publish(2, 2.0)
+    loader.failures = [True, True]
+    made.install_ordered(2)
+    assert made.stager.refused == {"install": 2, "restore": 1}
+    assert made.version == 0
+
+
+def test_an_order_for_a_version_that_is_not_staged_does_nothing(swapper):
+    made, loader, _, _ = swapper
+    made.install_ordered(7)
+    assert (made.version, loader.loaded) == (0, [])
 
 
 def test_scheduler_orders_each_version_once_and_again_when_still_staged():

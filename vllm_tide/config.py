@@ -89,7 +89,12 @@ class TrainConfig(_Section):
         4096, description="New captured tokens that start a training cycle (tokens)."
     )
     steps_per_cycle: Annotated[int, Field(ge=1)] = Field(
-        32, description="Optimizer steps between two evaluations."
+        32, description="Optimizer steps between two evaluations, at most."
+    )
+    max_passes: Annotated[float, Field(gt=0)] = Field(
+        4.0,
+        description="Most passes over the buffer in one cycle: a small buffer gets "
+        "few steps and is not learnt by heart.",
     )
     buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
         131072, description="Captured tokens kept for training, newest first (tokens)."

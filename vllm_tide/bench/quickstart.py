@@ -43,7 +43,7 @@ def tide_section(run_dir: Path, trainer_cpus: Sequence[int]) -> dict[str, Any]:
         "train": {
             "autostart": True,
             "cpus": list(trainer_cpus),
-            "learning_rate": 1.5e-3,
+            "learning_rate": 2e-3,
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
             # The trainer has a core: a new cycle as soon as a few requests came.

@@ -121,11 +121,19 @@ class Swapper:
         return bool(flag.item())
 
     def _restore(self) -> None:
-        if self._last_good is not None:
-            tensors = self._last_good.tensors
-        else:
-            tensors = checkpoint_tensors(self._checkpoint)
-        install(self._draft, self._config, tensors, self.shared)
+        try:
+            if self._last_good is not None:
+                tensors = self._last_good.tensors
+            else:
+                tensors = checkpoint_tensors(self._checkpoint)
+            install(self._draft, self._config, tensors, self.shared)
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self.stager.refuse(
+                self.version,
+                "restore",
+                f"{type(error).__name__}; drafts are poor until the next swap or a "
+                "restart, outputs stay right.",
+            )
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

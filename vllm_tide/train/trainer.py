@@ -189,7 +189,7 @@ class Trainer:
         self._queue = self.buffer.shuffled()
         losses: list[float] = []
         going = True
-        total = self.config.steps_per_cycle
+        total = self._num_steps()
         for index in range(total):
             loss = self._one_step(cycle_lr_scale(index, total))
             if loss is not None:
@@ -247,6 +247,12 @@ class Trainer:
         _copy(tensors, self.draft)
         self.step.reset()
 
+    def _num_steps(self) -> int:
+        """Steps of a cycle, fewer while the buffer is small."""
+        held = self.buffer.train_tokens
+        passes = math.ceil(self.config.max_passes * held / self.config.batch_tokens)
+        return max(1, min(self.config.steps_per_cycle, passes))
+
     def _one_step(self, lr_scale: float) -> float | None:
         if not self._queue:
             self._queue = self.buffer.shuffled()
@@ -271,6 +277,10 @@ class Trainer:
         publish = False
         if len(new.requests) < MIN_HOLDOUT_REQUESTS:
             reason = f"only {len(new.requests)} held-out requests"
+        elif difference < -error:
+            # Clearly worse: going on from here would only take it further away.
+            self.restore(self.snapshot())
+            reason = f"gain {difference:+.4f} +- {error:.4f}, back to the live draft"
         elif difference < self.config.min_gain:
             reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
         elif difference <= error:
