@@ -152,8 +152,28 @@ def test_rows_the_pruned_draft_cannot_say_are_not_trained():
     (stored,) = trainer.buffer.train
     best = (document.teacher_hidden @ TOY.head.T).argmax(-1)
     assert torch.equal(stored.in_vocab, best % 2 == 0)
-    assert trainer.step.run is not None
-    assert trainer.train_cycle().steps == 3
+    assert trainer.train_cycle().steps == 1
+
+
+def test_a_small_buffer_gets_few_steps():
+    # 30 tokens in batches of KNOBS: a cycle reads them max_passes times at most.
+    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    for passes, steps in ((0.1, 1), (1e6, KNOBS["steps_per_cycle"])):
+        knobs = TrainConfig(**{**KNOBS, "max_passes": passes})
+        trainer = Trainer(TOY.draft(), TOY.rows, knobs)
+        trainer.add_samples([TOY.document(1, 30, 1, key)])
+        assert trainer.train_cycle().steps == steps
+
+
+def test_a_clearly_worse_candidate_goes_back_to_the_live_draft(monkeypatch):
+    trainer = _trainer()
+    live = {n: t.clone() for n, t in trainer.live.named_tensors().items()}
+    monkeypatch.setattr("vllm_tide.train.trainer.gain", lambda *_: (-0.5, 0.1))
+    result = trainer.train_cycle()
+    assert not result.publish
+    assert "back to the live draft" in result.reason
+    for name, tensor in trainer.draft.named_tensors().items():
+        assert torch.equal(tensor, live[name])
 
 
 def test_publication_leaves_t2d_out_and_keeps_d2t():
