@@ -165,17 +165,6 @@ def test_a_small_buffer_gets_few_steps():
         assert trainer.train_cycle().steps == steps
 
 
-def test_a_clearly_worse_candidate_goes_back_to_the_live_draft(monkeypatch):
-    trainer = _trainer()
-    live = {n: t.clone() for n, t in trainer.live.named_tensors().items()}
-    monkeypatch.setattr("vllm_tide.train.trainer.gain", lambda *_: (-0.5, 0.1))
-    result = trainer.train_cycle()
-    assert not result.publish
-    assert "back to the live draft" in result.reason
-    for name, tensor in trainer.draft.named_tensors().items():
-        assert torch.equal(tensor, live[name])
-
-
 def test_publication_leaves_t2d_out_and_keeps_d2t():
     kept = VocabMap.from_target_ids(torch.arange(40), VOCAB)
     draft = Eagle3Draft.initialise(

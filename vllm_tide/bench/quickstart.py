@@ -43,12 +43,12 @@ def tide_section(run_dir: Path, trainer_cpus: Sequence[int]) -> dict[str, Any]:
         "train": {
             "autostart": True,
             "cpus": list(trainer_cpus),
-            "learning_rate": 2e-3,
+            "learning_rate": 1e-3,
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
             # The trainer has a core: a new cycle as soon as a few requests came.
             "min_new_tokens": 512,
-            "steps_per_cycle": 16,
+            "steps_per_cycle": 32,
             "holdout_share": 0.15,
         },
     }

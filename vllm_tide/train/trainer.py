@@ -277,10 +277,6 @@ class Trainer:
         publish = False
         if len(new.requests) < MIN_HOLDOUT_REQUESTS:
             reason = f"only {len(new.requests)} held-out requests"
-        elif difference < -error:
-            # Clearly worse: going on from here would only take it further away.
-            self.restore(self.snapshot())
-            reason = f"gain {difference:+.4f} +- {error:.4f}, back to the live draft"
         elif difference < self.config.min_gain:
             reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
         elif difference <= error:
