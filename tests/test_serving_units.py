@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from prometheus_client import REGISTRY
@@ -9,6 +11,7 @@ from safetensors.torch import save_file
 
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
+from vllm_tide.engine.cores import call_on, given_cores
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.metrics import TideProm, make_prometheus
 from vllm_tide.swap.stage import Stager
@@ -245,3 +248,14 @@ def test_totals_become_counters_and_a_restart_counts_on():
     # A second logger in the process replaces the first one's metrics.
     TideProm({0: ["m", "0"]})
     assert sample("vllm_tide:captured_rows_total") == 0
+
+
+def test_children_are_started_on_the_cores_that_the_operator_gave():
+    given = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(given)})
+        assert given_cores() >= os.sched_getaffinity(os.getppid())
+        assert call_on(given, lambda: os.sched_getaffinity(0)) == given
+        assert os.sched_getaffinity(0) == {min(given)}
+    finally:
+        os.sched_setaffinity(0, given)

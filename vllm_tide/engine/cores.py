@@ -16,8 +16,11 @@ T = TypeVar("T")
 
 
 def given_cores() -> set[int]:
-    """Union of what the threads of this process may run on."""
+    """Union of what the threads of this process, and its parent, may run on."""
     cores = set(os.sched_getaffinity(0))
+    # A worker process may be bound as a whole; the process that started it is not.
+    with contextlib.suppress(OSError):
+        cores |= os.sched_getaffinity(os.getppid())
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
