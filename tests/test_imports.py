@@ -17,18 +17,21 @@ LAYERS = {
     "metrics": 0,
     "_shm": 0,
     "transport": 1,
+    "control": 1,
     "capture": 2,
     "draft": 2,
     "train": 3,
     "swap": 3,
     "bench": 3,
+    "sim": 3,
     "engine": 4,
     "cli": 5,
     "__main__": 6,
 }
 NO_TORCH = ("config", "transport", "patching", "patch_series", "metrics")
-# bench reads the trainer's status files and publishes drafts in its soak.
-SIDEWAYS = {("bench", "train"), ("patching", "patch_series")}
+# bench reads the trainer's status files and publishes drafts in its soak, and replays
+# the traces that the simulator reads.
+SIDEWAYS = {("bench", "train"), ("bench", "sim"), ("patching", "patch_series")}
 
 
 def imports() -> list[tuple[str, str, str]]:

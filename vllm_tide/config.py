@@ -113,6 +113,59 @@ class TrainConfig(_Section):
     seed: int = Field(0, description="Seed of sampling, shuffling and initialisation.")
 
 
+class ControlConfig(_Section):
+    """How many tokens are drafted and verified, request by request."""
+
+    policy: Literal["static", "adaspec", "threshold", "tide_gate"] = Field(
+        "static",
+        description="Who chooses the speculative length: `static` always drafts "
+        "num_speculative_tokens; `adaspec` maximises expected tokens per second from "
+        "the draft's confidence and measured times; `threshold` stops drafting when "
+        "the mean confidence falls; `tide_gate` switches a fixed length on and off.",
+    )
+    profile: str | None = Field(
+        None,
+        description="File of `vllm-tide profile`; null uses the cached profile of "
+        "this model and machine, or measures at start-up.",
+    )
+    slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Limit of a request's time per output token (ms), kept where a "
+        "length exists that keeps it; a request may bring its own, tide_slo_tpot_ms.",
+    )
+    min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.02,
+        description="Smallest predicted gain over plain decoding for which the draft "
+        "runs (0.02 = 2%).",
+    )
+    hysteresis: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.02, description="Further gain needed to switch drafting on again."
+    )
+    probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.01,
+        description="Share of time spent on looking, while drafting is off, whether "
+        "it would pay again (0 never looks).",
+    )
+    threshold: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.6, description="Mean confidence below which `threshold` stops drafting."
+    )
+    verify: bool = Field(
+        True,
+        description="Leave out drafted tokens whose verification does not pay.",
+    )
+    calibrate: bool = Field(
+        True, description="Learn acceptance from verification results."
+    )
+    half_life_tokens: Annotated[int, Field(ge=10)] = Field(
+        2000, description="Verified tokens after which what was learnt counts half."
+    )
+    catchup_mib: Annotated[int, Field(ge=0, le=65536)] = Field(
+        64,
+        description="Memory for features of tokens the draft has not seen while "
+        "drafting was off (MiB); older ones leave a hole in its KV cache.",
+    )
+
+
 class SwapConfig(_Section):
     """How a published draft is installed."""
 
@@ -133,6 +186,7 @@ class TideConfig(_Section):
     )
     capture: CaptureConfig = CaptureConfig.model_validate({})
     train: TrainConfig = TrainConfig.model_validate({})
+    control: ControlConfig = ControlConfig.model_validate({})
     swap: SwapConfig = SwapConfig.model_validate({})
 
 

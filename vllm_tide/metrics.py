@@ -6,6 +6,7 @@ made. Counters are totals; a ratio is the reader's business. Runs in the API ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +22,66 @@ COUNTERS = {
         "requests",
     ),
     "vllm_tide:swaps": ("Drafts installed.", "swaps"),
+    "vllm_tide:control_rounds": ("Steps in which control chose.", "rounds"),
+    "vllm_tide:draft_steps": ("Draft passes run.", "draft_steps"),
+    "vllm_tide:drafted_tokens": ("Tokens drafted.", "drafted_tokens"),
+    "vllm_tide:verified_tokens": (
+        "Drafted tokens sent to verification.",
+        "verified_tokens",
+    ),
+    "vllm_tide:accepted_tokens": ("Verified tokens accepted.", "accepted_tokens"),
+    "vllm_tide:trimmed_tokens": (
+        "Drafted tokens left out of verification.",
+        "trimmed_tokens",
+    ),
+    "vllm_tide:probes": ("Shadow probes while drafting was off.", "probes"),
+    "vllm_tide:hole_tokens": (
+        "Tokens the draft never saw because drafting was off for longer than "
+        "tide.control.catchup_mib holds.",
+        "hole_tokens",
+    ),
+    "vllm_tide:slo_rounds_missed": (
+        "Steps in which no speculative length could keep the TPOT limit.",
+        "slo_misses",
+    ),
+    "vllm_tide:malformed_slo": (
+        "Requests whose tide_slo_tpot_ms was no positive number.",
+        "malformed_slo",
+    ),
 }
-COUNTERS_BY_REASON = {
+# name -> (help, key of the report, label)
+COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
         "Rows (requests for opted_out, not_sampled, malformed_opt_out and "
         "unsupported_input) that were not captured, by reason.",
         "dropped",
+        "reason",
     ),
-    "vllm_tide:refused_drafts": ("Published drafts refused, by reason.", "refused"),
-    "vllm_tide:faults": ("Faults contained at the serving boundary.", "faults"),
+    "vllm_tide:refused_drafts": (
+        "Published drafts refused, by reason.",
+        "refused",
+        "reason",
+    ),
+    "vllm_tide:faults": (
+        "Faults contained at the serving boundary.",
+        "faults",
+        "reason",
+    ),
+    "vllm_tide:off_rounds": (
+        "Steps without drafting, by reason.",
+        "off_rounds",
+        "reason",
+    ),
+    "vllm_tide:rounds_by_length": (
+        "Steps by number of draft passes.",
+        "rounds_by_length",
+        "length",
+    ),
+    "vllm_tide:slo_requests": (
+        "Ended requests with a TPOT limit: met or missed, as the engine saw it.",
+        "slo_requests",
+        "outcome",
+    ),
 }
 GAUGES = {
     "vllm_tide:draft_version": (
@@ -44,6 +96,30 @@ GAUGES = {
     "vllm_tide:ring_consumer_alive": (
         "1 while a trainer reads the ring.",
         "consumer_alive",
+    ),
+    "vllm_tide:draft_length": (
+        "Mean draft passes per step since the last report.",
+        "draft_length",
+    ),
+    "vllm_tide:predicted_step_seconds": (
+        "Predicted time of a step (decayed mean, seconds).",
+        "predicted_step_s",
+    ),
+    "vllm_tide:measured_step_seconds": (
+        "Measured time of a step (decayed mean, seconds).",
+        "measured_step_s",
+    ),
+    "vllm_tide:time_model_error_ratio": (
+        "Relative error of predicted step times (decayed).",
+        "time_error",
+    ),
+    "vllm_tide:calibration_error": (
+        "Expected calibration error of acceptance probabilities (decayed).",
+        "calibration_error",
+    ),
+    "vllm_tide:throughput_ratio": (
+        "Realised over predicted tokens per second (decayed).",
+        "throughput_ratio",
     ),
 }
 SWAP_SECONDS = "vllm_tide:swap_seconds"
@@ -82,9 +158,9 @@ class TideProm:
         self._counters = {
             key: Counter(name, text, LABELS) for name, (text, key) in COUNTERS.items()
         }
-        self._by_reason = {
-            key: Counter(name, text, (*LABELS, "reason"))
-            for name, (text, key) in COUNTERS_BY_REASON.items()
+        self._by_label = {
+            key: Counter(name, text, (*LABELS, label))
+            for name, (text, key, label) in COUNTERS_BY_LABEL.items()
         }
         mode = {"multiprocess_mode": "mostrecent"}
         self._gauges = {
@@ -121,13 +197,14 @@ class TideProm:
         labels = self._labels[engine]
         for key, counter in self._counters.items():
             self._advance(counter.labels(*labels), engine, key, "", stats.get(key, 0))
-        for key, counter in self._by_reason.items():
-            for reason, total in stats.get(key, {}).items():
-                child = counter.labels(*labels, reason)
-                self._advance(child, engine, key, reason, total)
+        for key, counter in self._by_label.items():
+            for value, total in stats.get(key, {}).items():
+                child = counter.labels(*labels, str(value))
+                self._advance(child, engine, key, str(value), total)
         for key, gauge in self._gauges.items():
-            if key in stats:
-                gauge.labels(*labels).set(float(stats[key]))
+            value = stats.get(key)
+            if value is not None and not math.isnan(value):
+                gauge.labels(*labels).set(float(value))
         self._observe_swaps(labels, engine, stats.get("swap_seconds", ()))
 
     def _observe_swaps(
@@ -165,14 +242,12 @@ def reference() -> list[str]:
         "| metric | type | further labels | meaning |",
         "| --- | --- | --- | --- |",
     ]
-    for kind, table, extra in (
-        ("counter", COUNTERS, ""),
-        ("counter", COUNTERS_BY_REASON, "`reason`"),
-        ("gauge", GAUGES, ""),
-    ):
-        suffix = "_total" if kind == "counter" else ""
-        for name, (text, _) in table.items():
-            lines.append(f"| `{name}{suffix}` | {kind} | {extra} | {text} |")
+    for name, (text, _) in COUNTERS.items():
+        lines.append(f"| `{name}_total` | counter |  | {text} |")
+    for name, (text, _, label) in COUNTERS_BY_LABEL.items():
+        lines.append(f"| `{name}_total` | counter | `{label}` | {text} |")
+    for name, (text, _) in GAUGES.items():
+        lines.append(f"| `{name}` | gauge |  | {text} |")
     for name, kind, text in SWAP_METRICS:
         lines.append(f"| `{name}` | {kind} |  | {text} |")
     return lines

@@ -124,3 +124,25 @@ def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
     assert done.returncode == 2
     assert "tide.captur: unknown key; did you mean 'capture'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "control", "start"),
+    [
+        (
+            {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]},
+            {},
+            "num_speculative_tokens_per_batch_size: tide.control chooses the length",
+        ),
+        ({"disable_padded_drafter_batch": True}, {}, "disable_padded_drafter_batch: "),
+        ({"parallel_drafting": True}, {}, "parallel_drafting: tide.control stops"),
+        ({}, {"profile": "absent.json"}, "tide.control.profile: no file 'absent.json'"),
+    ],
+)
+def test_what_control_cannot_work_with_is_refused(
+    extra, control, start, target, target_dir, tmp_path
+):
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    tide = {"control": {"policy": "adaspec", **control}}
+    config = {"method": "eagle3", "model": str(draft), "tide": tide, **extra}
+    assert refusal(config, target).startswith(start)

@@ -10,4 +10,17 @@ nothing here runs in a serving process.
 * ``summary``: the figures of one arm; ``identity``: are the outputs the same;
 * ``picture``, ``live``: what a person looks at;
 * ``arm``: one server and one stream; ``quickstart``: three arms and a verdict.
+
+The control benchmark (``vllm-tide bench``) compares speculation policies:
+
+* ``run_options``, ``control_run``, ``target_run``: what is asked for, the run, its
+  share of one target;
+* ``control_arms``, ``arm_servers``, ``server_pool``: arms, and their servers, of which
+  one runs while the others wait; ``visits``: in which order;
+* ``dynamic_table``: tunes vLLM's own schedule; ``sizes``: inflated targets;
+* ``prompt_pool``, ``traces``, ``workload``: what is sent;
+* ``closed_loop``, ``open_loop``, ``measure``: how;
+* ``counters``, ``request_figures``, ``attainment``, ``outputs``: what came of it;
+* ``document``, ``control_summary``, ``control_plots``, ``html_report``, ``progress``:
+  what a person gets.
 """

@@ -9,13 +9,37 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 from .stream import StreamRequest
+
+
+class Sendable(Protocol):
+    """What ``send`` needs to know of a request; a prompt is text or token ids."""
+
+    @property
+    def index(self) -> int:
+        """Place in the stream."""
+        ...
+
+    @property
+    def segment(self) -> str:
+        """Name of the stretch the request belongs to."""
+        ...
+
+    @property
+    def prompt(self) -> str | Sequence[int]:
+        """Prompt, as text or as token ids."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens wanted, exactly."""
+        ...
 
 
 @dataclass(slots=True)
@@ -31,6 +55,8 @@ class RequestResult:
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_chunks: int = 0  # events that carried tokens: one per engine step
+    # Arrival (seconds since the run's start) and number of tokens of each chunk.
+    chunks: list[tuple[float, int]] = field(default_factory=list)
     max_gap_s: float = 0.0  # longest pause between two chunks after the first
     error: str | None = None
 
@@ -54,17 +80,21 @@ class RequestResult:
         return (self.e2e_s - self.ttft_s) / (len(self.token_ids) - 1)
 
 
-def payload(model: str, request: StreamRequest) -> dict[str, Any]:
-    """Return the body of the request."""
+def payload(
+    model: str, request: Sendable, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the body of the request, with the keys of ``extra`` added."""
+    prompt = request.prompt
     return {
         "model": model,
-        "prompt": request.prompt,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
+        **(extra or {}),
     }
 
 
@@ -97,8 +127,10 @@ async def _consume(
 ) -> None:
     last: float | None = None
     async for line in response.content:
+        before = len(result.token_ids)
         if take_event(line, result):
             now = time.perf_counter()
+            result.chunks.append((now - origin_s, len(result.token_ids) - before))
             if last is None:
                 result.ttft_s = now - origin_s - result.start_s
             else:
@@ -110,15 +142,30 @@ async def send(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
-    request: StreamRequest,
+    request: Sendable,
     origin_s: float,
+    extra: Mapping[str, Any] | None = None,
+    on_start: Callable[[RequestResult], None] | None = None,
 ) -> RequestResult:
-    """Send one request and wait for its end; failures are in the result."""
+    """Send one request and wait for its end; failures are in the result.
+
+    Args:
+        session: Open client session.
+        url: Address of the server.
+        model: Served model name.
+        request: What to send.
+        origin_s: ``time.perf_counter()`` at the run's start.
+        extra: Keys added to the request's body.
+        on_start: Given the result before anything is received, so that what came
+            before a cancellation is not lost.
+    """
     start_s = time.perf_counter() - origin_s
     result = RequestResult(request.index, request.segment, start_s)
+    if on_start is not None:
+        on_start(result)
     try:
         async with session.post(
-            url + "/v1/completions", json=payload(model, request)
+            url + "/v1/completions", json=payload(model, request, extra)
         ) as response:
             if response.status != 200:
                 text = (await response.text())[:300]

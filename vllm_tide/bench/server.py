@@ -44,6 +44,7 @@ class ServerOptions:
     engine_cpus: tuple[int, ...] = (0,)
     other_cpus: tuple[int, ...] = (1,)  # API server; the trainer pins itself
     kv_cache_gib: int = 1
+    kv_cache_bytes: int | None = None  # instead of kv_cache_gib
     max_model_len: int = 1024
     max_num_seqs: int = 8
     enforce_eager: bool = True
@@ -73,6 +74,8 @@ def command_line(options: ServerOptions, port: int) -> list[str]:
     command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     if o.enforce_eager:
         command.append("--enforce-eager")
+    if o.kv_cache_bytes is not None:
+        command += ["--kv-cache-memory-bytes", str(o.kv_cache_bytes)]
     if o.speculative_config is not None:
         command += ["--speculative-config", o.speculative_config]
     return [*command, *o.extra_args]
@@ -84,7 +87,10 @@ def environment(options: ServerOptions) -> dict[str, str]:
     env["PATH"] = f"{options.venv / 'bin'}:{env.get('PATH', '')}"
     env["VIRTUAL_ENV"] = str(options.venv)
     env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.engine_cpus))
-    env["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
+    if options.kv_cache_bytes is None:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
+    else:  # the variable would win over the argument
+        env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     env["VLLM_NO_USAGE_STATS"] = env["DO_NOT_TRACK"] = "1"
     env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
     env["OMP_NUM_THREADS"] = str(len(options.engine_cpus))
@@ -221,11 +227,17 @@ class VllmServer:
         return o.engine_cpus if role == "engine" else o.other_cpus
 
     def pin(self) -> None:
-        """Put every thread of the server on its cores (the trainer pins itself)."""
+        """Put every thread of the server on its cores (the trainer pins itself).
+
+        A thread already on fewer of them stays: vLLM binds each OpenMP thread of the
+        worker to one core.
+        """
         for role, processes in self.processes().items():
+            cpus = self._cpus_of(role)
             for process in processes if role != "trainer" else []:
                 for thread in process.threads():
-                    os.sched_setaffinity(thread.id, self._cpus_of(role))
+                    if not os.sched_getaffinity(thread.id) <= set(cpus):
+                        os.sched_setaffinity(thread.id, cpus)
 
     def misplaced_threads(self) -> list[str]:
         """Return threads that may run on a core that is not theirs."""

@@ -13,6 +13,9 @@ COMMANDS = (
     ("patch", "Install, judge and remove the vLLM patches."),
     ("config", "Explain and check the tide section of a speculative config."),
     ("train", "Train the draft beside a running engine."),
+    ("sim", "Compare speculation policies on a simulated engine."),
+    ("bench", "Measure speculation policies on real servers, and report."),
+    ("profile", "Measure forward times for speculation control."),
 )
 
 

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, parse_tide, read_json_object
+from vllm_tide.config import (
+    ConfigError,
+    ControlConfig,
+    parse_tide,
+    read_json_object,
+)
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -41,7 +46,7 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     section = config.get("tide")
     if section is None:
         return
-    parse_tide(section)
+    tide = parse_tide(section)
     if config.get("method", "eagle3") != "eagle3":
         raise ConfigError(
             f"method: tide trains EAGLE-3 drafts; set it to 'eagle3', not "
@@ -58,6 +63,27 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
             "model: missing; give the directory or hub name of the EAGLE-3 draft."
         )
     _check_fit(model, _draft_config(model, config.get("revision")), target)
+    if tide.control.policy != "static":
+        _check_control(config, tide.control)
+
+
+def _check_control(config: dict[str, Any], control: ControlConfig) -> None:
+    if config.get("num_speculative_tokens_per_batch_size"):
+        raise ConfigError(
+            "num_speculative_tokens_per_batch_size: tide.control chooses the length "
+            "itself; remove it, or set tide.control.policy to 'static'."
+        )
+    for knob in ("disable_padded_drafter_batch", "parallel_drafting"):
+        if config.get(knob):
+            raise ConfigError(
+                f"{knob}: tide.control stops the draft between two of its steps and "
+                "needs it false; or set tide.control.policy to 'static'."
+            )
+    if control.profile is not None and not Path(control.profile).expanduser().is_file():
+        raise ConfigError(
+            f"tide.control.profile: no file {control.profile!r}; make one with "
+            "`vllm-tide profile`, or leave the knob out to measure at start-up."
+        )
 
 
 def check_engine_config(vllm_config: Any) -> None:

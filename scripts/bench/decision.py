@@ -1,0 +1,123 @@
+"""Time of one control decision: plan, go_on, choose (and observe, once per round).
+
+Run: python scripts/bench/decision.py [--requests 256] [--k 8] [--json FILE]
+
+Limit: 100 microseconds (median) each for 256 requests x 8 tokens. All of them pay here,
+so `go_on` is measured at every depth and `choose` on the full set. Single calls; the
+garbage collector is off, as for a server in steady state. `cpu` is the thread's own
+time: what the decision costs where other processes share the core.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.online_time import OnlineTime, RoundSample
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
+from vllm_tide.control.time_model import TimeModel
+
+LIMIT_US = 100.0
+# A target bound by its weights and a cheap draft: every step pays at every batch.
+KNOTS = (1, 8, 64, 128, 256, 512, 4096)
+SECONDS = (0.0155, 0.0158, 0.0165, 0.0170, 0.0180, 0.0200, 0.03)
+
+
+def measure(
+    requests: int, k: int, rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of single calls, by decision: [wall, CPU] lists."""
+    rng = np.random.default_rng(0)
+    time_model = OnlineTime(TimeModel.from_table(KNOTS, SECONDS, 1e-4))
+    settings = ControlSettings(k_max=k, max_requests=requests)
+    policy = AdaSpecPolicy(settings, time_model)
+    found: dict[str, tuple[list[float], list[float]]] = {}
+
+    def timed(name: str, call, *args):  # noqa: ANN001, ANN002, ANN202
+        wall, cpu = found.setdefault(name, ([], []))
+        spent, begin = time.thread_time(), time.perf_counter()
+        result = call(*args)
+        wall.append(time.perf_counter() - begin)
+        cpu.append(time.thread_time() - spent)
+        return result
+
+    slots = np.arange(requests)
+    now = 0.0
+    for slot in range(requests):
+        policy.add(slot, slot % 4 == 0, now)
+    for turn in range(rounds):
+        batch = Batch(
+            slots=slots,
+            context=rng.integers(100, 2000, requests),
+            room=np.where(rng.random(requests) < 0.02, rng.integers(0, k, requests), k),
+            sampled=slots % 4 == 0,
+            limit=np.full(requests, 0.5 if turn % 2 else np.inf),
+            first_rows=requests,
+        )
+        logit = 3.0 + 1.5 * rng.standard_normal((k, requests))
+        confidence = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
+        steps = timed("plan", policy.plan, batch, now).steps
+        for step in range(1, steps + 1):
+            timed("go_on", policy.go_on, step, confidence[step - 1])
+        lengths = timed("choose", policy.choose)
+        passed = (rng.random((k, requests)) < confidence) & (
+            np.arange(k)[:, None] < lengths
+        )
+        accepted = np.cumprod(passed, axis=0).sum(axis=0)
+        seconds = 0.03
+        now += seconds
+        sample = RoundSample(
+            requests, int(batch.context.sum()), int(lengths.sum()), 0, steps,
+            requests, seconds - 8e-4, 1e-4, 1e-4 * (steps - 1), 0.0,
+        )  # fmt: skip
+        outcome = Outcome(slots, lengths, accepted, accepted + 1, now, sample)
+        timed("observe", policy.observe, outcome)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    gc.collect()
+    gc.disable()
+    measure(args.requests, args.k, 20)
+    found = measure(args.requests, args.k, args.rounds)
+    rows = {}
+    for name, (wall, cpu) in found.items():
+        row = {
+            "median_us": statistics.median(wall) * 1e6,
+            "p99_us": statistics.quantiles(wall, n=100)[98] * 1e6,
+            "cpu_median_us": statistics.median(cpu) * 1e6,
+            "calls": len(wall),
+        }
+        rows[name] = row
+        print(
+            f"{name:8} median {row['median_us']:7.1f} us   p99 {row['p99_us']:7.1f} us"
+            f"   cpu median {row['cpu_median_us']:7.1f} us"
+        )
+    if args.json:
+        record = {
+            "requests": args.requests,
+            "k": args.k,
+            "limit_us": LIMIT_US,
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "decisions": rows,
+        }
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

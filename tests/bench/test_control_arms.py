@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_tide.bench.control_arms import (
+    ABLATION_SUITE,
+    CONTROL_ARMS,
+    BenchError,
+    make_arm,
+    make_arms,
+    speculative_config,
+)
+from vllm_tide.bench.dynamic_table import (
+    best_lengths,
+    calibration_plan,
+    schedule_of,
+)
+from vllm_tide.bench.visits import Cell, visit_order
+from vllm_tide.config import parse_tide
+
+
+def config(arm, schedule=None):
+    text = speculative_config(make_arm(arm), Path("draft"), Path("run"), schedule)
+    return None if text is None else json.loads(text)
+
+
+def test_no_speculation_and_static_lengths_are_plain_vllm():
+    assert config("none") is None
+    plain = config("static3")
+    assert plain["num_speculative_tokens"] == 3 and "tide" not in plain
+
+
+@pytest.mark.parametrize("name", [*CONTROL_ARMS, *ABLATION_SUITE])
+def test_every_tide_section_is_valid(name):
+    section = (config(name, [(1, 48, 3)]) or {}).get("tide")
+    if section is None:
+        assert name in ("none", "vllm_dynamic") or name.startswith("static")
+        return
+    tide = parse_tide(section)
+    assert tide.control.policy == name.partition("_")[0].replace("tide", "tide_gate")
+    assert not tide.capture.enabled and not tide.swap.enabled
+    assert tide.control.verify == (name != "adaspec_drafter")
+    assert tide.control.calibrate == (
+        name not in ("adaspec_drafter", "adaspec_verifier")
+    )
+
+
+def test_knobs_given_go_to_tide_arms_and_do_not_undo_the_ablation():
+    arm = make_arm("adaspec_drafter", {"min_gain": 0.1, "verify": True})
+    assert arm.control == {
+        "min_gain": 0.1,
+        "verify": False,
+        "policy": "adaspec",
+        "calibrate": False,
+    }
+
+
+def test_the_dynamic_arm_serves_its_schedule():
+    served = config("vllm_dynamic", [(1, 2, 5), (3, 48, 0)])
+    assert served["num_speculative_tokens"] == 5
+    assert served["num_speculative_tokens_per_batch_size"] == [[1, 2, 5], [3, 48, 0]]
+    assert config("vllm_dynamic", [(1, 48, 0)])["num_speculative_tokens"] == 1
+
+
+def test_arms_that_differ_in_the_limit_share_a_server():
+    slo, plain = make_arm("adaspec@0.9"), make_arm("adaspec")
+    assert slo.slo_scale == 0.9 and plain.slo_scale is None
+    assert slo.server_key == plain.server_key == make_arm("adaspec_slo").server_key
+    assert slo.server_key != make_arm("adaspec_drafter").server_key
+    assert make_arm("adaspec_slo").slo_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["nope"], "no arm 'nope'"),
+        (["static0"], "no arm 'static0'"),
+        (["static3@0.9"], "only tide's policies"),
+        (["none", "adaspec@x"], "factor such as 0.9"),
+        (["adaspec@0.9"], "needs arm 'none'"),
+        (["none", "vllm_dynamic"], "tuned from the static arms"),
+        ([], "no arm"),
+    ],
+)
+def test_bad_arms_get_one_sentence(names, message):
+    with pytest.raises(BenchError, match=message) as caught:
+        make_arms(names)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_best_length_is_over_domains_and_the_shorter_of_equals():
+    rates = {
+        (1, "a", 0): 10,
+        (1, "b", 0): 10,
+        (1, "a", 3): 30,
+        (1, "b", 3): 8,
+        (1, "a", 7): 40,  # not measured in domain b
+        (8, "a", 0): 100,
+        (8, "b", 0): 100,
+        (8, "a", 3): 110,
+        (8, "b", 3): 80,
+        (48, "a", 0): 5,
+        (48, "b", 0): 5,
+        (48, "a", 3): 5,
+        (48, "b", 3): 5,
+    }
+    assert best_lengths(rates) == {1: 3, 8: 0, 48: 0}
+
+
+def test_the_schedule_covers_all_sizes_and_joins_equal_neighbours():
+    assert schedule_of({1: 5, 2: 5, 4: 3, 8: 1, 16: 0, 32: 0, 48: 0}, 64) == [
+        (1, 2, 5),
+        (3, 5, 3),
+        (6, 11, 1),
+        (12, 64, 0),
+    ]
+    assert schedule_of({4: 2}, 8) == [(1, 8, 2)]
+
+
+def test_the_calibration_measures_what_is_needed():
+    arms = make_arms(["none", "static1", "adaspec"])
+    assert calibration_plan(arms, arms[0], 32, tuned=False) == [(arms[0], 32)]
+    plan = calibration_plan(arms, arms[0], 32, tuned=True)
+    assert {arm.name for arm, _ in plan} == {"none", "static1"}
+    assert [batch for arm, batch in plan if arm.name == "none"] == [1, 2, 4, 8, 16, 32]
+
+
+def names(visits):
+    return [(v.repeat, v.cell.batch, v.arm.name) for v in visits]
+
+
+def test_arms_take_turns_in_alternating_order_after_none_has_opened_the_cell():
+    arms = make_arms(["static1", "none", "static3"])
+    cells = [Cell("m", batch=1), Cell("m", batch=2)]
+    order = names(visit_order(cells, arms, 2, interleaved=True, defer_dynamic=True))
+    assert order == [
+        (0, 1, "none"),
+        (0, 1, "static1"),
+        (0, 1, "static3"),
+        (0, 2, "none"),
+        (0, 2, "static3"),
+        (0, 2, "static1"),
+        (1, 1, "static3"),
+        (1, 1, "none"),
+        (1, 1, "static1"),
+        (1, 2, "static1"),
+        (1, 2, "none"),
+        (1, 2, "static3"),
+    ]
+
+
+def test_the_dynamic_arm_comes_after_the_first_repeats_static_arms():
+    arms = make_arms(["none", "vllm_dynamic", "static3"])
+    cells = [Cell("m", batch=1), Cell("m", batch=2)]
+    for interleaved in (True, False):
+        order = names(
+            visit_order(cells, arms, 2, interleaved=interleaved, defer_dynamic=True)
+        )
+        assert order[4:6] == [(0, 1, "vllm_dynamic"), (0, 2, "vllm_dynamic")]
+        assert len(order) == len(set(order)) == 12
+
+
+def test_without_memory_every_arm_sweeps_alone():
+    arms = make_arms(["none", "static3"])
+    cells = [Cell("m", batch=1), Cell("m", batch=2)]
+    order = names(visit_order(cells, arms, 1, interleaved=False, defer_dynamic=True))
+    assert [arm for _, _, arm in order] == ["none", "none", "static3", "static3"]

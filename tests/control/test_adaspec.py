@@ -1,0 +1,222 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.control.toys import Acceptance, FixedTime, World, published
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+
+HARD, EASY = Acceptance(level=-3.5), Acceptance(level=1.8)
+
+
+class NonePolicy(StaticPolicy):
+    def _gate(self, batch, most):
+        return "no_gain"
+
+
+def adaspec(n, model, time=None, **knobs):
+    settings = ControlSettings(max_requests=n, **knobs)
+    return AdaSpecPolicy(settings, time or OnlineTime(published(model)))
+
+
+def world(n, model, acceptance, seed=1):
+    acceptance = dataclasses.replace(acceptance)
+    return World(n, published(model), acceptance, seed=seed, rounds_each=60)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "Qwen3-235B", "Llama-3.3-70B"])
+@pytest.mark.parametrize("level", [-1.0, 0.5, 1.8])
+def test_close_to_clairvoyant_and_above_every_static(model, level):
+    n, rounds = 16, 400
+    acceptance = Acceptance(level=level)
+    found = world(n, model, acceptance).run(adaspec(n, model), rounds).throughput
+    ideal = world(n, model, acceptance).clairvoyant(rounds).throughput
+    static = max(
+        world(n, model, acceptance).run(StaticPolicy(k), rounds).throughput
+        for k in (1, 3, 5, 7)
+    )
+    assert found > 0.965 * ideal
+    assert found > 0.995 * static
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_off_is_nearly_free_when_nothing_pays(n):
+    model = "gpt-oss-120b"
+    policy = adaspec(n, model)
+    found = world(n, model, HARD).run(policy, 2000)
+    plain = world(n, model, HARD).run(NonePolicy(7), 2000)
+    assert found.throughput > 0.99 * plain.throughput
+    stats = policy.stats()
+    assert stats["off_rounds"]["no_gain"] > 1900
+    assert stats["probes"] > 20
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_comes_on_again_when_the_workload_becomes_easier(n):
+    model = "gpt-oss-120b"
+    policy = adaspec(n, model)
+    where = world(n, model, HARD)
+    assert max(where.run(policy, 1500).steps[-500:]) == 0
+    where.acceptance.level = EASY.level
+    begun = where.now
+    steps: list[int] = []
+    while where.now < begun + 10.0 and np.count_nonzero(steps[-50:]) < 45:
+        steps += where.run(policy, 50).steps
+    # Within a tenth of a regime of one minute.
+    assert where.now < begun + 6.0
+    where.acceptance.level = HARD.level
+    assert np.count_nonzero(where.run(policy, 300).steps[200:]) <= 2
+
+
+def test_without_shadow_probes_real_rounds_are_tried():
+    model, n = "gpt-oss-120b", 8
+    policy = adaspec(n, model)
+    observe = policy.observe
+    policy.observe = lambda outcome: observe(dataclasses.replace(outcome, probe=None))
+    where = world(n, model, HARD)
+    where.run(policy, 1500)
+    where.acceptance.level = EASY.level
+    assert np.count_nonzero(where.run(policy, 1500).steps[-200:]) > 150
+
+
+def wrong(model):
+    """Draft cost under-stated three times, with a draft that is really dear."""
+    right = published(model)
+    dear = dataclasses.replace(right.draft_next, seconds=(0.004,))
+    cheap = dataclasses.replace(right.draft_next, seconds=(0.004 / 3,))
+    return (
+        dataclasses.replace(right, draft_first=dear, draft_next=dear),
+        dataclasses.replace(right, draft_first=cheap, draft_next=cheap),
+    )
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_wrong_time_model_is_overridden(learns):
+    n = 16
+    truth, model = wrong("gpt-oss-120b")
+    acceptance = Acceptance(level=0.5)
+    time = OnlineTime(model) if learns else FixedTime(model)
+    policy = adaspec(n, "", time)
+    where = World(n, truth, acceptance, seed=1, rounds_each=60)
+    found = where.run(policy, 1500)
+    where = World(n, truth, acceptance, seed=1, rounds_each=60)
+    plain = where.run(NonePolicy(7), 1500)
+    assert found.throughput > 0.97 * plain.throughput
+    trusting = World(n, truth, acceptance, seed=1, rounds_each=60)
+    static = trusting.run(StaticPolicy(2), 300)
+    assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
+    if not learns:
+        assert policy.stats()["off_rounds"]["override"] > 500
+
+
+def test_limits_bound_the_rounds_that_can_meet_them():
+    model, n = "Qwen3-235B", 16
+    costs = published(model)
+    plain = float(costs.target_curve(n, 0, 0)[0])
+    policy = adaspec(n, model)
+    limit = 1.3 * plain
+    result = world(n, model, EASY).run(policy, 300, limit)
+    assert max(result.times) <= limit * 1.0001
+    assert np.mean(result.steps) > 0.5
+    assert policy.stats()["slo_misses"] == 0
+    # Nothing meets half of plain's time: as good as no limit, and counted.
+    policy = adaspec(n, model)
+    result = world(n, model, EASY).run(policy, 300, 0.5 * plain)
+    assert np.mean(result.steps) > 4
+    assert policy.stats()["slo_misses"] == 300
+    # Plain decoding just fits: nothing else does.
+    policy = adaspec(n, model)
+    result = world(n, model, EASY).run(policy, 100, 1.001 * plain)
+    assert max(result.steps) == 0
+    assert policy.stats()["off_rounds"]["slo"] == 100
+
+
+def test_unusual_requests_get_their_own_lengths():
+    """Same confidences, different acceptance: only the offset can tell."""
+    model, n = "Qwen3-235B", 16
+
+    class Split(Acceptance):
+        def draw(self, rng, ease, k):
+            chance, confidence = super().draw(rng, np.zeros(n), k)
+            logit = np.log(chance / (1 - chance))
+            logit[:, : n // 2] += 1.5
+            logit[:, n // 2 :] -= 1.5
+            return 1 / (1 + np.exp(-logit)), confidence
+
+    policy = adaspec(n, model)
+    kept = np.zeros(n)
+    choose = policy.choose
+
+    def recorded():
+        lengths = choose()
+        kept[:] += lengths
+        return lengths
+
+    where = World(n, published(model), Split(level=0.5), seed=1)
+    where.left[:] = 1 << 30
+    where.run(policy, 100)
+    policy.choose = recorded
+    policy.add = lambda *args: None
+    where.run(policy, 200)
+    assert kept[: n // 2].mean() > 2 * kept[n // 2 :].mean()
+
+
+def test_a_swapped_draft_is_tried_at_once():
+    model, n = "gpt-oss-120b", 16
+    policy = adaspec(n, model)
+    where = world(n, model, HARD)
+    where.run(policy, 2000)
+    policy.draft_swapped()
+    where.acceptance.level = EASY.level
+    policy.add = lambda *args: None
+    steps = where.run(policy, 300).steps
+    assert np.count_nonzero(steps[-50:]) == 50
+
+
+def test_calibration_error_falls_and_calibration_pays():
+    model, n = "Qwen3-235B", 16
+    acceptance = Acceptance(level=0.0, slope=1.5, bias=1.5)
+    errors, speed = [], []
+    for calibrate in (True, False):
+        policy = adaspec(n, model, calibrate=calibrate)
+        speed.append(world(n, model, acceptance).run(policy, 400).throughput)
+        errors.append(policy.stats()["calibration_error"])
+    assert errors[0] < 0.05 < 0.15 < errors[1]
+    assert speed[0] > 1.02 * speed[1]
+
+
+def test_verification_pays_where_verified_tokens_cost():
+    model, n = "Qwen3-235B", 16
+    acceptance = Acceptance(level=0.0)
+    speed = [
+        world(n, model, acceptance)
+        .run(adaspec(n, model, verify=verify), 400)
+        .throughput
+        for verify in (True, False)
+    ]
+    assert speed[0] > 1.02 * speed[1]
+
+
+def test_unforeseen_prefill_is_no_evidence_against_the_time_model():
+    model, n = "gpt-oss-120b", 8
+    policy = adaspec(n, model, FixedTime(published(model)))
+    where = world(n, model, EASY)
+    clock = where.clock
+
+    def slow_when_new(batch, steps, verified):
+        seconds, sample = clock(batch, steps, verified)
+        return seconds * (3.0 if where.turn % 3 == 0 else 1.0), sample
+
+    where.clock = slow_when_new
+    observe = policy.observe
+
+    def prefilled(outcome):
+        if where.turn % 3 == 0:  # this step was long because a prompt was in it
+            policy._fresh[0] = True
+        observe(outcome)
+
+    policy.observe = prefilled
+    where.run(policy, 300)
+    assert policy.stats()["throughput_ratio"] == pytest.approx(1.0, abs=0.03)
+    assert not policy.stats()["off_rounds"]

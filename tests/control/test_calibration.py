@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+
+from tests.control.toys import sigmoid
+from vllm_tide.control.calibration import Calibration, RequestOffsets
+
+
+def teach(calibration, rng, rounds, truth, n=64, position=0, sampled=0):
+    """Labels drawn from `truth` (log-odds of acceptance, of confidence's log-odds)."""
+    errors = []
+    for _ in range(rounds):
+        z = rng.normal(1.0, 1.5, n)
+        kind = np.full(n, sampled)
+        seen, logit = calibration.logits(position + 1, sigmoid(z), kind)
+        accepted = (rng.random(n) < sigmoid(truth(z))).astype(float)
+        where = np.full(n, position)
+        calibration.learn(where, kind, seen, sigmoid(logit), accepted)
+        errors.append(calibration.error())
+    return errors
+
+
+def predicted(calibration, z, position=0, sampled=0):
+    kind = np.full(len(z), sampled)
+    return sigmoid(calibration.logits(position + 1, sigmoid(z), kind)[1])
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        lambda z: 0.6 * z - 1.0,
+        lambda z: 2.0 * np.tanh(2.0 * z - 2.0),  # no line
+        lambda z: z,
+    ],
+)
+def test_converges_to_the_true_map_and_error_falls(truth):
+    rng = np.random.default_rng(0)
+    calibration = Calibration(7, half_life_tokens=20000)
+    errors = teach(calibration, rng, 600, truth)
+    z = np.array([-1.5, -0.5, 0.25, 1.75, 2.5, 3.5])
+    found = predicted(calibration, z)
+    assert np.abs(found - sigmoid(truth(z))).max() < 0.06
+    assert errors[-1] < 0.03
+    if not np.allclose(truth(z), z):
+        assert errors[-1] < 0.3 * errors[0]
+
+
+def test_unverified_confidences_are_extrapolated():
+    rng = np.random.default_rng(1)
+    calibration = Calibration(7)
+    for _ in range(200):
+        z = rng.uniform(1.0, 4.0, 64)  # the verifier never sends the rest
+        kind = np.zeros(64, np.int64)
+        seen, logit = calibration.logits(1, sigmoid(z), kind)
+        accepted = (rng.random(64) < sigmoid(z + 1.5)).astype(float)
+        calibration.learn(kind, kind, seen, sigmoid(logit), accepted)
+    assert predicted(calibration, np.array([0.0]))[0] == pytest.approx(
+        sigmoid(np.array(1.5)), abs=0.1
+    )
+
+
+def test_positions_and_kinds_differ():
+    rng = np.random.default_rng(2)
+    calibration = Calibration(7, half_life_tokens=20000)
+    for _ in range(10):
+        teach(calibration, rng, 20, lambda z: z, position=0)
+        teach(calibration, rng, 20, lambda z: z - 2.0, position=3)
+        teach(calibration, rng, 20, lambda z: 0.5 * z - 1.0, sampled=1)
+    z = np.array([0.5, 1.5])
+    first, later = predicted(calibration, z), predicted(calibration, z, position=3)
+    drawn = predicted(calibration, z, sampled=1)
+    assert np.abs(first - sigmoid(z)).max() < 0.07
+    assert np.abs(later - sigmoid(z - 2.0)).max() < 0.07
+    assert np.abs(drawn - sigmoid(0.5 * z - 1.0)).max() < 0.07
+
+
+def test_follows_a_change_within_a_few_half_lives():
+    rng = np.random.default_rng(3)
+    calibration = Calibration(7, half_life_tokens=2000)
+    teach(calibration, rng, 200, lambda z: z + 1.0)
+    teach(calibration, rng, 150, lambda z: z - 1.0)
+    z = np.array([0.0, 1.0, 2.0])
+    assert np.abs(predicted(calibration, z) - sigmoid(z - 1.0)).max() < 0.08
+
+
+def test_a_swapped_draft_is_learnt_faster():
+    def after(keep):
+        rng = np.random.default_rng(4)
+        calibration = Calibration(7, half_life_tokens=4000)
+        teach(calibration, rng, 200, lambda z: z + 1.5)
+        calibration.forget(keep)
+        teach(calibration, rng, 20, lambda z: z - 1.0)
+        z = np.array([0.0, 1.0, 2.0])
+        return np.abs(predicted(calibration, z) - sigmoid(z - 1.0)).max()
+
+    assert after(0.2) < 0.7 * after(1.0)
+
+
+def test_disabled_is_the_confidence_but_still_measured():
+    rng = np.random.default_rng(5)
+    calibration = Calibration(7, enabled=False)
+    errors = teach(calibration, rng, 100, lambda z: z - 2.0)
+    z = np.array([-1.0, 0.0, 2.0])
+    np.testing.assert_allclose(predicted(calibration, z), sigmoid(z))
+    assert errors[-1] > 0.2
+
+
+def test_extreme_confidences_stay_finite():
+    calibration = Calibration(3)
+    edge = np.array([0.0, 1.0, 1e-30, 1.0 - 1e-12], np.float32)
+    for kind in (0, 1):
+        z, logit = calibration.logits(3, edge, np.full(4, kind))
+        assert np.isfinite(z).all() and np.isfinite(logit).all()
+
+
+def test_one_requests_unusual_acceptance_is_learnt():
+    rng = np.random.default_rng(6)
+    offsets = RequestOffsets(4)
+    slots = np.arange(4)
+    truth = np.array([0.0, 0.0, 2.0, -2.0])
+    for _ in range(150):
+        base = rng.normal(0.5, 1.0, 4)
+        chance = sigmoid(base + offsets.value)
+        hit = rng.random(4) < sigmoid(base + truth)
+        offsets.learn(slots, hit - chance, chance * (1 - chance))
+    assert np.abs(offsets.value - truth).max() < 0.9
+    assert offsets.value[2] > 1.0 and offsets.value[3] < -1.0
+    offsets.add(2)
+    assert offsets.value[2] == 0.0 and offsets.value[3] < -1.0
+    offsets.reset()
+    assert not offsets.value.any()

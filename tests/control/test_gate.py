@@ -1,0 +1,65 @@
+import pytest
+
+from vllm_tide.control.gate import Gate
+
+
+def gate(**knobs):
+    return Gate(**{"min_gain": 0.02, "hysteresis": 0.02, "probe_share": 0.01, **knobs})
+
+
+def test_hysteresis():
+    g = gate()
+    assert g.decide(1.03, 1.03, 0.0) == ""
+    assert g.decide(1.01, 1.01, 0.0) == "no_gain" and not g.on
+    assert g.decide(1.03, 1.03, 0.0) != "", "needs hysteresis more to come on again"
+    assert g.decide(1.05, 1.05, 0.0) == "" and g.on
+    assert g.decide(1.03, 1.03, 0.0) == ""
+
+
+def test_a_limit_is_named():
+    assert gate().decide(0.9, 1.5, 0.0) == "slo"
+
+
+def test_probes_cost_at_most_their_share_and_become_rarer():
+    g = gate()
+    g.decide(0.9, 0.9, 0.0)
+    cost, step, probes, now = 0.001, 0.01, [], 0.0
+    for _ in range(100_000):
+        now += step
+        if g.probe_due(cost, now):
+            probes.append(now)
+    assert len(probes) * cost <= 0.01 * now
+    first = sum(p < 10 for p in probes) / 10
+    last = sum(p > now - 100 for p in probes) / 100
+    assert first > 1.5 * last > 0
+
+
+def test_a_model_that_flatters_drafting_is_overridden_and_reviewed():
+    g = gate()
+    for _ in range(20):
+        g.drafting.add(20.0, 20.0)
+        g.drafting.add_time(1.0, 1.6)
+        g.plain.add_time(1.0, 1.0)
+    assert g.decide(1.4, 1.4, 0.0) == "override"
+    rounds = 0
+    while g.decide(1.4, 1.4, 0.0):
+        g.drafting.fade()
+        rounds += 1
+    assert 100 < rounds < 2000
+
+
+def test_luck_is_not_evidence():
+    g = gate()
+    g.drafting.add(100.0, 96.0)
+    assert g.drafting.ratio() == pytest.approx(1.0)
+    for _ in range(100):
+        g.drafting.add(100.0, 70.0)
+    assert g.drafting.ratio() == pytest.approx(0.7, abs=0.05)
+
+
+def test_one_strange_round_is_clipped():
+    g = gate()
+    for _ in range(20):
+        g.plain.add_time(1.0, 1.0)
+    g.plain.add_time(1.0, 1000.0)
+    assert g.plain.ratio() > 0.8

@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from tests.control.toys import sigmoid
+from vllm_tide.control.history import CHANCE, GRID, History
+
+
+def feed(history, rng, slots, level, rounds, steps=4, fall=0.0):
+    for _ in range(rounds):
+        depth = np.arange(steps)[:, None]
+        logit = level + 1.2 * rng.standard_normal((steps, len(slots))) - fall * depth
+        drafted = np.ones(logit.shape, bool)
+        history.learn(slots, logit, sigmoid(logit), drafted)
+    history.refresh()
+
+
+def mean_chance(rng, level):
+    return sigmoid(level + 1.2 * rng.standard_normal(100_000)).mean()
+
+
+def test_expected_follows_what_was_drafted():
+    rng = np.random.default_rng(0)
+    history = History(7, 32)
+    for level in (1.5, -0.5):
+        feed(history, rng, np.arange(32), level, 60)
+        expected = history.expected()[:4]
+        np.testing.assert_allclose(expected, mean_chance(rng, level), atol=0.06)
+
+
+def test_a_change_is_predicted_at_once_where_it_was_seen_before():
+    rng = np.random.default_rng(1)
+    history = History(7, 32)
+    slots = np.arange(32)
+    feed(history, rng, slots, 2.0, 60)
+    feed(history, rng, slots, -1.0, 60)
+    feed(history, rng, slots, 2.0, 8)
+    assert history.expected()[0] == pytest.approx(mean_chance(rng, 2.0), abs=0.05)
+
+
+def test_requests_differ_and_new_ones_are_like_the_batch():
+    rng = np.random.default_rng(2)
+    history = History(7, 16)
+    slots = np.arange(16)
+    level = np.where(slots < 8, 2.5, -1.0)
+    feed(history, rng, slots, level, 60)
+
+    def predicted(slot):
+        both, share = history.classes(np.array([slot]))
+        first = history.survival[both, 0] @ CHANCE
+        return float(first @ share)
+
+    assert predicted(0) > 0.8 and predicted(15) < 0.45
+    history.add(0)
+    assert 0.45 < predicted(0) < 0.8
+    for _ in range(1000):
+        history.idle()
+    assert predicted(15) == pytest.approx(predicted(0), abs=0.02)
+
+
+def test_predicted_products_are_products():
+    rng = np.random.default_rng(3)
+    history = History(5, 64)
+    feed(history, rng, np.arange(64), 1.0, 80, steps=5)
+    survival = history.survival @ CHANCE
+    row = survival[2]
+    single = row[0]
+    np.testing.assert_allclose(row, single ** np.arange(1, 6), rtol=0.12)
+    # The spectra's distributions are the same ones, from any position on.
+    gained = np.fft.irfft(history.spectra[0][2], 2 * GRID)[:, :GRID] @ CHANCE
+    np.testing.assert_allclose(gained, row, rtol=1e-9)
+
+
+def test_a_swap_forgets_requests_but_not_the_workload():
+    rng = np.random.default_rng(4)
+    history = History(7, 8)
+    feed(history, rng, np.arange(8), np.linspace(-2, 3, 8), 60)
+    mean = history.mean
+    spread = np.ptp(history._level)
+    history.forget(0.2)
+    assert history.mean == mean
+    assert np.ptp(history._level) == pytest.approx(0.2 * spread)

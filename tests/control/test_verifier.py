@@ -1,0 +1,89 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from vllm_tide.control.verifier import ABSENT, Choice, select
+
+
+def brute_force(survival, tokens, seconds, limit, bar):
+    """Best value over every prefix set."""
+    steps, n = survival.shape
+    rooms = [(survival[:, i] >= 0).sum() for i in range(n)]
+    best = -np.inf
+    for lengths in itertools.product(*(range(room + 1) for room in rooms)):
+        m = sum(lengths)
+        expect = tokens + sum(
+            float(survival[:length, i].sum()) for i, length in enumerate(lengths)
+        )
+        if m and seconds[m] > limit:
+            continue
+        value = expect / seconds[m] if bar is None else expect - bar * seconds[m]
+        best = max(best, value)
+    return best
+
+
+def value_of(choice: Choice, survival, tokens, seconds, bar):
+    expect = tokens + sum(
+        float(survival[:length, i].sum()) for i, length in enumerate(choice.lengths)
+    )
+    cost = seconds[choice.lengths.sum()]
+    assert choice.total == choice.lengths.sum()
+    assert choice.tokens == pytest.approx(expect, rel=1e-6)
+    assert choice.seconds == cost
+    return expect / cost if bar is None else expect - bar * cost
+
+
+def instance(rng, stairs, ties):
+    n, steps = rng.integers(1, 5), rng.integers(1, 4)
+    chance = (
+        rng.choice([0.25, 0.5, 1.0], (steps, n)) if ties else rng.random((steps, n))
+    )
+    survival = np.cumprod(chance, axis=0).astype(np.float32)
+    room = rng.integers(0, steps + 1, n)
+    survival[np.arange(steps)[:, None] >= room] = ABSENT
+    size = steps * n + 1
+    rise = rng.random(size) * 0.4
+    if stairs:
+        rise *= rng.random(size) < 0.3
+    return survival, 1.0 + np.cumsum(rise)
+
+
+@pytest.mark.parametrize("stairs", [False, True])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("barred", [False, True])
+def test_equals_brute_force(stairs, ties, limited, barred):
+    rng = np.random.default_rng(8 * stairs + 4 * ties + 2 * limited + barred)
+    for _ in range(150):
+        survival, seconds = instance(rng, stairs, ties)
+        n = survival.shape[1]
+        limit = rng.choice(seconds) if limited else np.inf
+        bar = n / seconds[0] * rng.uniform(0.5, 3.0) if barred else None
+        choice = select(survival, n, seconds, limit, bar)
+        assert (choice.lengths <= (survival >= 0).sum(axis=0)).all()
+        assert choice.total == 0 or choice.seconds <= limit
+        found = value_of(choice, survival, n, seconds, bar)
+        best = brute_force(survival, n, seconds, limit, bar)
+        assert found == pytest.approx(best, rel=1e-6)
+
+
+def test_walks_past_a_stair():
+    # The first stair does not pay for one token; it does for the three behind it.
+    survival = np.array([[0.4, 0.4, 0.4]], np.float32)
+    seconds = np.array([1.0, 1.3, 1.3, 1.3])
+    assert select(survival, 3, seconds).total == 3
+
+
+def test_ties_keep_prefixes_and_the_exact_number():
+    survival = np.full((3, 4), 0.5, np.float32)
+    seconds = np.concatenate([np.ones(8), np.full(5, 100.0)])
+    choice = select(survival, 4, seconds)
+    assert choice.total == choice.lengths.sum() == 7
+    assert (choice.lengths <= 3).all()
+
+
+def test_nothing_to_choose_from():
+    survival = np.full((2, 3), ABSENT, np.float32)
+    choice = select(survival, 3, np.ones(7), limit=0.5)
+    assert choice.total == 0 and choice.lengths.tolist() == [0, 0, 0]

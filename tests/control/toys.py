@@ -1,0 +1,265 @@
+"""A small closed world: constant batch, drawn acceptance, any time model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.time_model import TimeModel
+
+PUBLISHED = {  # TIDE paper, Table 5: tokens, milliseconds, D0
+    "gpt-oss-120b": (
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        (3.416, 3.844, 4.341, 5.236, 6.123, 7.637, 9.345, 11.79, 15.50, 21.50),
+        0.393,
+    ),
+    "Qwen3-235B": (
+        (1, 2, 4, 8, 16, 32, 64, 128),
+        (9.057, 10.07, 11.86, 14.68, 17.84, 23.47, 26.68, 31.46),
+        0.137,
+    ),
+    "Llama-4-Scout": (
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        (6.461, 7.953, 8.932, 11.01, 13.61, 16.82, 19.58, 23.82, 27.89, 40.86),
+        0.330,
+    ),
+    "Llama-3.3-70B": (
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76),
+        0.843,
+    ),
+}
+
+
+def published(name: str, host: float = 0.0) -> TimeModel:
+    knots, milliseconds, d0 = PUBLISHED[name]
+    return TimeModel.from_table(
+        knots, tuple(1e-3 * t for t in milliseconds), 1e-3 * d0, host
+    )
+
+
+class FixedTime:
+    """A time model that does not learn."""
+
+    def __init__(self, model: TimeModel) -> None:
+        self.model = model
+        self.error = float("nan")
+
+    def observe(self, sample: RoundSample) -> None:
+        pass
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+@dataclass
+class Acceptance:
+    """How acceptance and confidence arise: log-odds, all normal.
+
+    Confidence log-odds = bias + slope * true log-odds + noise.
+    """
+
+    level: float = 1.0
+    between: float = 0.7
+    within: float = 1.2
+    memory: float = 0.4
+    fall: float = 0.1
+    slope: float = 1.5
+    bias: float = 0.5
+    noise: float = 0.5
+
+    def draw(
+        self, rng: np.random.Generator, ease: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """True conditional acceptance and confidence, both [k, n]."""
+        n = len(ease)
+        noise = rng.standard_normal((k, n))
+        for j in range(1, k):
+            fresh = np.sqrt(1 - self.memory**2) * noise[j]
+            noise[j] = self.memory * noise[j - 1] + fresh
+        depth = np.arange(k)[:, None]
+        logit = self.level + ease + self.within * noise - self.fall * depth
+        seen = self.bias + self.slope * logit
+        seen = seen + self.noise * rng.standard_normal((k, n))
+        return sigmoid(logit), sigmoid(seen)
+
+
+@dataclass
+class Result:
+    tokens: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
+    steps: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def throughput(self) -> float:
+        """Without the luck of the coins: what was chosen, at its true chances."""
+        return self.expected / self.seconds
+
+
+def expected(chance: np.ndarray, lengths: np.ndarray) -> float:
+    sent = np.arange(len(chance))[:, None] < lengths
+    return float((np.cumprod(chance, axis=0) * sent).sum()) + len(lengths)
+
+
+class World:
+    """n requests of `length` tokens each, replaced when done."""
+
+    def __init__(
+        self,
+        n: int,
+        time: TimeModel,
+        acceptance: Acceptance,
+        k: int = 7,
+        seed: int = 0,
+        length: int = 200,
+        mean_context: int = 500,
+        rounds_each: int = 0,
+    ) -> None:
+        self.n, self.k, self.time, self.acceptance = n, k, time, acceptance
+        self.rng = np.random.default_rng(seed)
+        self.length = length
+        self.mean_context = mean_context
+        self.now = 0.0
+        self.rounds_each = rounds_each
+        self.turn = 0
+        self.left = self.rng.integers(1, length + 1, n)
+        if rounds_each:
+            self.left[:] = 1 << 30
+        self.ease = self._eases(n)
+
+    def _eases(self, n: int) -> np.ndarray:
+        return self.acceptance.between * self.rng.standard_normal(n)
+
+    def batch(self, limit: float = np.inf) -> Batch:
+        n = self.n
+        return Batch(
+            slots=np.arange(n),
+            context=np.full(n, self.mean_context),
+            room=np.minimum(self.k, self.left - 1),
+            sampled=np.zeros(n, bool),
+            limit=np.full(n, limit),
+            first_rows=n,
+        )
+
+    def finish(self, emitted: np.ndarray, policy: object | None = None) -> None:
+        if self.rounds_each:  # Same requests in the same rounds for every policy.
+            self.turn += 1
+            due = self.turn + np.arange(self.n) * self.rounds_each // self.n
+            done = np.flatnonzero(due % self.rounds_each == 0)
+        else:
+            self.left -= emitted
+            done = np.flatnonzero(self.left <= 0)
+        for slot in done:
+            if policy is not None:
+                policy.drop(slot)
+                policy.add(slot, False, self.now)
+        self.left[done] = self.length
+        self.ease[done] = self._eases(len(done))
+
+    def run(self, policy: object, rounds: int, limit: float = np.inf) -> Result:
+        """Drive a policy; its own time model may be wrong, `self.time` is true."""
+        result = Result()
+        for slot in range(self.n):
+            policy.add(slot, False, self.now)
+        for _ in range(rounds):
+            batch = self.batch(limit)
+            chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
+            luck = self.rng.random((self.k, self.n))
+            plan = policy.plan(batch, self.now)
+            step = 0
+            while step < plan.steps:
+                step += 1
+                if not policy.go_on(step, confidence[step - 1]):
+                    break
+            lengths = policy.choose() if step else np.zeros(self.n, np.int64)
+            assert (lengths <= np.minimum(batch.room, step)).all()
+            assert (lengths >= 0).all()
+            passed = np.cumprod(luck < chance, axis=0)
+            passed = passed * (np.arange(self.k)[:, None] < lengths)
+            accepted = passed.sum(axis=0)
+            seconds, sample = self.clock(batch, step, int(lengths.sum()))
+            probe = None
+            if plan.probe and not plan.steps:
+                few = np.arange(min(self.n, 4))
+                hit = luck[0, few] < chance[0, few]
+                probe = (few, confidence[0, few], hit)
+                seconds += float(self.time.draft_curve(len(few), 0, len(few), 1)[1])
+            self.now += seconds
+            emitted = accepted + 1
+            policy.observe(
+                Outcome(
+                    batch.slots, lengths, accepted, emitted, self.now, sample, probe
+                )
+            )
+            self.finish(emitted, policy)
+            result.tokens += int(emitted.sum())
+            result.expected += expected(chance, lengths)
+            result.seconds += seconds
+            result.steps.append(step)
+            result.verified.append(int(lengths.sum()))
+            result.times.append(seconds)
+            result.emitted.append(int(emitted.sum()))
+        return result
+
+    def clock(
+        self, batch: Batch, steps: int, verified: int
+    ) -> tuple[float, RoundSample]:
+        context, n = int(batch.context.sum()), self.n
+        draft = self.time.draft_curve(n, context, batch.first_rows, max(steps, 1))
+        target = float(self.time.target_curve(n, context, verified)[-1])
+        host = self.time.overhead(n)
+        first = float(draft[1]) if steps else np.nan
+        further = float(draft[steps] - draft[1]) if steps > 1 else np.nan
+        sample = RoundSample(
+            n, context, verified, 0, steps, n, target, first, further, host
+        )
+        return target + host + (float(draft[steps]) if steps else 0.0), sample
+
+    def clairvoyant(self, rounds: int, bar: float | None = None) -> Result:
+        """Knows the true acceptance of every token it could draft, not the luck."""
+        result = Result()
+        costs: dict[int, np.ndarray] = {}
+        for _ in range(rounds):
+            batch = self.batch()
+            chance, _ = self.acceptance.draw(self.rng, self.ease, self.k)
+            luck = self.rng.random((self.k, self.n))
+            context, n = int(batch.context.sum()), self.n
+            if not costs:
+                costs[0] = self.time.target_curve(n, context, n * self.k)
+                costs[1] = self.time.draft_curve(n, context, n, self.k)
+            survival = np.cumprod(chance, axis=0)
+            survival[np.arange(self.k)[:, None] >= batch.room] = -1.0
+            best, pick = -np.inf, (0, np.zeros(n, np.int64))
+            for step in range(self.k + 1):
+                order = -np.sort(-survival[:step], axis=None)
+                order = order[order > 0]
+                expect = n + np.concatenate([[0.0], np.cumsum(order)])
+                spent = costs[0][: len(expect)] + costs[1][step]
+                spent = spent + self.time.overhead(n)
+                value = expect / spent if bar is None else expect - bar * spent
+                m = int(value.argmax())
+                if value[m] > best:
+                    best = float(value[m])
+                    least = order[m - 1] if m else np.inf
+                    pick = (step, (survival[:step] >= least).sum(axis=0))
+            step, lengths = pick
+            passed = np.cumprod(luck < chance, axis=0)
+            passed = passed * (np.arange(self.k)[:, None] < lengths)
+            emitted = passed.sum(axis=0) + 1
+            seconds, _sample = self.clock(batch, step, int(lengths.sum()))
+            self.now += seconds
+            self.finish(emitted)
+            result.tokens += int(emitted.sum())
+            result.expected += expected(chance, lengths)
+            result.seconds += seconds
+            result.steps.append(step)
+            result.verified.append(int(lengths.sum()))
+        return result

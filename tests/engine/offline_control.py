@@ -1,0 +1,154 @@
+"""Runs real vLLM offline under a scripted policy; records every drafted token.
+
+Argument: JSON case with `script`: one entry per engine step, cycled: how many draft
+steps, and which share of the drafts is verified. Prints `REPORT {...}`.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class Scripted:
+    """A policy that does what the case says, whatever it observes."""
+
+    def __init__(self, script: list[list[int]], seed: int) -> None:
+        """Keep the script: [steps, most verified, probe] per engine step."""
+        import numpy as np
+
+        self.script = script
+        self.random = np.random.default_rng(seed)
+        self.round = -1
+        self.size = 0
+        self.limit = [0, 0, 0]
+        self.drafted = 0
+        self.confidences: list[list[float]] = []
+        self.probes: list[list[float]] = []
+        self.outcomes = {"verified": 0, "accepted": 0, "emitted": 0}
+
+    def plan(self, batch, now):
+        """The script's next line."""
+        from vllm_tide.control.batch import Plan
+
+        self.round += 1
+        self.size = len(batch.slots)
+        self.limit = self.script[self.round % len(self.script)]
+        self.drafted = 0
+        return Plan(self.limit[0], "script", bool(self.limit[2]))
+
+    def go_on(self, step, confidence):
+        """Until the script's number of steps."""
+        assert len(confidence) == self.size
+        self.drafted = step
+        self.confidences.append([float(value) for value in confidence])
+        return step < self.limit[0]
+
+    def choose(self):
+        """A random prefix of each request's drafts, or all of them."""
+        import numpy as np
+
+        most = min(self.limit[1], self.drafted)
+        if self.limit[1] < 0:
+            return self.random.integers(0, self.drafted + 1, self.size)
+        return np.full(self.size, most)
+
+    def observe(self, outcome):
+        """Add up what the adapter reports."""
+        self.outcomes["verified"] += int(outcome.verified.sum())
+        self.outcomes["accepted"] += int(outcome.accepted.sum())
+        self.outcomes["emitted"] += int(outcome.emitted.sum())
+        if outcome.probe is not None:
+            slots, confidence, hit = outcome.probe
+            self.probes += [
+                [int(s), float(c), int(h)]
+                for s, c, h in zip(slots, confidence, hit, strict=True)
+            ]
+
+    def add(self, slot, sampled, now):
+        """Nothing to keep."""
+
+    def drop(self, slot):
+        """Nothing to forget."""
+
+    def draft_swapped(self):
+        """Nothing was learnt."""
+
+    def stats(self):
+        """What the adapter needs for its report."""
+        return {"rounds": self.round, "draft_steps": 0, "length_hist": []}
+
+
+def main() -> None:
+    """Run the case."""
+    case = json.loads(sys.argv[1])
+    from vllm import LLM, SamplingParams
+
+    import vllm_tide.engine.policy_start as policy_start
+
+    policies = []
+
+    def start(worker, control, config):
+        control.policy = Scripted(case["script"], case.get("seed", 0))
+        policies.append((control, control.policy))
+
+    policy_start.start_policy = start
+    speculative = case["speculative_config"]
+    llm = LLM(
+        case["target"],
+        speculative_config=speculative,
+        enforce_eager=case.get("eager", True),
+        dtype="float32",
+        max_model_len=256,
+        disable_log_stats=False,
+        **case.get("engine", {}),
+    )
+    drafts: list[dict[str, list[int]]] = []
+    if policies:
+        control = policies[0][0]
+        inner = control.choose
+
+        def choose(req_ids, tokens):
+            if control._planned == req_ids:
+                # vLLM appends a random suffix to the request's number.
+                names = [req_id.split("-")[0] for req_id in req_ids]
+                drafts.append(dict(zip(names, tokens, strict=True)))
+            else:
+                drafts.append({})
+            return inner(req_ids, tokens)
+
+        control.choose = choose
+    params = [
+        SamplingParams(
+            **{"temperature": 0, "ignore_eos": True, **case.get("params", {})},
+            extra_args=extra,
+        )
+        for extra in case.get("extra", [None] * len(case["prompts"]))
+    ]
+    prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
+    if policies:
+        control, policy = policies[0]
+        report |= {
+            "drafts": drafts,
+            "probes": policy.probes,
+            "confidences": policy.confidences,
+            "outcomes": policy.outcomes,
+            "holes": control._backlog.holes,
+            "lost": control.policy is None,
+            "faults": dict(control.faults),
+            "malformed_slo": control._malformed_slo,
+        }
+    print("REPORT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

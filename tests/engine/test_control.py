@@ -1,0 +1,147 @@
+"""Whatever the lengths are, outputs are the target's own and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import toys
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = Path(__file__).with_name("offline_control.py")
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
+PROMPTS = [
+    list(b"hello world"),
+    list(b"def main(argv):\n    return 0 " * 4),
+    list(b"abc abc abc"),
+    list(b"the quick brown fox jumps over the lazy dog " * 3),
+    [7],
+]
+# Chunked prefill beside decoding: prompts of more than 32 tokens take several steps.
+ENGINE = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target = toys.make_target(folder / "target")
+    return target, toys.make_draft(folder / "draft", target)
+
+
+def run(models: tuple[Path, Path], run_dir: Path, **case: Any) -> dict[str, Any]:
+    speculative = None
+    if "script" in case:
+        control = {"policy": "adaspec", **case.pop("control", {})}
+        speculative = {
+            "method": "eagle3",
+            "model": str(models[1]),
+            "num_speculative_tokens": case.pop("most", 3),
+            "tide": {
+                "run_dir": str(run_dir),
+                "capture": {"enabled": False},
+                "swap": {"enabled": False},
+                "control": control,
+            },
+        }
+    work = {
+        "target": str(models[0]),
+        "speculative_config": speculative,
+        "prompts": PROMPTS,
+        "params": {"max_tokens": 24},
+        "engine": ENGINE,
+        **case,
+    }
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), json.dumps(work)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("REPORT "):
+            return json.loads(line.removeprefix("REPORT "))
+    raise AssertionError(done.stderr[-4000:])
+
+
+def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(toy, tmp_path):
+    """Off for steps (prefill too), probed, then on: the same drafts each time."""
+    always = run(toy, tmp_path, script=[[3, 0, 0]])
+    paused = run(toy, tmp_path, script=[[0, 0, 0], [0, 0, 0], [0, 0, 1], [3, 0, 0]])
+    assert paused["tokens"] == always["tokens"]
+    assert len(paused["drafts"]) == len(always["drafts"])
+    drafted = [step for step in paused["drafts"] if step]
+    assert len(drafted) >= 6
+    for fresh, late in zip(always["drafts"], paused["drafts"], strict=True):
+        assert late in ({}, fresh)
+    assert paused["holes"] == 0 and not paused["lost"]
+
+
+def test_a_probe_sees_what_drafting_would_have_seen(toy, tmp_path):
+    # Prefilled whole: at the end of a chunk upstream feeds the draft the prompt's last
+    # token instead of the next one, and catching up does not repeat that.
+    engine = ENGINE | {"max_num_batched_tokens": 256}
+    always = run(toy, tmp_path, script=[[1, 0, 0]], engine=engine)
+    probed = run(toy, tmp_path, script=[[0, 0, 0], [0, 0, 1]])
+    assert probed["tokens"] == always["tokens"]
+    assert len(probed["probes"]) >= 6
+    seen = {round(value, 4) for step in always["confidences"] for value in step}
+    for _, confidence, _ in probed["probes"]:
+        assert any(abs(confidence - value) < 2e-4 for value in seen)
+
+
+def test_without_memory_for_it_a_pause_leaves_holes_and_right_outputs(toy, tmp_path):
+    plain = run(toy, tmp_path)
+    holes = run(
+        toy,
+        tmp_path,
+        script=[[0, 0, 0], [0, 0, 1], [3, 3, 0]],
+        control={"catchup_mib": 0},
+    )
+    assert holes["tokens"] == plain["tokens"]
+    assert holes["holes"] > 0 and not holes["lost"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_any_lengths_give_the_targets_own_greedy_tokens(tmp_path, eager):
+    """A trained draft, so that tokens are accepted; random steps, prefixes, pauses."""
+    demo = (DEMO / "target", DEMO / "draft")
+    engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32}
+    shared = {
+        "params": {"max_tokens": 48},
+        "engine": engine,
+        "eager": eager,
+    }
+    plain = run(demo, tmp_path, **shared)
+    script = [[5, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [5, 5, 0], [2, -1, 0]]
+    steered = run(demo, tmp_path, script=script, most=5, **shared)
+    assert steered["tokens"] == plain["tokens"]
+    assert steered["outcomes"]["accepted"] > 10
+    assert steered["faults"] == {} and not steered["lost"]
+
+
+def test_preempted_requests_keep_their_outputs(toy, tmp_path):
+    engine = ENGINE | {"num_gpu_blocks_override": 12, "enable_prefix_caching": False}
+    shared = {"engine": engine, "params": {"max_tokens": 60}}
+    plain = run(toy, tmp_path, **shared)
+    steered = run(
+        toy, tmp_path, script=[[3, -1, 0], [0, 0, 0], [0, 0, 1], [2, 2, 0]], **shared
+    )
+    assert steered["tokens"] == plain["tokens"] and not steered["lost"]
+
+
+def test_all_tensor_parallel_ranks_follow_the_leader(toy, tmp_path):
+    engine = ENGINE | {"tensor_parallel_size": 2}
+    plain = run(toy, tmp_path)
+    steered = run(
+        toy,
+        tmp_path,
+        script=[[3, -1, 0], [0, 0, 0], [0, 0, 1], [2, 2, 0]],
+        engine=engine,
+    )
+    assert steered["tokens"] == plain["tokens"]

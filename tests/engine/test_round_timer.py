@@ -1,0 +1,85 @@
+"""The clock's parts of a step, and the slots of requests."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_tide.engine.requests import RequestTable
+from vllm_tide.engine.round_timer import RoundTimer
+
+
+class Clock:
+    """Says what it is told."""
+
+    def __init__(self) -> None:
+        """At zero."""
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+def test_a_step_is_split_into_target_draft_and_host():
+    clock = Clock()
+    timer = RoundTimer(clock)
+    timer.begin(continues=False)
+    clock.now = 1.0
+    timer.planned(requests=3, context=300, verified=4, prefill=2)
+    for now in (1.2, 1.25, 1.3):
+        clock.now = now
+        timer.drafted()
+    clock.now = 1.4
+    first = timer.end()
+    assert first is not None and first.first_rows == 9 and first.steps == 3
+    assert (first.requests, first.context, first.verified, first.prefill) == (
+        3,
+        300,
+        4,
+        2,
+    )
+    assert first.target_s == pytest.approx(1.0)
+    assert first.draft_first_s == pytest.approx(0.2)
+    assert first.draft_next_s == pytest.approx(0.1)
+    assert math.isnan(first.host_s)  # the engine may have idled before
+    clock.now = 1.5
+    timer.begin(continues=True)
+    clock.now = 2.0
+    timer.planned(3, 309, 0, 0)
+    clock.now = 2.1
+    second = timer.end()
+    assert second is not None and second.steps == 0 and second.first_rows == 0
+    assert math.isnan(second.draft_first_s) and math.isnan(second.draft_next_s)
+    assert second.host_s == pytest.approx(0.2)
+
+
+def test_catching_up_is_not_charged_to_the_first_draft_pass():
+    clock = Clock()
+    timer = RoundTimer(clock)
+    timer.begin(continues=True)
+    timer.planned(1, 10, 0, 0)
+    clock.now = 5.0
+    timer.restart_draft()
+    clock.now = 5.5
+    timer.drafted()
+    sample = timer.end()
+    assert sample is not None and sample.draft_first_s == pytest.approx(0.5)
+
+
+def test_a_step_without_rows_is_no_round():
+    timer = RoundTimer(Clock())
+    timer.begin(continues=True)
+    assert timer.end() is None
+
+
+def test_slots_are_reused_and_a_waiting_request_gives_its_up():
+    table = RequestTable(2)
+    assert table.begin("a", {"a"}) == (0, None)
+    assert table.begin("b", {"a", "b"}) == (1, None)
+    assert table.slots(["b", "a"]).tolist() == [1, 0]
+    # "a" was preempted and waits while "c" runs.
+    assert table.begin("c", {"b", "c"}) == (0, 0)
+    assert table.end("a") is None and table.end("b") == 1
+    assert table.begin("d", {"c", "d"}) == (1, None)

@@ -1,0 +1,95 @@
+import gzip
+
+import numpy as np
+import pytest
+
+from vllm_tide.sim.arrivals import PATTERNS, SimError, load, load_folder, synthetic
+
+HEAD = "arrival_s,input_tokens,output_tokens\n"
+
+
+def test_reads_csv_and_gzip_in_order_of_arrival(tmp_path):
+    text = HEAD + "2.5,10,3\n0.5,20,4\n"
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.csv", "b.csv.gz"):
+        trace = load(tmp_path / name)
+        assert trace.name == name[0]
+        assert trace.arrival.tolist() == [0.5, 2.5]
+        assert trace.prompt.tolist() == [20, 10]
+        assert trace.output.tolist() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "time,in,out\n1,2,3\n",
+        HEAD + "1,2\n",
+        HEAD + "1,2,x\n",
+        HEAD + "nan,2,3\n",
+        HEAD,
+        "",
+    ],
+)
+def test_what_is_no_trace_is_named(tmp_path, content):
+    path = tmp_path / "bad.csv"
+    path.write_text(content)
+    with pytest.raises(SimError, match=r"bad\.csv"):
+        load(path)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(SimError, match="cannot read trace"):
+        load(tmp_path / "gone.csv")
+    (tmp_path / "broken.csv.gz").write_bytes(b"not gzip")
+    with pytest.raises(SimError, match=r"broken\.csv\.gz"):
+        load(tmp_path / "broken.csv.gz")
+    whole = gzip.compress((HEAD + "1,2,3\n" * 50).encode())
+    (tmp_path / "cut.csv.gz").write_bytes(whole[:-12])
+    with pytest.raises(SimError, match=r"cut\.csv\.gz"):
+        load(tmp_path / "cut.csv.gz")
+    with pytest.raises(SimError, match="trace1"):
+        load_folder(tmp_path)
+
+
+def test_folder_gives_the_first_file_of_each_number(tmp_path):
+    for name in ("trace3_x", "trace1b", "trace1_a", "trace2_y"):
+        (tmp_path / f"{name}.csv").write_text(HEAD + "0,1,1\n")
+    names = [trace.name for trace in load_folder(tmp_path)]
+    assert names == ["trace1_a", "trace2_y", "trace3_x"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_synthetic_traces_keep_rate_and_seed(pattern):
+    trace = synthetic(pattern, 600.0, 5.0, seed=3)
+    again = synthetic(pattern, 600.0, 5.0, seed=3)
+    other = synthetic(pattern, 600.0, 5.0, seed=4)
+    assert abs(len(trace) / 3000 - 1) < 0.1
+    assert np.array_equal(trace.arrival, again.arrival)
+    assert not np.array_equal(trace.output, other.output[: len(trace)])
+    assert (np.diff(trace.arrival) >= 0).all()
+    assert trace.arrival[0] >= 0 and trace.arrival[-1] < 600
+    assert trace.prompt.min() >= 1 and trace.output.min() >= 1
+
+
+def test_synthetic_patterns_have_their_shapes():
+    drop = synthetic("rate_drop", 600.0, 5.0, seed=0).arrival
+    assert (drop > 420).mean() < 0.1
+    periodic = synthetic("periodic", 600.0, 5.0, seed=0).arrival
+    assert (periodic % 3).max() < 0.06
+    noisy = synthetic("fluctuating", 600.0, 5.0, seed=0).arrival
+    minutes = np.histogram(noisy, 10, (0, 600))[0]
+    seconds = np.histogram(noisy, 600, (0, 600))[0]
+    assert minutes.std() / minutes.mean() < 0.2
+    assert seconds.var() / seconds.mean() > 1.5
+    with pytest.raises(SimError, match="no pattern"):
+        synthetic("square", 1.0, 1.0, 0)
+
+
+def test_window_thin_and_clip():
+    trace = synthetic("fluctuating", 100.0, 20.0, seed=0)
+    assert trace.window(10.0).arrival.max() < 10
+    thin = trace.thinned(0.25, seed=1)
+    assert 0.15 < len(thin) / len(trace) < 0.35
+    assert np.isin(thin.arrival, trace.arrival).all()
+    assert trace.clipped(100).prompt.max() == 100

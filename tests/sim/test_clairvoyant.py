@@ -1,0 +1,130 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.sim import toys
+from vllm_tide.control.batch import Batch
+from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.sim.audit import CAUSES, Audit
+from vllm_tide.sim.clairvoyant import ClairvoyantPolicy, candidates, judge
+from vllm_tide.sim.dynamic import DynamicPolicy, tune
+from vllm_tide.sim.engine import simulate
+from vllm_tide.sim.state import Server
+from vllm_tide.sim.truth import Truth
+
+STAIRS = TimeModel(
+    ForwardModel((1, 64), (0.005, 0.012), 0.0, sizes=(2, 4, 8, 12, 16)),
+    toys.DRAFT,
+    toys.DRAFT,
+    host=0.0005,
+)
+
+
+def batch(n, room):
+    return Batch(
+        slots=np.arange(n),
+        context=np.full(n, 10),
+        room=np.array(room),
+        sampled=np.zeros(n, bool),
+        limit=np.full(n, np.inf),
+        first_rows=n,
+    )
+
+
+def brute(survival, model, shown):
+    n, top = survival.shape
+    best = (0.0, 0, ())
+    for steps in range(top + 1):
+        for lengths in itertools.product(range(steps + 1), repeat=n):
+            if any(
+                length > room for length, room in zip(lengths, shown.room, strict=True)
+            ):
+                continue
+            expected = n + sum(survival[i, :k].sum() for i, k in enumerate(lengths))
+            seconds = model.round_seconds(
+                requests=n,
+                context=int(shown.context.sum()),
+                verified=sum(lengths),
+                prefill=0,
+                steps=steps,
+                first_rows=n,
+            )
+            best = max(best, (expected / seconds, steps, lengths))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", [toys.MODEL, STAIRS])
+def test_nothing_beats_it(seed, model):
+    rng = np.random.default_rng(seed)
+    n, top = 3, 3
+    survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
+    shown = batch(n, rng.integers(0, top + 1, n))
+    survival[np.arange(top) >= shown.room[:, None]] = 0.0
+    found = judge(survival, n, model, shown)
+    rate, steps, lengths = brute(survival, model, shown)
+    assert found.rate.max() == pytest.approx(rate, rel=1e-6)
+    taken = found.lengths(int(found.rate.argmax()), n)
+    assert int(found.rate.argmax()) == steps
+    assert taken.tolist() == list(lengths)
+
+
+def test_equal_probabilities_still_give_prefixes():
+    survival = np.full((4, 3), 0.5, np.float32)
+    target = 1.0 + 0.001 * np.arange(13)
+    found = candidates(survival, 4, target, np.zeros(4))
+    for steps in range(4):
+        lengths = found.lengths(steps, 4)
+        assert lengths.sum() == found.verified[steps]
+        assert lengths.max() <= steps
+
+
+def test_policy_drafts_as_planned_and_pays_no_catchup():
+    trace = toys.trace((0.0, 5, 12))
+    process = toys.process(trace, runs=3, top=3, survival=0.95)
+    policy = ClairvoyantPolicy(toys.MODEL)
+    result = simulate(trace, process, Truth(toys.MODEL), Server(), policy)
+    assert result.output_tokens == 12
+    assert result.accepted == result.verified > 0
+    hopeless = toys.process(trace, runs=0, top=3, survival=0.01)
+    policy = ClairvoyantPolicy(toys.MODEL)
+    result = simulate(trace, hopeless, Truth(toys.MODEL), Server(), policy)
+    assert result.drafted == 0
+
+
+def test_audit_names_the_cause():
+    survival = np.tile(np.float32([0.9, 0.8, 0.7]), (2, 1))
+    shown = batch(2, [3, 3])
+    for steps, lengths, cause in (
+        (0, [0, 0], "off"),
+        (1, [1, 1], "length"),
+        (3, [0, 0], "selection"),
+    ):
+        audit = Audit(toys.MODEL, every=1)
+        assert audit.due()
+        audit.look(shown, survival, 2, steps, np.array(lengths), 0.0)
+        report = audit.report()
+        assert report[cause] > 0.05
+        others = [report[name] for name in CAUSES if name != cause]
+        assert others == pytest.approx([0.0] * 4, abs=1e-9)
+    audit = Audit(toys.MODEL, every=1)
+    audit.look(shown, survival * 0.01, 2, 3, np.array([3, 3]), 0.002)
+    report = audit.report()
+    assert report["on"] > 0.1 and report["catchup"] > 0
+    assert report["best_steps"] == 0 and report["mean_steps"] == 3
+
+
+def test_dynamic_table_is_the_argmax_and_zero_pays_a_pass():
+    survival = np.array([0.7, 0.5, 0.3])
+    lengths = tune(toys.MODEL, survival, 64, 100)
+    assert lengths[1] == 3
+    assert (np.diff(lengths[1:]) <= 0).all()
+    hopeless = tune(toys.MODEL, np.array([0.001, 0.0, 0.0]), 4, 100)
+    assert hopeless.tolist() == [0] * 5
+    trace = toys.trace((0.0, 1, 3))
+    process = toys.process(trace, 0, 3)
+    result = simulate(
+        trace, process, Truth(toys.MODEL), Server(), DynamicPolicy(hopeless)
+    )
+    assert result.busy_s == pytest.approx(3 * (0.0101 + 0.001))

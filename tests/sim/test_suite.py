@@ -1,0 +1,161 @@
+import json
+
+import pytest
+
+from tests.sim import toys
+from vllm_tide.cli.main import main
+from vllm_tide.control.profile_store import save
+from vllm_tide.sim.arrivals import SimError, synthetic
+from vllm_tide.sim.published import MODELS, published
+from vllm_tide.sim.state import Server
+from vllm_tide.sim.suite import ARMS, Options, run_cells, suite_cells
+from vllm_tide.sim.table import markdown, ratios, summary
+
+TRACE = synthetic("fluctuating", 6.0, 4.0, seed=0).clipped(256)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    cells = suite_cells("quick", [TRACE])
+    return list(run_cells(cells, ARMS, Options()))
+
+
+def test_published_tables_are_the_papers():
+    assert len(MODELS) == 4
+    oss = published("gpt-oss-120b")
+    assert oss.target.token_cost(16) == pytest.approx(6.123e-3)
+    assert oss.draft_curve(4, 0, 4, 3)[3] == pytest.approx(3 * 0.393e-3)
+    qwen = published("Qwen3-235B-A22B")
+    assert qwen.target.knots[-1] == 128
+    assert qwen.target.token_cost(192) == pytest.approx((31.46 + 4.78 / 2 * 2) / 1e3)
+    assert published("Llama-3.3-70B-Instruct").target.seconds[0] == 0.0155
+
+
+def test_suite_has_every_model_trace_and_regime():
+    traces = [TRACE, TRACE, TRACE]
+    cells = suite_cells("published", traces)
+    assert len(cells) == 4 * 3 * 3
+    assert len(suite_cells("quick", traces)) == 3
+    own = suite_cells("published", traces, {"mine": toys.MODEL}, ["low"])
+    assert [cell.model for cell in own] == ["mine"] * 3
+    for wrong in ("nosuch", ""):
+        with pytest.raises(SimError, match="no suite"):
+            suite_cells(wrong, traces)
+    with pytest.raises(SimError, match="no regime"):
+        suite_cells("quick", traces, regimes=["odd"])
+
+
+def test_rows_are_complete_json(rows):
+    text = json.dumps(rows, allow_nan=False)
+    assert json.loads(text) == rows
+    assert [row["regime"] for row in rows] == ["low", "high", "shifting"]
+    for row in rows:
+        assert set(row["throughput"]) == set(ARMS)
+        assert row["model"] == MODELS[0] and row["trace"] == TRACE.name
+        ours = row["throughput"]["adaspec"]
+        assert row["regret"] == pytest.approx(1 - ours / row["clairvoyant"])
+        tokens = int(TRACE.output.sum())
+        assert all(arm["output_tokens"] == tokens for arm in row["arms"].values())
+        assert row["arms"]["none"]["drafted"] == 0
+        # A step of any static arm drafts what it says, no more.
+        static = row["arms"]["static3"]
+        assert static["verified"] <= static["drafted"]
+
+
+def test_high_acceptance_pays_and_low_does_not_hurt(rows):
+    low, high = rows[0]["throughput"], rows[1]["throughput"]
+    assert high["static3"] > high["none"]
+    assert high["adaspec"] > high["none"]
+    assert low["static7"] < low["adaspec"]
+
+
+def test_same_seed_same_rows(rows):
+    cells = suite_cells("quick", [TRACE], regimes=["high"])
+    arms = ("none", "adaspec")
+    again = next(iter(run_cells(cells, arms, Options())))
+    for arm in arms:
+        assert again["arms"][arm] == rows[1]["arms"][arm]
+    other = next(iter(run_cells(cells, arms, Options(seed=1))))
+    assert other["throughput"]["adaspec"] != again["throughput"]["adaspec"]
+
+
+def test_processes_give_the_same_rows(rows):
+    cells = suite_cells("quick", [TRACE], regimes=["low", "high"])
+    found = list(run_cells(cells, ("none", "static1"), Options(), processes=2))
+    assert [row["clairvoyant"] for row in found] == [
+        row["clairvoyant"] for row in rows[:2]
+    ]
+
+
+def test_unknown_arm_is_refused():
+    with pytest.raises(SimError, match="no arm"):
+        list(run_cells([], ("fast",), Options()))
+
+
+def test_limit_is_measured():
+    cells = suite_cells("quick", [TRACE], regimes=["high"])
+    options = Options(server=Server(slo_seconds=0.005))
+    row = next(iter(run_cells(cells, ("none", "adaspec"), options)))
+    arms = row["arms"]
+    assert 0 <= arms["none"]["slo_attainment"] <= 1
+    assert arms["adaspec"]["slo_attainment"] >= arms["none"]["slo_attainment"]
+    met, missed = row["control"]["slo_met"], row["control"]["slo_missed"]
+    assert met + missed == (TRACE.output > 1).sum()
+
+
+def test_table_shows_every_cell_and_the_targets(rows):
+    text = markdown(rows)
+    assert text.count("| gpt-oss-120b |") == 3 * len(rows)
+    found = summary(rows)
+    assert found["cells"] == 3
+    assert found["min_of_none"] == min(ratios(row)["none"] for row in rows)
+    assert f"{found['mean_of_clairvoyant']:.1%}" in text
+
+
+def test_command_writes_json_and_table(tmp_path, capsys):
+    out = tmp_path / "sim.json"
+    arguments = ["sim", "--suite", "quick", "--seconds", "3", "--rate", "3"]
+    arguments += ["--arm", "none", "--arm", "static1", "--regime", "low"]
+    assert main([*arguments, "--json", str(out), "--table"]) == 0
+    result = json.loads(out.read_text())
+    assert set(result["rows"][0]["throughput"]) == {"none", "static1"}
+    assert result["options"]["seed"] == 0
+    captured = capsys.readouterr()
+    assert "| gpt-oss-120b | rate_drop | low |" in captured.out
+    assert "[1/1] gpt-oss-120b" in captured.err
+
+
+def test_command_takes_traces_and_profiles(tmp_path, capsys):
+    path = tmp_path / "my.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,10,5\n0.1,20,9\n")
+    profile, empty = tmp_path / "mine.json", tmp_path / "empty.json"
+    save(profile, toys.MODEL, {"device": "toy"}, {})
+    empty.write_text("{}")
+    base = ["sim", "--trace", str(path), "--regime", "high", "--arm", "none"]
+    assert main([*base, "--pace", "time"]) == 0
+    assert "my" in capsys.readouterr().err
+    assert main([*base, "--profile", str(profile), "--table"]) == 0
+    assert "| mine | my | high |" in capsys.readouterr().out
+    assert main([*base, "--profile", str(empty)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--suite", "nosuch"], "no suite 'nosuch'; there are published, quick"),
+        (["--trace", "gone.csv"], "cannot read trace gone.csv"),
+        (["--traces", "gone"], "no folder gone"),
+        (["--regime", "odd"], "no regime 'odd'"),
+        (["--arm", "odd", "--seconds", "2"], "no arm 'odd'"),
+        (["--profile", "gone.json"], "gone.json"),
+        (["--json", "gone/x.json"], "cannot write"),
+        (["--seconds", "0.0001"], "no request left"),
+    ],
+)
+def test_bad_input_gets_one_sentence(arguments, says, capsys):
+    assert main(["sim", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert says in captured.err
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,102 @@
+"""`vllm-tide profile`: measures what rounds cost on this machine, and keeps it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_tide.control.fit import FitReport
+    from vllm_tide.control.time_model import TimeModel
+
+TABLE_CONTEXT = 256
+TABLE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure the models' forward times for speculation control",
+        epilog="Options of `vllm serve` that change timing (parallelism, "
+        "--max-num-seqs, --enforce-eager, ...) go after `--`.",
+    )
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--draft", required=True, help="its EAGLE-3 draft")
+    parser.add_argument(
+        "--out", type=Path, help="file; by default where a server looks for it"
+    )
+    parser.add_argument("--num-speculative-tokens", type=int, default=5, metavar="K")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--quick", action="store_true", help="what a start-up without profile measures"
+    )
+    parser.add_argument("--seconds", type=float, help="time to spend on measuring")
+    parser.add_argument("serve_args", nargs="*", metavar="-- SERVE_ARGS")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.profile_run import measure_engine
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("vllm_tide").setLevel(logging.INFO)
+    try:
+        samples, facts = measure_engine(
+            args.model,
+            args.draft,
+            num_speculative_tokens=args.num_speculative_tokens,
+            dtype=args.dtype,
+            quick=args.quick,
+            seconds=args.seconds,
+            serve_args=args.serve_args,
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from vllm_tide.control.fit import fit
+    from vllm_tide.control.profile_store import default_path, profile_key, save
+
+    model, report = fit(samples, tuple(facts["graph_sizes"]))
+    path = args.out or default_path(profile_key(facts))
+    save(path, model, facts, report)
+    print_report(model, report, args.num_speculative_tokens, facts["max_num_seqs"])
+    print(f"written: {path}")
+    return 0
+
+
+def print_report(
+    model: TimeModel, report: FitReport, steps: int, max_requests: int
+) -> None:
+    """Print how well the model fits, and what a round of n requests costs."""
+    print(
+        f"R2 {report.r2:.4f}, median error {report.median_abs_error:.1%} over "
+        f"{report.num_samples} shapes, {report.held_out_median_abs_error:.1%} on "
+        "shapes not fitted"
+    )
+    for name, part in report.parts.items():
+        print(
+            f"  {name:12} R2 {part.r2:.4f}, error {part.median_abs_error:.1%}, "
+            f"held out {part.held_out_median_abs_error:.1%}"
+        )
+    print(f"milliseconds of a round, {TABLE_CONTEXT} tokens of context per request:")
+    lengths = range(steps + 1)
+    print("   n  " + "".join(f"{f'k={k}':>9}" for k in lengths))
+    for n in sorted({n for n in TABLE_REQUESTS if n < max_requests} | {max_requests}):
+        cells = [
+            model.round_seconds(
+                requests=n,
+                context=n * TABLE_CONTEXT,
+                verified=n * k,
+                prefill=0,
+                steps=k,
+                first_rows=n * (k + 1) if k else 0,
+            )
+            for k in lengths
+        ]
+        print(f"{n:4}  " + "".join(f"{1e3 * cell:9.2f}" for cell in cells))

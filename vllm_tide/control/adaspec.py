@@ -1,0 +1,347 @@
+"""The AdaSpec controller: time model, acceptance model, drafter, verifier, gate.
+
+One round: `plan` predicts and opens or closes the gate; `go_on` turns the confidences
+of each draft step into survivals and decides on another; `choose` picks the verified
+set; `observe` learns from what the target said.
+
+Every decision maximises tokens minus *bar* times seconds, where the bar is the
+throughput reached lately: over rounds of unequal luck that gives more tokens per second
+than maximising each round's own ratio (AdaSpec eq. 8), which is stingy in good rounds
+and lavish in bad ones. The bar scales with what plain decoding would reach at the
+round's batch, so it follows a changing batch at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isnan, nan
+from typing import Any
+
+import numpy as np
+
+from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.calibration import Calibration, RequestOffsets
+from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
+from vllm_tide.control.drafter import Drafter
+from vllm_tide.control.gate import Gate
+from vllm_tide.control.history import History
+from vllm_tide.control.settings import ControlSettings
+from vllm_tide.control.slo import SloBook
+from vllm_tide.control.verifier import ABSENT, select
+
+_REFRESH_ROUNDS = 16
+_EARLY_TOKENS = 512  # until then predictions are refreshed every round
+_UNANSWERED = 4  # shadow probes without an answer: none will come, try real rounds
+_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
+_BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
+_SMOOTH = 0.05
+
+
+class AdaSpecPolicy:
+    """AdaSpec's control; see `vllm_tide.control.policies.Policy` for the protocol.
+
+    Args:
+        settings: Knobs.
+        time: Time model, refined by what `observe` is given.
+        book: The SLO book that the caller fills `Batch.limit` from, for `stats`.
+    """
+
+    def __init__(
+        self, settings: ControlSettings, time: Times, book: SloBook | None = None
+    ) -> None:
+        self._settings = settings
+        self._time = time
+        self._book = book
+        k, capacity = settings.k_max, settings.max_requests
+        half_life = settings.half_life_tokens
+        self.calibration = Calibration(k, half_life, settings.calibrate)
+        self.offsets = RequestOffsets(capacity)
+        self.history = History(k, capacity, 2.0 * half_life)
+        self.drafter = Drafter(k, self.history, settings.verify)
+        self.gate = Gate(
+            settings.min_gain, settings.hysteresis, settings.probe_share, half_life
+        )
+        # Per round, [K, n] views are cut out of these.
+        self._space = np.empty(3 * k * capacity)
+        self._survival_space = np.empty(k * capacity, np.float32)
+        self._row = np.full(capacity, -1, np.int64)
+        self._kind = np.zeros(capacity, np.int64)  # 1: sampled
+        self._fresh = np.zeros(capacity, bool)  # has not emitted a token yet
+        self._batch: Batch | None = None
+        self._bar: float | None = None
+        self._bar_tokens = 0.0  # per request of a round
+        self._bar_seconds = 0.0  # over plain seconds
+        self._step = 0
+        self._trial = False
+        self._unanswered = 0
+        self._tokens_seen = 0
+        self._count: Counter[str] = Counter()
+        self._off: Counter[str] = Counter()
+        self._lengths = np.zeros(k + 1, np.int64)
+        self._seconds = (nan, nan)  # predicted and measured round, smoothed
+
+    def add(self, slot: int, sampled: bool, now: float) -> None:
+        """A request begins; it is expected to be like the recent ones."""
+        self.offsets.add(slot)
+        self.history.add(slot)
+        self._row[slot] = -1
+        self._kind[slot] = sampled
+        self._fresh[slot] = True
+
+    def drop(self, slot: int) -> None:
+        """A request ends."""
+        self._row[slot] = -1
+
+    def draft_swapped(self) -> None:
+        """The draft has new weights: keep little of what was learnt about the old."""
+        self.calibration.forget(_SWAP_KEEP)
+        self.history.forget(_SWAP_KEEP)
+        self.offsets.reset()
+        self.gate.eager()
+        self._bar_tokens = self._bar_seconds = 0.0
+
+    def plan(self, batch: Batch, now: float) -> Plan:
+        """Whether to draft, and at most how many steps."""
+        self._open(batch, now)
+        n = len(batch)
+        most = min(int(batch.room.max()), self._settings.k_max) if n else 0
+        if not most:
+            return self._stay_off("no_room", probe=False)
+        costs = self._costs = RoundCosts(self._time.model, batch, most)
+        self._predicted = (float(n), costs.plain)
+        self._count["slo_misses"] += costs.missed
+        enough = self.gate.threshold if self.gate.on else np.inf
+        forecast = self.drafter.begin(batch.slots, batch.room, costs, enough)
+        plain = n / costs.plain
+        gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
+        reason = self.gate.decide(gain, forecast.free / plain, now)
+        if reason:
+            self._bar_tokens = self._bar_seconds = 0.0
+            cost = probe_seconds(self._time.model, batch)
+            probe = self.gate.probe_due(cost, now)
+            if probe and forecast.steps and self._unanswered >= _UNANSWERED:
+                self._trial = True
+            else:
+                self._unanswered += probe
+                return self._stay_off(reason, probe)
+        tokens = self._bar_tokens + forecast.tokens / n
+        seconds = self._bar_seconds + forecast.seconds / costs.plain
+        self._bar = plain * tokens / seconds
+        self._begin_drafting(batch, most)
+        return Plan(most, probe=self._trial)
+
+    def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        """Take a draft step's confidences; whether to draft another step."""
+        batch, costs = self._batch, self._costs
+        assert batch is not None  # noqa: S101 (protocol: plan comes first)
+        self._step = step
+        z, logit = self.calibration.logits(step, confidence, self._sampled)
+        if self._settings.calibrate:
+            logit = logit + self._offset
+        chance = np.exp(-logit)
+        chance += 1.0
+        self._depth += np.log(chance)
+        np.divide(1.0, chance, out=chance)
+        self._z[step - 1], self._logit[step - 1] = z, logit
+        self._chance[step - 1] = chance
+        survival = np.exp(-self._depth)
+        row = self._survival[step - 1]
+        row[:] = survival
+        np.maximum(row, 1e-6, out=row)
+        if self._least_room < step:
+            row[batch.room < step] = ABSENT
+        return self.drafter.go_on(
+            step, self._depth, survival, batch.room, costs, self._bar
+        )
+
+    def choose(self) -> np.ndarray:
+        """Draft tokens of each request to verify: int64 [n], prefixes."""
+        batch, step = self._batch, self._step
+        assert batch is not None  # noqa: S101
+        n = len(batch)
+        if not step:
+            return np.zeros(n, np.int64)
+        costs, survival = self._costs, self._survival[:step]
+        drafting = float(costs.draft[step])
+        if self._settings.verify:
+            seconds = costs.target[: step * n + 1] + drafting
+            choice = select(survival, n, seconds, costs.limit, self._bar)
+            lengths, total = choice.lengths, choice.total
+            self._predicted = (choice.tokens, choice.seconds)
+        else:
+            lengths = np.minimum(batch.room, step)
+            total = int(lengths.sum())
+            survivors = float(np.maximum(survival, 0.0).sum())
+            self._predicted = (n + survivors, float(costs.target[total]) + drafting)
+        drafted = int(np.minimum(batch.room, step).sum())
+        self._count["drafted_tokens"] += drafted
+        self._count["trimmed_tokens"] += drafted - total
+        keep = 1.0 - n / (n + _BAR_REQUESTS)
+        expected, spent = self._predicted
+        self._bar_tokens = keep * self._bar_tokens + expected / n
+        self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
+        return lengths
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from the round that `plan` opened, and from the step's times."""
+        if outcome.sample is not None:
+            self._time.observe(outcome.sample)
+        if outcome.probe is not None and len(outcome.probe[0]):
+            self._observe_probe(*outcome.probe)
+        prefilled = bool(self._fresh[outcome.slots].any())
+        self._fresh[outcome.slots[outcome.emitted > 0]] = False
+        batch = self._batch
+        self._count["verified_tokens"] += int(outcome.verified.sum())
+        self._count["accepted_tokens"] += int(outcome.accepted.sum())
+        if batch is None:
+            return
+        rows = self._row[outcome.slots]
+        known = rows >= 0
+        verified, accepted = outcome.verified, outcome.accepted
+        if not known.all():
+            rows, verified, accepted = rows[known], verified[known], accepted[known]
+        self._row[batch.slots] = -1
+        self._batch = None
+        self._observe_times(batch, outcome.now, prefilled and not batch.prefill)
+        if self._step and len(rows):
+            self._learn(batch, rows, verified, accepted)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals and recent values, for metrics."""
+        names = (
+            "rounds",
+            "draft_steps",
+            "drafted_tokens",
+            "verified_tokens",
+            "accepted_tokens",
+            "trimmed_tokens",
+            "probes",
+            "slo_misses",
+        )
+        record = self.gate.drafting if self.gate.on else self.gate.plain
+        return {
+            **{name: self._count[name] for name in names},
+            "off_rounds": dict(self._off),
+            "length_hist": self._lengths.tolist(),
+            "predicted_step_s": self._seconds[0],
+            "measured_step_s": self._seconds[1],
+            "time_error": self._time.error,
+            "calibration_error": self.calibration.error(),
+            "slo_met": self._book.met if self._book else 0,
+            "slo_missed": self._book.missed if self._book else 0,
+            "throughput_ratio": record.ratio(),
+        }
+
+    def _open(self, batch: Batch, now: float) -> None:
+        """Begin a round; one that was never observed is forgotten."""
+        if self._batch is not None:
+            self._row[self._batch.slots] = -1
+        self._batch = batch
+        self._planned_at = now
+        self._step = 0
+        self._trial = False
+        self._row[batch.slots] = np.arange(len(batch))
+        self._count["rounds"] += 1
+
+    def _stay_off(self, reason: str, probe: bool) -> Plan:
+        self._off[reason] += 1
+        self._count["probes"] += probe
+        if reason != "no_room":
+            self.history.idle()
+            self.gate.drafting.fade()
+        return Plan(0, reason, probe)
+
+    def _begin_drafting(self, batch: Batch, most: int) -> None:
+        n = len(batch)
+        space = self._space[: 3 * most * n].reshape(3, most, n)
+        self._z, self._logit, self._chance = space
+        self._survival = self._survival_space[: most * n].reshape(most, n)
+        self._depth = np.zeros(n)
+        self._sampled = batch.sampled.astype(np.int64)
+        self._least_room = int(batch.room.min())
+        self._offset = self.offsets.value[batch.slots]
+        self._count["probes"] += self._trial
+
+    def _learn(
+        self,
+        batch: Batch,
+        rows: np.ndarray,
+        verified: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Labels for the acceptance model, draft tokens for history."""
+        step, slots = self._step, batch.slots
+        z, logit = self._z[:step], self._logit[:step]
+        chance, survival = self._chance[:step], self._survival[:step]
+        drafted = survival >= 0
+        self.history.learn(slots, logit, chance, drafted)
+        self._tokens_seen += drafted.size
+        turn = self._count["rounds"] % _REFRESH_ROUNDS == 0
+        if turn or self._tokens_seen < _EARLY_TOKENS:
+            self.history.refresh()
+        most = np.zeros(len(slots), np.int64)
+        passed = np.zeros(len(slots), np.int64)
+        most[rows], passed[rows] = verified, accepted
+        order = np.arange(step)[:, None]
+        sent = order < most
+        judged = sent & (order <= passed)
+        hit = order < passed
+        predicted = float(survival[sent].sum()) + len(rows)
+        self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
+        if not judged.any():
+            return
+        surprise = (hit - chance) * judged
+        weight = chance * (1.0 - chance) * judged
+        self.offsets.learn(slots, surprise.sum(axis=0), weight.sum(axis=0))
+        position, row = judged.nonzero()
+        self.calibration.learn(
+            position,
+            self._sampled[row],
+            z[judged],
+            chance[judged],
+            hit[judged].astype(np.float64),
+        )
+
+    def _observe_probe(
+        self, slots: np.ndarray, confidence: np.ndarray, hit: np.ndarray
+    ) -> None:
+        """A shadow probe: first positions of a few requests, not verified."""
+        self._unanswered = 0
+        kind, first = self._kind[slots], np.zeros(len(slots), np.int64)
+        z, logit = self.calibration.logits(1, confidence, kind)
+        if self._settings.calibrate:
+            logit = logit + self.offsets.value[slots]
+        chance = 1.0 / (1.0 + np.exp(-logit))
+        accepted = hit.astype(np.float64)
+        self.calibration.learn(first, kind, z, chance, accepted)
+        self.offsets.learn(slots, accepted - chance, chance * (1.0 - chance))
+        drafted = np.ones((1, len(slots)), bool)
+        self.history.learn(slots, logit[None], chance[None], drafted)
+        self.history.refresh()
+
+    def _observe_times(self, batch: Batch, now: float, unforeseen: bool) -> None:
+        """Compare the round's time with its prediction.
+
+        Args:
+            batch: The round's.
+            now: When its outcome was known (s).
+            unforeseen: The step had prefill rows that no prediction knew of.
+        """
+        step = self._step
+        self._count["draft_steps"] += step
+        self._lengths[step] += 1
+        seconds = now - self._planned_at
+        if seconds <= 0 or unforeseen or not batch.room.any():
+            return
+        predicted = self._predicted[1]
+        record = self.gate.drafting if step else self.gate.plain
+        record.add_time(predicted, seconds)
+        if step:
+            self.gate.plain.fade()
+        before, measured = self._seconds
+        if isnan(before):
+            before, measured = predicted, seconds
+        self._seconds = (
+            before + _SMOOTH * (predicted - before),
+            measured + _SMOOTH * (seconds - measured),
+        )

@@ -1,0 +1,160 @@
+"""What each choice of one round costs in seconds: AdaSpec eq. 1, T = draft + target.
+
+The time model is asked once per round; every decision of the round reads the arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_tide.control.batch import Batch
+
+STAY_ROUNDS = 32
+"""Rounds over which the price of coming on again (catch-up) is spread: the expected
+stay. The gate's hysteresis makes shorter stays rare."""
+
+PROBE_REQUESTS = 4
+"""Requests of one shadow probe, at most; what the probe's price is computed for."""
+
+
+class TimeSource(Protocol):
+    """The part of `vllm_tide.control.time_model.TimeModel` that decisions read."""
+
+    def target_curve(
+        self, requests: int, context: int, most: int, prefill: int = 0
+    ) -> np.ndarray:
+        """Seconds of a target step that verifies 0..most draft tokens, [most + 1]."""
+
+    def draft_curve(
+        self, requests: int, context: int, first_rows: int, most: int
+    ) -> np.ndarray:
+        """Seconds of 0..most draft steps, [most + 1]."""
+
+    def catchup_seconds(self, rows: int, context: int = 0) -> float:
+        """Seconds of one batched pass over missed rows of the draft's KV cache."""
+
+    def overhead(self, requests: int) -> float:
+        """Seconds of a round outside the forwards."""
+
+
+class Times(Protocol):
+    """The part of `vllm_tide.control.online_time.OnlineTime` that policies use."""
+
+    @property
+    def error(self) -> float:
+        """Relative error of predictions; nan before the first measurement."""
+
+    @property
+    def model(self) -> TimeSource:
+        """The refined time model."""
+
+    def observe(self, sample: Any) -> object:
+        """Learn from one measured `RoundSample`."""
+
+
+class RoundCosts:
+    """The costs of one round.
+
+    Args:
+        model: Time model.
+        batch: The round's requests.
+        most: Most draft steps of this round.
+
+    Attributes:
+        requests: n; also the tokens that a round emits without any draft token.
+        most: Most draft steps.
+        draft: float64 [most + 1], seconds of 0..most draft steps.
+        target: float64 [n * most + 1], seconds of the target step and of everything
+            outside the forwards when 0..n * most draft tokens are verified.
+        slope: float64 [n * most + 1], `target`'s increments; the last is 0.
+        plain: Seconds of the round without drafting.
+        extra: Seconds per round that drafting costs beside `draft`: catch-up, spread.
+        limit: Seconds this round may take: the tightest limit of a request that
+            plain decoding can meet; inf if there is none or nothing exceeds it.
+        missed: Some request has a limit and no length meets any of them.
+    """
+
+    __slots__ = (
+        "draft",
+        "extra",
+        "limit",
+        "missed",
+        "most",
+        "plain",
+        "requests",
+        "slope",
+        "target",
+    )
+
+    def __init__(self, model: TimeSource, batch: Batch, most: int) -> None:
+        n = len(batch)
+        context = int(batch.context.sum())
+        self.requests = n
+        self.most = most
+        self.draft = model.draft_curve(n, context, batch.first_rows, most)
+        self.target = model.target_curve(n, context, n * most, batch.prefill)
+        self.target = self.target + model.overhead(n)
+        self.slope = np.empty_like(self.target)
+        np.subtract(self.target[1:], self.target[:-1], out=self.slope[:-1])
+        self.slope[-1] = 0.0
+        self.plain = float(self.target[0])
+        self.extra = 0.0
+        if batch.catchup_rows:
+            self.extra = model.catchup_seconds(batch.catchup_rows) / STAY_ROUNDS
+        self.limit, self.missed = round_limit(batch.limit, self.plain)
+        if self.target[-1] + self.draft[-1] <= self.limit:
+            self.limit = np.inf
+
+    def seconds(self, verified: np.ndarray) -> np.ndarray:
+        """Seconds of `target` at (fractional) expected numbers of verified tokens.
+
+        Args:
+            verified: float [...], 0..n * most.
+
+        Returns:
+            float64 of the same shape, linear between whole tokens.
+        """
+        whole = verified.astype(np.intp)
+        # Sums of fractions can exceed n * most by rounding.
+        np.minimum(whole, len(self.target) - 1, out=whole)
+        cost = self.slope[whole]
+        cost *= verified - whole
+        cost += self.target[whole]
+        return cost
+
+
+def round_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
+    """The limit that a round is held to.
+
+    Args:
+        limits: float64 [n], seconds, inf for none.
+        plain: Seconds of the shortest possible round.
+
+    Returns:
+        The tightest limit that the shortest round meets (inf if there is none), and
+        whether limits exist but none can be met.
+    """
+    tightest = float(limits.min()) if len(limits) else np.inf
+    if tightest >= plain:
+        return tightest, False
+    feasible = limits[limits >= plain]
+    if not len(feasible):
+        return np.inf, True
+    return float(feasible.min()), False
+
+
+def probe_seconds(model: TimeSource, batch: Batch) -> float:
+    """Seconds of one shadow probe: catch a few requests up, draft one token.
+
+    Args:
+        model: Time model.
+        batch: The round's requests.
+    """
+    n = len(batch)
+    few = min(n, PROBE_REQUESTS)
+    context = int(batch.context.sum()) * few // n
+    # The pass that catches them up is the one that drafts.
+    rows = max(few, -(-batch.catchup_rows * few // n))
+    return model.catchup_seconds(rows, context)

@@ -1,0 +1,159 @@
+"""Speculation off and on again: when no length pays, and without trusting a model.
+
+Off needs a predicted gain below `min_gain`; on again needs `hysteresis` more. Both
+sides are multiplied by what recent rounds of their kind really yielded against their
+prediction, so a wrong time model is overridden; that record fades while its side is not
+in use, so the verdict is reviewed after some hundred rounds. While off, probes keep the
+acceptance model fresh within a share of time; probes that keep saying the same become
+rarer.
+"""
+
+from __future__ import annotations
+
+import math
+
+_TIME_KEEP = 0.5 ** (1 / 16)  # of the record of times, per round
+_PRIOR_ROUNDS = 4.0  # rounds of agreement that a new record starts with
+_PRIOR_TOKENS = 100.0
+_FADE_KEEP = 0.5 ** (1 / 256)  # of a record whose side is not in use, per round
+_CLIP = 1.5  # one round's time is not believed beyond this factor of the usual
+_JITTER = 0.01  # of times that means nothing
+_PATIENCE = 16.0  # probes without a change after which they are half as frequent
+_LEAST_SHARE = 0.25  # of the probe share
+
+
+class Record:
+    """Realised against predicted throughput of one kind of round, decayed.
+
+    Args:
+        half_life_tokens: Tokens after which a token counts half.
+    """
+
+    def __init__(self, half_life_tokens: float) -> None:
+        self._half_life = half_life_tokens
+        self._realised = self._predicted = 0.0  # tokens
+        self._times = self._rounds = 0.0  # sum of realised / predicted, rounds
+
+    def add(self, predicted: float, tokens: float) -> None:
+        """Tokens that a round was predicted to emit, and emitted."""
+        keep = 0.5 ** (predicted / self._half_life)
+        self._realised = keep * self._realised + tokens
+        self._predicted = keep * self._predicted + predicted
+
+    def add_time(self, predicted: float, seconds: float) -> None:
+        """Seconds that a round was predicted to take, and took."""
+        usual = self._longer()
+        ratio = min(max(seconds / predicted, usual / _CLIP), usual * _CLIP)
+        self._times = _TIME_KEEP * self._times + ratio
+        self._rounds = _TIME_KEEP * self._rounds + 1.0
+
+    def fade(self) -> None:
+        """A round of the other kind passes."""
+        self._realised *= _FADE_KEEP
+        self._predicted *= _FADE_KEEP
+        self._times *= _FADE_KEEP
+        self._rounds *= _FADE_KEEP
+
+    def reset(self) -> None:
+        """Start from agreement."""
+        self._realised = self._predicted = self._times = self._rounds = 0.0
+
+    def ratio(self) -> float:
+        """Realised over predicted throughput; 1 without evidence."""
+        predicted = self._predicted + _PRIOR_TOKENS
+        surprise = (self._realised - self._predicted) / predicted
+        # One standard error is luck: a coin per token, near enough.
+        luck = 0.5 / math.sqrt(predicted)
+        longer = self._longer() - 1.0
+        return (1.0 + _beyond(surprise, luck)) / (1.0 + _beyond(longer, _JITTER))
+
+    def _longer(self) -> float:
+        return (self._times + _PRIOR_ROUNDS) / (self._rounds + _PRIOR_ROUNDS)
+
+
+def _beyond(value: float, margin: float) -> float:
+    """`value` brought towards 0 by `margin`, at most to 0."""
+    return math.copysign(max(abs(value) - margin, 0.0), value)
+
+
+class Gate:
+    """The on/off switch.
+
+    Args:
+        min_gain: Least predicted gain of speculation, a share of plain throughput.
+        hysteresis: Added to it before coming on again.
+        probe_share: Most share of time spent on probes while off.
+        half_life_tokens: Memory of the token record.
+
+    Attributes:
+        on: Speculating.
+        drafting: Record of rounds with drafting.
+        plain: Record of rounds without.
+    """
+
+    def __init__(
+        self,
+        min_gain: float,
+        hysteresis: float,
+        probe_share: float,
+        half_life_tokens: float = 2000.0,
+    ) -> None:
+        self._min_gain = min_gain
+        self._hysteresis = hysteresis
+        self._probe_share = probe_share
+        self.on = True
+        self.drafting = Record(half_life_tokens)
+        self.plain = Record(half_life_tokens)
+        self._probed_at = 0.0
+        self._streak = 0
+
+    def decide(self, gain: float, free: float, now: float) -> str:
+        """Set `on` for this round.
+
+        Args:
+            gain: Predicted throughput of the best round with drafting over that of
+                plain decoding (1: equal), within the limits.
+            free: The same without limits.
+            now: Time (s).
+
+        Returns:
+            "" if on, else why not: "no_gain", "slo" (a limit forbids what would pay)
+            or "override" (it was predicted to pay, and measured not to).
+        """
+        needed, trust = self._needed(), self._trust()
+        if gain >= needed / trust:
+            self.on = True
+            return ""
+        if self.on:
+            self.on = False
+            self._probed_at = now
+            self._streak = 0
+        if gain >= needed:
+            return "override"
+        return "slo" if free * trust >= needed else "no_gain"
+
+    @property
+    def threshold(self) -> float:
+        """Least `gain` for which `decide` says on."""
+        return self._needed() / self._trust()
+
+    def _needed(self) -> float:
+        return 1.0 + self._min_gain + (0.0 if self.on else self._hysteresis)
+
+    def _trust(self) -> float:
+        return self.drafting.ratio() / self.plain.ratio()
+
+    def probe_due(self, cost: float, now: float) -> bool:
+        """Whether to probe now, at `cost` seconds; the caller then does."""
+        share = 1.0 / (1.0 + self._streak / _PATIENCE)
+        share = self._probe_share * max(share, _LEAST_SHARE)
+        if (now - self._probed_at) * share < cost:
+            return False
+        self._probed_at = now
+        self._streak += 1
+        return True
+
+    def eager(self) -> None:
+        """Probe at the full share again: something has changed."""
+        self._streak = 0
+        self.drafting.reset()

@@ -1,0 +1,308 @@
+"""The protocol that the engine and the simulator drive, and the baselines.
+
+Source of the baselines: a static length is vLLM's own setting; the confidence threshold
+is AdaSpec's "threshold" arm (stop when the batch's mean confidence is below 0.6); the
+TIDE gate is the TIDE paper's equation 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_tide.control.adaspec import AdaSpecPolicy
+from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.costs import Times
+from vllm_tide.control.settings import ControlSettings
+from vllm_tide.control.slo import SloBook
+
+__all__ = [
+    "AdaSpecPolicy",
+    "ControlSettings",
+    "Policy",
+    "StaticPolicy",
+    "ThresholdPolicy",
+    "TideGatePolicy",
+    "make_policy",
+]
+
+_TRIAL_ROUNDS = 100
+_TIDE_START = 0.7
+
+
+class Policy(Protocol):
+    """Decides the draft steps and the verified set of every round.
+
+    Order of calls: `plan`; if it says to draft, `go_on` after each draft step until it
+    is False or the plan's steps are done, then `choose`; `observe` once the target has
+    sampled. `add` and `drop` between rounds.
+    """
+
+    def plan(self, batch: Batch, now: float) -> Plan:
+        """Whether to draft, and at most how many steps."""
+
+    def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        """After draft step `step` (1-based): whether to draft another.
+
+        Args:
+            step: Steps drafted so far.
+            confidence: float [n], highest probability of the draft at this step.
+        """
+
+    def choose(self) -> np.ndarray:
+        """int64 [n], draft tokens of each request to verify: at most step and room."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """The target has sampled."""
+
+    def add(self, slot: int, sampled: bool, now: float) -> None:
+        """A request begins."""
+
+    def drop(self, slot: int) -> None:
+        """A request ends."""
+
+    def draft_swapped(self) -> None:
+        """The draft has new weights."""
+
+    def stats(self) -> dict[str, Any]:
+        """Totals and recent values, for metrics."""
+
+
+class _Baseline:
+    """Counting and bookkeeping that the baselines share."""
+
+    def __init__(self, k_max: int, time: Times | None, book: SloBook | None) -> None:
+        self._k = k_max
+        self._time = time
+        self._book = book
+        self._room = np.zeros(0, np.int64)
+        self._step = 0
+        self._open = False
+        self._count: Counter[str] = Counter()
+        self._off: Counter[str] = Counter()
+        self._lengths = np.zeros(k_max + 1, np.int64)
+
+    def add(self, slot: int, sampled: bool, now: float) -> None:
+        """A request begins."""
+
+    def drop(self, slot: int) -> None:
+        """A request ends."""
+
+    def draft_swapped(self) -> None:
+        """The draft has new weights."""
+
+    def plan(self, batch: Batch, now: float) -> Plan:
+        """All requests, always."""
+        self._room = batch.room
+        self._step = 0
+        self._open = True
+        self._count["rounds"] += 1
+        most = min(int(batch.room.max()), self._k) if len(batch) else 0
+        reason = "" if most else "no_room"
+        if not reason:
+            reason = self._gate(batch, most)
+        if reason:
+            self._off[reason] += 1
+            return Plan(0, reason)
+        return Plan(most)
+
+    def _gate(self, batch: Batch, most: int) -> str:
+        """Why not to draft, or ""."""
+        return ""
+
+    def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        """Up to k."""
+        self._step = step
+        return step < self._k
+
+    def choose(self) -> np.ndarray:
+        """Everything drafted."""
+        lengths = np.minimum(self._room, self._step)
+        self._count["drafted_tokens"] += int(lengths.sum())
+        return lengths
+
+    def observe(self, outcome: Outcome) -> None:
+        """Count."""
+        if self._time is not None and outcome.sample is not None:
+            self._time.observe(outcome.sample)
+        self._count["verified_tokens"] += int(outcome.verified.sum())
+        self._count["accepted_tokens"] += int(outcome.accepted.sum())
+        if self._open:
+            self._open = False
+            self._lengths[self._step] += 1
+            self._count["draft_steps"] += self._step
+
+    def stats(self) -> dict[str, Any]:
+        """Totals and recent values, for metrics."""
+        nan = float("nan")
+        names = ("rounds", "draft_steps", "drafted_tokens", "verified_tokens")
+        return {
+            **{name: self._count[name] for name in names},
+            "accepted_tokens": self._count["accepted_tokens"],
+            "trimmed_tokens": 0,
+            "probes": self._count["probes"],
+            "slo_misses": 0,
+            "off_rounds": dict(self._off),
+            "length_hist": self._lengths.tolist(),
+            "predicted_step_s": nan,
+            "measured_step_s": nan,
+            "time_error": nan if self._time is None else self._time.error,
+            "calibration_error": nan,
+            "slo_met": self._book.met if self._book else 0,
+            "slo_missed": self._book.missed if self._book else 0,
+            "throughput_ratio": nan,
+        }
+
+
+class StaticPolicy(_Baseline):
+    """A fixed number of draft tokens, all verified.
+
+    Args:
+        k: That number.
+        time: Time model to keep refined, for its error; None: none.
+        book: SLO book whose counts `stats` reports.
+    """
+
+    def __init__(
+        self, k: int, time: Times | None = None, book: SloBook | None = None
+    ) -> None:
+        super().__init__(k, time, book)
+
+
+class ThresholdPolicy(_Baseline):
+    """Drafts while the batch's mean confidence is at least the threshold.
+
+    Args:
+        k_max: Most draft tokens.
+        threshold: Mean confidence, 0..1.
+        time: Time model to keep refined, for its error; None: none.
+        book: SLO book whose counts `stats` reports.
+    """
+
+    def __init__(
+        self,
+        k_max: int,
+        threshold: float = 0.6,
+        time: Times | None = None,
+        book: SloBook | None = None,
+    ) -> None:
+        super().__init__(k_max, time, book)
+        self._threshold = threshold
+
+    def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        """Whether the mean over requests that are drafted for is high enough."""
+        self._step = step
+        drafted = self._room >= step
+        mean = float(confidence[drafted].mean()) if drafted.any() else 0.0
+        return step < self._k and mean >= self._threshold
+
+
+class TideGatePolicy(_Baseline):
+    """Static length behind TIDE's gate: on while the practical speed-up is above 1.
+
+    Speed-up (TIDE eq. 5) = (1 - a^(k+1)) / ((1 - a) (c k + beta)), c = D0 / T(b),
+    beta = T(b (k + 1)) / T(b), a the measured acceptance rate, b the batch. The paper
+    does not say how a is kept fresh while off; here one round in a hundred drafts.
+
+    Args:
+        k: Draft tokens while on.
+        time: Time model.
+        half_life_tokens: Memory of the acceptance rate.
+        book: SLO book whose counts `stats` reports.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        time: Times,
+        half_life_tokens: float = 2000.0,
+        book: SloBook | None = None,
+    ) -> None:
+        super().__init__(k, time, book)
+        self._source = time
+        self._half_life = half_life_tokens
+        self._accepted = 20.0 * _TIDE_START
+        self._tried = 20.0
+        self._waited = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of judged draft tokens that were accepted, decayed."""
+        return self._accepted / self._tried
+
+    def speedup(self, requests: int, context: int, rows: int, k: int) -> float:
+        """TIDE's practical speed-up.
+
+        Args:
+            requests: b.
+            context: Tokens in the KV cache, summed over the requests.
+            rows: Rows of the first draft pass.
+            k: Draft tokens.
+        """
+        model = self._source.model
+        target = model.target_curve(requests, context, requests * k)
+        plain = float(target[0])
+        draft = float(model.draft_curve(requests, context, rows, k)[k])
+        a = min(self.acceptance, 1.0 - 1e-6)
+        tokens = (1.0 - a ** (k + 1)) / (1.0 - a)
+        return tokens / (draft / plain + float(target[-1]) / plain)
+
+    def draft_swapped(self) -> None:
+        """Keep a fifth of the evidence, and try at once."""
+        keep = max(0.2, min(1.0, 20.0 / self._tried))
+        self._accepted *= keep
+        self._tried *= keep
+        self._waited = _TRIAL_ROUNDS
+
+    def observe(self, outcome: Outcome) -> None:
+        """Count, and measure acceptance on the tokens that were judged."""
+        super().observe(outcome)
+        accepted = int(outcome.accepted.sum())
+        rejected = int(np.count_nonzero(outcome.accepted < outcome.verified))
+        keep = 0.5 ** ((accepted + rejected) / self._half_life)
+        self._accepted = self._accepted * keep + accepted
+        self._tried = self._tried * keep + accepted + rejected
+
+    def _gate(self, batch: Batch, most: int) -> str:
+        context = int(batch.context.sum())
+        if self.speedup(len(batch), context, batch.first_rows, most) > 1.0:
+            self._waited = 0
+            return ""
+        self._waited += 1
+        if self._waited > _TRIAL_ROUNDS:
+            self._waited = 0
+            self._count["probes"] += 1
+            return ""
+        return "no_gain"
+
+
+def make_policy(
+    name: str, settings: ControlSettings, time: Times, book: SloBook | None = None
+) -> Policy:
+    """The policy of that name.
+
+    Args:
+        name: "adaspec", "static", "staticK", "threshold" or "tide_gate".
+        settings: Knobs; `k_max` is the length of "static" and "tide_gate".
+        time: Time model.
+        book: SLO book that the caller keeps, for `stats`.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+    k = settings.k_max
+    if name == "adaspec":
+        return AdaSpecPolicy(settings, time, book)
+    if name == "threshold":
+        return ThresholdPolicy(k, settings.threshold, time, book)
+    if name == "tide_gate":
+        return TideGatePolicy(k, time, settings.half_life_tokens, book)
+    if name == "static":
+        return StaticPolicy(k, time, book)
+    if name.startswith("static") and name[6:].isdigit():
+        return StaticPolicy(int(name[6:]), time, book)
+    raise ValueError(
+        f"unknown policy {name!r}: adaspec, static, threshold or tide_gate"
+    )

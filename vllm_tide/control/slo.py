@@ -1,0 +1,94 @@
+"""Limits on time per output token, with credit for requests that are ahead.
+
+What a user sees is the average: (time since the first token) / (tokens after it). A
+request that is ahead of its budget can afford a longer round; one that is behind cannot
+be asked for a shorter round than its budget for one token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class SloBook:
+    """Budgets of the live requests.
+
+    Args:
+        capacity: Number of request slots.
+
+    Attributes:
+        met: Finished requests (with a budget and two tokens or more) that kept it.
+        missed: The same that did not.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._slo = np.full(capacity, np.inf)
+        self._first = np.full(capacity, np.nan)
+        self._last = np.full(capacity, np.nan)
+        self._tokens = np.zeros(capacity)
+        self.met = 0
+        self.missed = 0
+
+    def add(self, slot: int, slo: float | None) -> None:
+        """A request begins.
+
+        Args:
+            slot: Its slot.
+            slo: Seconds per output token after the first; None: no limit.
+        """
+        self._slo[slot] = np.inf if slo is None else slo
+        self._first[slot] = self._last[slot] = np.nan
+        self._tokens[slot] = 0.0
+
+    def first_token(self, slot: int, now: float) -> None:
+        """The request's first token has been emitted; its budget runs from here."""
+        self._first[slot] = self._last[slot] = now
+
+    def advance(self, slots: np.ndarray, emitted: np.ndarray, now: float) -> None:
+        """Tokens were emitted.
+
+        Args:
+            slots: int64 [n]. Slots before their first token are started by it.
+            emitted: int64 [n], tokens of this step; may be 0.
+            now: Time (s).
+        """
+        some = emitted > 0
+        count = emitted.astype(np.float64)
+        fresh = some & np.isnan(self._first[slots])
+        if fresh.any():
+            self._first[slots[fresh]] = now
+            count[fresh] -= 1.0
+        self._tokens[slots] += count
+        self._last[slots[some]] = now
+
+    def limits(self, slots: np.ndarray, now: float) -> np.ndarray:
+        """Seconds that a round may take for each request, if it may emit one token.
+
+        limit = max(slo, slo * (tokens + 1) - elapsed), tokens counted after the first.
+
+        Args:
+            slots: int64 [n].
+            now: Time (s).
+
+        Returns:
+            float64 [n]; inf without a budget or before the first token.
+        """
+        slo = self._slo[slots]
+        credit = slo * (self._tokens[slots] + 1.0) - (now - self._first[slots])
+        limits: np.ndarray = np.fmax(slo, credit)
+        limits[np.isnan(self._first[slots])] = np.inf
+        return limits
+
+    def finish(self, slot: int) -> bool | None:
+        """A request ends; counts it.
+
+        Returns:
+            Whether its average kept the budget; None if that was not at stake.
+        """
+        slo, tokens = self._slo[slot], self._tokens[slot]
+        if np.isinf(slo) or tokens < 1:
+            return None
+        kept = bool((self._last[slot] - self._first[slot]) <= slo * tokens * (1 + 1e-9))
+        self.met += kept
+        self.missed += not kept
+        return kept

@@ -1,0 +1,403 @@
+"""Control of the speculative length on Model Runner V1 (the CPU backend).
+
+Translates between the runner's arrays and the policy of `vllm_tide.control`. In one
+step, in order: `begin`, `plan` (the target's tokens are known), `go_on` after each
+draft pass but the last, `end`, `choose` (drafts are handed to the scheduler). With
+several ranks the leader decides and the others follow, so a collective of the draft
+never waits for a rank that thought otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.policies import Policy
+from vllm_tide.control.slo import SloBook
+from vllm_tide.engine.catchup import DraftBacklog
+from vllm_tide.engine.requests import RequestTable
+from vllm_tide.engine.round_timer import RoundTimer
+
+logger = logging.getLogger("vllm_tide")
+
+# Requests and rows of one shadow probe, at most: it must be cheap, not precise.
+PROBE_REQUESTS = 4
+PROBE_ROWS = 256
+_PROBE = -1
+
+
+class ControlV1:
+    """Decides how far the draft runs and which of its tokens are verified.
+
+    Args:
+        runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
+        config: `tide.control`.
+        most: num_speculative_tokens, the longest length.
+        num_aux: Number of captured layers.
+        hidden_size: H of the target.
+        agree: Gives every rank the leader's integer; identity for one rank.
+        leader: Whether this rank decides.
+
+    Attributes:
+        policy: Who decides; None until the time model is known, on followers, and
+            after a fault: then the length is static.
+        faults: Contained faults by place.
+        on_round: Called with each measured round.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        config: ControlConfig,
+        most: int,
+        num_aux: int,
+        hidden_size: int,
+        agree: Callable[[int], int],
+        leader: bool,
+    ) -> None:
+        capacity = int(runner.max_num_reqs)
+        self._runner = runner
+        self.capacity = capacity
+        self.num_speculative_tokens = most
+        self.agree = agree
+        self.leader = leader
+        self.faults: Counter[str] = Counter()
+        self._forced: int | None = None
+        self._table = RequestTable(capacity)
+        self._slo = SloBook(capacity)
+        self._default_slo = (
+            None if config.slo_tpot_ms is None else config.slo_tpot_ms / 1e3
+        )
+        self._backlog = DraftBacklog(
+            runner, config.catchup_mib, num_aux, hidden_size, capacity
+        )
+        self.timer = RoundTimer()
+        self.policy: Policy | None = None
+        self.on_round: list[Callable[[RoundSample], None]] = []
+        self._sample: RoundSample | None = None
+        self._confidence: torch.Tensor | None = None
+        self._steps = 0
+        self._asked = 0
+        self._planned: list[str] = []
+        self._newest = np.empty(0, np.int64)
+        self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._malformed_slo = 0
+        self._told = (0, 0)
+
+    def force(self, steps: int | None) -> None:
+        """Draft exactly so many steps, verify them all; None asks the policy again."""
+        self._forced = steps
+
+    def begin(self, scheduler_output: Any) -> None:
+        """A step begins: forget ended requests, start the clock."""
+        for req_id in scheduler_output.finished_req_ids:
+            slot = self._table.end(req_id)
+            if slot is not None:
+                self._end(slot)
+        # With a request that goes on, the engine had work all the time since.
+        self.timer.begin(bool(scheduler_output.scheduled_cached_reqs.req_ids))
+        self._steps = self._asked = 0
+        self._planned = []
+
+    def plan(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+        attention: Any,
+    ) -> int:
+        """How many draft steps at most; 0 leaves the draft out of this step.
+
+        Args:
+            scheduler_output: vLLM's.
+            sampled_token_ids: [n, 1 + K] tokens of this step, -1 where rejected.
+            aux_hidden_states: num_aux tensors [>= rows, H].
+            attention: vLLM's `CommonAttentionMetadata` of the step.
+        """
+        runner = self._runner
+        req_ids = runner.input_batch.req_ids
+        num = len(req_ids)
+        slots = self._slots(req_ids)
+        bounds = runner.query_start_loc.np[: num + 1]
+        row = bounds[:-1].astype(np.int64)
+        rows = np.diff(bounds).astype(np.int64)
+        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+        spec = scheduler_output.scheduled_spec_decode_tokens
+        drafts = np.fromiter(
+            (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
+        )
+        sampled = sampled_token_ids.numpy()
+        self._newest = sampled[:, 0]
+        emitted = (sampled >= 0).sum(axis=1)
+        emitted[runner.discard_request_mask.np[:num]] = 0
+        accepted = np.maximum(emitted - 1, 0)
+        count = rows - drafts + np.minimum(accepted, drafts)
+        verified = int(drafts.sum())
+        num_rows = int(bounds[-1])
+        self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
+        now = time.monotonic()
+        code = self.num_speculative_tokens
+        if self.leader:
+            try:
+                code = self._decide(
+                    slots, start + count, emitted, drafts, accepted, num_rows, now
+                )
+            except Exception as error:  # noqa: BLE001 - the serving boundary
+                self._lose("plan", error)
+        code = self.agree(code)
+        if code > 0:
+            late = np.nonzero(self._backlog.missing[slots] > 0)[0]
+            if len(late):
+                self._backlog.catch_up(late, slots[late], attention)
+            self._backlog.seen(slots)
+            self.timer.restart_draft()
+            self._planned = list(req_ids)
+            self._asked = code
+            return code
+        self._backlog.keep(aux_hidden_states, slots, row, count, start, num_rows)
+        if code == _PROBE:
+            self._probe(slots, emitted, sampled_token_ids, start + count, attention)
+        return 0
+
+    def _decide(
+        self,
+        slots: np.ndarray,
+        context: np.ndarray,
+        emitted: np.ndarray,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+        num_rows: int,
+        now: float,
+    ) -> int:
+        """The leader's choice: steps, 0, or a probe."""
+        if self._forced is not None:
+            return self._forced
+        if self.policy is None:
+            return self.num_speculative_tokens
+        self._slo.advance(slots, emitted, now)
+        self.policy.observe(
+            Outcome(
+                slots=slots,
+                verified=drafts,
+                accepted=np.minimum(accepted, drafts),
+                emitted=emitted,
+                now=now,
+                sample=self._sample,
+                probe=self._probe_result(slots),
+            )
+        )
+        self._sample = None
+        # `context + 1` tokens exist; the target adds one more by itself.
+        room = np.minimum(
+            self._table.most_tokens[slots] - context - 2, self.num_speculative_tokens
+        )
+        room[emitted == 0] = 0
+        plan = self.policy.plan(
+            Batch(
+                slots=slots,
+                context=context,
+                room=np.maximum(room, 0),
+                sampled=self._table.sampled[slots],
+                limit=self._slo.limits(slots, now),
+                first_rows=num_rows,
+                catchup_rows=int(self._backlog.missing[slots].sum()),
+                prefill=0,
+            ),
+            now,
+        )
+        if plan.steps > 0:
+            return min(plan.steps, self.num_speculative_tokens)
+        return _PROBE if plan.probe else 0
+
+    def on_draft_logits(self, confidence: torch.Tensor) -> None:
+        """A draft pass ended.
+
+        Args:
+            confidence: float [n] largest probability of the draft at each request.
+        """
+        self.timer.drafted()
+        self._steps += 1
+        self._confidence = confidence
+
+    def go_on(self) -> bool:
+        """Whether the draft runs once more."""
+        more = True
+        if self._forced is not None:
+            more = self._steps < self._forced
+        elif self.leader and self.policy is not None:
+            try:
+                more = self._tell_confidence()
+            except Exception as error:  # noqa: BLE001 - the serving boundary
+                self._lose("go_on", error)
+        return bool(self.agree(int(more)))
+
+    def end(self) -> None:
+        """The step ends."""
+        if self._steps == self._asked and self._steps and self.policy is not None:
+            # Nobody asks after the last pass whether to go on; its confidence counts.
+            try:
+                self._tell_confidence()
+            except Exception as error:  # noqa: BLE001 - the serving boundary
+                self._lose("end", error)
+        sample = self.timer.end()
+        if sample is not None:
+            self._sample = sample
+            for listener in self.on_round:
+                listener(sample)
+
+    def choose(
+        self, req_ids: list[str], draft_token_ids: list[list[int]]
+    ) -> list[list[int]]:
+        """The prefix of each request's drafts that is verified."""
+        if self._planned != req_ids:
+            # Not drafted in this step (off, or the input does not fit the draft).
+            return [[] for _ in req_ids]
+        if self._forced is not None or self.policy is None:
+            return draft_token_ids
+        try:
+            lengths = self.policy.choose().tolist()
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self._lose("choose", error)
+            return draft_token_ids
+        return [
+            tokens[:length]
+            for tokens, length in zip(draft_token_ids, lengths, strict=True)
+        ]
+
+    def _tell_confidence(self) -> bool:
+        if self.policy is None or self._confidence is None:
+            return True
+        return self.policy.go_on(self._steps, self._confidence.numpy())
+
+    def _lose(self, where: str, error: Exception) -> None:
+        """A fault of the policy's: from now on the length is vLLM's static one."""
+        self.faults[f"control_{where}"] += 1
+        self.policy = None
+        # The type, not the message: a message may quote content.
+        logger.error(
+            "vllm_tide: control failed in %s (%s); the speculative length is static "
+            "from now on. Restart the server to control it again.",
+            where,
+            type(error).__name__,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )
+
+    def draft_swapped(self) -> None:
+        """Another draft is live: what was learnt of the old one counts less."""
+        if self.policy is not None:
+            self.policy.draft_swapped()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals and values for the metrics (`vllm_tide.metrics`)."""
+        if self.policy is None:
+            return {}
+        stats = self.policy.stats()
+        rounds, steps = stats["rounds"], stats["draft_steps"]
+        new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
+        self._told = (rounds, steps)
+        return stats | {
+            "draft_length": new_steps / new_rounds if new_rounds else None,
+            "rounds_by_length": dict(enumerate(stats["length_hist"])),
+            "hole_tokens": self._backlog.holes,
+            "malformed_slo": self._malformed_slo,
+            "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
+        }
+
+    def _slots(self, req_ids: list[str]) -> np.ndarray:
+        table = self._table
+        fresh = [req_id for req_id in req_ids if req_id not in table.slot_of]
+        for req_id in fresh:
+            slot, given_up = table.begin(req_id, set(req_ids))
+            if given_up is not None:
+                self._end(given_up)
+            state = self._runner.requests[req_id]
+            self._admit(slot, state)
+        return table.slots(req_ids)
+
+    def _admit(self, slot: int, state: Any) -> None:
+        params = state.sampling_params
+        table = self._table
+        longest = int(self._runner.max_model_len)
+        wanted = longest
+        if params is not None and params.max_tokens is not None:
+            wanted = state.num_prompt_tokens + params.max_tokens
+        table.most_tokens[slot] = min(wanted, longest)
+        table.sampled[slot] = params is not None and params.temperature > 1e-5
+        self._backlog.forget(slot)
+        self._slo.add(slot, self._slo_seconds(params))
+        if self.policy is not None:
+            self.policy.add(slot, bool(table.sampled[slot]), time.monotonic())
+
+    def _slo_seconds(self, params: Any) -> float | None:
+        """The request's own limit, else the server's; nonsense is counted."""
+        extra = (params.extra_args or {}) if params is not None else {}
+        given = extra.get("tide_slo_tpot_ms")
+        if given is None:
+            return self._default_slo
+        try:
+            limit = float(given)
+        except (TypeError, ValueError):
+            limit = 0.0
+        if not 0 < limit < float("inf"):
+            self._malformed_slo += 1
+            return self._default_slo
+        return limit / 1e3
+
+    def _end(self, slot: int) -> None:
+        self._backlog.forget(slot)
+        self._slo.finish(slot)
+        if self.policy is not None:
+            self.policy.drop(slot)
+
+    def _probe(
+        self,
+        slots: np.ndarray,
+        emitted: np.ndarray,
+        sampled_token_ids: torch.Tensor,
+        context: np.ndarray,
+        attention: Any,
+    ) -> None:
+        """Draft one token for a few requests; the next step says whether it was right.
+
+        It is not sent to verification, so it costs the draft's pass and nothing else.
+        """
+        missing = self._backlog.missing[slots]
+        able = np.nonzero((emitted > 0) & (missing > 0))[0]
+        able = able[np.argsort(missing[able], kind="stable")][:PROBE_REQUESTS]
+        able = able[np.cumsum(missing[able]) <= max(PROBE_ROWS, int(missing.max()))]
+        if len(able) == 0:
+            return
+        # The runner's table gets this step's tokens only after drafting.
+        table = self._runner.input_batch.token_ids_cpu
+        newest = sampled_token_ids.numpy()[able, emitted[able] - 1]
+        fits = context[able] < table.shape[1]
+        able, newest = able[fits], newest[fits]
+        table[able, context[able]] = newest
+        hidden = self._backlog.catch_up(able, slots[able], attention)
+        logits = self._runner.drafter.model.compute_logits(hidden)
+        confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1).numpy()
+        self._probed = (slots[able], confidence, logits.argmax(dim=-1).numpy())
+
+    def _probe_result(
+        self, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """The last probe's confidences and whether the target agreed."""
+        if self._probed is None:
+            return None
+        probed, confidence, token = self._probed
+        self._probed = None
+        where = {int(slot): i for i, slot in enumerate(slots)}
+        found = [i for i, slot in enumerate(probed) if int(slot) in where]
+        here = np.array([where[int(probed[i])] for i in found], np.int64)
+        good = self._newest[here] >= 0
+        kept = np.array(found, np.int64)[good]
+        return probed[kept], confidence[kept], token[kept] == self._newest[here[good]]

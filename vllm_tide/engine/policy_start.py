@@ -1,0 +1,95 @@
+"""Gives the controller its time model and its policy, before anything is served."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.config import ConfigError, ControlConfig
+from vllm_tide.control.fit import fit
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import make_policy
+from vllm_tide.control.profile_store import (
+    ProfileMismatch,
+    StoredProfile,
+    default_path,
+    load,
+    profile_key,
+    save,
+)
+from vllm_tide.control.settings import ControlSettings
+from vllm_tide.engine.control_v1 import ControlV1
+from vllm_tide.engine.profiler import facts as timing_facts
+from vllm_tide.engine.profiler import measure
+
+logger = logging.getLogger("vllm_tide")
+
+
+def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:
+    """Load the profile of these models on this machine, or measure one; then decide.
+
+    Args:
+        worker: vLLM's `Worker` with its KV cache.
+        control: Gets its policy, on the leading rank.
+        config: `tide.control`.
+
+    Raises:
+        ConfigError: `tide.control.profile` cannot be used.
+    """
+    facts = timing_facts(worker)
+    stored = _stored(config, facts) if control.leader else None
+    # Measuring runs the models on all ranks together, so all must agree to do it.
+    if control.agree(int(stored is None)):
+        logger.info("vllm_tide: measuring the models' forward times")
+        samples = measure(
+            worker, quick=True, num_speculative_tokens=control.num_speculative_tokens
+        )
+        if control.leader:
+            stored = _fitted(samples, facts)
+    if stored is None:
+        return
+    model = stored.model
+    settings = ControlSettings(
+        policy=config.policy,
+        k_max=control.num_speculative_tokens,
+        min_gain=config.min_gain,
+        hysteresis=config.hysteresis,
+        probe_share=config.probe_share,
+        threshold=config.threshold,
+        verify=config.verify,
+        calibrate=config.calibrate,
+        half_life_tokens=config.half_life_tokens,
+        max_requests=control.capacity,
+    )
+    control.policy = make_policy(config.policy, settings, OnlineTime(model))
+
+
+def _stored(config: ControlConfig, facts: dict[str, Any]) -> StoredProfile | None:
+    if config.profile is not None:
+        try:
+            return load(Path(config.profile).expanduser(), facts)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"tide.control.profile: {config.profile!r} cannot be used: {error} "
+                "Make one with `vllm-tide profile`, or leave the knob out."
+            ) from None
+    path = default_path(profile_key(facts))
+    try:
+        return load(path, facts)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ProfileMismatch) as error:
+        logger.warning("vllm_tide: profile %s is measured anew: %s", path, error)
+        return None
+
+
+def _fitted(samples: list[Any], facts: dict[str, Any]) -> StoredProfile:
+    model, report = fit(samples, tuple(facts["graph_sizes"]))
+    path = default_path(profile_key(facts))
+    try:
+        save(path, model, facts, report)
+    except OSError as error:
+        logger.warning("vllm_tide: profile not kept at %s: %s", path, error)
+    logger.info("vllm_tide: forward times fitted: %s", report)
+    return StoredProfile(model=model, facts=facts, report=report)

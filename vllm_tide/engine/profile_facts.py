@@ -1,0 +1,90 @@
+"""What a profile holds for: everything about a worker that changes its timing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_tide.patch_series import load_manifest, patches_root
+
+
+def facts(worker: Any) -> dict[str, Any]:
+    """Everything that changes a worker's timing, JSON-able, for `profile_key`.
+
+    Args:
+        worker: vLLM's worker after `load_model`.
+    """
+    import vllm
+
+    config = worker.vllm_config
+    target, speculative = config.model_config, config.speculative_config
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    graphs = str(getattr(compilation.cudagraph_mode, "name", "NONE"))
+    sizes = compilation.cudagraph_capture_sizes or []
+    return {
+        "target": _model_digest(target),
+        "draft": _model_digest(speculative.draft_model_config),
+        "method": speculative.method,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": [
+            target.quantization,
+            speculative.draft_model_config.quantization,
+        ],
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "block_size": config.cache_config.block_size,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "device": _device(config.device_config.device_type),
+        "threads": torch.get_num_threads(),
+        "preloaded": sorted(
+            Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":")
+        ),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "patches": _patch_digest(),
+        "graphs": graphs,
+        "graph_sizes": [] if graphs == "NONE" else sorted(int(n) for n in sizes),
+        "eager": bool(target.enforce_eager),
+        "compilation": int(compilation.mode or 0),
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _model_digest(model_config: Any) -> str:
+    """Digest of a model's shape; where it lies and who saved it do not matter."""
+    shape = model_config.hf_config.to_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version"):
+        shape.pop(name, None)
+    return _digest(shape)
+
+
+def _patch_digest() -> str:
+    manifest = load_manifest(patches_root())
+    return _digest(sorted(manifest.patches.items()))
+
+
+def _device(kind: str) -> str:
+    """Name of the device the models run on."""
+    if kind == "cuda":
+        return str(torch.cuda.get_device_name())
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [
+        line.partition(":")[2].strip()
+        for line in text.splitlines()
+        if line.startswith(("model name", "Model"))
+    ]
+    return names[0] if names else platform.machine()
