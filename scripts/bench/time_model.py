@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--serve-seconds", type=float, default=60.0)
     parser.add_argument("--max-num-seqs", type=int, default=48)
     parser.add_argument("--keep", type=Path, help="folder that keeps inflated targets")
+    parser.add_argument("--raw", action="store_true", help="keep every round's times")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
@@ -107,7 +109,8 @@ def study(target: Path, args: argparse.Namespace) -> dict[str, Any]:
     online = OnlineTime(model)
     errors = [online.observe(sample) for sample in served]
     later = errors[len(errors) // 4 :]
-    return {
+    raw = {"measured": samples, "served": served} if args.raw else {}
+    return {name: [astuple(s) for s in rounds] for name, rounds in raw.items()} | {
         "facts": facts,
         "samples": len(samples),
         "start_and_measure_s": measured,

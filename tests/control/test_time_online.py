@@ -110,7 +110,7 @@ def test_context_and_tokens_are_told_apart():
     )
     online = OnlineTime(TRUTH)
     feed(online, slow_context, np.random.default_rng(4), 600, noise=0.01)
-    np.testing.assert_allclose(online.model.target.value, [1.0, 2.0], rtol=0.05)
+    np.testing.assert_allclose(online.model.target.value[:2], [1.0, 2.0], rtol=0.05)
 
 
 def test_host_time_unknown_to_the_profile_is_learnt():
@@ -119,6 +119,30 @@ def test_host_time_unknown_to_the_profile_is_learnt():
     feed(online, scaled(TRUTH, host=2e-3), np.random.default_rng(5), 200)
     expected = scaled(TRUTH, host=2e-3).overhead(10)
     assert online.model.overhead(10) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_time_per_pass_that_no_profile_knows_is_learnt():
+    def more(forward, seconds):
+        return dataclasses.replace(
+            forward, seconds=tuple(value + seconds for value in forward.seconds)
+        )
+
+    truth = dataclasses.replace(
+        TRUTH, target=more(TRUTH.target, 2e-3), draft_next=more(TRUTH.draft_next, 3e-4)
+    )
+    online = OnlineTime(TRUTH)
+    feed(online, truth, np.random.default_rng(9), 400, noise=0.01)
+    for n in (1, 32):
+        np.testing.assert_allclose(
+            online.model.target_curve(n, 200 * n, n * 7),
+            truth.target_curve(n, 200 * n, n * 7),
+            rtol=0.04,
+        )
+        np.testing.assert_allclose(
+            online.model.draft_curve(n, 200 * n, 3 * n, 7)[1:],
+            truth.draft_curve(n, 200 * n, 3 * n, 7)[1:],
+            rtol=0.04,
+        )
 
 
 def test_unmeasured_parts_change_nothing():
@@ -131,12 +155,12 @@ def test_unmeasured_parts_change_nothing():
 
 
 def test_idle_factors_do_not_drift_or_explode():
-    factors = Factors((1.0, 1.0), 0.99)
+    factors = Factors((1.0, 1.0, 0.0), 0.99)
     rng = np.random.default_rng(7)
     for _ in range(5000):  # nothing ever excites the second component
-        factors.observe((1e-2, 0.0), 1e-2 * (1 + 0.02 * rng.normal()))
+        factors.observe((1e-2, 0.0, 0.0), 1e-2 * (1 + 0.02 * rng.normal()))
     assert factors.value[1] == 1.0
-    factors.observe((1e-2, 1e-2), 2.5e-2)
+    factors.observe((1e-2, 1e-2, 0.0), 2.5e-2)
     assert 0.5 < factors.value[1] < 2.0
 
 

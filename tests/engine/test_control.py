@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import toys
+from tests.patches.test_cpu_sampling import chi_square_p
 
 pytestmark = pytest.mark.vllm
 
@@ -125,6 +126,32 @@ def test_any_lengths_give_the_targets_own_greedy_tokens(tmp_path, eager):
     assert steered["faults"] == {} and not steered["lost"]
 
 
+def test_any_lengths_keep_the_distribution_of_samples(tmp_path):
+    """256 samples of one prompt at temperature 1, with a draft that gets accepted."""
+    demo = (DEMO / "target", DEMO / "draft")
+
+    def sample(seed: int, **case: Any) -> dict[str, Any]:
+        return run(
+            demo,
+            tmp_path,
+            prompts=[list(b"hello world")] * 256,
+            params={"max_tokens": 5, "temperature": 1.0},
+            engine={"max_num_seqs": 64, "seed": seed},
+            **case,
+        )
+
+    plain = sample(0)
+    script = [[3, -1, 0], [1, 1, 0], [0, 0, 1], [3, 3, 0]]
+    steered = sample(1, script=script)
+    assert steered["outcomes"]["accepted"] > 50 and not steered["lost"]
+    for position in range(5):
+        a, b = ([row[position] for row in side["tokens"]] for side in (plain, steered))
+        # Fixed seeds: a pass today is a pass tomorrow. 5 comparisons in all.
+        assert chi_square_p(a, b) > 1e-4, position
+    joint = [len({tuple(row) for row in side["tokens"]}) for side in (plain, steered)]
+    assert joint[1] > 0.85 * joint[0]
+
+
 def test_preempted_requests_keep_their_outputs(toy, tmp_path):
     engine = ENGINE | {"num_gpu_blocks_override": 12, "enable_prefix_caching": False}
     shared = {"engine": engine, "params": {"max_tokens": 60}}
@@ -135,13 +162,12 @@ def test_preempted_requests_keep_their_outputs(toy, tmp_path):
     assert steered["tokens"] == plain["tokens"] and not steered["lost"]
 
 
-def test_all_tensor_parallel_ranks_follow_the_leader(toy, tmp_path):
-    engine = ENGINE | {"tensor_parallel_size": 2}
+def test_all_tensor_parallel_ranks_follow_the_leader(toy, tmp_path, monkeypatch):
     plain = run(toy, tmp_path)
-    steered = run(
-        toy,
-        tmp_path,
-        script=[[3, -1, 0], [0, 0, 0], [0, 0, 1], [2, 2, 0]],
-        engine=engine,
-    )
+    # The workers are processes of their own: they measure, and the real policy decides.
+    engine = ENGINE | {"tensor_parallel_size": 2}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    steered = run(toy, tmp_path, script=[], engine=engine)
     assert steered["tokens"] == plain["tokens"]
+    assert list((tmp_path / "cache" / "vllm_tide" / "profiles").glob("*.json"))

@@ -1,11 +1,12 @@
 """Measured rounds refine the time model while it serves.
 
 A profile ages: other processes take cores, clocks fall, real batches mix lengths. Each
-part of a round keeps factors on the profile's token cost and context cost, followed by
-recursive least squares with forgetting. Residuals are relative and clipped, so that one
-strange round (first-use compilation, a page fault) moves a factor by little. A
-lasting change shows as residuals that keep their sign: then the factors are as open as
-at first.
+part of a round keeps a factor on the profile's token cost, one on its context cost, and
+a time per pass that no profile knows (sampling parameters, the control's own work),
+followed by recursive least squares with forgetting. Residuals are relative and clipped,
+so that one strange round (first-use compilation, a page fault) moves a factor by
+little. A lasting change shows as residuals that keep their sign: then the factors are
+as open as at first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from vllm_tide.control.time_model import TimeModel
 
 NAN = float("nan")
 
+Triple = tuple[float, float, float]
+
 # Prior variance of a factor: a profile may well be 30% off.
 _PRIOR = 0.1
 # A factor that nothing excites would otherwise become arbitrarily uncertain, and jump
@@ -29,10 +32,13 @@ _CLIP = 3.0  # standard deviations
 # independent ones it has a standard deviation of 0.23.
 _LEANING = 1.5
 _LEAST = 1e-5  # seconds; residuals are relative to at least this
-_FACTORS = (0.05, 20.0)
-# Host time is learnt in absolute terms: a profile is measured inside the worker and
-# knows nothing of scheduler and RPC, so there is no cost to multiply.
-_HOST_UNIT = (1e-3, 1e-4)  # seconds per round, per request
+_OPEN = (_PRIOR, 0.0, 0.0, _PRIOR, 0.0, _PRIOR)
+_FREE = (0.0, 1e6)
+_FORWARD_LIMITS = ((0.05, 20.0), (0.05, 20.0), _FREE)
+# Units of the times that are learnt in absolute terms, per pass or round and per
+# request: a profile is measured inside the worker and knows no scheduler and no RPC.
+_UNIT = 1e-3
+_REQUEST_UNIT = 1e-4
 _KEPT_ERRORS = 256
 
 
@@ -67,14 +73,14 @@ class RoundSample:
 
 
 class Factors:
-    """Factors on a cost's two components, by robust recursive least squares.
+    """Factors on a cost's three components, by robust recursive least squares.
 
-    Scalars, not arrays: it runs up to four times in every round.
+    Plain numbers, not arrays: it runs up to four times in every round.
 
     Args:
         initial: The factors before anything was observed.
         forgetting: Weight of the past per observation.
-        limits: Smallest and largest factor.
+        limits: Smallest and largest value of each factor.
 
     Attributes:
         initial: As given.
@@ -83,23 +89,23 @@ class Factors:
 
     def __init__(
         self,
-        initial: tuple[float, float],
+        initial: Triple,
         forgetting: float,
-        limits: tuple[float, float] = _FACTORS,
+        limits: tuple[tuple[float, float], ...] = _FORWARD_LIMITS,
     ) -> None:
         self.value = self.initial = initial
         self._forgetting = forgetting
         self._limits = limits
-        # Covariance of the factors: variance, covariance, variance.
-        self._covariance = (_PRIOR, 0.0, _PRIOR)
+        # The symmetric covariance's upper triangle: xx xy xz yy yz zz.
+        self._covariance = _OPEN
         self._spread = 0.1  # standard deviation of the relative residuals
         self._before = self._lean = 0.0
 
-    def predict(self, parts: tuple[float, float]) -> float:
+    def predict(self, parts: Triple) -> float:
         """Seconds of a cost with these components."""
-        return self.value[0] * parts[0] + self.value[1] * parts[1]
+        return _dot(self.value, parts)
 
-    def observe(self, parts: tuple[float, float], measured: float) -> None:
+    def observe(self, parts: Triple, measured: float) -> None:
         """Take one measurement of a cost.
 
         Args:
@@ -108,14 +114,15 @@ class Factors:
         """
         if not measured > 0.0:
             return
-        total = max(self.predict(parts), _LEAST)
+        total = max(_dot(self.value, parts), _LEAST)
         residual = measured / total - 1.0
         score = residual / self._spread
         weight = min(1.0, _CLIP / max(abs(score), _CLIP))
-        self._move(parts[0] / total, parts[1] / total, residual, weight)
+        share = parts[0] / total, parts[1] / total, parts[2] / total
+        self._move(share, residual, weight)
         self._lean += 0.1 * (weight * score - self._lean)
         if abs(self._lean) > _LEANING:
-            self._covariance = (_PRIOR, 0.0, _PRIOR)
+            self._covariance = _OPEN
             self._lean = 0.0
         # From differences, which a lasting change does not widen: 0.89 of their mean
         # size make a standard deviation.
@@ -123,22 +130,35 @@ class Factors:
         self._before = residual
         self._spread = max(self._spread + 0.02 * (size - self._spread), 0.01)
 
-    def _move(self, x: float, y: float, residual: float, weight: float) -> None:
-        """One step of recursive least squares for the regressors x and y."""
-        xx, xy, yy = self._covariance
-        px, py = xx * x + xy * y, xy * x + yy * y
+    def _move(self, share: Triple, residual: float, weight: float) -> None:
+        """One step of recursive least squares for the regressors `share`."""
+        xx, xy, xz, yy, yz, zz = self._covariance
+        x = _dot((xx, xy, xz), share)
+        y = _dot((xy, yy, yz), share)
+        z = _dot((xz, yz, zz), share)
         noise = self._forgetting * self._spread**2 / weight
-        scale = 1.0 / (noise + x * px + y * py)
-        low, high = self._limits
+        scale = 1.0 / (noise + _dot((x, y, z), share))
+        step = scale * residual
+        old, (first, second, third) = self.value, self._limits
         self.value = (
-            min(max(self.value[0] + px * scale * residual, low), high),
-            min(max(self.value[1] + py * scale * residual, low), high),
+            min(max(old[0] + x * step, first[0]), first[1]),
+            min(max(old[1] + y * step, second[0]), second[1]),
+            min(max(old[2] + z * step, third[0]), third[1]),
         )
-        xx = (xx - px * px * scale) / self._forgetting
-        xy = (xy - px * py * scale) / self._forgetting
-        yy = (yy - py * py * scale) / self._forgetting
-        shrink = min(1.0, _MOST_VARIANCE / (xx + yy))
-        self._covariance = (xx * shrink, xy * shrink, yy * shrink)
+        xx, yy, zz = xx - x * x * scale, yy - y * y * scale, zz - z * z * scale
+        grow = min(1.0 / self._forgetting, _MOST_VARIANCE / (xx + yy + zz))
+        self._covariance = (
+            grow * xx,
+            grow * (xy - x * y * scale),
+            grow * (xz - x * z * scale),
+            grow * yy,
+            grow * (yz - y * z * scale),
+            grow * zz,
+        )
+
+
+def _dot(left: Triple, right: Triple) -> float:
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
 
 
 class RefinedTime:
@@ -153,22 +173,20 @@ class RefinedTime:
 
     def __init__(self, profile: TimeModel, forgetting: float) -> None:
         self.profile = profile
-        self.target = Factors((1.0, 1.0), forgetting)
-        self.draft_first = Factors((1.0, 1.0), forgetting)
-        self.draft_next = Factors((1.0, 1.0), forgetting)
-        known = (
-            profile.host / _HOST_UNIT[0],
-            profile.host_per_request / _HOST_UNIT[1],
-        )
-        self.host = Factors(known, forgetting, (0.0, 1e6))
+        once = (1.0, 1.0, 0.0)
+        self.target = Factors(once, forgetting)
+        self.draft_first = Factors(once, forgetting)
+        self.draft_next = Factors(once, forgetting)
+        known = profile.host / _UNIT, profile.host_per_request / _REQUEST_UNIT, 0.0
+        self.host = Factors(known, forgetting, (_FREE, _FREE, _FREE))
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
     ) -> np.ndarray:
         """Seconds [most + 1] of the target step that verifies 0..most draft tokens."""
         tokens, cached = self.profile.target_curves(requests, context, most, prefill)
-        on_tokens, on_cached = self.target.value
-        return np.asarray(tokens * on_tokens + cached * on_cached)
+        on_tokens, on_cached, more = self.target.value
+        return np.asarray(tokens * on_tokens + (cached * on_cached + more * _UNIT))
 
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
@@ -176,10 +194,11 @@ class RefinedTime:
         """Cumulative seconds [most + 1] of 0..most draft steps."""
         profile, curve = self.profile, np.zeros(most + 1)
         first = profile.draft_first_parts(requests, context, first_rows)
-        tokens, cached = profile.draft_next_parts(requests, context, np.arange(most))
-        on_tokens, on_cached = self.draft_next.value
-        curve[1:] = tokens * on_tokens + cached * on_cached
-        curve[1:] += self.draft_first.predict(first)
+        after = np.arange(most)
+        tokens, cached = profile.draft_next_parts(requests, context, after)
+        on_tokens, on_cached, more = self.draft_next.value
+        curve[1:] = tokens * on_tokens + cached * on_cached + after * (more * _UNIT)
+        curve[1:] += self.draft_first.predict((*first, _UNIT))
         return curve
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
@@ -202,14 +221,14 @@ class RefinedTime:
     ) -> float:
         """Seconds of a round that verifies `verified` tokens and drafts `steps`."""
         parts = self.profile.target_parts(requests, context, verified, prefill)
-        target = self.target.predict(parts)
+        target = self.target.predict((*parts, _UNIT))
         draft = self.draft_curve(requests, context, first_rows, steps)[steps]
         return target + float(draft) + self.overhead(requests)
 
 
-def host_parts(requests: int) -> tuple[float, float]:
+def host_parts(requests: int) -> Triple:
     """Unit costs of host time, per round and for its requests, seconds."""
-    return _HOST_UNIT[0], _HOST_UNIT[1] * requests
+    return _UNIT, _REQUEST_UNIT * requests, 0.0
 
 
 class OnlineTime:
@@ -255,7 +274,7 @@ class OnlineTime:
         refined = unrefined = measured = 0.0
         for factors, parts, seconds in self._measurements(sample):
             refined += factors.predict(parts)
-            unrefined += factors.initial[0] * parts[0] + factors.initial[1] * parts[1]
+            unrefined += _dot(factors.initial, parts)
             measured += seconds
             factors.observe(parts, seconds)
         if measured <= 0.0:
@@ -265,20 +284,21 @@ class OnlineTime:
         self._count += 1
         return errors
 
-    def _measurements(
-        self, sample: RoundSample
-    ) -> list[tuple[Factors, tuple[float, float], float]]:
+    def _measurements(self, sample: RoundSample) -> list[tuple[Factors, Triple, float]]:
         """The parts of the round that were measured: factors, components, seconds."""
         profile, model = self.profile, self.model
         n, context = sample.requests, sample.context
         target = profile.target_parts(n, context, sample.verified, sample.prefill)
-        found = [(model.target, target, sample.target_s)]
+        found: list[tuple[Factors, Triple, float]] = [
+            (model.target, (*target, _UNIT), sample.target_s)
+        ]
         if sample.steps >= 1:
             first = profile.draft_first_parts(n, context, sample.first_rows)
-            found.append((model.draft_first, first, sample.draft_first_s))
+            found.append((model.draft_first, (*first, _UNIT), sample.draft_first_s))
         if sample.steps >= 2:
-            tokens, cached = profile.draft_next_parts(n, context, sample.steps - 1)
-            further = (float(tokens), float(cached))
+            passes = sample.steps - 1
+            tokens, cached = profile.draft_next_parts(n, context, passes)
+            further = float(tokens), float(cached), _UNIT * passes
             found.append((model.draft_next, further, sample.draft_next_s))
         found.append((model.host, host_parts(n), sample.host_s))
         return [entry for entry in found if math.isfinite(entry[2])]

@@ -85,6 +85,7 @@ class ControlV1:
         self.on_round: list[Callable[[RoundSample], None]] = []
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
+        self._continues = False
         self._steps = 0
         self._asked = 0
         self._planned: list[str] = []
@@ -104,7 +105,8 @@ class ControlV1:
             if slot is not None:
                 self._end(slot)
         # With a request that goes on, the engine had work all the time since.
-        self.timer.begin(bool(scheduler_output.scheduled_cached_reqs.req_ids))
+        self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
+        self.timer.begin(self._continues)
         self._steps = self._asked = 0
         self._planned = []
 
@@ -184,17 +186,20 @@ class ControlV1:
         if self.policy is None:
             return self.num_speculative_tokens
         self._slo.advance(slots, emitted, now)
-        self.policy.observe(
-            Outcome(
-                slots=slots,
-                verified=drafts,
-                accepted=np.minimum(accepted, drafts),
-                emitted=emitted,
-                now=now,
-                sample=self._sample,
-                probe=self._probe_result(slots),
+        if self._continues:
+            # After idling nothing of the last round is left to learn from, and the
+            # time since is not its time.
+            self.policy.observe(
+                Outcome(
+                    slots=slots,
+                    verified=drafts,
+                    accepted=np.minimum(accepted, drafts),
+                    emitted=emitted,
+                    now=now,
+                    sample=self._sample,
+                    probe=self._probe_result(slots),
+                )
             )
-        )
         self._sample = None
         # `context + 1` tokens exist; the target adds one more by itself.
         room = np.minimum(

@@ -20,6 +20,7 @@ import torch
 
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.engine.profile_facts import facts
+from vllm_tide.engine.profile_record import Recorder
 from vllm_tide.engine.profile_shapes import Group, Limits, Step, groups
 
 __all__ = ["facts", "measure"]
@@ -28,8 +29,7 @@ logger = logging.getLogger("vllm_tide")
 
 QUICK_SECONDS = 8.0
 FULL_SECONDS = 120.0
-# Repeats of every shape: the fit is robust, so more than a few teach little.
-_MOST_PASSES = 8
+_MOST_PASSES = 30
 _MOST_STEPS = 15
 _PREFILL = 512  # tokens kept free for the one prompt beside a batch
 _PREFIX = "_tide_profile_"
@@ -73,7 +73,7 @@ def measure(
 
     with _undisturbed(worker), torch.inference_mode():
         bench.touch_cache(quick=quick)
-        # First uses compile and allocate; what is too dear to repeat is left out.
+        # First uses compile and allocate.
         visited: list[Group] = []
         pace = 0.0  # seconds per row
         for group in groups(bench.limits, quick=quick):
@@ -92,23 +92,38 @@ def measure(
             pace = (time.monotonic() - at) / group.rows
             if spent(0.3):
                 break
-        bench.samples.clear()
+        bench.recorder = Recorder()
         for done in range(_MOST_PASSES):
+            # The leader's rounds decide, for the same reason.
+            left = [
+                group
+                for group in visited
+                if not control.agree(int(bench.settled(group)))
+            ]
+            if not left:
+                break
             logger.info(
-                "vllm_tide: profile: pass %d over %d batches (%.0f s of %.0f)",
+                "vllm_tide: profile: pass %d, %d of %d batches (%.0f s of %.0f)",
                 done + 1,
+                len(left),
                 len(visited),
                 time.monotonic() - began,
                 budget_s,
             )
-            for group in visited:
+            for group in left:
                 bench.run(group)
                 if done and spent(1.0):
                     break
             if spent(1.0):
                 break
         bench.clean_up()
-    return bench.samples
+    samples = bench.recorder.samples()
+    logger.info(
+        "vllm_tide: profile: %d rounds kept in %.0f s",
+        len(samples),
+        time.monotonic() - began,
+    )
+    return samples
 
 
 class _Bench:
@@ -135,7 +150,7 @@ class _Bench:
         self._running: list[str] = []
         self._ended: set[str] = set()
         self._count = 0
-        self.samples: list[RoundSample] = []
+        self.recorder = Recorder()
         self.limits = self._limits(worker.vllm_config.scheduler_config)
 
     def _limits(self, scheduler: Any) -> Limits:
@@ -198,9 +213,16 @@ class _Bench:
             for name, context in zip(self._running, contexts, strict=True)
         ]
         # The batch comes into being here: not a step like those that follow.
-        self._step(new, dict.fromkeys(self._running, 1), {}, 0, keep=False)
+        self._step(new, dict.fromkeys(self._running, 1), {}, 0)
         for step in group.steps:
-            self._measured(step)
+            self._measured(group, step)
+
+    def settled(self, group: Group) -> bool:
+        """Whether no step of a group needs to be repeated."""
+        return all(
+            self.recorder.settled((group.requests, group.context, step))
+            for step in group.steps
+        )
 
     def clean_up(self) -> None:
         """Leave no request in the runner."""
@@ -212,11 +234,11 @@ class _Bench:
         output.finished_req_ids, self._ended = self._ended, set()
         self._worker.execute_model(output)
 
-    def _measured(self, step: Step) -> None:
-        each, more = divmod(step.verified, len(self._running))
+    def _measured(self, group: Group, step: Step) -> None:
+        lengths = self._lengths(step.verified)
         drafts = {
-            name: self._tokens(each + (i < more))
-            for i, name in enumerate(self._running)
+            name: self._tokens(length)
+            for name, length in zip(self._running, lengths, strict=True)
         }
         spec = {name: tokens for name, tokens in drafts.items() if tokens}
         scheduled = {name: 1 + len(tokens) for name, tokens in drafts.items()}
@@ -226,7 +248,8 @@ class _Bench:
             name = self._name()
             new = [self._request(name, 0, step.prefill)]
             scheduled[name] = step.prefill
-        self._step(new, scheduled, spec, step.steps, keep=True)
+        sample = self._step(new, scheduled, spec, step.steps)
+        self.recorder.add((group.requests, group.context, step), sample)
         self._end([request.req_id for request in new])
         self._next_block = before
 
@@ -236,9 +259,7 @@ class _Bench:
         scheduled: dict[str, int],
         spec: dict[str, list[int]],
         steps: int,
-        *,
-        keep: bool,
-    ) -> None:
+    ) -> RoundSample:
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
         output = SchedulerOutput.make_empty()
@@ -259,16 +280,15 @@ class _Bench:
         cached.new_block_ids = [None] * len(old)
         output.scheduled_cached_reqs = cached
         self._control.force(steps)
-        listeners = self._control.on_round
-        if keep:
-            listeners.append(self.samples.append)
+        found: list[RoundSample] = []
+        self._control.on_round.append(found.append)
         try:
             self._worker.execute_model(output)
             self._worker.sample_tokens(None)
             self._worker.take_draft_token_ids()
         finally:
-            if keep:
-                listeners.pop()
+            self._control.on_round.pop()
+        return found[0]
 
     def _request(self, name: str, context: int, rows: int) -> Any:
         from vllm import SamplingParams
