@@ -135,18 +135,18 @@ def test_any_lengths_keep_the_distribution_of_samples(tmp_path):
             demo,
             tmp_path,
             prompts=[list(b"hello world")] * 256,
-            params={"max_tokens": 5, "temperature": 1.0},
+            params={"max_tokens": 8, "temperature": 1.0},
             engine={"max_num_seqs": 64, "seed": seed},
             **case,
         )
 
     plain = sample(0)
-    script = [[3, -1, 0], [1, 1, 0], [0, 0, 1], [3, 3, 0]]
+    script = [[3, 3, 0], [3, -1, 0], [1, 1, 0], [0, 0, 1]]
     steered = sample(1, script=script)
     assert steered["outcomes"]["accepted"] > 50 and not steered["lost"]
-    for position in range(5):
+    for position in range(8):
         a, b = ([row[position] for row in side["tokens"]] for side in (plain, steered))
-        # Fixed seeds: a pass today is a pass tomorrow. 5 comparisons in all.
+        # Fixed seeds: a pass today is a pass tomorrow. 8 comparisons in all.
         assert chi_square_p(a, b) > 1e-4, position
     joint = [len({tuple(row) for row in side["tokens"]}) for side in (plain, steered)]
     assert joint[1] > 0.85 * joint[0]
