@@ -108,11 +108,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 def greedy(target: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    # As `ignore_eos`: the token may be sampled and ends nothing. `min_new_tokens` would
+    # forbid it.
+    model.generation_config.eos_token_id = None
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
         do_sample=False,
         pad_token_id=0,
     )
