@@ -159,15 +159,29 @@ class ControlV1:
         if code > 0:
             late = np.nonzero(self._backlog.missing[slots] > 0)[0]
             if len(late):
-                self._backlog.catch_up(late, slots[late], attention)
+                self._contain(
+                    "catch_up", self._backlog.catch_up, late, slots[late], attention
+                )
             self._backlog.seen(slots)
             self.timer.restart_draft()
             self._planned = list(req_ids)
             self._asked = code
             return code
-        self._backlog.keep(aux_hidden_states, slots, row, count, start, num_rows)
+        keep = self._backlog.keep
+        self._contain(
+            "keep", keep, aux_hidden_states, slots, row, count, start, num_rows
+        )
         if code == _PROBE:
-            self._probe(slots, emitted, sampled_token_ids, start + count, attention)
+            context = start + count
+            self._contain(
+                "probe",
+                self._probe,
+                slots,
+                emitted,
+                sampled_token_ids,
+                context,
+                attention,
+            )
         return 0
 
     def _decide(
@@ -282,6 +296,13 @@ class ControlV1:
         if self.policy is None or self._confidence is None:
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
+
+    def _contain(self, where: str, call: Callable[..., Any], *args: Any) -> None:
+        """Run a part that only the draft's quality depends on."""
+        try:
+            call(*args)
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self._lose(where, error)
 
     def _lose(self, where: str, error: Exception) -> None:
         """A fault of the policy's: from now on the length is vLLM's static one."""
