@@ -31,6 +31,9 @@ from vllm_tide.control.verifier import ABSENT, select
 
 _REFRESH_ROUNDS = 16
 _EARLY_TOKENS = 512  # until then predictions are refreshed every round
+# Rounds until which every one teaches the time model and the history, afterwards every
+# second: what they teach is much the same, and it costs time that tokens wait for.
+_YOUNG_ROUNDS = 128
 _UNANSWERED = 4  # shadow probes without an answer: none will come, try real rounds
 _SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
 _BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
@@ -184,7 +187,7 @@ class AdaSpecPolicy:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the round that `plan` opened, and from the step's times."""
-        if outcome.sample is not None:
+        if outcome.sample is not None and (self._young or self._count["rounds"] & 1):
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
             self._observe_probe(*outcome.probe)
@@ -205,6 +208,10 @@ class AdaSpecPolicy:
         self._observe_times(batch, outcome.now, prefilled and not batch.prefill)
         if self._step and len(rows):
             self._learn(batch, rows, verified, accepted)
+
+    @property
+    def _young(self) -> bool:
+        return self._count["rounds"] < _YOUNG_ROUNDS
 
     def stats(self) -> dict[str, Any]:
         """Totals and recent values, for metrics."""
@@ -273,9 +280,10 @@ class AdaSpecPolicy:
         step, slots = self._step, batch.slots
         z, logit = self._z[:step], self._logit[:step]
         chance, survival = self._chance[:step], self._survival[:step]
-        drafted = survival >= 0
-        self.history.learn(slots, logit, chance, drafted)
-        self._tokens_seen += drafted.size
+        if self._young or self._count["rounds"] & 1 == 0:
+            drafted = survival >= 0
+            self.history.learn(slots, logit, chance, drafted)
+            self._tokens_seen += drafted.size
         turn = self._count["rounds"] % _REFRESH_ROUNDS == 0
         if turn or self._tokens_seen < _EARLY_TOKENS:
             self.history.refresh()

@@ -12,6 +12,7 @@ set of every length one cumulative sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,11 @@ class Forecast:
     tokens: float
     seconds: float
     free: float
+
+
+def _bins(price: float) -> float:
+    """Where a price lies on the grid of -log(survival); 0 and below: at its end."""
+    return -math.log(price) / GRID_STEP if price > 0.0 else 2.0 * GRID
 
 
 class Drafter:
@@ -133,7 +139,8 @@ class Drafter:
                 of this round.
         """
         most, n = costs.most, len(depth)
-        bins = (depth * (1.0 / GRID_STEP) + 0.5).astype(np.intp)
+        place = depth * (1.0 / GRID_STEP)
+        bins = (place + 0.5).astype(np.intp)
         np.minimum(bins, GRID - 1, out=bins)
         least = int(room.min())
         kept = survival if least >= step else survival * (room >= step)
@@ -151,7 +158,8 @@ class Drafter:
         if not able:
             return False
         if bar is not None and costs.limit == np.inf:
-            sure = self._shortcut(step, able, share, kept, costs, bar)
+            reach = step * n + able
+            sure = self._shortcut(step, reach, place, share, kept, costs, bar)
             if sure is not None:
                 return sure
         ahead = self._ahead(step, most, bins, share, kept)
@@ -176,7 +184,8 @@ class Drafter:
     def _shortcut(
         self,
         step: int,
-        able: int,
+        reach: int,
+        depth: np.ndarray,
         share: np.ndarray,
         kept: np.ndarray,
         costs: RoundCosts,
@@ -184,32 +193,40 @@ class Drafter:
     ) -> bool | None:
         """The same decision from bounds, where they are clear: most of the time.
 
-        Stop if not even verification free of charge would pay for the drafting; go on
-        if the next step pays with everything verified.
+        A token of survival s adds s - c to the value of a set, c the price of verifying
+        it. At the lowest price on the cost curve the tokens worth it add at least what
+        any set can gain: stop if no length pays for its drafting even so. At the
+        highest they add at most that: go on if the next step pays still. Where the
+        curve is a line both are the exact answer.
 
         Args:
             step: Steps drafted so far.
-            able: Requests that can use another token.
-            share: float64 [2n], class shares of those; 0 for others.
+            reach: Tokens verified after another step, at most.
+            depth: float64 [n], -log(survival) of the last tokens in units of bins.
+            share: float64 [2n], class shares of requests that can go on; 0 for others.
             kept: float64 [n], survival of their last token; 0 for others.
             costs: The round's costs.
             bar: Tokens per second that time is worth.
         """
-        weights = (share.reshape(2, -1) * kept).ravel()
-        classes = np.bincount(self._both, weights, len(CENTRES))
-        extra = (classes @ self._history.gains[step])[: costs.most - step]
+        n = len(depth)
+        table = self._history.excess[step]
+        worth = (share.reshape(2, n) * kept).ravel()
         drafting = costs.draft[step + 1 : costs.most + 1] - costs.draft[step]
-        if (extra - bar * drafting).max() <= 0.0:
+        drafting *= bar
+        slope = costs.slope[:-1]
+        at = np.empty(2 * n, np.intp)
+        at[:n] = np.ceil(_bins(bar * float(slope.min())) - depth)
+        at[n:] = at[:n]
+        np.minimum(np.maximum(at, 0, out=at), GRID, out=at)
+        gained = worth @ table[self._both, : len(drafting), at]
+        gained -= drafting
+        if gained.max() <= 0.0:
             return False
-        sets = np.add.accumulate(self._drafted, axis=1)
-        count, sum_all = float(sets[0, -1]), float(sets[1, -1])
-        verified, tokens = sets if self._verify else sets[:, -1:]
-        stop = max(
-            0.0, float((tokens - bar * (costs.seconds(verified) - costs.plain)).max())
-        )
-        verify = float(costs.target[int(count + 0.5) + able]) - costs.plain
-        on = sum_all + float(extra[0]) - bar * (verify + float(drafting[0]))
-        return True if on > stop else None
+        at[:n] = np.floor(_bins(bar * float(slope[:reach].max())) - depth)
+        at[n:] = at[:n]
+        np.minimum(np.maximum(at, 0, out=at), GRID - 1, out=at)
+        sure = float(worth @ table[self._both, 0, at]) > drafting[0]
+        return True if sure and self._verify else None
 
     def _ahead(
         self,

@@ -22,6 +22,8 @@ GRID_STEP = 0.1
 CHANCE = np.exp(-GRID_STEP * np.arange(GRID))
 """Survival at each bin, float64 [GRID], descending from 1."""
 _LENGTH = 2 * GRID  # of the transforms: products of two survivals do not wrap
+# max(0, survival - price), survivals down, prices CHANCE and at last 0 across
+_EXCESS = np.maximum(CHANCE[:, None] - np.append(CHANCE, 0.0), 0.0)
 
 CENTRES = np.linspace(-2.0, 4.25, 6)
 """Levels (log-odds) of the classes; a request belongs to the two around its own."""
@@ -54,6 +56,8 @@ class History:
             at least that survival per position, and expected survivors among them.
         gains: gains[s] float64 [classes, K - s], expected survivors among the tokens of
             positions s+1..j, for one request that survived s.
+        excess: excess[s] float64 [classes, K - s, GRID + 1]: the same for what exceeds
+            a price: sums of max(0, survival - price), prices CHANCE and, last, 0.
         spectra: spectra[s] complex [classes, K - s, GRID + 1]: transforms of the
             distributions of the survival gained over positions s+1..j, j = s+1..K.
     """
@@ -74,6 +78,7 @@ class History:
         self.survival: np.ndarray = np.empty(0)
         self.sets: np.ndarray = np.empty(0)
         self.gains: list[np.ndarray] = []
+        self.excess: list[np.ndarray] = []
         self.spectra: list[np.ndarray] = []
         self.refresh()
 
@@ -183,11 +188,9 @@ class History:
         self.survival = gained[:, 0]
         both = np.stack([self.survival, self.survival * CHANCE], axis=1)
         self.sets = both.cumsum(axis=3).reshape(classes, 2 * k * GRID)
-        mean = gained @ CHANCE
-        self.gains = [
-            np.ascontiguousarray(mean[:, start, start:].cumsum(axis=1))
-            for start in range(k)
-        ]
+        excess = gained @ _EXCESS
+        self.excess = [excess[:, start, start:].cumsum(axis=1) for start in range(k)]
+        self.gains = [np.ascontiguousarray(table[..., -1]) for table in self.excess]
         self.spectra = [
             np.ascontiguousarray(spectra[:, start, start:]) for start in range(k)
         ]

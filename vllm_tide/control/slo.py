@@ -30,6 +30,7 @@ class SloBook:
         self._tokens = np.zeros(capacity)
         self.met = 0
         self.missed = 0
+        self._used = False  # no request has had a limit: nothing to keep
 
     def add(self, slot: int, slo: float | None) -> None:
         """A request begins.
@@ -39,6 +40,7 @@ class SloBook:
             slo: Seconds per output token after the first; None: no limit.
         """
         self._slo[slot] = np.inf if slo is None else slo
+        self._used |= slo is not None
         self._first[slot] = self._last[slot] = np.nan
         self._tokens[slot] = 0.0
 
@@ -54,6 +56,8 @@ class SloBook:
             emitted: int64 [n], tokens of this step; may be 0.
             now: Time (s).
         """
+        if not self._used:
+            return
         some = emitted > 0
         count = emitted.astype(np.float64)
         fresh = some & np.isnan(self._first[slots])
@@ -76,6 +80,8 @@ class SloBook:
             float64 [n]; inf without a budget or before the first token; below the
             shortest round's time for a request that is behind.
         """
+        if not self._used:
+            return np.full(len(slots), np.inf)
         slo = self._slo[slots]
         gone = now - self._first[slots]
         limits: np.ndarray = slo * (self._tokens[slots] + 1.0) - gone
