@@ -19,7 +19,7 @@ BAD_SECTIONS = [
     ),
     (
         {"zzz": 1},
-        "tide.zzz: unknown key; known: run_dir, capture, train, control, swap.",
+        "tide.zzz: unknown key; known: run_dir, capture, train, control, swap, schedule, deploy, fresh, spool.",
     ),
     (
         {"capture": {"sample_rate": 2}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,8 +151,10 @@ def swapper(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "verify_installed", lambda *_: None)
     save_file(draft(), tmp_path / "model.safetensors")
     segment = WeightsSegment.create(1 << 16)
+    model = SimpleNamespace(get_vocab_size=lambda: 64)
+    config = SimpleNamespace(model_config=model)
     made = module.Swapper(
-        torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), None, tmp_path, segment, 8.0
+        torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), config, tmp_path, segment, 8.0
     )
     writer = WeightsWriter.attach(segment.name)
 

@@ -14,6 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MIB = 1 << 20
+LossTerm = Literal[
+    "forward_kl", "reverse_kl", "next_token", "tv", "nla", "lk_hybrid", "discard"
+]
 
 
 class ConfigError(ValueError):
@@ -111,6 +114,156 @@ class TrainConfig(_Section):
         "that is published.",
     )
     seed: int = Field(0, description="Seed of sampling, shuffling and initialisation.")
+    loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
+        {"forward_kl": 1.0},
+        description="Weight of each loss term: forward_kl, reverse_kl, next_token, tv, "
+        "nla, lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
+        "branches, which are trained on only when it is named.",
+        min_length=1,
+    )
+    lk_eta: Annotated[float, Field(ge=0)] = Field(
+        3.0, description="How fast `lk_hybrid` moves from KL to TV as acceptance grows."
+    )
+    discard_topk: Annotated[int, Field(ge=1, le=1024)] = Field(
+        10, description="Teacher tokens kept by the `discard` term (1 to 1024)."
+    )
+    max_branches: Annotated[int, Field(ge=0, le=4096)] = Field(
+        64, description="Rejected branches kept per request, at most."
+    )
+    attention: Literal["auto", "packed", "flex", "xformers", "reference"] = Field(
+        "auto",
+        description="Attention of the trainer: `packed` is our own and runs anywhere; "
+        "`flex` is Torch's FlexAttention, `xformers` its block-diagonal biases.",
+    )
+    age_half_life_s: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Age at which a sample counts half when batches are drawn "
+        "(seconds); null counts all alike.",
+    )
+    max_version_lag: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Rejected branches drafted by a head older than this many versions "
+        "are dropped; null keeps them.",
+    )
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="Largest share of the training buffer that one tenant "
+        "(vllm_xargs: tide_tenant) may fill (0 to 1).",
+    )
+    state_dir: str | None = Field(
+        None,
+        description="Where the last good head and checkpoints are kept; null means "
+        "`heads` in the run directory.",
+    )
+    checkpoint_cycles: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Cycles between two checkpoints of the trainer (weights, moments, "
+        "place in the data); 0 writes none.",
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="Port of the trainer's own /metrics on localhost; 0 opens none."
+    )
+    keep_last_good: bool = Field(
+        True, description="A restarted server begins with the last good head."
+    )
+
+
+class ScheduleConfig(_Section):
+    """When the trainer collects and trains (TIDE, algorithm 1)."""
+
+    mode: Literal["always", "tide", "gated"] = Field(
+        "always",
+        description="`always` trains whenever there is new data; `tide` is the paper's "
+        "gate with one global average; `gated` watches groups of similar requests.",
+    )
+    short_decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.9, description="Decay per request of the short average of acceptance."
+    )
+    long_decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.99, description="Decay per request of the long average of acceptance."
+    )
+    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05,
+        description="Fall of the short average below the long one that counts as a "
+        "shift (accepted share of drafted tokens, 0 to 1).",
+    )
+    init_requests: Annotated[int, Field(ge=1)] = Field(
+        16, description="Requests that set the first averages."
+    )
+    max_groups: Annotated[int, Field(ge=1, le=64)] = Field(
+        8, description="Groups of similar requests watched by `gated` (1 to 64)."
+    )
+    patience: Annotated[int, Field(ge=1)] = Field(
+        2, description="Cycles without improvement after which training pauses."
+    )
+
+
+class DeployConfig(_Section):
+    """When a better head is published, and when it is taken back."""
+
+    canary: bool = Field(
+        True,
+        description="Compare served acceptance after a swap with the window before and "
+        "go back to the head before when it fell.",
+    )
+    canary_requests: Annotated[int, Field(ge=2)] = Field(
+        32, description="Requests begun after the swap that decide, at most."
+    )
+    canary_tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.02,
+        description="Relative fall of served acceptance length that is let pass.",
+    )
+    backoff_cycles: Annotated[int, Field(ge=0)] = Field(
+        2,
+        description="Cycles that publish nothing after a rollback; doubled at each "
+        "further one.",
+    )
+    min_requests: Annotated[int, Field(ge=0)] | None = Field(
+        0,
+        description="Requests between two publications, at least; null chooses it from "
+        "the measured cost of a swap and the measured gain.",
+    )
+    min_seconds: Annotated[float, Field(ge=0)] | None = Field(
+        0.0,
+        description="Seconds between two publications, at least; null chooses it from "
+        "the measured cost of a swap and the measured gain.",
+    )
+
+
+class FreshConfig(_Section):
+    """The head built for `"model": "fresh"`."""
+
+    draft_vocab_size: Annotated[int, Field(ge=64)] | None = Field(
+        None,
+        description="Tokens the head can draft; null takes all up to 65536, else "
+        "32768 of them.",
+    )
+    intermediate_size: Annotated[int, Field(ge=64)] | None = Field(
+        None, description="Width of the head's MLP; null takes the target's."
+    )
+    seed: int = Field(0, description="Seed of the head's random matrices.")
+
+
+class SpoolConfig(_Section):
+    """Records and heads through storage, for engines and trainers on two hosts."""
+
+    url: str | None = Field(
+        None,
+        description="Directory or fsspec URL that engines and the trainer share; null "
+        "uses shared memory only.",
+    )
+    shard_mib: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="Size at which a shard of records is closed (MiB)."
+    )
+    shard_seconds: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Age at which a shard of records is closed (seconds)."
+    )
+    max_gib: Annotated[float, Field(gt=0)] = Field(
+        8.0, description="Records kept in the spool, oldest removed first (GiB)."
+    )
+    max_age_s: Annotated[float, Field(gt=0)] = Field(
+        86400.0, description="Age at which a shard of records is removed (seconds)."
+    )
 
 
 class ControlConfig(_Section):
@@ -188,6 +341,10 @@ class TideConfig(_Section):
     train: TrainConfig = TrainConfig.model_validate({})
     control: ControlConfig = ControlConfig.model_validate({})
     swap: SwapConfig = SwapConfig.model_validate({})
+    schedule: ScheduleConfig = ScheduleConfig.model_validate({})
+    deploy: DeployConfig = DeployConfig.model_validate({})
+    fresh: FreshConfig = FreshConfig.model_validate({})
+    spool: SpoolConfig = SpoolConfig.model_validate({})
 
 
 def _known_keys(path: tuple[str | int, ...]) -> list[str]:

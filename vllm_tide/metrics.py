@@ -52,8 +52,9 @@ COUNTERS = {
 # name -> (help, key of the report, label)
 COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
-        "Rows (requests for opted_out, not_sampled, malformed_opt_out and "
-        "unsupported_input) that were not captured, by reason.",
+        "Rows (requests for opted_out, not_sampled, malformed_opt_out, "
+        "malformed_tenant and unsupported_input) that were not captured, by reason; "
+        "paused: the trainer asked for none.",
         "dropped",
         "reason",
     ),

@@ -1,42 +1,95 @@
-"""Packed attention equals one dense mask, forward and backward."""
+"""Every attention equals one dense mask, forward and backward, branches included."""
 
 from __future__ import annotations
+
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from vllm_tide.draft.attention import (
-    packed_attention,
-    reference_attention,
-    slice_documents,
-)
+from tests.draft import fake_xformers
+from vllm_tide.draft.attention import packed_attention, reference_attention
+from vllm_tide.draft.attention_backends import attention_backend
+from vllm_tide.draft.attention_flex import flex_attention
+from vllm_tide.draft.attention_xformers import xformers_attention
+from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.rows import RowLayout
 
 DOCS = [0, 5, 6, 13]
+TRUNK = RowLayout(DOCS, [13], [], [])
+# two branches at one anchor, one at the first row of its document, one row alone
+BRANCHES = RowLayout(DOCS, [13, 16, 18, 19, 23], [3, 3, 5, 11], [0, 0, 1, 2])
+CASES = [
+    (TRUNK, list(range(13))),
+    (TRUNK, [3, 4, 6, 9, 12]),
+    (TRUNK, [7]),
+    (BRANCHES, list(range(23))),
+    (BRANCHES, [2, 4, 7, 9, 11, 14, 15, 17, 18, 20, 22]),
+    (BRANCHES, [14, 22]),
+    (BRANCHES, [0, 1, 12]),
+]
 
 
-def _inputs(diagonals: int, active: Tensor) -> list[Tensor | None]:
+def seen_by_the_text(layout: RowLayout, row: int, key: int) -> bool:
+    """Section c.8, word by word."""
+    count = layout.doc_starts[-1]
+    if row < count:  # trunk: causal, same document
+        ends = layout.doc_starts[1:]
+        doc = [sum(r >= end for end in ends) for r in (row, key)]
+        return key <= row and doc[0] == doc[1]
+    of = [sum(r >= s for s in layout.branch_starts) - 1 for r in (row, key)]
+    if key >= count:  # allow(branch j, branch k) = k <= j
+        return of[0] == of[1] and key <= row
+    first = layout.doc_starts[layout.docs[of[0]]]
+    return first <= key <= layout.anchors[of[0]] - 1  # s <= a - 1
+
+
+def dense(q, k0, v0, kd, vd, active, layout):
+    """One softmax over the keys that the text allows, row by row."""
+    group = q.shape[1] // k0.shape[1]
+    out = []
+    for at, row in enumerate(active.tolist()):
+        keys = [r for r in range(layout.num_rows) if seen_by_the_text(layout, row, r)]
+        k, v = k0[keys], v0[keys]
+        if kd is not None:
+            k, v = torch.cat([k, kd[:, at]]), torch.cat([v, vd[:, at]])
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        p = torch.einsum("hd,khd->hk", q[at], k).mul(q.shape[-1] ** -0.5).softmax(-1)
+        out.append(torch.einsum("hk,khd->hd", p, v))
+    return torch.stack(out)
+
+
+def _inputs(
+    diagonals: int, count: int, rows: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor | None]:
     torch.manual_seed(diagonals)
-    rows, heads, kv, dim = DOCS[-1], 4, 2, 6
-    count = active.numel()
+    heads, kv, dim = 4, 2, 6
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
     kd = leaf(diagonals, count, kv, dim) if diagonals else None
     vd = leaf(diagonals, count, kv, dim) if diagonals else None
     return [leaf(count, heads, dim), leaf(rows, kv, dim), leaf(rows, kv, dim), kd, vd]
 
 
-@pytest.mark.parametrize("diagonals", [0, 1, 3])
-@pytest.mark.parametrize("active", [list(range(13)), [3, 4, 6, 9, 12], [7]])
-def test_packed_attention_equals_dense_mask(diagonals: int, active: list[int]) -> None:
+@pytest.fixture
+def xformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An xformers made of plain Torch."""
+    ops = ModuleType("xformers.ops")
+    ops.fmha = fake_xformers.fmha
+    monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
+
+
+def check(attend, layout: RowLayout, active: list[int], diagonals: int) -> None:
     """Values and all gradients agree in float64."""
     rows = torch.tensor(active)
-    doc_ids = torch.tensor([0] * 5 + [1] + [2] * 7)
-    args = _inputs(diagonals, rows)
-    ours = packed_attention(*args, slice_documents(rows, DOCS))
-    theirs = reference_attention(*args, rows, doc_ids)
+    args = _inputs(diagonals, rows.numel(), layout.num_rows)
+    ours = attend(*args, rows, layout)
+    theirs = dense(*args, rows, layout)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     leaves = [a for a in args if a is not None]
     weight = torch.randn_like(ours)
@@ -46,3 +99,95 @@ def test_packed_attention_equals_dense_mask(diagonals: int, active: list[int]) -
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("diagonals", [0, 1, 3])
+@pytest.mark.parametrize("layout, active", CASES)
+@pytest.mark.parametrize("attend", [packed_attention, reference_attention])
+def test_attention_equals_the_text(attend, layout, active, diagonals) -> None:
+    check(attend, layout, active, diagonals)
+
+
+@pytest.mark.parametrize("diagonals", [0, 2])
+@pytest.mark.parametrize("layout, active", CASES)
+@pytest.mark.parametrize("form", fake_xformers.LSE_FORMS)
+@pytest.mark.usefixtures("xformers")
+def test_xformers_attention_equals_the_text(
+    form, layout, active, diagonals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_xformers, "form", form)
+    check(xformers_attention, layout, active, diagonals)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("layout, active, diagonals", [(*CASES[1], 2), (*CASES[4], 3)])
+@torch.no_grad()
+def test_flex_attention_equals_the_text(layout, active, diagonals) -> None:
+    """The forward on CPU; Torch has no backward of it there."""
+    rows = torch.tensor(active)
+    args = [
+        None if x is None else x.detach()
+        for x in _inputs(diagonals, rows.numel(), layout.num_rows, torch.float32)
+    ]
+    ours = flex_attention(*args, rows, layout)
+    theirs = dense(*args, rows, layout)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("name", ["flex", "xformers"])
+@pytest.mark.parametrize("layout, active", CASES)
+@pytest.mark.parametrize("diagonals", [0, 1, 3])
+def test_accelerated_attention_equals_the_text(name, layout, active, diagonals) -> None:
+    """Values and gradients in fp32 on the device."""
+    if name == "xformers":
+        pytest.importorskip("xformers")
+    rows = torch.tensor(active, device="cuda")
+    torch.manual_seed(0)
+    kd, vd = torch.randn(2, max(1, diagonals), len(active), 2, 32, device="cuda")
+    args = [
+        torch.randn(len(active), 4, 32, device="cuda"),
+        *torch.randn(2, layout.num_rows, 2, 32, device="cuda"),
+        *((kd, vd) if diagonals else (None, None)),
+    ]
+    args = [None if x is None else x.requires_grad_() for x in args]
+    leaves = [x for x in args if x is not None]
+    ours = attention_backend(name, "cuda")(*args, rows, layout)
+    theirs = dense(*args, rows, layout)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-3)  # TF32 in the kernels
+    weight = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), leaves),
+        torch.autograd.grad((theirs * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-2)
+
+
+def test_auto_is_packed_on_cpu_and_flex_on_cuda() -> None:
+    assert attention_backend("auto", "cpu") is packed_attention
+    assert attention_backend("auto", "cuda") is flex_attention
+
+
+@pytest.mark.parametrize("name", ["flex", "xformers", "sdpa"])
+def test_attention_that_cannot_train_here_names_the_knob(name: str) -> None:
+    with pytest.raises(DraftError, match=r"tide\.train\.attention"):
+        attention_backend(name, "cpu")
+
+
+@pytest.mark.usefixtures("xformers")
+def test_unknown_xformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = fake_xformers.memory_efficient_attention_forward_requires_grad
+
+    def unknown(*args, **kwargs):
+        out, lse = forward(*args, **kwargs)
+        return out, lse.repeat(7, 1, 1)
+
+    monkeypatch.setattr(
+        fake_xformers.fmha,
+        "memory_efficient_attention_forward_requires_grad",
+        unknown,
+    )
+    with pytest.raises(DraftError, match=r"tide\.train\.attention"):
+        xformers_attention(*_inputs(0, 13, 13), torch.arange(13), TRUNK)

@@ -15,7 +15,7 @@ from tests.toys import make_target
 from vllm_tide.draft import Eagle3Config, Eagle3Draft, TargetRows, VocabMap
 from vllm_tide.draft.checkpoint import load_draft, save_draft
 from vllm_tide.draft.config import Rope
-from vllm_tide.draft.eagle3 import StepRows
+from vllm_tide.draft.rows import StepRows
 
 pytestmark = pytest.mark.vllm
 ROWS = 24

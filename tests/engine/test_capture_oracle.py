@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ class Oracle:
         states = out.hidden_states
         features = torch.cat([states[i][0] for i in toys.AUX_LAYERS], dim=-1)
         return features, states[-1][0], torch.log_softmax(out.logits[0], dim=-1)
+
+
+def counted(records: list[Record]) -> Counter[tuple[Any, ...]]:
+    """What a record says besides features and teacher, whichever request it is of."""
+    return Counter(
+        (r.phase, r.start, r.num_accepted, r.next_token, tuple(r.token_ids))
+        for r in records
+    )
 
 
 def check_record(record: Record, committed: dict[int, int], oracle: Oracle) -> None:
@@ -185,6 +194,44 @@ def test_prefix_cache_hits_are_said_and_opt_out_is_kept(models, tmp_path):
         assert out["dropped"]["opted_out"] == 1
         assert out["dropped"]["malformed_opt_out"] == 1
         assert [r for r in drain(reader) if r.num_rows] == []
+
+
+def test_rows_become_light_while_the_trainer_pauses(models, tmp_path):
+    oracle = Oracle(models[0])
+    run = case(models, tmp_path, teacher="both", teacher_topk=8)
+    run["engine"]["enable_prefix_caching"] = False
+    tenants = [{"tide_tenant": name} for name in ("a", "b", "a")]
+    work = {"params": {"max_tokens": 20}, "extra": tenants}
+    with OfflineEngine(run) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        full_report = engine.work(PROMPTS[:3], **work)
+        full = [r for r in drain(reader) if r.num_rows]
+        reader.set_collect(False)
+        report = engine.work(PROMPTS[:3], **work)
+        light = [r for r in drain(reader) if r.num_rows]
+        reader.set_collect(True)
+        again = engine.work(PROMPTS[:3], **work)
+        last = [r for r in drain(reader) if r.num_rows]
+    assert report["faults"] == {}
+    assert report["tokens"] == full_report["tokens"] == again["tokens"]
+    assert not any(r.light for r in full + last) and all(r.light for r in light)
+    assert report["rows"] == full_report["rows"]
+    assert report["dropped"]["paused"] == sum(r.num_rows for r in light)
+    assert again["dropped"]["paused"] == report["dropped"]["paused"]
+    for r in light:
+        assert r.features.shape == (r.num_rows, 0)
+        assert r.teacher_hidden is r.teacher_topk_ids is None
+        assert np.isfinite(r.draft_probs).all()
+    # The same rounds were served, so the same ids and verdicts come.
+    assert counted(light) == counted(full) == counted(last)
+    sequences = [p + t for p, t in zip(PROMPTS, report["tokens"], strict=False)]
+    check_all(last, sequences, oracle)
+    # Two tenants; a request keeps its own through all records.
+    of_key = {}
+    for r in full + light + last:
+        assert of_key.setdefault(r.key, r.tenant) == r.tenant != 0
+    assert len(of_key) == 9
+    assert sorted(Counter(of_key.values()).values()) == [3, 6]
 
 
 def test_sampling_rate_zero_captures_nothing(models, tmp_path):

@@ -213,3 +213,77 @@ def test_bfloat16_bits_are_read_as_bfloat16():
     assembler.add(Record(**fields | bits), 0.0)
     (sample,) = assembler.flush()
     assert torch.equal(sample.features, values)
+
+
+def _light(start, count, **more):
+    full = _verify(start, count, **more)
+    fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
+    empty = np.zeros((count, 0), np.float32)
+    return Record(**fields | {"features": empty, "teacher_hidden": None})
+
+
+def test_light_record_is_a_hole_that_is_counted_once():
+    assembler = Assembler(WIDTH, "float32")
+    assembler.add(_verify(2, 4), 0.0)
+    (before,) = assembler.add(_light(6, 3), 0.0)
+    assert (before.start, before.num_tokens) == (2, 4)
+    assert assembler.open_rows == 0
+    assert assembler.add(_light(9, 2), 0.0) == []
+    assert assembler.add(_verify(11, 3), 0.0) == []
+    (after,) = assembler.add(_light(14, 2, finished=True), 0.0)
+    assert (after.start, after.num_tokens) == (11, 3)
+    assert assembler.skipped == {"not_collected": 7}
+    assert assembler.num_holes == 0
+
+
+def test_sample_says_whose_it_is_and_which_draft_it_met_first():
+    assembler = Assembler(WIDTH, "float32")
+    first = _verify(2, 2)
+    fields = {f: getattr(first, f) for f in Record.__dataclass_fields__}
+    assembler.add(Record(**fields | {"tenant": 77, "draft_version": 3}), 0.0)
+    later = {"start": 4, "tenant": 77, "draft_version": 4}
+    assembler.add(Record(**fields | later), 0.0)
+    (sample,) = assembler.flush()
+    assert (sample.tenant, sample.draft_version) == (77, 3)
+    assert sample.captured_unix_s > 0
+
+
+def test_purge_forgets_the_open_requests_of_a_tenant():
+    assembler = Assembler(WIDTH, "float32")
+    for key, tenant in ((1, 7), (2, 8)):
+        full = _verify(2, 4, key=key)
+        fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
+        assembler.add(Record(**fields | {"tenant": tenant}), 0.0)
+    assert assembler.purge(7) == 4
+    assert assembler.open_rows == 4
+    assert [s.key for s in assembler.flush()] == [2]
+    assert assembler.purge() == 0
+
+
+def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
+    assembler = Assembler(WIDTH, "float32", max_branches=2)
+    full = _verify(2, 5, accepted=1)
+    fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
+    ids = full.token_ids.copy()
+    ids[4] = -1
+    k = 3
+    topk = {
+        "token_ids": ids,
+        "teacher_hidden": None,
+        "teacher_start": 1,
+        "teacher_topk_ids": np.arange(4 * k, dtype=np.int32).reshape(4, k),
+        "teacher_topk_logprobs": np.zeros((4, k), np.float32),
+        "teacher_tail_logprob": np.arange(4, dtype=np.float32),
+    }
+    assembler.add(Record(**fields | topk), 0.0)
+    ids = ids.copy()
+    ids[2] = -1  # nothing was drafted after the accepted token
+    assembler.add(Record(**fields | topk | {"token_ids": ids, "start": 4}), 0.0)
+    (sample,) = assembler.flush()
+    (branch,) = sample.branches
+    assert branch.tokens.tolist() == [token(1, 4), token(1, 5)]
+    assert branch.features.shape == (2, WIDTH)
+    assert branch.draft_probs.shape == (2,)
+    assert branch.teacher_hidden is None
+    assert branch.teacher_topk.ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert branch.teacher_topk.tail_logprob.tolist() == [1.0, 2.0]

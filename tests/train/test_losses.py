@@ -1,17 +1,32 @@
-"""Losses: values and gradients against autograd in float64."""
+"""Teachers, the fused head, and the weights of rows, requests, steps and ranks."""
 
 from __future__ import annotations
+
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.train.toys import VOCAB as TOY_VOCAB
+from tests.train.toys import ToyTarget
+from tests.train.toys import config as shape
+from vllm_tide.config import TrainConfig
+from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import losses
-from vllm_tide.train.losses import Teacher, forward_kl, fused_head_loss
-from vllm_tide.train.sample import TopK
+from vllm_tide.train.branch_rows import plan_branches
+from vllm_tide.train.loss_rows import LossRows, gather, request_weights
+from vllm_tide.train.loss_terms import LossMix
+from vllm_tide.train.losses import HiddenTeacher, LossTask, fused_head_loss
+from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.packing import PackedBatch, pack
+from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.train.step import TrainStep
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
+TOY = ToyTarget()
 
 
 def _double(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -23,90 +38,358 @@ def _seed():
     torch.manual_seed(0)
 
 
-def test_forward_kl_value_and_gradient():
-    z, p = _double(ROWS, VOCAB, grad=True), _double(ROWS, VOCAB).softmax(-1)
-    expected = (p * (p.log() - z.log_softmax(-1))).sum(-1)
-    (grad,) = torch.autograd.grad(expected.sum(), z)
-    value, ours = forward_kl(z.detach().clone(), p, (p * p.log()).sum(-1))
-    torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
-    torch.testing.assert_close(ours, grad, rtol=0, atol=1e-15)
+def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeacher:
+    target = TargetRows(rows, rows)
+    return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, kept)
+
+
+def _task(index: torch.Tensor, weights: torch.Tensor) -> LossTask:
+    none = torch.full_like(index, -1)
+    mix = LossMix({"forward_kl": 1.0})
+    return LossTask(mix, index, weights[None], none, index.numel())
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
 def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
+    """Chunks and blocks of any size; committed rows first, then branch rows."""
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(losses, "HEAD_BLOCK_BYTES", 2 * chunk_bytes)
     normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN, grad=True)
     hidden, rows = _double(4, HIDDEN), _double(VOCAB, HIDDEN)
-    index, weights = torch.tensor([0, 1, 2, 3, 1, 0, 3]), torch.rand(ROWS).double()
+    index, weights = torch.tensor([0, 1, 2, 3, 1, 0, 3]), torch.rand(3, ROWS).double()
+    labels = torch.tensor([3, 0, -1, 10, 5, -1, -1])
     p = (hidden @ rows.T).softmax(-1)[index]
-    per_row = (p * (p.log() - (normed @ head.T).log_softmax(-1))).sum(-1)
-    expected = torch.autograd.grad((per_row * weights).sum() * 3, [normed, head])
-    teacher = Teacher.from_hidden(hidden, TargetRows(rows, rows), rows, torch.float64)
-    total, values = fused_head_loss(
-        normed, head, head.detach(), teacher, index, weights
+    log_q = (normed @ head.T).log_softmax(-1)
+    expected = torch.zeros(3, ROWS).double()
+    expected[0] = (p * (p.log() - log_q)).sum(-1)
+    expected[1] = -log_q.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    expected[1] = expected[1] * (labels >= 0)
+    expected[2] = expected[0]  # discard that filters nothing
+    used = torch.ones(3, ROWS, dtype=torch.bool)
+    used[:2, 5:], used[2, :5] = False, False
+    wanted = torch.autograd.grad((expected * used * weights).sum() * 3, [normed, head])
+    mix = LossMix(
+        {"forward_kl": 1.0, "next_token": 1.0, "discard": 1.0}, discard_topk=VOCAB
     )
-    torch.testing.assert_close(values, per_row.detach(), rtol=0, atol=1e-13)
+    task = LossTask(mix, index, weights, labels, 5)
+    total, values = fused_head_loss(
+        normed, head, head.detach(), _teacher(hidden, rows), task
+    )
+    torch.testing.assert_close(values, (expected * used).detach(), rtol=0, atol=1e-13)
     ours = torch.autograd.grad(total * 3, [normed, head])
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
 
 
 def test_frozen_head_gets_no_gradient():
     normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN)
-    teacher = Teacher.from_hidden(
-        _double(ROWS, HIDDEN), TargetRows(head, head), head, torch.float64
-    )
-    total, _ = fused_head_loss(
-        normed, head, head, teacher, torch.arange(ROWS), torch.ones(ROWS).double()
-    )
+    task = _task(torch.arange(ROWS), torch.ones(ROWS).double())
+    teacher = _teacher(_double(ROWS, HIDDEN), head)
+    total, _ = fused_head_loss(normed, head, head, teacher, task)
     total.backward()
     assert head.grad is None
     assert normed.grad is not None
 
 
-def _topk(z: torch.Tensor, k: int) -> TopK:
-    logp = z.log_softmax(-1)
-    values, ids = logp.topk(k)
-    tail = (1 - values.exp().sum(-1)).clamp_min(0).log()
-    return TopK(ids.int(), values, tail)
-
-
-def test_topk_teacher_is_the_bucketed_kl():
-    target, z = _double(ROWS, VOCAB) * 2, _double(ROWS, VOCAB, grad=True)
-    topk = _topk(target, 4)
-    teacher = Teacher.from_topk(topk, VocabMap.identity(VOCAB), torch.float64)
-    p, logq = topk.logprobs.exp(), z.log_softmax(-1)
-    listed = logq.gather(1, topk.ids.long())
-    tail = topk.tail_logprob.exp()
-    rest = (1 - listed.exp().sum(-1)).log()
-    expected = (p * (p.log() - listed)).sum(-1) + tail * (tail.log() - rest)
-    (grad,) = torch.autograd.grad(expected.sum(), z)
-    detached = z.detach().clone()
-    completed, plogp = teacher.rows(torch.arange(ROWS), detached)
-    value, ours = forward_kl(detached, completed, plogp)
-    torch.testing.assert_close(value, expected.detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(ours, grad, rtol=0, atol=1e-12)
-
-
-def test_topk_of_the_whole_vocabulary_is_the_hidden_teacher():
-    hidden, rows = _double(ROWS, HIDDEN), _double(VOCAB, HIDDEN)
-    whole = Teacher.from_hidden(hidden, TargetRows(rows, rows), rows, torch.float64)
-    logp, ids = (hidden @ rows.T).log_softmax(-1).sort(descending=True)
-    topk = TopK(ids.int(), logp, torch.full((ROWS,), float("-inf")).double())
-    listed = Teacher.from_topk(topk, VocabMap.identity(VOCAB), torch.float64)
-    z, index = _double(ROWS, VOCAB), torch.arange(ROWS)
-    a = forward_kl(z.clone(), *listed.rows(index, z))
-    b = forward_kl(z.clone(), *whole.rows(index, z))
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def test_pruned_vocabulary_renormalises_the_teacher():
+@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
+def test_pruned_vocabulary_renormalises_the_teacher_and_keeps_its_mass(
+    monkeypatch, chunk_bytes
+):
+    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     hidden, rows = _double(ROWS, HIDDEN), _double(VOCAB, HIDDEN)
     kept = torch.tensor([1, 4, 5, 9])
-    teacher = Teacher.from_hidden(
-        hidden, TargetRows(rows, rows), rows[kept], torch.float64
-    )
     full = (hidden @ rows.T).softmax(-1)[:, kept]
-    expected = full / full.sum(-1, keepdim=True)
-    torch.testing.assert_close(teacher.probs, expected)
+    shape = full / full.sum(-1, keepdim=True)
+    whole, short = _teacher(hidden, rows, kept), _teacher(hidden, rows[kept])
+    assert whole.mass is not None
+    assert short.mass is None
+    torch.testing.assert_close(whole.mass, full.sum(-1))
+    for teacher in (whole, short):
+        torch.testing.assert_close(teacher.probs, shape)
+        torch.testing.assert_close(teacher.plogp, torch.xlogy(shape, shape).sum(-1))
+
+
+def _with_branch(sample: Sample, position: int, size: int) -> Sample:
+    """Reject `size` random tokens after a position; the target goes on from them."""
+    tokens = torch.randint(0, TOY_VOCAB, (size,))
+    features = torch.cat([TOY.embed[tokens] @ m for m in TOY.mix], dim=-1)
+    branch = Branch(
+        position=position,
+        tokens=tokens.int(),
+        features=features,
+        teacher_hidden=TOY.head[TOY.next_token(tokens)],
+        draft_probs=torch.full((size,), 0.5),
+        draft_version=1,
+    )
+    return replace(sample, branches=(*sample.branches, branch))
+
+
+def _documents() -> list[Sample]:
+    sizes = [(5, 20, 4, 1), (9, 7, 2, 2), (3, 90, 1, 3), (8, 12, 3, 3)]
+    out = [TOY.document(*s) for s in sizes]
+    out[0] = _with_branch(_with_branch(out[0], 6, 3), 11, 1)
+    out[2] = _with_branch(out[2], 40, 4)
+    return out
+
+
+def _config(**changes) -> TrainConfig:
+    return TrainConfig(**{"compute_dtype": "float32", **changes})
+
+
+def test_following_token_is_the_next_of_the_document():
+    batch = pack(_documents()[:2])
+    plan = plan_steps(batch.valid, batch.doc_ids, 2)
+    rows = LossRows.from_plan(batch, plan)
+    assert rows.num_committed == rows.teacher.numel() == plan.num_loss_rows
+    assert rows.step.tolist() == sorted(rows.step.tolist())
+    for teacher, doc, token in zip(rows.teacher, rows.doc, rows.token, strict=True):
+        start, end = batch.doc_starts[int(doc)], batch.doc_starts[int(doc) + 1]
+        assert start <= int(teacher) < end
+        last = int(teacher) == end - 1
+        assert int(token) == (-1 if last else int(batch.tokens[int(teacher) + 1]))
+
+
+def test_labels_outside_the_draft_vocabulary_are_none():
+    batch = pack(_documents()[:1])
+    rows = LossRows.from_plan(batch, plan_steps(batch.valid, batch.doc_ids, 1))
+    vocab = VocabMap.from_target_ids(torch.arange(0, TOY_VOCAB, 2), TOY_VOCAB)
+    labels = rows.labels(vocab.draft_ids)
+    for token, label in zip(rows.token.tolist(), labels.tolist(), strict=True):
+        assert label == (token // 2 if token >= 0 and token % 2 == 0 else -1)
+
+
+def test_branch_rows_come_last_and_outputs_in_the_same_order():
+    batch = pack(_documents())
+    plan = plan_steps(batch.valid, batch.doc_ids, 3)
+    branches = plan_branches(batch, 3)
+    rows = LossRows.from_plan(batch, plan, branches)
+    outputs = []
+    for i in range(3):
+        outputs.append(torch.cat([plan.targets[i], branches.targets[i]])[:, None])
+    assert torch.equal(gather(outputs, plan, branches)[:, 0], rows.teacher)
+    assert torch.equal(rows.branch, rows.teacher >= batch.num_tokens)
+    assert bool(rows.branch[rows.num_committed :].all())
+    assert not rows.branch[: rows.num_committed].any()
+    for i in range(3):
+        both = plan.targets[i].numel() + branches.targets[i].numel()
+        assert int((rows.step == i).sum()) == both
+
+
+def test_requests_weigh_the_same_however_long():
+    batch = pack(_documents())
+    plan, branches = plan_steps(batch.valid, batch.doc_ids, 2), plan_branches(batch, 2)
+    rows = LossRows.from_plan(batch, plan, branches)
+    weights = request_weights(rows, batch.keys)
+    first = rows.step == 0
+    # documents 2 and 3 are one request of 89 + 9 rows; the others are short
+    short = first & ~rows.branch & (rows.doc == 0)
+    assert float(weights[short].sum()) == pytest.approx(16 / 64)
+    third = first & ~rows.branch & (rows.doc >= 2)
+    assert int(third.sum()) == 98
+    assert float(weights[third].sum()) == pytest.approx(1.0)
+    assert torch.allclose(weights[rows.branch], torch.tensor(1 / 64).double())
+
+
+def _reference_loss(
+    draft: Eagle3Draft, batch: PackedBatch, config: TrainConfig
+) -> torch.Tensor:
+    """L = sum_i gamma^i sum_terms w N_i / D_i, row by row."""
+    plan = plan_steps(batch.valid, batch.doc_ids, config.ttt_steps)
+    branches = plan_branches(batch, config.ttt_steps)
+    outputs = draft.forward_ttt(
+        batch.tokens,
+        batch.features,
+        batch.positions,
+        batch.doc_starts,
+        plan.steps,
+        branches=branches.inputs,
+    )
+    kinds: dict[str, list[list[tuple[int, torch.Tensor]]]] = {}
+    for i, out in enumerate(outputs):
+        targets = torch.cat([plan.targets[i], branches.targets[i]])
+        docs = torch.cat([batch.doc_ids[plan.targets[i]], branches.docs[i]])
+        for r, (t, d) in enumerate(zip(targets.tolist(), docs.tolist(), strict=True)):
+            log_q = (draft.tensor("lm_head.weight") @ out[r]).log_softmax(-1)
+            y = batch.hidden_rows(torch.tensor([t]))[0]
+            p = (TOY.head @ y).softmax(-1)
+            found = {}
+            if t >= batch.num_tokens:
+                top = p.topk(config.discard_topk)
+                f = top.values / top.values.sum()
+                found["discard"] = (f * (f.log() - log_q[top.indices])).sum()
+            else:
+                found["forward_kl"] = (p * (p.log() - log_q)).sum()
+                if t + 1 < batch.doc_starts[d + 1]:
+                    found["next_token"] = -log_q[batch.tokens[t + 1]]
+            for name, value in found.items():
+                steps = kinds.setdefault(name, [[] for _ in outputs])
+                steps[i].append((batch.keys[d], value))
+    total = torch.zeros(())
+    for name, steps in kinds.items():
+        kind = "discard" if name == "discard" else "forward_kl"
+        sizes: dict[int, int] = {}
+        for key, _ in kinds[kind][0]:
+            sizes[key] = sizes.get(key, 0) + 1
+        for i, rows in enumerate(steps):
+            m = [1 / max(64, sizes[key]) for key, _ in rows]
+            mean = sum(w * v for w, (_, v) in zip(m, rows, strict=True)) / sum(m)
+            total = total + config.loss[name] * config.step_decay**i * mean
+    return total
+
+
+def test_loss_of_a_batch_is_the_sum_of_per_step_means():
+    config = _config(
+        loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2},
+        discard_topk=4,
+        step_decay=0.7,
+    )
+    draft, batch = TOY.draft(), pack(_documents())
+    step = TrainStep(draft, TOY.rows, config)
+    found = step.loss_of(batch)
+    assert found is not None
+    total, sums = found
+    expected = _reference_loss(draft, batch, config)
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    ours = torch.autograd.grad(total, step.parameters)
+    wanted = torch.autograd.grad(expected, step.parameters)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert sums.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
+    weighted = sum(x * 0.7**i for i, x in enumerate(sums.step_losses))
+    assert weighted == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_branches_are_left_alone_unless_discard_is_named():
+    plain = [replace(d, branches=()) for d in _documents()]
+    losses_of = []
+    for documents in (_documents(), plain):
+        result = TrainStep(TOY.draft(), TOY.rows, _config()).run(pack(documents))
+        assert result is not None
+        assert result.num_branch_rows == 0
+        losses_of.append((result.loss, result.grad_norm))
+    assert losses_of[0] == losses_of[1]
+
+
+def test_discard_alone_trains_on_branch_rows_only():
+    config = _config(loss={"discard": 1.0}, learning_rate=1e-2)
+    step, batch = TrainStep(TOY.draft(), TOY.rows, config), pack(_documents())
+    first = step.run(batch)
+    for _ in range(10):
+        last = step.run(batch)
+    assert first is not None
+    assert last is not None
+    assert first.num_loss_rows == first.num_branch_rows == 16
+    assert last.loss < first.loss
+    assert step.run(pack(_documents()[3:])) is None
+
+
+def test_weights_of_terms_do_not_change_other_terms():
+    """Branch rows are a mean of their own: lambda scales their share, no more."""
+    batch = pack(_documents())
+    found = {}
+    for weight in (0.5, 2.0):
+        config = _config(loss={"forward_kl": 1.0, "discard": weight})
+        found[weight] = TrainStep(TOY.draft(), TOY.rows, config).run(batch)
+    assert found[0.5].terms == found[2.0].terms
+    kl, off = found[2.0].terms["forward_kl"][0], found[2.0].terms["discard"][0]
+    assert found[2.0].step_losses[0] == pytest.approx(kl + 2 * off)
+    assert found[0.5].step_losses[0] == pytest.approx(kl + 0.5 * off)
+
+
+@pytest.mark.parametrize("term", ["tv", "nla", "lk_hybrid", "reverse_kl", "next_token"])
+def test_every_term_trains_with_a_pruned_vocabulary(term):
+    vocab = VocabMap.from_target_ids(torch.arange(0, TOY_VOCAB, 3), TOY_VOCAB)
+    draft = Eagle3Draft.initialise(
+        shape(draft_vocab_size=vocab.target_ids.numel()), TOY.embed, TOY.head, vocab
+    )
+    config = _config(loss={term: 1.0}, learning_rate=1e-2)
+    step = TrainStep(draft, TOY.rows, config)
+    batch = pack(_documents())
+    first = step.run(batch)
+    for _ in range(10):
+        last = step.run(batch)
+    assert first is not None
+    assert last is not None
+    assert last.loss < first.loss
+    assert last.terms[term] == pytest.approx(last.step_losses)
+
+
+class _Ranks:
+    """Sums vectors of threads that play ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count)
+        self.lock = threading.Lock()
+        self.total = torch.zeros(0)
+
+    def sum(self, vector: torch.Tensor) -> torch.Tensor:
+        if self.barrier.wait() == 0:
+            self.total = torch.zeros_like(vector)
+        self.barrier.wait()
+        with self.lock:
+            self.total = self.total + vector
+        self.barrier.wait()
+        out = self.total.clone()
+        self.barrier.wait()
+        return out
+
+
+def _on_ranks(batches: list[PackedBatch | None], config: TrainConfig) -> list:
+    """Loss, sums and gradients of each rank, from equal drafts."""
+    ranks, out = _Ranks(len(batches)), [None] * len(batches)
+
+    def work(rank: int) -> None:
+        step = TrainStep(TOY.draft(), TOY.rows, config, ranks.sum)
+        found = step.loss_of(batches[rank])
+        if found is not None:
+            total, sums = found
+            total.backward()
+            grads = [p.grad for p in step.parameters]
+            out[rank] = (float(total.detach()), sums, grads)
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return out
+
+
+LOSS = {"forward_kl": 1.0, "next_token": 0.5, "discard": 0.3}
+
+
+def test_averaged_gradients_of_ranks_are_those_of_one_rank():
+    # very unlike documents, and one rank without any
+    config, documents = _config(loss=LOSS), _documents()
+    step = TrainStep(TOY.draft(), TOY.rows, config)
+    found = step.loss_of(pack(documents))
+    assert found is not None
+    total, sums = found
+    total.backward()
+    halves = [pack([documents[0]]), pack(documents[1:]), None]
+    ranks = _on_ranks(halves, config)
+    assert sum(r[0] for r in ranks) / 3 == pytest.approx(float(total.detach()))
+    for i, parameter in enumerate(step.parameters):
+        mean = torch.stack([r[2][i] for r in ranks]).mean(0)
+        torch.testing.assert_close(mean, parameter.grad, rtol=1e-4, atol=1e-6)
+    for _, other, _ in ranks:
+        assert other.step_losses == pytest.approx(sums.step_losses)
+        assert other.num_tokens == sums.num_tokens
+        assert other.num_loss_rows == sums.num_loss_rows
+        assert other.num_branch_rows == sums.num_branch_rows
+
+
+def test_ranks_without_anything_to_train_agree_to_do_nothing():
+    prompt_only = pack([TOY.document(1, 6, 6, 1)])
+    assert _on_ranks([prompt_only, None], _config()) == [None, None]
+
+
+def test_infinite_gradient_changes_nothing():
+    documents = _documents()
+    features = documents[0].features.clone()
+    features[5] = float("nan")
+    documents[0] = replace(documents[0], features=features)
+    draft = TOY.draft()
+    before = [t.detach().clone() for t in draft.named_tensors().values()]
+    assert TrainStep(draft, TOY.rows, _config()).run(pack(documents)) is None
+    after = draft.named_tensors().values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

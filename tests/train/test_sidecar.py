@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.feeds import open_feeds
 from vllm_tide.train.sidecar import Sidecar
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
@@ -78,8 +80,17 @@ class Engine:
             tide={"train": KNOBS},
             created_unix=time.time(),
         )
-        write_manifest(self.run_dir, self.manifest)
+        self.announce()
         self._random = random.Random(0)
+
+    def announce(self) -> None:
+        write_manifest(self.run_dir, self.manifest)
+
+    def restart(self) -> None:
+        """Another engine of the same kind, its weights segment empty."""
+        self.weights = WeightsSegment.create(4 << 20)
+        self.manifest = replace(self.manifest, weights=self.weights.name)
+        self.announce()
 
     def serve(self, requests: int) -> None:
         """Write finished requests, each in a few verify records."""
@@ -103,6 +114,12 @@ class Engine:
         self.weights.close()
 
 
+def attach(engine: Engine) -> Sidecar:
+    feeds = open_feeds(engine.run_dir)
+    feeds.poll()
+    return Sidecar(feeds, engine.run_dir)
+
+
 @pytest.fixture
 def engine(tmp_path):
     made = Engine(tmp_path)
@@ -112,7 +129,7 @@ def engine(tmp_path):
 
 def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     engine.serve(60)
-    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    sidecar = attach(engine)
     assert sidecar.run(once=True) == "stopped"
     assert engine.weights.latest_version() == 1
     publication = engine.weights.read()
@@ -131,7 +148,7 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
 
 def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):
     engine.serve(60)
-    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    sidecar = attach(engine)
     before = sidecar.trainer.snapshot()
     done = threading.Thread(target=sidecar.run)
     done.start()
@@ -150,10 +167,10 @@ def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):
 
 def test_restarted_trainer_goes_on_from_its_last_publication(engine):
     engine.serve(60)
-    first = Sidecar(engine.manifest, engine.run_dir)
+    first = attach(engine)
     first.run(once=True)
     engine.weights.report(1)
-    second = Sidecar(engine.manifest, engine.run_dir)
+    second = attach(engine)
     live, published = second.trainer.snapshot(), first.trainer.snapshot()
     assert all(torch.equal(live[name], published[name]) for name in live)
     engine.serve(60)
@@ -163,7 +180,7 @@ def test_restarted_trainer_goes_on_from_its_last_publication(engine):
 
 def test_ring_does_not_fill_during_a_cycle(engine):
     engine.serve(60)
-    sidecar = Sidecar(engine.manifest, engine.run_dir)
+    sidecar = attach(engine)
     tick, worst = sidecar._tick, []
 
     def traffic() -> bool:
@@ -183,7 +200,7 @@ def test_features_of_other_layers_are_refused(tmp_path):
     engine = Engine(tmp_path, layers=(1, 2, 4))
     try:
         with pytest.raises(DraftError, match="captured layers"):
-            Sidecar(engine.manifest, engine.run_dir)
+            attach(engine)
     finally:
         engine.close()
 

@@ -219,3 +219,36 @@ def test_learning_rate_warms_up_and_decays_in_a_cycle():
     assert 0 < scales[0] < scales[2] < 1
     assert max(scales) == 1.0
     assert 0.1 <= scales[-1] < 0.3
+
+
+def test_a_pruned_vocabulary_follows_what_the_target_says():
+    toy = ToyTarget()
+    ids = torch.arange(VOCAB // 2)
+    vocab = VocabMap.from_target_ids(ids, VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(toy.draft().config, draft_vocab_size=VOCAB // 2),
+        toy.rows.embed_tokens,
+        toy.rows.lm_head,
+        vocab,
+    )
+    config = TrainConfig(
+        compute_dtype="float32", batch_tokens=256, steps_per_cycle=4, holdout_share=0.3
+    )
+    trainer = Trainer(draft, toy.rows, config)
+    assert trainer.vocabulary is not None
+    trainer.vocabulary.counts[VOCAB // 2 :] = 10_000.0
+    trainer.add_samples(toy.document(k % VOCAB, 60, 3, k) for k in range(20))
+    before = trainer.snapshot()
+    trainer.train_cycle()
+    new = trainer.draft.vocab.target_ids
+    assert int((new >= VOCAB // 2).sum()) == VOCAB - VOCAB // 2
+    assert torch.equal(trainer.live.vocab.target_ids, ids)
+    assert torch.equal(trainer.candidate_tensors()["d2t"], trainer.draft.vocab.d2t)
+    trainer.published()
+    assert torch.equal(trainer.live.vocab.target_ids, new)
+    published = trainer.snapshot()
+    trainer.restore(before)
+    assert torch.equal(trainer.draft.vocab.target_ids, ids)
+    assert torch.equal(trainer.live.tensor("fc.weight"), before["fc.weight"])
+    trainer.restore(published)
+    assert torch.equal(trainer.live.vocab.target_ids, new)

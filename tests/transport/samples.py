@@ -1,6 +1,6 @@
 """Records made from a seed, and what it takes to compare them."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -59,6 +59,21 @@ def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
         teacher_topk_logprobs=logprobs if topk else None,
         teacher_tail_logprob=np.full(rows, -np.inf, np.float32) if topk else None,
         finished=bool(seed % 2),
+        tenant=int(rng.integers(2**64, dtype=np.uint64)),
+    )
+
+
+def make_light(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
+    """The same without features and teacher."""
+    record = make_record(spec, seed, num_rows, phase)
+    return replace(
+        record,
+        features=record.features[:, :0],
+        teacher_start=num_rows,
+        teacher_hidden=None,
+        teacher_topk_ids=None,
+        teacher_topk_logprobs=None,
+        teacher_tail_logprob=None,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.samples import identity, make_light, make_record, make_spec
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
 from vllm_tide.transport.process import HEARTBEAT_TIMEOUT_NS
 from vllm_tide.transport.ring_format import Word
@@ -28,6 +28,40 @@ def test_every_kind_of_record_comes_back_to_the_bit(
             assert writer.try_write(record), writer.drops
             assert identity(reader.read()) == identity(record)
     assert reader.read() is None
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float16", "float32"])
+def test_light_records_come_back_to_the_bit_among_others(
+    ring_pair, teacher, feature_dtype, phase
+):
+    spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
+    writer, reader = ring_pair(spec, 1 << 16)
+    for num_rows in (0, 1, 2, 3, 17):
+        light = make_light(spec, num_rows, num_rows, phase)
+        full = make_record(spec, num_rows, num_rows, phase)
+        for sent in (light, full):
+            assert writer.try_write(sent), writer.drops
+            got = reader.read()
+            assert identity(got) == identity(sent)
+            assert got.light is (sent is light)
+        assert full.tenant == light.tenant != 0
+
+
+def test_a_light_record_takes_no_room_for_features(ring_pair):
+    spec = make_spec("both", hidden_size=4096)
+    writer, _ = ring_pair(spec, 1 << 20)
+    assert writer.try_write(make_light(spec, 1, 4))
+    assert writer.stats().used_bytes <= 192
+
+
+def test_a_light_record_with_a_teacher_is_invalid(ring_pair):
+    spec = make_spec()
+    writer, _ = ring_pair(spec)
+    record = make_record(spec)
+    assert not writer.try_write(replace(record, features=record.features[:, :0]))
+    assert writer.drops["invalid"] == 1
 
 
 def test_a_teacher_may_be_left_out(ring_pair):
@@ -145,6 +179,9 @@ def test_wrap_around_keeps_order_and_bits(ring_pair):
     [
         {"key": -1},
         {"key": "a"},
+        {"tenant": -1},
+        {"tenant": 2**64},
+        {"tenant": None},
         {"phase": 2},
         {"phase": Phase.PREFILL},
         {"num_accepted": 4},
@@ -247,6 +284,53 @@ def test_a_consumer_that_lost_its_claim_stops_reading(ring_pair):
     assert reader.read() is not None
 
 
+def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
+    writer, reader = ring_pair(make_spec())
+    assert writer.collect
+    reader.set_collect(False)
+    assert not writer.collect
+    reader.close()
+    assert not writer.collect
+    reader = RingReader.attach(writer.name)
+    assert writer.collect  # a new consumer wants rows
+    reader.set_collect(False)
+    reader.set_collect(True)
+    assert writer.collect
+    reader.close()
+
+
+def test_rows_are_collected_before_the_first_consumer():
+    writer = RingWriter.create(make_spec(), 4096)
+    assert writer.collect
+    writer.close()
+    assert not writer.collect
+
+
+def test_a_damaged_wish_is_repaired_by_the_consumers_heartbeat(ring_pair):
+    writer, reader = ring_pair(make_spec())
+    for wanted in (False, True):
+        reader.set_collect(wanted)
+        reader._segment.store(Word.COLLECT, 2**64 - 1 if not wanted else 0)
+        assert writer.collect is not wanted
+        reader.heartbeat()
+        assert writer.collect is wanted
+
+
+def test_a_consumer_that_lost_its_claim_says_nothing(ring_pair):
+    writer, reader = ring_pair(make_spec())
+    parent = os.getppid()  # alive, and not us
+    from vllm_tide.transport.process import Holder, pid_namespace, start_time
+
+    other = Holder(parent, start_time(parent), pid_namespace())
+    reader._segment.store(Word.CONSUMER, other.word)
+    reader.heartbeat()
+    reader.set_collect(False)
+    assert writer.collect
+    reader._segment.store(Word.CONSUMER, 0)
+    reader.heartbeat()
+    assert not writer.collect
+
+
 def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
@@ -255,6 +339,8 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     assert not writer.try_write(make_record(spec))
     writer.heartbeat()
     reader.heartbeat()
+    reader.set_collect(True)
+    assert not writer.collect
     assert reader.read() is None
     assert writer.drops["truncated"] == writer.stats().dropped_records == 1
     assert not writer.stats().consumer_alive and not reader.stats().consumer_alive
@@ -285,6 +371,7 @@ def test_a_ring_closed_by_another_thread_under_our_hands_raises_nothing(
     # What a writer sees that passed the checks just before.
     monkeypatch.setattr(writer._segment, "closed", False)
     monkeypatch.setattr(writer._segment, "intact", lambda: True)
+    assert not writer.collect
     writer.heartbeat()
     writer.stats()
     assert not writer.try_write(make_record(spec))
@@ -350,3 +437,12 @@ def test_a_damaged_record_is_skipped_and_those_after_it_come(ring_pair):
 def test_a_ring_spec_from_foreign_fields_is_an_error():
     with pytest.raises((KeyError, TypeError, ValueError)):
         RingSpec.from_fields({"engine_id": "x"})
+
+
+def test_a_ring_of_another_format_is_refused_with_a_sentence(monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("vllm_tide.transport.ring.FORMAT_VERSION", 1)
+        writer = RingWriter.create(make_spec(), 4096)
+    with pytest.raises(TransportError, match="has format 1, this process speaks 2"):
+        RingReader.attach(writer.name)
+    writer.close()

@@ -113,3 +113,15 @@ def test_bytes_after_the_last_array_are_an_error():
     assert identity(decode(body[:size].data)) == identity(make_record(SPEC))
     with pytest.raises(RecordError, match="left over"):
         decode(body.data)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4])
+def test_a_record_of_format_1_is_refused_with_a_sentence(num_rows):
+    # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
+    parts, size = encode(make_record(SPEC, 0, num_rows), SPEC.feature_dtype)
+    body = np.zeros(size, np.uint8)
+    _shm.gather(body, 0, parts)
+    older = np.delete(body, np.s_[72:80])
+    older[71] = 0
+    with pytest.raises(RecordError, match="record of format 1, .*speaks 2"):
+        decode(older.data)

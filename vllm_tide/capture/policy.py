@@ -7,7 +7,11 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, tenant_id
+
 OPT_OUT_KEY = "tide_capture"
+TENANT_KEY = "tide_tenant"
+MAX_TENANT_CHARS = 256
 _NO = (False, 0, "0", "false", "False", "no", "off")
 _YES = (True, 1, "1", "true", "True", "yes", "on")
 
@@ -19,11 +23,13 @@ class Ticket:
     Attributes:
         key: Random 64-bit name under which its rows leave the engine.
         refusal: None when it is captured, else the reason it is not.
+        tenant: Id of who sent it; 0 when the request names nobody.
         started: Whether a row of it has been captured.
     """
 
     key: int
     refusal: str | None
+    tenant: int = NOBODY
     started: bool = False
 
 
@@ -33,10 +39,19 @@ class CapturePolicy:
     Args:
         sample_rate: Share of requests captured (0 to 1).
         seed: For tests; None draws from the system's entropy.
+        tenant_key: Secret that hides the tenants' names (`tenant.tenant_key`); None
+            makes one of its own, and no name can be looked up later.
     """
 
-    def __init__(self, sample_rate: float, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        sample_rate: float,
+        seed: int | None = None,
+        *,
+        tenant_key: bytes | None = None,
+    ) -> None:
         self._rate = sample_rate
+        self._tenant_key = tenant_key or secrets.token_bytes(KEY_BYTES)
         self._rng = random.Random(seed)  # noqa: S311 - a sampling coin, no secret
 
     def admit(self, extra_args: dict[str, Any] | None, supported: bool) -> Ticket:
@@ -47,13 +62,28 @@ class CapturePolicy:
             supported: False for inputs whose rows are not plain tokens (images,
                 prompt embeddings).
         """
-        key = secrets.randbits(64)
-        return Ticket(key=key, refusal=self._refusal(extra_args, supported))
+        args = extra_args or {}
+        tenant = self._tenant(args.get(TENANT_KEY))
+        return Ticket(
+            key=secrets.randbits(64),
+            refusal=self._refusal(args, supported, tenant),
+            tenant=NOBODY if tenant is None else tenant,
+        )
+
+    def _tenant(self, name: Any) -> int | None:
+        """The id of a name; None if it is no name."""
+        if name is None:
+            return NOBODY
+        if isinstance(name, int) and not isinstance(name, bool) and abs(name) < 2**64:
+            name = str(name)
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_TENANT_CHARS:
+            return None
+        return tenant_id(name, self._tenant_key)
 
     def _refusal(
-        self, extra_args: dict[str, Any] | None, supported: bool
+        self, args: dict[str, Any], supported: bool, tenant: int | None
     ) -> str | None:
-        wish = (extra_args or {}).get(OPT_OUT_KEY, True)
+        wish = args.get(OPT_OUT_KEY, True)
         if wish in _NO:
             return "opted_out"
         if wish not in _YES:
@@ -61,6 +91,9 @@ class CapturePolicy:
             return "malformed_opt_out"
         if not supported:
             return "unsupported_input"
+        if tenant is None:
+            # What cannot be told apart could neither be capped nor purged.
+            return "malformed_tenant"
         if self._rng.random() >= self._rate:
             return "not_sampled"
         return None

@@ -1,9 +1,10 @@
-"""`vllm-tide train`: the sidecar trainer of a running engine."""
+"""`vllm-tide train`: the sidecar trainer of running engines."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,20 +13,25 @@ from typing import TYPE_CHECKING
 from vllm_tide.config import ConfigError, TideConfig, parse_tide, read_json_object
 
 if TYPE_CHECKING:
-    from vllm_tide.transport.rendezvous import EngineManifest
+    from vllm_tide.train.feeds import Feeds
+    from vllm_tide.train.ranks import Ranks
 
 POLL_S = 0.5
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
-    parser = subparsers.add_parser(
-        "train", help="train the draft beside a running engine"
-    )
+    parser = subparsers.add_parser("train", help="train the draft of running engines")
     parser.add_argument("--config", help="JSON file or text: overrides the engine's")
-    parser.add_argument("--engine", help="engine id; the newest engine by default")
+    parser.add_argument("--engine", help="only this engine; by default all that fit")
     parser.add_argument(
-        "--run-dir", type=Path, help="where the engine announced itself"
+        "--run-dir", type=Path, help="where engines on this host announced themselves"
+    )
+    parser.add_argument(
+        "--spool", help="directory or fsspec URL that `vllm-tide relay` writes to"
+    )
+    parser.add_argument(
+        "--reader", default="trainer", help="name of this trainer in the spool"
     )
     parser.add_argument("--once", action="store_true", help="end after one cycle")
     parser.add_argument(
@@ -42,40 +48,76 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
+    status = 2
     try:
-        return _run(args)
+        status = _run(args)
     except (ConfigError, DraftError, TransportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    if _many_ranks():
+        from vllm_tide.train.ranks import leave
+
+        leave(status)
+    return status
 
 
 def _run(args: argparse.Namespace) -> int:
+    override = _override(args.config)
+    ranks: Ranks | None = None
+    if _many_ranks():
+        from vllm_tide.train.distributed import follow
+        from vllm_tide.train.ranks import Ranks
+
+        ranks = Ranks(override.train.device if override else "cpu")
+        if not ranks.is_leader:
+            follow(ranks)
+            return 0
+    return _lead(args, override, ranks)
+
+
+def _lead(
+    args: argparse.Namespace, override: TideConfig | None, ranks: Ranks | None
+) -> int:
+    from vllm_tide.train.metrics import open_metrics
+    from vllm_tide.train.prepare import prepare_process
     from vllm_tide.train.sidecar import (
         Sidecar,
         describe,
         install_signal_handlers,
         logger,
-        prepare_process,
     )
-    from vllm_tide.transport.rendezvous import default_run_dir
+    from vllm_tide.train.status import TrainerStatus
+    from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
-    override = _override(args.config)
     asked = override.run_dir if override is not None else None
     run_dir = args.run_dir or (Path(asked) if asked else default_run_dir())
+    spool = args.spool or (override.spool.url if override is not None else None)
+    if spool is not None:
+        prepare_run_dir(run_dir)
+    current = [TrainerStatus()]
     prepared = False
     while True:
-        manifest = _find(run_dir, args.engine, wait=args.wait)
+        feeds = _find(args, run_dir, spool)
+        assert feeds.reference is not None  # noqa: S101 - what _find waited for
+        manifest = feeds.reference.manifest
         config = override or parse_tide(manifest.tide)
         if not prepared:  # niceness adds up: once per process
-            prepare_process(config.train, manifest.engine_id)
+            prepare_process(config.train, manifest.engine_id, pin=ranks is None)
+            open_metrics(config.train.metrics_port, lambda: current[0])
             prepared = True
-        sidecar = Sidecar(manifest, run_dir, config)
+        sidecar = Sidecar(feeds, run_dir, config, ranks)
+        current[0] = sidecar.status
         install_signal_handlers(sidecar)
         logger.info("engine %s: %s", manifest.engine_id, describe(sidecar))
         state = sidecar.run(once=args.once)
         logger.info("engine %s: %s", manifest.engine_id, state)
-        if not (args.wait and state == "engine_gone"):
+        # Other ranks were told to end: torchrun starts them all anew.
+        if not (args.wait and state == "engine_gone" and ranks is None):
             return 0
+
+
+def _many_ranks() -> bool:
+    """Whether torchrun started this process beside others; without importing torch."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _override(text: str | None) -> TideConfig | None:
@@ -85,22 +127,33 @@ def _override(text: str | None) -> TideConfig | None:
     return parse_tide(value.get("tide", value))
 
 
-def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
-    from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.rendezvous import read_manifests
+def _find(args: argparse.Namespace, run_dir: Path, spool: str | None) -> Feeds:
+    """Feeds with at least one engine.
 
+    Raises:
+        TransportError: There is none, or none can be joined, and nobody waits.
+    """
+    from vllm_tide.train.feeds import open_feeds
+    from vllm_tide.transport.header import TransportError
+
+    feeds = open_feeds(
+        None if spool is not None and args.run_dir is None else run_dir,
+        spool,
+        args.engine,
+        reader=args.reader,
+    )
     while True:
-        found = [
-            m
-            for m in read_manifests(run_dir)
-            if engine_id is None or m.engine_id == engine_id
-        ]
-        if found:
-            return found[-1]
-        if not wait:
-            which = f"engine {engine_id!r}" if engine_id else "engine"
+        feeds.poll()
+        if len(feeds):
+            return feeds
+        if not args.wait:
+            why = "; ".join(feeds.refused.values())
+            feeds.close()
+            if why:
+                raise TransportError(why)
+            which = f"engine {args.engine!r}" if args.engine else "engine"
             raise TransportError(
-                f"no live {which} in {run_dir}: start the server with a tide section, "
-                "or give --run-dir, or --wait"
+                f"no live {which} in {spool or run_dir}: start the server with a tide "
+                "section, or give --run-dir, or --wait"
             )
         time.sleep(POLL_S)

@@ -1,53 +1,100 @@
-"""Training-time-test attention over packed documents.
+"""Training-time-test attention over packed documents and their branches.
 
 At step i, row t of a document attends to the step-0 keys of rows 0..t (the trunk) and
-to its own keys of steps 1..i (the diagonals), under one softmax. Cost R^2 + iR.
+to its own keys of steps 1..i (the diagonals), under one softmax. Cost R^2 + iR. A row
+of a branch sees the trunk before its anchor and its branch up to itself instead of
+rows 0..t; what each row sees is `RowLayout.spans`.
 
-Shapes: N packed rows, Q query rows (a sorted subset), D documents, j diagonals,
-n_h query heads, n_kv key heads, g = n_h / n_kv, d head dimension.
+`packed_attention` runs anywhere; `reference_attention` is the plain form. Others are in
+`attention_flex` and `attention_xformers`; `attention_backends` chooses.
+
+Shapes: R step-0 rows, Q query rows (a sorted subset), j diagonals, n_h query heads,
+n_kv key heads, g = n_h / n_kv, d head dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_tide.draft.rows import RowLayout
+
 
 @dataclass(frozen=True)
-class DocSlice:
-    """One document: query rows [q_lo, q_hi) see trunk rows [k_lo, k_hi), causally."""
+class _Slice:
+    """Query rows [q_lo, q_hi) against rows [k_lo, k_hi) and [own_lo, own_hi).
+
+    For a document the second range is empty. For all branches of a document, the first
+    is the document up to the last anchor and the second the branches themselves.
+    """
 
     q_lo: int
     q_hi: int
     k_lo: int
     k_hi: int
-    blocked: Tensor  # bool [q_hi - q_lo, k_hi - k_lo], True = may not attend
+    own_lo: int
+    own_hi: int
+    blocked: Tensor  # bool [n, m] over both ranges, True = may not attend
+
+    def of(self, x: Tensor) -> Tensor:
+        """Rows [kv, m, d] of both ranges of x [kv, R, d]."""
+        rows = x[:, self.k_lo : self.k_hi]
+        if self.own_lo == self.own_hi:
+            return rows
+        return torch.cat([rows, x[:, self.own_lo : self.own_hi]], dim=1)
+
+    def add(self, into: Tensor, part: Tensor) -> None:
+        """Add [kv, m, d] to both ranges of `into` [kv, R, d]."""
+        split = self.k_hi - self.k_lo
+        into[:, self.k_lo : self.k_hi] += part[:, :split]
+        into[:, self.own_lo : self.own_hi] += part[:, split:]
 
 
-def slice_documents(active: Tensor, doc_starts: list[int]) -> list[DocSlice]:
-    """Cut query rows by document.
-
-    Args:
-        active: int64 [Q], sorted row indices of the queries.
-        doc_starts: D + 1 row offsets of the documents.
-    """
-    bounds = torch.searchsorted(
-        active, torch.tensor(doc_starts, device=active.device)
-    ).tolist()
+def _slices(active: Tensor, layout: RowLayout) -> list[_Slice]:
+    """Cut query rows by document; all branches of one document are one slice."""
+    device = active.device
+    groups = [0]  # branches [groups[i], groups[i + 1]) belong to one document
+    for b in range(1, len(layout.docs)):
+        if layout.docs[b] != layout.docs[b - 1]:
+            groups.append(b)
+    groups.append(len(layout.docs))
+    edges = [*layout.doc_starts, *(layout.branch_starts[b] for b in groups[1:])]
+    bounds = torch.searchsorted(active, torch.tensor(edges, device=device)).tolist()
+    num_docs = len(layout.doc_starts) - 1
     out = []
-    for doc in range(len(doc_starts) - 1):
+    for doc in range(num_docs):
         lo, hi = bounds[doc], bounds[doc + 1]
         if lo == hi:
             continue
-        start = doc_starts[doc]
+        start = layout.doc_starts[doc]
         local = active[lo:hi] - start
         keys = int(local[-1]) + 1
-        blocked = torch.arange(keys, device=active.device)[None, :] > local[:, None]
-        out.append(DocSlice(lo, hi, start, start + keys, blocked))
+        blocked = torch.arange(keys, device=device)[None, :] > local[:, None]
+        out.append(_Slice(lo, hi, start, start + keys, 0, 0, blocked))
+    spans = layout.spans(active) if layout.docs else None
+    for i, (first, end) in enumerate(pairwise(groups)):
+        lo, hi = bounds[num_docs + i], bounds[num_docs + i + 1]
+        if lo == hi or spans is None:
+            continue
+        k_lo = layout.doc_starts[layout.docs[first]]
+        k_hi = max(layout.anchors[first:end])
+        own_lo, own_hi = layout.branch_starts[first], int(active[hi - 1]) + 1
+        trunk = torch.arange(k_lo, k_hi, device=device)
+        own = torch.arange(own_lo, own_hi, device=device)
+        seen = _seen(active[lo:hi], torch.cat([trunk, own]), *(x[lo:hi] for x in spans))
+        out.append(_Slice(lo, hi, k_lo, k_hi, own_lo, own_hi, ~seen))
     return out
+
+
+def _seen(rows: Tensor, keys: Tensor, own: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Bool [Q, m], which of m step-0 rows each query row sees (`RowLayout.spans`)."""
+    k = keys[None, :]
+    segment = (k >= own[:, None]) & (k <= rows[:, None])
+    return segment | (k >= low[:, None]) & (k < high[:, None])
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -61,7 +108,7 @@ class _PackedAttention(torch.autograd.Function):
         v0: Tensor,
         kd: Tensor | None,
         vd: Tensor | None,
-        docs: list[DocSlice],
+        docs: list[_Slice],
         scale: float,
     ) -> Tensor:
         """See `packed_attention`."""
@@ -70,7 +117,7 @@ class _PackedAttention(torch.autograd.Function):
         group = heads // kv
         wide = torch.promote_types(q.dtype, torch.float32)
         qh = q.view(rows, kv, group, dim).permute(1, 2, 0, 3)  # [kv,g,Q,d]
-        kh, vh = k0.transpose(0, 1), v0.transpose(0, 1)  # [kv,N,d]
+        kh, vh = k0.transpose(0, 1), v0.transpose(0, 1)  # [kv,R,d]
         diag = None
         if kd is not None:
             keys = kd.permute(0, 2, 1, 3)[:, :, None]  # [j,kv,1,Q,d]
@@ -78,9 +125,9 @@ class _PackedAttention(torch.autograd.Function):
         out = torch.empty(kv, group, rows, dim, dtype=q.dtype, device=q.device)
         probs: list[Tensor] = []
         for doc in docs:
-            n, m = doc.q_hi - doc.q_lo, doc.k_hi - doc.k_lo
+            n, m = doc.blocked.shape
             qd = qh[:, :, doc.q_lo : doc.q_hi].reshape(kv, group * n, dim)
-            scores = torch.bmm(qd, kh[:, doc.k_lo : doc.k_hi].transpose(1, 2))
+            scores = torch.bmm(qd, doc.of(kh).transpose(1, 2))
             s = scores.view(kv, group, n, m).to(wide).mul_(scale)
             s.masked_fill_(doc.blocked, float("-inf"))
             if diag is None:
@@ -95,7 +142,7 @@ class _PackedAttention(torch.autograd.Function):
                 d.mul_(norm)
             pc = p.to(q.dtype).view(kv, group * n, m)
             probs.append(pc)
-            od = torch.bmm(pc, vh[:, doc.k_lo : doc.k_hi])
+            od = torch.bmm(pc, doc.of(vh))
             out[:, :, doc.q_lo : doc.q_hi] = od.view(kv, group, n, dim)
         if diag is not None and vd is not None:
             values = vd.permute(0, 2, 1, 3)[:, :, None]
@@ -121,17 +168,20 @@ class _PackedAttention(torch.autograd.Function):
         gk = torch.zeros(kv, k0.shape[0], dim, dtype=q.dtype, device=q.device)
         gv = torch.zeros_like(gk)
         for doc, p in zip(ctx.docs, ctx.probs, strict=True):
-            n, m = doc.q_hi - doc.q_lo, doc.k_hi - doc.k_lo
+            n = doc.q_hi - doc.q_lo
             rows_q, rows_k = slice(doc.q_lo, doc.q_hi), slice(doc.k_lo, doc.k_hi)
             god = go[:, :, rows_q].reshape(kv, group * n, dim)
             qd = qh[:, :, rows_q].reshape(kv, group * n, dim)
-            torch.bmm(p.transpose(1, 2), god, out=gv[:, rows_k])
-            gp = torch.bmm(god, vh[:, rows_k].transpose(1, 2)).to(wide)
+            gp = torch.bmm(god, doc.of(vh).transpose(1, 2)).to(wide)
             gp.sub_(delta[:, :, rows_q].reshape(kv, group * n, 1))
             gs = gp.mul_(p).mul_(scale).to(q.dtype)
-            gq[:, :, rows_q] = torch.bmm(gs, kh[:, rows_k]).view(kv, group, n, dim)
-            gk[:, rows_k] = torch.bmm(gs.transpose(1, 2), qd)
-            del m
+            gq[:, :, rows_q] = torch.bmm(gs, doc.of(kh)).view(kv, group, n, dim)
+            if doc.own_lo == doc.own_hi:  # slices of documents come first, disjoint
+                torch.bmm(p.transpose(1, 2), god, out=gv[:, rows_k])
+                gk[:, rows_k] = torch.bmm(gs.transpose(1, 2), qd)
+            else:
+                doc.add(gv, torch.bmm(p.transpose(1, 2), god))
+                doc.add(gk, torch.bmm(gs.transpose(1, 2), qd))
         gkd = gvd = None
         if ctx.diag is not None:
             keys = kd.permute(0, 2, 1, 3)[:, :, None]
@@ -152,22 +202,25 @@ def packed_attention(
     v0: Tensor,
     kd: Tensor | None,
     vd: Tensor | None,
-    docs: list[DocSlice],
+    active: Tensor,
+    layout: RowLayout,
 ) -> Tensor:
-    """Attend to the trunk and the diagonals.
+    """Attend to the step-0 rows that are seen, and to the diagonals.
 
     Args:
         q: [Q, n_h, d] queries of the active rows, rotated.
-        k0: [N, n_kv, d] step-0 keys of all rows, rotated.
-        v0: [N, n_kv, d] step-0 values.
+        k0: [R, n_kv, d] step-0 keys of all rows, rotated.
+        v0: [R, n_kv, d] step-0 values.
         kd: [j, Q, n_kv, d] later keys of the active rows, or None at step 0.
         vd: [j, Q, n_kv, d] later values, or None.
-        docs: From `slice_documents`; together they cover all Q rows.
+        active: int64 [Q], sorted row of each query.
+        layout: What each row sees.
 
     Returns:
         [Q, n_h, d].
     """
     scale = q.shape[-1] ** -0.5
+    docs = _slices(active, layout)
     out: Tensor = _PackedAttention.apply(q, k0, v0, kd, vd, docs, scale)
     return out
 
@@ -179,24 +232,14 @@ def reference_attention(
     kd: Tensor | None,
     vd: Tensor | None,
     active: Tensor,
-    doc_ids: Tensor,
+    layout: RowLayout,
 ) -> Tensor:
-    """The same by one dense mask over (i + 1) * N keys; for tests only.
-
-    Args:
-        q: As in `packed_attention`, and so k0, v0, kd, vd.
-        k0: Step-0 keys.
-        v0: Step-0 values.
-        kd: Later keys.
-        vd: Later values.
-        active: int64 [Q], row index of each query.
-        doc_ids: int64 [N], document of each row.
-    """
+    """The same by one dense mask over (j + 1) * R keys; slow, arguments as above."""
     rows, group = k0.shape[0], q.shape[1] // k0.shape[1]
+    every = torch.arange(rows, device=q.device)
     keys, values = [k0], [v0]
-    own = torch.arange(rows)[None, :] == active[:, None]
-    causal = torch.arange(rows)[None, :] <= active[:, None]
-    allow = [causal & (doc_ids[None, :] == doc_ids[active][:, None])]
+    own = every[None, :] == active[:, None]
+    allow = [_seen(active, every, *layout.spans(active))]
     if kd is not None and vd is not None:
         for k, v in zip(kd, vd, strict=True):
             keys.append(torch.zeros_like(k0).index_copy(0, active, k))

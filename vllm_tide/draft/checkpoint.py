@@ -1,15 +1,17 @@
 """Draft checkpoints in Hugging Face EAGLE-3 form, strict about names and shapes.
 
-Reads also the speculators names (`layers.0.` for `midlayer.`); always writes EAGLE-3
-names, which vLLM's `llama_eagle3.py` loads.
+Reads also speculators' form (`layers.0.` for `midlayer.`, another `config.json`);
+writes EAGLE-3 names, which vLLM's `llama_eagle3.py` loads. `speculators.py` writes the
+other form.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +35,10 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
-        raise DraftError(f"{directory}: holds no .safetensors file.")
+        hint = ""
+        if any(Path(directory).glob("*.bin")):
+            hint = " Convert its .bin file to safetensors first."
+        raise DraftError(f"{directory}: holds no .safetensors file.{hint}")
     out: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -199,14 +204,44 @@ def save_draft(
     draft: Eagle3Draft, directory: str | Path, dtype: torch.dtype | None = None
 ) -> None:
     """Write `config.json` and `model.safetensors`, each replaced atomically."""
+    tensors = export_tensors(draft, dtype)
+    write_checkpoint(directory, hf_config(draft.config, tensors), tensors)
+
+
+def hf_config(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The `config.json` of the Hugging Face form, with the tensors' dtype."""
+    return config.to_json() | {"torch_dtype": dtype_name(tensors)}
+
+
+def dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    """The checkpoint's floating type as torch names it: that of `fc.weight`."""
+    return str(tensors["fc.weight"].dtype).removeprefix("torch.")
+
+
+def write_checkpoint(
+    directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a model directory: `model.safetensors` and `config.json`.
+
+    Each file is replaced atomically and reaches the disk before it gets its name.
+
+    Args:
+        directory: Made if absent.
+        config: JSON object.
+        tensors: CPU tensors by the names to be stored.
+    """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or draft.checkpoint_dtype
-    config = draft.config.to_json()
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
     staged = folder / ".model.safetensors.new"
-    save_file(export_tensors(draft, dtype), staged, metadata={"format": "pt"})
-    os.replace(staged, folder / "model.safetensors")
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(held, staged, metadata={"format": "pt"})
+    _into_place(staged, folder / "model.safetensors")
     staged = folder / ".config.json.new"
     staged.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(staged, folder / "config.json")
+    _into_place(staged, folder / "config.json")
+
+
+def _into_place(staged: Path, path: Path) -> None:
+    with staged.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(staged, path)

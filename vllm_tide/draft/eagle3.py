@@ -3,37 +3,25 @@
 The same computation as vLLM 0.32's `Eagle3LlamaForCausalLM`, written for training:
 fp32 master parameters, a chosen compute dtype, packed documents, training-time test.
 
-Shapes: N packed rows, A aux layers, H hidden, V_d draft vocabulary.
+Shapes: N packed rows, M rows of rejected branches, A aux layers, H hidden, V_d draft
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from vllm_tide.draft.attention import packed_attention, slice_documents
+from vllm_tide.draft.attention_backends import attention_backend
 from vllm_tide.draft.config import Eagle3Config
+from vllm_tide.draft.rows import BranchInputs, StepRows, join_rows
 from vllm_tide.draft.vocab import VocabMap
 
 LAYER = "midlayer"
 Weights = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """Which rows one training-time-test step computes.
-
-    Attributes:
-        active: int64 [Q], sorted rows computed at this step; a subset of the last.
-        loss: int64 [L], indices into `active` of rows with a teacher at this step.
-    """
-
-    active: Tensor
-    loss: Tensor
 
 
 def parameter_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -169,49 +157,62 @@ class Eagle3Draft(nn.Module):
         steps: Sequence[StepRows],
         dtype: torch.dtype = torch.float32,
         weights: Weights | None = None,
+        *,
+        branches: BranchInputs | None = None,
+        attention: str = "auto",
     ) -> list[Tensor]:
-        """Run all training-time-test steps over packed documents.
+        """Run all training-time-test steps over packed documents and their branches.
 
         Row t pairs feature t with token t + 1 (+ i at step i) of its own document.
+        Branch rows are computed in the same pass and change no trunk row
+        (eagle3-training.md c.8).
 
         Args:
             tokens: int64 [N] target ids x_t.
             features: [N, A*H] captured features g_t.
             positions: int64 [N] true positions.
             doc_starts: D + 1 row offsets.
-            steps: From `train.masks.plan_steps`.
+            steps: From `train.masks.plan_steps`; may be empty with branches.
             dtype: Compute dtype.
             weights: From `compute_weights`, to reuse a cast.
+            branches: `inputs` of `train.branch_rows.plan_branches`.
+            attention: Name as in `tide.train.attention`.
 
         Returns:
-            Per step, the normed output rows [L_i, H] of `steps[i].loss`; multiply by
-            `lm_head.weight` for logits.
+            Per step, the normed output rows [L_i, H] of `steps[i].loss`, then those of
+            `branches.steps[i].loss`; multiply by `lm_head.weight` for logits. As many
+            entries as the longer of the two plans.
+
+        Raises:
+            DraftError: The attention cannot run here.
         """
         w = weights if weights is not None else self.compute_weights(dtype)
-        count = tokens.numel()
-        starts = list(doc_starts)
-        hidden = self.combine(features.to(dtype), w)  # [N,H]
-        active = steps[0].active
+        attend = attention_backend(attention, features.device.type)
+        joined = join_rows(tokens, features, positions, doc_starts, steps, branches)
+        tokens, positions, layout = joined.tokens, joined.positions, joined.layout
+        last = tokens.numel() - 1
+        every = torch.arange(layout.num_rows, device=tokens.device)
+        hidden = self.combine(joined.features.to(dtype), w)  # [R,H]
+        active = joined.steps[0].active
         keys: list[Tensor] = []
         values: list[Tensor] = []
         k0 = v0 = hidden  # set at step 0
         outputs: list[Tensor] = []
-        for i, step in enumerate(steps):
+        for i, step in enumerate(joined.steps):
             if i > 0 and step.active.numel() != active.numel():
                 keep = torch.searchsorted(active, step.active)
                 hidden = hidden[keep]
                 keys = [k[keep] for k in keys]
                 values = [v[keep] for v in values]
             active = step.active
-            docs = slice_documents(active, starts)
-            rows = torch.arange(count) if i == 0 else active
-            following = tokens[(rows + 1 + i).clamp_(max=count - 1)]
+            rows = every if i == 0 else active
+            following = tokens[(rows + 1 + i).clamp_(max=last)]
             z, residual = self._layer_input(following, hidden, w, dtype)
             cos, sin = self._rotation(positions[rows] + i)
             k, v = self._keys_values(z, cos, sin, w)
             if i == 0:
                 k0, v0 = k, v
-                if active.numel() != count:
+                if active.numel() != every.numel():
                     z, residual = z[active], residual[active]
                     cos, sin = cos[active], sin[active]
             else:
@@ -220,7 +221,7 @@ class Eagle3Draft(nn.Module):
             q = self._queries(z, cos, sin, w)
             kd = torch.stack(keys) if keys else None
             vd = torch.stack(values) if values else None
-            mixed = packed_attention(q, k0, v0, kd, vd, docs)
+            mixed = attend(q, k0, v0, kd, vd, active, layout)
             out, normed = self._layer_output(mixed.flatten(1), residual, w)
             hidden = normed if self.config.norm_output else out
             outputs.append(
@@ -266,7 +267,8 @@ class Eagle3Draft(nn.Module):
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         # fp64 angles: position times frequency loses digits in fp32 at long context
-        angle = positions.to(torch.float64)[:, None] * self._inv_freq.to(torch.float64)
+        frequency = self._inv_freq.to(positions.device, torch.float64)
+        angle = positions.to(torch.float64)[:, None] * frequency
         return angle.cos().float()[:, None], angle.sin().float()[:, None]
 
     @staticmethod

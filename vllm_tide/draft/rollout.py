@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft
+from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, Weights
 
 
 class _Cache:
@@ -55,18 +55,74 @@ def rollout(
         Logits fp32 [num_steps, V_d], and the argmax target ids.
     """
     w = draft.compute_weights(torch.float32)
+    logits = rollout_logits(
+        draft, w, tokens, features, row, num_steps, start=start, greedy=greedy
+    )
+    return logits, [_target_id(draft, x) for x in logits]
+
+
+def rollout_logits(
+    draft: Eagle3Draft,
+    w: Weights,
+    tokens: Tensor,
+    features: Tensor,
+    row: int,
+    num_steps: int,
+    *,
+    start: int = 0,
+    greedy: bool = False,
+) -> Tensor:
+    """The differentiable part of `rollout`, in the dtype of the weights.
+
+    Args:
+        draft: The draft.
+        w: From `Eagle3Draft.compute_weights`.
+        tokens: As in `rollout`, and so all others.
+        features: As in `rollout`.
+        row: As in `rollout`.
+        num_steps: As in `rollout`.
+        start: As in `rollout`.
+        greedy: As in `rollout`.
+
+    Returns:
+        Logits [num_steps, V_d].
+    """
     cache = _Cache()
-    hidden = draft.combine(features[: row + 1].float(), w)
+    hidden = draft.combine(features[: row + 1].to(w["fc.weight"].dtype), w)
     h = logits = hidden[0]  # set by the prefill
     for t in range(row + 1):
         h, logits = _one_row(draft, w, cache, int(tokens[t + 1]), hidden[t], start + t)
-    out, ids = [logits], [_target_id(draft, logits)]
+    out = [logits]
     for i in range(1, num_steps):
-        token = ids[-1] if greedy else int(tokens[row + 1 + i])
+        token = _target_id(draft, logits) if greedy else int(tokens[row + 1 + i])
         h, logits = _one_row(draft, w, cache, token, h, start + row + i)
         out.append(logits)
-        ids.append(_target_id(draft, logits))
-    return torch.stack(out), ids
+    return torch.stack(out)
+
+
+def counterfactual(
+    tokens: Tensor,
+    features: Tensor,
+    row: int,
+    branch_tokens: Tensor,
+    branch_features: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The sequence in which a rejected branch was accepted (eagle3-training.md c.8).
+
+    Args:
+        tokens: Integer [S].
+        features: [S, A*H].
+        row: Row a, the last committed one before the rejection.
+        branch_tokens: Integer [m], b_1..b_m.
+        branch_features: [m, A*H], target features at a + 1..a + m on the branch.
+
+    Returns:
+        Tokens [a + 1 + m] and features [a + 1 + m, A*H]. Branch row j is row a + j.
+    """
+    return (
+        torch.cat([tokens[: row + 1], branch_tokens.to(tokens.dtype)]),
+        torch.cat([features[: row + 1], branch_features]),
+    )
 
 
 def _target_id(draft: Eagle3Draft, logits: Tensor) -> int:
@@ -79,7 +135,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _one_row(
     draft: Eagle3Draft,
-    w: dict[str, Tensor],
+    w: Weights,
     cache: _Cache,
     token: int,
     hidden: Tensor,
@@ -87,15 +143,16 @@ def _one_row(
 ) -> tuple[Tensor, Tensor]:
     config, attn, mlp = draft.config, f"{LAYER}.self_attn", f"{LAYER}.mlp"
     eps, dim = config.rms_norm_eps, config.head_dim
-    u = _rms(draft.embed[token].float(), w[f"{LAYER}.input_layernorm.weight"], eps)
+    e = draft.embed[token].to(hidden.dtype)
+    u = _rms(e, w[f"{LAYER}.input_layernorm.weight"], eps)
     v = _rms(hidden, w[f"{LAYER}.hidden_norm.weight"], eps)
     residual = v if config.norm_before_residual else hidden
     z = torch.cat([u, v])
     q, k, val = (
         F.linear(z, w[f"{attn}.{n}_proj.weight"]).view(-1, dim) for n in ("q", "k", "v")
     )
-    angle = position * torch.tensor(config.rope.inverse_frequencies(dim))
-    cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+    angle = position * torch.tensor(config.rope.inverse_frequencies(dim)).double()
+    cos, sin = (f(angle).float().repeat(2) for f in (torch.cos, torch.sin))
 
     def turn(x: Tensor) -> Tensor:
         half = torch.cat([-x[:, dim // 2 :], x[:, : dim // 2]], dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from vllm_tide.draft.config import DraftError, read_config
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,40 @@ class TargetRows:
         )
 
 
+def rows_fingerprint(directory: str | Path) -> str:
+    """SHA-256 (hexadecimal) that tells one target's rows from another's.
+
+    Covers `config.json` and 64 evenly spaced rows of the embedding and of the output
+    rows: enough to tell trained weights apart without reading gigabytes.
+
+    Raises:
+        DraftError: A needed tensor or file is absent or unreadable.
+    """
+    folder = Path(directory)
+    digest = hashlib.sha256(
+        json.dumps(read_config(folder), sort_keys=True).encode("utf-8")
+    )
+    where = _locate(folder)
+    for suffix in (_EMBED, _HEAD):
+        name = _find_suffix(where, suffix)
+        digest.update(repr(name).encode("utf-8"))
+        if name is None:
+            continue
+        try:
+            with safe_open(where[name], framework="pt") as archive:
+                view = archive.get_slice(name)
+                shape = view.get_shape()
+                digest.update(repr((view.get_dtype(), shape)).encode("utf-8"))
+                count = min(_SAMPLED_ROWS, shape[0])
+                for i in range(count):
+                    row = i * shape[0] // count
+                    raw = view[row : row + 1].contiguous().view(torch.uint8)
+                    digest.update(raw.numpy().tobytes())
+        except (OSError, SafetensorError) as error:
+            raise DraftError(f"{where[name]}: cannot be read ({error}).") from None
+    return digest.hexdigest()
+
+
 def _locate(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -111,11 +147,15 @@ def _locate(folder: Path) -> dict[str, Path]:
     return where
 
 
-def _read_suffix(where: dict[str, Path], suffix: str) -> Tensor | None:
+def _find_suffix(where: dict[str, Path], suffix: str) -> str | None:
     names = [n for n in where if n == suffix or n.endswith("." + suffix)]
-    if not names:
+    return min(names, key=len) if names else None
+
+
+def _read_suffix(where: dict[str, Path], suffix: str) -> Tensor | None:
+    name = _find_suffix(where, suffix)
+    if name is None:
         return None
-    name = min(names, key=len)
     try:
         with safe_open(where[name], framework="pt") as archive:
             tensor: Tensor = archive.get_tensor(name)

@@ -15,6 +15,7 @@ from vllm_tide.config import (
     parse_tide,
     read_json_object,
 )
+from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -36,8 +37,10 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
 def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     """Check a speculative configuration with a `tide` section against the target.
 
+    With `"model": "fresh"` a head is built first and written into `config`.
+
     Args:
-        config: The dictionary that `SpeculativeConfig` will be made from.
+        config: The dictionary that `SpeculativeConfig` will be made from; changed.
         target: vLLM's `ModelConfig` of the target.
 
     Raises:
@@ -60,8 +63,12 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     model = config.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(
-            "model: missing; give the directory or hub name of the EAGLE-3 draft."
+            "model: missing; give the directory or hub name of the EAGLE-3 draft, or "
+            f"{FRESH!r} to begin with a new one."
         )
+    if model == FRESH:
+        tide = use_fresh_head(config, tide, target)
+        model = config["model"]
     _check_fit(model, _draft_config(model, config.get("revision")), target)
     if tide.control.policy != "static":
         _check_control(config, tide.control)

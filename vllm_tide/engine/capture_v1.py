@@ -3,6 +3,9 @@
 Runs on the model's thread after sampling, when the step's sampled tokens are known.
 Row meaning: request i owns rows [qsl[i], qsl[i+1]); the last k of them hold its k
 drafted tokens; row j has position num_computed + j.
+
+While the trainer does not collect (`RingWriter.collect`, looked at once per step) the
+records are light: ids and counts, no features, no teacher, nothing staged.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ class CaptureV1:
         config: `tide.capture`.
         num_aux: Number of captured layers.
         hidden_size: H of the target.
+        tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
 
     Attributes:
-        rows: Rows written to the ring so far.
-        requests: Requests with at least one row written.
+        rows: Rows written to the ring so far, those of light records left out.
+        requests: Requests with at least one record.
         dropped: Rows (requests for `opted_out`, `not_sampled`, `malformed_opt_out`,
-            `unsupported_input`) that were not written, by reason.
+            `malformed_tenant`, `unsupported_input`) that were not written, by reason;
+            `paused` are the rows of light records.
         draft_version: Version of the live draft; set by the owner at each swap.
     """
 
@@ -49,12 +54,13 @@ class CaptureV1:
         config: CaptureConfig,
         num_aux: int,
         hidden_size: int,
+        tenant_key: bytes | None = None,
     ) -> None:
         self._runner = runner
         self._ring = ring
         self._hidden = config.teacher in ("hidden", "both")
         self._topk = config.teacher_topk if config.teacher != "hidden" else 0
-        self._policy = CapturePolicy(config.sample_rate)
+        self._policy = CapturePolicy(config.sample_rate, tenant_key=tenant_key)
         self._staging = Staging(
             runner.max_num_tokens,
             num_aux,
@@ -62,6 +68,7 @@ class CaptureV1:
             config.feature_dtype,
             self._hidden,
         )
+        self._no_features = self._staging.features[:, :0]
         self._tickets: dict[str, Ticket] = {}
         self._draft_probs: list[torch.Tensor] = []
         # What the previous step drafted: request id -> (probabilities, version).
@@ -88,7 +95,7 @@ class CaptureV1:
             logits: [num_logits, V], raw logits of the target.
         """
         self._logits_topk = None
-        if not self._topk or logits is None:
+        if not self._topk or logits is None or not self._ring.collect:
             return
         k = min(self._topk, logits.shape[-1])
         logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -120,9 +127,11 @@ class CaptureV1:
         batch = self._runner.input_batch
         tickets = [self._ticket(req_id) for req_id in batch.req_ids]
         wanted = [i for i, ticket in enumerate(tickets) if ticket.refusal is None]
-        if wanted and aux_hidden_states is not None:
-            num_rows = scheduler_output.total_num_scheduled_tokens
-            self._staging.fill(aux_hidden_states, hidden_states, num_rows)
+        full = self._ring.collect
+        if wanted and (aux_hidden_states is not None or not full):
+            if full and aux_hidden_states is not None:
+                num_rows = scheduler_output.total_num_scheduled_tokens
+                self._staging.fill(aux_hidden_states, hidden_states, num_rows)
             spec = scheduler_output.scheduled_spec_decode_tokens
             logit_ends = self._logit_ends(batch.req_ids, spec)
             for i in wanted:
@@ -134,6 +143,7 @@ class CaptureV1:
                     drafted.get(req_id),
                     sampled[i],
                     logit_ends[i],
+                    full,
                 )
         if probs:
             stacked = torch.stack(probs, dim=1).numpy()
@@ -178,6 +188,7 @@ class CaptureV1:
         drafted: tuple[np.ndarray, int] | None,
         sampled: list[int],
         logit_end: int,
+        full: bool,
     ) -> None:
         runner, batch = self._runner, self._runner.input_batch
         low = int(runner.query_start_loc.np[index])
@@ -198,10 +209,17 @@ class CaptureV1:
             self.requests += 1
             # A prefix-cache hit never computes these rows: they are missing, and
             # the record's start says so.
-            self.dropped["prefix_cached"] += start
+            if full:
+                self.dropped["prefix_cached"] += start
         verify = num_drafts > padding or (count == 1 and committed == 0)
         probs, version = self._probs(count - 1, drafted) if verify else (None, None)
-        teacher_start, topk = self._teacher(count, num_drafts, padding, logit_end)
+        teacher_start, topk = (
+            self._teacher(count, num_drafts, padding, logit_end)
+            if full
+            else (count, None)
+        )
+        features = self._staging.features if full else self._no_features
+        hidden = self._staging.teacher if full else None
         record = Record(
             key=ticket.key,
             phase=Phase.VERIFY if verify else Phase.PREFILL,
@@ -212,19 +230,21 @@ class CaptureV1:
             draft_version=self.draft_version if version is None else version,
             token_ids=runner.input_ids.np[low:high],
             draft_probs=_NO_FLOATS if probs is None else probs,
-            features=self._staging.features[low:high],
+            features=features[low:high],
             teacher_start=teacher_start,
             teacher_hidden=(
-                self._staging.teacher[low + teacher_start : high]
-                if self._staging.teacher is not None
-                else None
+                None if hidden is None else hidden[low + teacher_start : high]
             ),
             teacher_topk_ids=None if topk is None else topk[0],
             teacher_topk_logprobs=None if topk is None else topk[1],
             teacher_tail_logprob=None if topk is None else topk[2],
+            tenant=ticket.tenant,
         )
         if self._ring.try_write(record):
-            self.rows += count
+            if full:
+                self.rows += count
+            else:
+                self.dropped["paused"] += count
 
     @staticmethod
     def _probs(
@@ -270,4 +290,5 @@ class CaptureV1:
             teacher_topk_logprobs=np.empty((0, topk), np.float32) if topk else None,
             teacher_tail_logprob=_NO_FLOATS if topk else None,
             finished=True,
+            tenant=ticket.tenant,
         )

@@ -36,6 +36,26 @@ def local_dir(model: str, revision: str | None = None) -> Path:
     return Path(snapshot_download(model, revision=revision, local_files_only=True))
 
 
+def weights_dir(model: str, revision: str | None = None) -> Path:
+    """Like `local_dir`, but fetches the weights and what describes them if need be.
+
+    Raises:
+        OSError: The hub or its cache has no such model.
+        ValueError: The name is none of a model.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path.resolve()
+    from huggingface_hub import snapshot_download
+
+    # vLLM loads the same files from the same cache a moment later.
+    return Path(
+        snapshot_download(
+            model, revision=revision, allow_patterns=["*.safetensors", "*.json"]
+        )
+    )
+
+
 def draft_facts(worker: Any) -> DraftFacts:
     """Read them off vLLM's configuration and the loaded target.
 

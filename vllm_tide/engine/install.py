@@ -83,6 +83,8 @@ def install(
 ) -> None:
     """Load `tensors` into the running draft model.
 
+    A pruned draft may come with another choice of tokens: its `d2t` is loaded with it.
+
     Args:
         draft: vLLM's draft model.
         vllm_config: The engine's configuration.
@@ -135,11 +137,17 @@ def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
     """Prove through the modules' own outputs that the new weights are what they use.
 
     Packed weights cannot be read back, so each linear layer is asked for its output
-    on a fixed probe. Only for an unsharded draft (tensor parallel size 1).
+    on a fixed probe; the vocabulary mapping is read back. Only for an unsharded draft
+    (tensor parallel size 1).
 
     Raises:
         DraftRefused: A layer does not compute with the new weights.
     """
+    mapping = getattr(draft, "draft_id_to_target_id", None)
+    if mapping is not None and "d2t" in tensors:
+        want = tensors["d2t"].to("cpu", mapping.dtype)
+        if not torch.equal(mapping.cpu(), want):
+            raise DraftRefused("install", "the draft kept another vocabulary (d2t).")
     modules = dict(draft.named_modules())
     for path, names in _PROBED.items():
         module = modules.get(path)

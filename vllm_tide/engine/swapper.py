@@ -58,7 +58,12 @@ class Swapper:
         self._group = group
         self.shared = shared_with_target(draft, target)
         reference = checkpoint_tensors(checkpoint)
-        self._contract = DraftContract(reference, max_norm_ratio, self.shared)
+        self._contract = DraftContract(
+            reference,
+            max_norm_ratio,
+            self.shared,
+            vllm_config.model_config.get_vocab_size(),
+        )
         self.stager = Stager(segment, self._contract, cores)
         self._last_good: StagedDraft | None = None
         self.version = 0

@@ -1,4 +1,8 @@
-"""Starts the sidecar trainer with the server (`tide.train.autostart`)."""
+"""Starts the sidecar with the server: the trainer, or the relay to a spool.
+
+The trainer with `tide.train.autostart`; the relay with `tide.spool.url`, because then
+the trainer is elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_tide.config import TrainConfig
+from vllm_tide.config import SpoolConfig, TrainConfig
 
 logger = logging.getLogger("vllm_tide")
 
@@ -18,26 +22,42 @@ _STOP_SECONDS = 10
 
 
 class TrainerProcess:
-    """The trainer as a child of the worker; a dead trainer never affects serving.
+    """Trainer or relay as a child of the worker; a dead one never affects serving.
 
     Args:
         engine_id: Engine to train for.
-        run_dir: Where its manifest is; the trainer's log goes there too.
+        run_dir: Where its manifest is; the child's log goes there too.
         config: `tide.train`.
+        spool: `tide.spool`; the child is a relay when it has a URL.
     """
 
-    def __init__(self, engine_id: str, run_dir: Path, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        run_dir: Path,
+        config: TrainConfig,
+        spool: SpoolConfig | None = None,
+    ) -> None:
         self._engine_id = engine_id
         self._run_dir = run_dir
         self._config = config
+        relays = spool is not None and spool.url is not None
+        self._kind = "relay" if relays else "train"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def wanted(config: TrainConfig, spool: SpoolConfig) -> bool:
+        """Whether the server starts a child at all."""
+        return config.autostart or spool.url is not None
 
     def start(self) -> None:
         """Start it; a failure is logged, serving goes on."""
-        command = [sys.executable, "-m", "vllm_tide", "train"]
+        # The relay reads the URL from the engine's manifest, where no `ps` shows it.
+        command = [sys.executable, "-m", "vllm_tide", self._kind]
         command += ["--engine", self._engine_id, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
-        log = self._run_dir / f"trainer-{self._engine_id}.log"
+        name = "relay" if self._kind == "relay" else "trainer"
+        log = self._run_dir / f"{name}-{self._engine_id}.log"
         try:
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(fd, "ab") as out:
@@ -50,9 +70,9 @@ class TrainerProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            logger.error("vllm_tide: the trainer could not be started: %s", error)
+            logger.error("vllm_tide: the %s could not be started: %s", name, error)
             return
-        logger.info("vllm_tide: trainer %d started, log %s", self._process.pid, log)
+        logger.info("vllm_tide: %s %d started, log %s", name, self._process.pid, log)
 
     def close(self) -> None:
         """Ask it to stop, then insist. Idempotent."""

@@ -26,6 +26,7 @@ from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.ring import RingSpec, RingWriter
+from vllm_tide.transport.tenant import tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ class WorkerTide:
             self._open_control(worker)
         if self._leader:
             self._announce()
-            if config.train.autostart:
+            if TrainerProcess.wanted(config.train, config.spool):
                 self._trainer = TrainerProcess(
-                    self._engine_id, self._run_dir, config.train
+                    self._engine_id, self._run_dir, config.train, config.spool
                 )
                 call_on(cores, self._trainer.start)
         if self.swapper is not None:
@@ -213,6 +214,7 @@ class WorkerTide:
             capture,
             len(facts.aux_layer_ids),
             facts.hidden_size,
+            tenant_key=tenant_key(self._run_dir),
         )
 
     def _open_swap(self, worker: Any, cores: set[int]) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.vocab import VocabMap
+
 FLOATS = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -36,6 +39,7 @@ class DraftContract:
         max_norm_ratio: Largest growth of a tensor's norm against the live draft.
         shared: Names of tensors the draft shares with the target; they may not be
             published, because loading them would write into the target.
+        vocab_size: The target's; None leaves `d2t` unchecked.
     """
 
     def __init__(
@@ -43,7 +47,9 @@ class DraftContract:
         reference: Mapping[str, torch.Tensor],
         max_norm_ratio: float,
         shared: frozenset[str] = frozenset(),
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self._shapes = {
             name: tuple(tensor.shape)
             for name, tensor in reference.items()
@@ -77,6 +83,8 @@ class DraftContract:
             raise DraftRefused("names", f"the publication {which}.")
         for name, tensor in tensors.items():
             self._check_one(name, tensor)
+        if self._vocab_size is not None:
+            check_vocabulary(tensors, self._vocab_size)
 
     def _check_one(self, name: str, tensor: torch.Tensor) -> None:
         if tuple(tensor.shape) != self._shapes[name]:
@@ -115,3 +123,21 @@ def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         for name, tensor in tensors.items()
         if tensor.dtype.is_floating_point
     }
+
+
+def check_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> None:
+    """Refuse a `d2t` that would send a drafted token outside the target's vocabulary.
+
+    Args:
+        tensors: A publication; without `d2t` there is nothing to check.
+        vocab_size: The target's.
+
+    Raises:
+        DraftRefused: An id is out of range, or the ids do not increase.
+    """
+    if "d2t" not in tensors:
+        return
+    try:
+        VocabMap.from_d2t(tensors["d2t"], vocab_size)
+    except DraftError as error:
+        raise DraftRefused("vocabulary", str(error)) from None

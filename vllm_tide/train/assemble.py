@@ -3,6 +3,9 @@
 Bounded memory: open requests hold at most `max_open_rows` rows; beyond that the least
 recently seen request is closed early. Nothing is dropped without a counter.
 
+A light record (ids and counts, no features) is a hole that was asked for: what was
+collected before it becomes a document, and its rows are counted.
+
 Stale draft versions do not matter for committed rows: tokens, features and teacher
 come from the target. They matter for `Branch.draft_probs` only, so those carry their
 version.
@@ -10,6 +13,7 @@ version.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -46,6 +50,8 @@ class _Open:
 
     num_prompt_tokens: int
     seen: float
+    tenant: int = 0
+    draft_version: int | None = None
     loss_from: int = 0
     pieces: list[_Piece] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -95,13 +101,16 @@ class Assembler:
             now: Monotonic clock (seconds).
         """
         count = len(record.token_ids)
+        if count and record.features.shape[-1] == 0:
+            self.skipped["not_collected"] += count
+            return self._close(record.key) if record.key in self._open else []
         if not self._well_formed(record, count):
             self.skipped["malformed"] += max(1, count)
             return []
         request = self._open.get(record.key)
         if count:
             if request is None:
-                request = _Open(record.num_prompt_tokens, now)
+                request = _Open(record.num_prompt_tokens, now, record.tenant)
                 self._open[record.key] = request
             self._append(request, record, count)
             request.seen = now
@@ -127,6 +136,23 @@ class Assembler:
         """Close everything."""
         return [sample for key in list(self._open) for sample in self._close(key)]
 
+    def purge(self, tenant: int | None = None) -> int:
+        """Forget open requests, for good.
+
+        Args:
+            tenant: Only those of this tenant; None is all.
+
+        Returns:
+            Rows removed.
+        """
+        removed = 0
+        for key, request in list(self._open.items()):
+            if tenant is None or request.tenant == tenant:
+                removed += request.num_rows
+                del self._open[key]
+        self.open_rows -= removed
+        return removed
+
     def _well_formed(self, record: Record, count: int) -> bool:
         if count == 0:
             return True
@@ -146,24 +172,45 @@ class Assembler:
         )
 
     def _append(self, request: _Open, record: Record, count: int) -> None:
+        if record.phase == VERIFY and request.draft_version is None:
+            request.draft_version = record.draft_version
         committed = count if record.phase == PREFILL else record.num_accepted + 1
         positions = np.arange(record.start, record.start + committed)
         request.pieces.append(_Piece(positions, record, committed))
         request.num_rows += count
         self.open_rows += count
         if committed < count and len(request.branches) < self.max_branches:
-            request.branches.append(self._branch(record, committed))
+            branch = self._branch(record, committed)
+            if branch is not None:
+                request.branches.append(branch)
 
-    def _branch(self, record: Record, first: int) -> Branch:
-        hidden = record.teacher_hidden
+    def _branch(self, record: Record, first: int) -> Branch | None:
+        """Rows from `first` on; None if the first of them is a placeholder."""
+        ids = record.token_ids[first:]
+        unknown = np.flatnonzero(ids < 0)  # vLLM's padding of a short draft
+        size = int(unknown[0]) if unknown.size else len(ids)
+        if not size:
+            return None
+        rows = slice(first, first + size)
+        hidden, topk = record.teacher_hidden, record.teacher_topk_ids
+        logprobs, tail = record.teacher_topk_logprobs, record.teacher_tail_logprob
+        skip = first - record.teacher_start
+        taught = slice(skip, skip + size)
         return Branch(
             position=record.start + first - 1,
-            tokens=torch.tensor(record.token_ids[first:], dtype=torch.int32),
-            features=self._floats(record.features[first:]).clone(),
+            tokens=torch.tensor(ids[:size], dtype=torch.int32),
+            features=self._floats(record.features[rows]).clone(),
             teacher_hidden=None
-            if hidden is None or record.teacher_start > first
-            else self._floats(hidden[first - record.teacher_start :]).clone(),
-            draft_probs=torch.tensor(record.draft_probs[first - 1 :]),
+            if hidden is None or skip < 0
+            else self._floats(hidden[taught]).clone(),
+            teacher_topk=None
+            if topk is None or logprobs is None or tail is None or skip < 0
+            else TopK(
+                torch.tensor(topk[taught]),
+                torch.tensor(logprobs[taught]),
+                torch.tensor(tail[taught]),
+            ),
+            draft_probs=torch.tensor(record.draft_probs[first - 1 : first - 1 + size]),
             draft_version=record.draft_version,
         )
 
@@ -203,6 +250,7 @@ class Assembler:
             [self._floats(p.record.features[: p.count]) for p in pieces]
         )
         taught, hidden, topk = self._teachers(pieces, positions, kept)
+        captured_unix_s = time.time()
         out: list[Sample] = []
         breaks = np.flatnonzero(np.diff(kept) > 1) + 1
         self.num_holes += int((np.diff(kept) - 1).sum())
@@ -219,6 +267,9 @@ class Assembler:
                 teacher_hidden=None if hidden is None else hidden[run],
                 teacher_topk=None if topk is None else topk[run],
                 loss_from=request.loss_from,
+                tenant=request.tenant,
+                captured_unix_s=captured_unix_s,
+                draft_version=request.draft_version or 0,
                 branches=tuple(
                     b
                     for b in request.branches

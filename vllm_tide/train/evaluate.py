@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,11 @@ class Evaluation:
             out.append(value / before if before else math.nan)
             before = value
         return out
+
+    def only(self, keys: Collection[int]) -> Evaluation:
+        """The part of some requests; without the sums over all (`reached`, losses)."""
+        kept = {k: r for k, r in self.requests.items() if k in keys}
+        return Evaluation(self.num_steps, kept)
 
     @property
     def losses(self) -> list[float]:
@@ -134,7 +139,12 @@ def evaluate(
     weights = draft.compute_weights(dtype)
     while queue:
         _add_batch(
-            result, draft, target, rows, pack(take_batch(queue, capacity)), weights
+            result,
+            draft,
+            target,
+            rows,
+            pack(take_batch(queue, capacity, branches=False), branches=False),
+            weights,
         )
         if progress is not None:
             progress()

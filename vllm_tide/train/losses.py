@@ -1,122 +1,175 @@
-"""Losses of the draft against the target's distribution, fused with the LM head.
+"""The weighted loss against the target's distribution, fused with the draft's LM head.
 
-A loss is a function of logits and teacher that returns value and closed-form gradient
-(eagle3-training.md c.5), so logits live only for one chunk of rows and never enter the
-autograd tape. Register further losses in `LOSSES`.
+Logits live only for one chunk of rows and never enter the autograd tape: the terms of
+`loss_terms` give their gradients in closed form.
 
-Shapes: L loss rows, M teacher rows, V_d draft vocabulary, H hidden.
+Shapes: L loss rows, M teacher rows, V_d draft and V_t target vocabulary, H hidden,
+T terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.loss_terms import BucketedOutcomes, LossMix, Outcomes, combine
 from vllm_tide.train.sample import TopK
-
-# (logits [n,V_d] which may be overwritten, teacher [n,V_d], sum p log p [n])
-#   -> (value [n], d value / d logits [n,V_d]); all at least fp32
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
 HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
 
 
-def forward_kl(logits: Tensor, p: Tensor, plogp: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q), gradient q - p (p sums to one)."""
-    cross = torch.linalg.vecdot(p, logits)
-    top = logits.amax(-1)
-    q = torch.softmax(logits, dim=-1)
-    lse = top - q.amax(-1).log()
-    return plogp - cross + lse, q.sub_(p)
+class Teacher(Protocol):
+    """Target distribution over the draft vocabulary for M rows."""
+
+    def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
+        """Teacher rows `index` (int64 [n]) beside logits z [n, V_d]."""
+        ...
 
 
-LOSSES: dict[str, Loss] = {"forward_kl": forward_kl}
-
-
-@dataclass
-class Teacher:
-    """Target distribution over the draft vocabulary for M rows.
+@dataclass(frozen=True)
+class HiddenTeacher:
+    """The whole distribution, from the target's final hidden state.
 
     Attributes:
-        probs: [M, V_d], renormalised over the draft vocabulary; rows of a top-k
-            teacher hold zeros outside the list.
-        plogp: [M], sum of p log p (tail bucket included).
-        tail: [M] mass to spread outside the list in proportion to q, or None.
+        probs: [M, V_d], renormalised over the draft vocabulary.
+        plogp: [M] sum of p log p, at least fp32.
+        mass: [M] true mass of the draft vocabulary, at least fp32; None means one.
     """
 
     probs: Tensor
     plogp: Tensor
-    tail: Tensor | None = None
+    mass: Tensor | None = None
 
     @classmethod
     def from_hidden(
-        cls, hidden: Tensor, target: TargetRows, rows: Tensor, dtype: torch.dtype
-    ) -> Teacher:
-        """Softmax of the target's logits restricted to D.
+        cls,
+        hidden: Tensor,
+        target: TargetRows,
+        rows: Tensor,
+        dtype: torch.dtype,
+        kept: Tensor | None = None,
+    ) -> HiddenTeacher:
+        """Softmax of the target's logits.
 
         Args:
             hidden: [M, H] after the final norm.
             target: Gives scale and soft cap of the logits.
-            rows: [V_d, H] output rows of D, dtype `dtype`.
+            rows: [V_d, H] output rows of the draft vocabulary; with `kept`, all
+                [V_t, H] rows.
             dtype: Dtype the probabilities are stored in.
+            kept: int64 [V_d] target ids of the draft vocabulary: `mass` is wanted.
         """
-        count, size = hidden.shape[0], rows.shape[0]
+        size = rows.shape[0] if kept is None else kept.numel()
+        count, device = hidden.shape[0], hidden.device
         wide = torch.promote_types(dtype, torch.float32)
-        probs = torch.empty(count, size, dtype=dtype, device=hidden.device)
-        plogp = torch.empty(count, dtype=wide, device=hidden.device)
-        chunk = max(1, CHUNK_BYTES // (4 * size))
-        for lo in range(0, count, chunk):
-            z = target.logits(hidden[lo : lo + chunk].to(dtype), rows).to(wide)
+        probs = torch.empty(count, size, dtype=dtype, device=device)
+        plogp = torch.empty(count, dtype=wide, device=device)
+        mass = None if kept is None else torch.empty_like(plogp)
+        chunk = max(1, CHUNK_BYTES // (4 * rows.shape[0]))
+        for lo, hi in _blocks(0, count, chunk):
+            z = target.logits(hidden[lo:hi].to(rows.dtype), rows).to(wide)
+            if mass is not None and kept is not None:
+                whole = torch.logsumexp(z, -1)
+                z = z[:, kept]
+                mass[lo:hi] = (torch.logsumexp(z, -1) - whole).exp_()
             p = torch.softmax(z, dim=-1)
             lse = z.amax(-1) - p.amax(-1).log()
-            plogp[lo : lo + chunk] = torch.linalg.vecdot(p, z) - lse
-            probs[lo : lo + chunk] = p
-        return cls(probs, plogp)
+            plogp[lo:hi] = torch.linalg.vecdot(p, z) - lse
+            probs[lo:hi] = p
+        return cls(probs, plogp, mass)
+
+    def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
+        """Every token is an outcome of its own."""
+        mass = None if self.mass is None else self.mass[index]
+        return Outcomes(z, self.probs[index].to(z.dtype), self.plogp[index], mass)
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """A captured top-k list, and all other tokens as one outcome.
+
+    Attributes:
+        ids: int64 [M, k] draft ids, -1 outside the draft vocabulary.
+        probs: [M, k + 1] renormalised over the draft vocabulary, the rest last.
+        plogp: [M].
+        mass: [M] mass before renormalising; None means one.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    plogp: Tensor
+    mass: Tensor | None = None
 
     @classmethod
-    def from_topk(cls, topk: TopK, vocab: VocabMap, dtype: torch.dtype) -> Teacher:
-        """Top-k list and tail bucket, restricted to D and renormalised.
+    def from_topk(cls, topk: TopK, vocab: VocabMap) -> TopKTeacher:
+        """Restrict a list and its tail to the draft vocabulary D.
 
-        The tail is taken to lie in D: which part of it does is not captured.
+        The tail is taken to lie in D (which part of it does was not captured), unless
+        the list names all of D. A row with no mass in D teaches nothing.
         """
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(topk.logprobs.dtype, torch.float32)
         ids = vocab.draft_ids[topk.ids.long()]
-        p = topk.logprobs.to(wide).exp().masked_fill(ids < 0, 0.0)
+        inside = ids >= 0
+        p = topk.logprobs.to(wide).exp().masked_fill(~inside, 0.0)
         tail = topk.tail_logprob.to(wide).exp()
-        total = p.sum(-1) + tail
-        p, tail = p / total[:, None], tail / total
-        probs = torch.zeros(ids.shape[0], vocab.target_ids.numel(), dtype=wide)
-        probs.scatter_add_(1, ids.clamp(min=0), p)
-        plogp = torch.xlogy(p, p).sum(-1) + torch.xlogy(tail, tail)
-        return cls(probs.to(dtype), plogp, tail)
+        tail = tail.masked_fill(inside.sum(-1) == vocab.target_ids.numel(), 0.0)
+        mass = p.sum(-1) + tail
+        probs = torch.cat([p, tail[:, None]], -1)
+        empty = mass <= 0
+        probs = probs / mass.masked_fill(empty, 1.0)[:, None]
+        probs[:, -1].masked_fill_(empty, 1.0)  # the rest, in proportion to q: no pull
+        plogp = torch.xlogy(probs, probs).sum(-1)
+        return cls(ids, probs, plogp, None if vocab.is_identity else mass)
 
-    def rows(self, index: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Teacher rows for `logits`: p [n, V_d] and sum p log p [n].
+    def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
+        """The k listed tokens, and the rest."""
+        return BucketedOutcomes(
+            z,
+            self.probs[index].to(z.dtype),
+            self.plogp[index].to(z.dtype),
+            None if self.mass is None else self.mass[index].to(z.dtype),
+            self.ids[index],
+        )
 
-        A tail bucket is completed to tail * q_v / q_tail off the list; with that p the
-        KL and its gradient equal those of the bucketed distribution.
-        """
-        p = self.probs[index].to(logits.dtype)
-        plogp = self.plogp[index]
-        if self.tail is None:
-            return p, plogp
-        tail = self.tail[index]
-        log_q = torch.log_softmax(logits, dim=-1)
-        off = log_q.masked_fill(p > 0, float("-inf"))
-        off = off.exp()
-        rest = off.sum(-1).clamp_min(1e-30)
-        spread = off * (tail / rest)[:, None]
-        # sum of spread log spread = tail (log tail - log rest) + sum spread log off
-        entropy = torch.xlogy(tail, tail / rest) + torch.xlogy(spread, off).sum(-1)
-        listed = plogp - torch.xlogy(tail, tail)
-        return p + spread, listed + entropy
+
+@dataclass(frozen=True)
+class LossTask:
+    """What is computed for each of L loss rows.
+
+    Attributes:
+        mix: T terms.
+        index: int64 [L], row of the teacher.
+        weights: [T, L], weight of each term at each row, at least fp32.
+        labels: int64 [L], draft id of the token that followed, -1 none.
+        num_committed: Rows before this one get the mix's committed terms, the others
+            its branch terms.
+    """
+
+    mix: LossMix
+    index: Tensor
+    weights: Tensor
+    labels: Tensor
+    num_committed: int
+
+    def segments(self) -> list[tuple[int, int, int, int]]:
+        """Runs of rows with their terms: first row, end, first term, end."""
+        first, terms = len(self.mix.committed), len(self.mix.names)
+        rows = self.index.numel()
+        runs = [(0, self.num_committed, 0, first)]
+        runs.append((self.num_committed, rows, first, terms))
+        return [run for run in runs if run[0] < run[1] and run[2] < run[3]]
+
+
+def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    for lo in range(start, stop, size):
+        yield lo, min(stop, lo + size)
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -127,37 +180,39 @@ class _FusedHeadLoss(torch.autograd.Function):
         master: Tensor,
         head: Tensor,
         teacher: Teacher,
-        index: Tensor,
-        weights: Tensor,
-        loss: Loss,
+        task: LossTask,
     ) -> tuple[Tensor, Tensor]:
         """See `fused_head_loss`."""
         count, size = normed.shape[0], head.shape[0]
         wide = torch.promote_types(normed.dtype, torch.float32)
-        values = torch.empty(count, dtype=wide, device=normed.device)
-        grad_normed = torch.empty_like(normed)
-        with_head = master.requires_grad
-        grad_head = torch.zeros_like(master) if with_head else None
+        values = torch.zeros_like(task.weights)
+        grad_normed = torch.zeros_like(normed)
+        grad_head = torch.zeros_like(master) if master.requires_grad else None
         chunk = max(1, min(count, CHUNK_BYTES // (4 * size)))
         per_block = max(1, HEAD_BLOCK_BYTES // (normed.element_size() * size * chunk))
-        block = min(count, per_block * chunk)
+        block = max(1, min(count, per_block * chunk))
         kept = torch.empty(block, size, dtype=normed.dtype, device=normed.device)
-        for start in range(0, count, block):
-            stop = min(count, start + block)
-            for lo in range(start, stop, chunk):
-                hi = min(stop, lo + chunk)
-                z = torch.mm(normed[lo:hi], head.t()).to(wide)
-                p, plogp = teacher.rows(index[lo:hi], z)
-                values[lo:hi], grad = loss(z, p, plogp)
-                grad.mul_(weights[lo:hi, None])
-                g = kept[lo - start : hi - start]
-                g.copy_(grad)
-                torch.mm(g, head, out=grad_normed[lo:hi])
-            if grad_head is not None:
-                grad_head += torch.mm(kept[: stop - start].t(), normed[start:stop])
+        names = task.mix.names
+        for first, end, low, high in task.segments():
+            terms = slice(low, high)
+            for start, stop in _blocks(first, end, block):
+                for lo, hi in _blocks(start, stop, chunk):
+                    z = torch.mm(normed[lo:hi], head.t()).to(wide)
+                    values[terms, lo:hi], grad = combine(
+                        teacher.outcomes(task.index[lo:hi], z),
+                        task.mix,
+                        names[terms],
+                        task.weights[terms, lo:hi],
+                        task.labels[lo:hi],
+                    )
+                    g = kept[lo - start : hi - start]
+                    g.copy_(grad)
+                    torch.mm(g, head, out=grad_normed[lo:hi])
+                if grad_head is not None:
+                    grad_head += torch.mm(kept[: stop - start].t(), normed[start:stop])
         ctx.save_for_backward(grad_normed, grad_head)
         ctx.mark_non_differentiable(values)
-        return torch.dot(values, weights), values
+        return (values * task.weights).sum(), values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,33 +221,24 @@ class _FusedHeadLoss(torch.autograd.Function):
         scale = grads[0]
         if grad_head is not None:
             grad_head = grad_head * scale
-        return (grad_normed * scale).to(grad_normed.dtype), grad_head, *[None] * 5
+        return (grad_normed * scale).to(grad_normed.dtype), grad_head, None, None, None
 
 
 def fused_head_loss(
-    normed: Tensor,
-    master: Tensor,
-    head: Tensor,
-    teacher: Teacher,
-    index: Tensor,
-    weights: Tensor,
-    loss: Loss = forward_kl,
+    normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, task: LossTask
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of per-row losses, and the rows' values.
+    """Weighted sum of all terms over all rows, and the terms' values.
 
     Args:
         normed: [L, H] output rows of the draft, compute dtype.
         master: [V_d, H] fp32 parameter that receives the gradient.
         head: [V_d, H] the same in the compute dtype, detached.
         teacher: Teacher rows.
-        index: int64 [L], row of `teacher` for each loss row.
-        weights: [L], at least fp32.
-        loss: Member of `LOSSES`.
+        task: Terms, weights and labels per row.
 
     Returns:
-        Scalar loss, and the unweighted values [L] (detached).
+        Scalar loss; unweighted values [T, L] (detached), zero where a term does not
+        apply.
     """
-    total, values = _FusedHeadLoss.apply(
-        normed, master, head, teacher, index, weights, loss
-    )
+    total, values = _FusedHeadLoss.apply(normed, master, head, teacher, task)
     return total, values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_tide.draft.eagle3 import StepRows
+from vllm_tide.draft.rows import StepRows
 
 
 @dataclass(frozen=True)

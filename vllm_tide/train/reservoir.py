@@ -1,16 +1,24 @@
 """Training buffer and held-out reservoir, both bounded in tokens, newest kept.
 
 A request goes wholly to one side, decided by its key: a window of a held-out request
-never leaks into training.
+never leaks into training. Within a side a (request, position) is trained once, by the
+document that came last, and one tenant fills at most its share.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
 
 from vllm_tide.config import TrainConfig
+from vllm_tide.train.draws import draw, weights
 from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.transport.tenant import NOBODY
 
 _MASK = (1 << 64) - 1
 
@@ -23,57 +31,278 @@ def is_held_out(key: int, share: float, seed: int = 0) -> bool:
     return (z ^ (z >> 31)) < share * (_MASK + 1)
 
 
+@dataclass(frozen=True)
+class Purged:
+    """What a purge removed.
+
+    Attributes:
+        samples: Windows, of both sides.
+        tokens: Their rows (tokens).
+    """
+
+    samples: int = 0
+    tokens: int = 0
+
+
+class Side:
+    """Windows in order of arrival, found by request and by tenant.
+
+    Args:
+        max_tokens: Bound of all windows (tokens).
+        tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
+
+    Attributes:
+        windows: By serial number; oldest first.
+        tokens: Rows held.
+    """
+
+    def __init__(self, max_tokens: int, tenant_share: float) -> None:
+        """Start empty."""
+        self.windows: dict[int, Sample] = {}
+        self.tokens = 0
+        self._max_tokens = max_tokens
+        self._tenant_tokens = (
+            int(tenant_share * max_tokens) if tenant_share < 1 else max_tokens
+        )
+        # Serial numbers, as dicts: ordered, and quick to remove from.
+        self._by_key: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._by_tenant: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._tokens_of: Counter[int] = Counter()
+        self._next = 0
+
+    def add(self, window: Sample) -> int:
+        """Store a window; its serial number."""
+        serial, self._next = self._next, self._next + 1
+        self.windows[serial] = window
+        self._by_key[window.key][serial] = None
+        self._by_tenant[window.tenant][serial] = None
+        self._count(window, 1)
+        return serial
+
+    def remove(self, serial: int) -> Sample:
+        """Take a window out."""
+        window = self.windows.pop(serial)
+        for index, name in (
+            (self._by_key, window.key),
+            (self._by_tenant, window.tenant),
+        ):
+            del index[name][serial]
+            if not index[name]:
+                del index[name]
+        self._count(window, -1)
+        return window
+
+    def exchange(self, serial: int, window: Sample) -> None:
+        """Put another window of the same request and tenant in the place of one."""
+        self._count(self.windows[serial], -1)
+        self.windows[serial] = window
+        self._count(window, 1)
+
+    def of_key(self, key: int) -> list[int]:
+        """Serial numbers of a request's windows, oldest first."""
+        return list(self._by_key.get(key, ()))
+
+    def over_share(self, tenant: int) -> int | None:
+        """The oldest window of a tenant that holds more than its share, else None."""
+        held = self._by_tenant.get(tenant, {})
+        over = self._tokens_of[tenant] > self._tenant_tokens
+        return next(iter(held)) if tenant != NOBODY and over and len(held) > 1 else None
+
+    def overfull(self) -> int | None:
+        """The oldest window if the side holds too much, else None."""
+        over = self.tokens > self._max_tokens and len(self.windows) > 1
+        return next(iter(self.windows)) if over else None
+
+    def _count(self, window: Sample, sign: int) -> None:
+        self.tokens += sign * window.num_tokens
+        self._tokens_of[window.tenant] += sign * window.num_tokens
+        if not self._tokens_of[window.tenant]:
+            del self._tokens_of[window.tenant]
+
+
 class SampleBuffer:
     """Both sides.
 
     Args:
         config: Sizes, shares and seed.
+        clock: Unix time (s).
+
+    Attributes:
+        new_tokens: Training tokens that came since the owner last set this to 0.
+        num_samples: Windows stored so far.
+        evicted: Rows that left, by reason: `train` and `holdout` (too old),
+            `tenant_share`, `duplicate`, `purged`, `stale_branches`.
+        version: Version of the live draft, by which branches are stale.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(
+        self, config: TrainConfig, clock: Callable[[], float] = time.time
+    ) -> None:
         """Start empty."""
         self.config = config
         self.window = min(config.max_sample_tokens, config.batch_tokens)
-        self.train: deque[Sample] = deque()
-        self.holdout: deque[Sample] = deque()
-        self.train_tokens = self.holdout_tokens = 0
-        self.new_tokens = self.num_samples = 0
+        self.new_tokens = self.num_samples = self.version = 0
         self.evicted: Counter[str] = Counter()
-        self._fresh: list[Sample] = []
+        self._sides = {
+            "train": Side(config.buffer_tokens, config.tenant_share),
+            "holdout": Side(config.holdout_tokens, config.tenant_share),
+        }
+        self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
+        self._clock = clock
         self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
 
+    @property
+    def train(self) -> list[Sample]:
+        """Training windows, oldest first."""
+        return list(self._sides["train"].windows.values())
+
+    @property
+    def holdout(self) -> list[Sample]:
+        """Held-out windows, oldest first."""
+        return list(self._sides["holdout"].windows.values())
+
+    @property
+    def fresh(self) -> list[Sample]:
+        """Training windows that no pass has begun with yet, oldest first.
+
+        Settable, to windows of `train`, by who resumes a pass.
+        """
+        windows = self._sides["train"].windows
+        return [windows[serial] for serial in self._fresh]
+
+    @fresh.setter
+    def fresh(self, samples: Collection[Sample]) -> None:
+        wanted = {id(sample) for sample in samples}
+        windows = self._sides["train"].windows
+        self._fresh = {n: None for n, s in windows.items() if id(s) in wanted}
+
+    @property
+    def train_tokens(self) -> int:
+        """Rows of the training side."""
+        return self._sides["train"].tokens
+
+    @property
+    def holdout_tokens(self) -> int:
+        """Rows of the held-out side."""
+        return self._sides["holdout"].tokens
+
     def add(self, sample: Sample) -> None:
-        """Store a document, cut into windows."""
+        """Store a document, cut into windows; older ones of the request yield to it."""
         share, seed = self.config.holdout_share, self.config.seed
-        held_out = is_held_out(sample.key, share, seed)
+        name = "holdout" if is_held_out(sample.key, share, seed) else "train"
+        side = self._sides[name]
+        if not sample.captured_unix_s:
+            sample = replace(sample, captured_unix_s=self._clock())
+        sample = self._without_stale(sample)
+        self._supersede(name, sample)
         for window in split_windows(sample, self.window):
             self.num_samples += 1
-            if held_out:
-                self.holdout.append(window)
-                self.holdout_tokens += window.num_tokens
-            else:
-                self.train.append(window)
-                self._fresh.append(window)
-                self.train_tokens += window.num_tokens
+            serial = side.add(window)
+            if name == "train":
+                self._fresh[serial] = None
                 self.new_tokens += window.num_tokens
-        while self.train_tokens > self.config.buffer_tokens and len(self.train) > 1:
-            gone = self.train.popleft()
-            self.train_tokens -= gone.num_tokens
-            self.evicted["train"] += gone.num_tokens
-            if self._fresh and self._fresh[0] is gone:
-                self._fresh.pop(0)
-        while (
-            self.holdout_tokens > self.config.holdout_tokens and len(self.holdout) > 1
-        ):
-            gone = self.holdout.popleft()
-            self.holdout_tokens -= gone.num_tokens
-            self.evicted["holdout"] += gone.num_tokens
+        while (oldest := side.over_share(sample.tenant)) is not None:
+            self._drop(name, oldest, "tenant_share")
+        while (oldest := side.overfull()) is not None:
+            self._drop(name, oldest, name)
 
-    def shuffled(self) -> deque[Sample]:
-        """One pass over the buffer in random order, samples new since last first."""
-        fresh = {id(s) for s in self._fresh}
-        new, old = self._fresh, [s for s in self.train if id(s) not in fresh]
-        self._random.shuffle(new)
-        self._random.shuffle(old)
-        self._fresh = []
-        return deque([*new, *old])
+    def shuffled(self, wanted_groups: Collection[int] | None = None) -> deque[Sample]:
+        """One pass over the training side in random order.
+
+        Documents new since the last pass come first, unless groups or tenants are
+        balanced: a cycle may end in the middle of a pass, so then every part of it has
+        to be balanced.
+
+        Args:
+            wanted_groups: Groups that need training, each with the same weight, all
+                others together with at most as much; None takes all documents.
+        """
+        windows = self._sides["train"].windows
+        held = list(windows.values())
+        weight = weights(held, self.config, self._clock(), wanted_groups)
+        fresh, self._fresh = self._fresh, {}
+        if wanted_groups is not None or self.config.tenant_share < 1:
+            return deque(draw(held, weight, self._random))
+        out: deque[Sample] = deque()
+        for new in (True, False):
+            part = [i for i, serial in enumerate(windows) if (serial in fresh) is new]
+            out += draw(
+                [held[i] for i in part], [weight[i] for i in part], self._random
+            )
+        return out
+
+    def set_version(self, version: int) -> None:
+        """Say which draft is live; drops branches more than `max_version_lag` behind.
+
+        Committed rows do not age with the draft: they are the target's alone.
+        """
+        self.version = version
+        for side in self._sides.values():
+            for serial, window in list(side.windows.items()):
+                if (left := self._without_stale(window)) is not window:
+                    side.exchange(serial, left)
+
+    def map_train(self, change: Callable[[Sample], Sample]) -> None:
+        """Replace every training window by what `change` makes of it."""
+        side = self._sides["train"]
+        for serial, window in list(side.windows.items()):
+            side.exchange(serial, change(window))
+
+    def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
+        """Remove windows from both sides, for good.
+
+        Args:
+            tenant: Only this tenant's (`tenant.tenant_id`); None takes all.
+            before: Only those assembled before this time (Unix, s); None takes all.
+        """
+        samples = tokens = 0
+        for name, side in self._sides.items():
+            for serial, window in list(side.windows.items()):
+                if tenant is not None and window.tenant != tenant:
+                    continue
+                if before is not None and window.captured_unix_s >= before:
+                    continue
+                if name == "train" and serial in self._fresh:
+                    self.new_tokens = max(0, self.new_tokens - window.num_tokens)
+                self._drop(name, serial, "purged")
+                samples += 1
+                tokens += window.num_tokens
+        return Purged(samples, tokens)
+
+    def _drop(self, name: str, serial: int, reason: str) -> None:
+        gone = self._sides[name].remove(serial)
+        self.evicted[reason] += gone.num_tokens
+        if name == "train":
+            self._fresh.pop(serial, None)
+
+    def _supersede(self, name: str, sample: Sample) -> None:
+        """Let older windows of the request train no position that `sample` trains."""
+        side = self._sides[name]
+        older = side.of_key(sample.key)
+        if not older:
+            return
+        positions = sample.trained_positions
+        branches = frozenset(b.position for b in sample.branches)
+        for serial in older:
+            window = side.windows[serial]
+            if not torch.isin(window.trained_positions, positions).any():
+                continue
+            left = window.superseded(positions, branches)
+            if left is None:
+                self._drop(name, serial, "duplicate")
+            else:
+                self.evicted["duplicate"] += window.num_tokens - left.num_tokens
+                side.exchange(serial, left)
+
+    def _without_stale(self, sample: Sample) -> Sample:
+        lag = self.config.max_version_lag
+        if lag is None or not sample.branches:
+            return sample
+        oldest = self.version - lag
+        kept = tuple(b for b in sample.branches if b.draft_version >= oldest)
+        if len(kept) == len(sample.branches):
+            return sample
+        self.evicted["stale_branches"] += sum(
+            b.tokens.numel() for b in sample.branches if b.draft_version < oldest
+        )
+        return replace(sample, branches=kept)

@@ -17,6 +17,7 @@ class Branch:
         tokens: int32 [m], b_1..b_m at positions a+1..a+m.
         features: [m, A*H] target features conditioned on the branch.
         teacher_hidden: [m, H] or None.
+        teacher_topk: Rows of a top-k teacher, or None.
         draft_probs: float32 [m] probability the draft gave, NaN unknown. These, and
             only these, go stale when the draft is swapped.
         draft_version: Version of the draft that made the tokens.
@@ -28,6 +29,7 @@ class Branch:
     teacher_hidden: Tensor | None
     draft_probs: Tensor
     draft_version: int
+    teacher_topk: TopK | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Sample:
         loss_from: First position whose row may be a teacher (>= num_prompt_tokens);
             later than the prompt only in windows that repeat rows as context.
         branches: Rejected branches inside this document.
+        tenant: Id of who sent the request; 0 is nobody.
+        captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
+        draft_version: Version of the draft in the request's first verification.
+        group: Group of similar requests it belongs to; -1 is unknown.
     """
 
     key: int
@@ -74,6 +80,10 @@ class Sample:
     in_vocab: Tensor | None = None
     loss_from: int = 0
     branches: tuple[Branch, ...] = field(default_factory=tuple)
+    tenant: int = 0
+    captured_unix_s: float = 0.0
+    draft_version: int = 0
+    group: int = -1
 
     @classmethod
     def offline(
@@ -126,6 +136,37 @@ class Sample:
         return int(self.valid[1:].sum())
 
     @property
+    def trained_positions(self) -> Tensor:
+        """int64 [num_trained]: positions of the request trained here at step 0."""
+        return self.start + 1 + self.valid[1:].nonzero()[:, 0]
+
+    def superseded(self, positions: Tensor, branches: frozenset[int]) -> Sample | None:
+        """What is left when other documents train some of the positions.
+
+        Rows before the last that still counts stay as context. (request, position) is
+        then trained once, by the document that came last.
+
+        Args:
+            positions: Integer [P], positions trained elsewhere.
+            branches: Positions whose branches are held elsewhere.
+
+        Returns:
+            A shorter document with the same start, or None if nothing is left to train.
+        """
+        mine = torch.arange(self.start, self.start + self.num_tokens)
+        left = replace(
+            self,
+            has_teacher=self.has_teacher & ~torch.isin(mine, positions),
+            branches=tuple(b for b in self.branches if b.position not in branches),
+        )
+        if not left.num_trained:
+            return None
+        last = max(
+            int(left.trained_positions[-1]), *(b.position for b in left.branches), 0
+        )
+        return left.window(0, last + 1 - self.start, 0)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors held."""
         total = self.tokens.nbytes + self.features.nbytes
@@ -139,6 +180,8 @@ class Sample:
         """Rows [lo, hi) as a document of its own, true positions kept."""
         rows = slice(lo, hi)
         first, last = self.start + lo, self.start + hi
+        # A branch of a repeated row belongs to the window that trains the row.
+        own = max(first, loss_from)
         hidden, topk = self.teacher_hidden, self.teacher_topk
         return replace(
             self,
@@ -150,7 +193,7 @@ class Sample:
             teacher_topk=None if topk is None else topk[rows],
             in_vocab=None if self.in_vocab is None else self.in_vocab[rows],
             loss_from=max(self.loss_from, loss_from),
-            branches=tuple(b for b in self.branches if first <= b.position < last),
+            branches=tuple(b for b in self.branches if own <= b.position < last),
         )
 
 

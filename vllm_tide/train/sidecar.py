@@ -1,304 +1,308 @@
-"""The trainer process of one engine: drain the ring, train, publish, report.
+"""The trainer's loop: drain the engines, train when it helps, deploy what is better.
 
-Never blocks the engine: it only reads the ring and writes its own weights slot. The
-ring is drained after every optimizer step and evaluation batch, so it does not fill
-during a cycle. A dead engine ends the process.
+Never blocks an engine: it only reads rings and writes weights slots of its own. They
+are drained after every optimizer step and evaluation batch, so none fills during a
+cycle. One engine's end is not the others' business; the last one's ends the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from vllm_tide.config import TideConfig, TrainConfig, parse_tide
-from vllm_tide.draft.checkpoint import canonical_name, load_draft
-from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.target import TargetRows
+from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.draft.checkpoint import load_draft
+from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.fresh import is_fresh
+from vllm_tide.draft.target import TargetRows, rows_fingerprint
+from vllm_tide.train import checkpoint
+from vllm_tide.train.deployment import Deployment, as_wire
+from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
+from vllm_tide.train.events import EventLog
+from vllm_tide.train.feed import Feed
+from vllm_tide.train.feeds import Feeds
+from vllm_tide.train.groups import Groups
+from vllm_tide.train.head_store import HeadStore, head_fingerprint
+from vllm_tide.train.intake import Intake
+from vllm_tide.train.purge import PurgeInbox
+from vllm_tide.train.ranks import Ranks
+from vllm_tide.train.schedule import Schedule
+from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.status import StatusFile, TrainerStatus
 from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import CycleResult, Trainer
-from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.record import Record
-from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
-from vllm_tide.transport.ring import RingReader
-from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
+
+__all__ = ["Sidecar", "as_wire", "describe", "install_signal_handlers"]
 
 logger = logging.getLogger("vllm_tide.train")
 
 IDLE_SLEEP_S = 0.05
-DRAIN_BATCH, DRAIN_LIMIT_S = 256, 2.0
-
-
-def prepare_process(config: TrainConfig, engine_id: str) -> None:
-    """Affinity, niceness, threads and title of this process.
-
-    Raises:
-        DraftError: A knob cannot be honoured on this machine.
-    """
-    if torch.device(config.device).type != "cpu":
-        raise DraftError(
-            f"tide.train.device: {config.device!r} is not supported yet; use 'cpu'."
-        )
-    # The server that started us may be pinned, and children inherit that.
-    cpus = config.cpus or range(os.cpu_count() or 1)
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError as error:
-        if config.cpus:
-            raise DraftError(
-                f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
-            ) from None
-    allowed = len(os.sched_getaffinity(0))
-    # Unpinned: leave most of the machine to the server.
-    torch.set_num_threads(allowed if config.cpus else max(1, allowed // 4))
-    if config.nice:
-        os.nice(config.nice)
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"vllm-tide train {engine_id}")
-
-
-def as_wire(tensors: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
-    """Tensors as dtype name, shape and bytes."""
-    return {
-        name: (
-            str(t.dtype).removeprefix("torch."),
-            tuple(t.shape),
-            t.contiguous().flatten().view(torch.uint8).numpy(),
-        )
-        for name, t in tensors.items()
-    }
+PURGE_PERIOD_S = 1.0
 
 
 class Sidecar:
-    """One attachment to one engine.
+    """One trainer and its engines.
 
     Args:
-        manifest: The engine.
-        run_dir: Where the status file goes.
+        feeds: At least one engine has joined.
+        run_dir: Where status, events and purge requests are.
         config: Overrides the engine's `tide` section when given.
+        ranks: Other ranks that train with this one; this is their leader.
 
     Raises:
-        TransportError: A segment cannot be attached.
+        TransportError: An engine cannot be reached.
         DraftError: Draft, target and capture do not fit together.
         ConfigError: The manifest's `tide` section is wrong.
     """
 
     def __init__(
-        self, manifest: EngineManifest, run_dir: Path, config: TideConfig | None = None
+        self,
+        feeds: Feeds,
+        run_dir: Path,
+        config: TideConfig | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Load, check and attach."""
-        self.manifest = manifest
+        try:
+            self._open(feeds, run_dir, config, ranks)
+        except BaseException:
+            feeds.close()
+            raise
+
+    def _open(
+        self,
+        feeds: Feeds,
+        run_dir: Path,
+        config: TideConfig | None,
+        ranks: Ranks | None,
+    ) -> None:
+        feed = feeds.reference
+        if feed is None:
+            raise ValueError("no engine has joined")
+        self.feeds, self.manifest = feeds, feed.manifest
         self._run_dir = run_dir
-        self.config = (config or parse_tide(manifest.tide)).train
+        self.tide = config or parse_tide(self.manifest.tide)
+        self.config = self.tide.train
         if self.config.compute_dtype == "bfloat16" and not has_fast_bfloat16():
             self.config = self.config.model_copy(update={"compute_dtype": "float32"})
             logger.info("this CPU has no bfloat16 arithmetic: computing in float32")
         self.status = TrainerStatus()
-        self._file = StatusFile(run_dir, manifest.engine_id)
+        self._file = StatusFile(run_dir, feed.id)
+        self._events = EventLog(run_dir, feed.id)
+        self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self._stopping = False
-        self._installed = 0
-        self._handled_refusal = 0
-        target = TargetRows.load(manifest.target_path)
-        draft = load_draft(manifest.draft_path, target, frozenset(manifest.shared))
-        self.trainer = Trainer(
-            draft,
-            target,
-            self.config,
-            num_speculative_tokens=manifest.num_speculative_tokens,
-            feature_dtype=manifest.feature_dtype,
+        self._cycle_began = 0.0
+        groups = Groups(self.tide.schedule.max_groups)
+        self._served = ServedRequests(groups)
+        self.trainer = self._make_trainer(feed, ranks)
+        day0 = is_fresh(self._draft_path)
+        self.schedule = Schedule(
+            self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self.trainer.check_features(manifest.aux_layer_ids)
-        self._reader = RingReader.attach(manifest.ring)
-        try:
-            self._check_ring()
-            self._writer = WeightsWriter.attach(manifest.weights)
-        except BaseException:
-            self._reader.close()
-            raise
-        self._adopt_installed()
-        # master weights by version: the installed one, and those not yet answered
-        self._versions = {self._installed: self.trainer.snapshot()}
-        self._handled_refusal = self._writer.feedback().refused_version
+        feeds.set_collect(self.schedule.collecting)
+        self._intake = Intake(feeds, self.trainer, self._served)
+        self.deployment = Deployment(
+            feeds, self.trainer, self.tide, self._open_store(), self._events
+        )
+        self.deployment.adopt()
+        self._resume()
 
     def stop(self) -> None:
         """Ask the loop to end after the current step."""
         self._stopping = True
 
     def run(self, *, once: bool = False) -> str:
-        """Work until stopped, or the engine is gone; returns the last state.
+        """Work until stopped, or no engine is left; returns the last state.
 
         Args:
             once: End after the first cycle.
         """
         try:
             while self._tick():
-                if not self.trainer.ready():
+                if not self._may_train():
                     self.status.state = "waiting"
                     time.sleep(IDLE_SLEEP_S)
                     continue
                 self.status.state = "training"
-                result = self.trainer.train_cycle(self._tick)
-                self._finish_cycle(result)
+                self._train()
                 if once:
                     break
-        except TransportError:
-            if self._engine_alive():
-                raise
         finally:
-            self.status.state = "stopped" if self._engine_alive() else "engine_gone"
+            self.status.state = "stopped" if len(self.feeds) else "engine_gone"
             self._update_status(force=True)
-            self._reader.close()
-            self._writer.close()
-            if self.status.state == "engine_gone":
-                # An engine killed outright could not unlink its segments.
-                reclaim_orphans(self._run_dir)
+            self.trainer.stepper.close()
+            self.feeds.close()
         return self.status.state
 
     def _tick(self) -> bool:
         """Everything that must not wait for the end of a cycle."""
-        self._drain()
-        self._reader.heartbeat()
-        self._writer.heartbeat()
-        self._read_feedback()
-        self._update_status()
-        return not self._stopping and self._engine_alive()
-
-    def _engine_alive(self) -> bool:
-        return self._reader.producer_alive()
-
-    def _drain(self) -> None:
         now = time.monotonic()
-        until = now + DRAIN_LIMIT_S
-        going = True
-        while going and time.monotonic() < until:
-            records: list[Record] = []
-            while len(records) < DRAIN_BATCH:
-                record = self._reader.read()
-                if record is None:
-                    going = False
-                    break
-                records.append(record)
-            self.trainer.add_records(records, now)
-        self.trainer.flush_idle(now)
+        changes = self.feeds.poll()
+        for engine in changes.joined:
+            self._events.add("joined", engine=engine)
+        for engine, why in changes.left.items():
+            self._served.forget(engine)
+            self._events.add("left", engine=engine, reason=why)
+        collecting = self.schedule.collecting
+        for request in self._intake.drain(now):
+            self._observe(request, now)
+        if self.schedule.collecting != collecting:
+            self._collect_changed()
+        self.feeds.heartbeat()
+        self.deployment.tick()
+        self.trainer.stepper.idle()
+        self._answer_purges(now)
+        self._update_status()
+        return not self._stopping and len(self.feeds) > 0
 
-    def _finish_cycle(self, result: CycleResult) -> None:
+    def _observe(self, request: ServedRequest, now: float) -> None:
+        self.status.requests += 1
+        shifts = self.schedule.shifts
+        self.schedule.observe(request)
+        if self.schedule.shifts != shifts:
+            self._events.add("shift", reason=self.schedule.reason)
+        self.deployment.observe(request, now)
+
+    def _collect_changed(self) -> None:
+        wanted = self.schedule.collecting
+        self.feeds.set_collect(wanted)
+        if not wanted:
+            self._events.add("pause", reason=self.schedule.reason)
+
+    def _may_train(self) -> bool:
+        buffer = self.trainer.buffer
+        enough = self.schedule.should_train(buffer.new_tokens)
+        return enough and buffer.train_tokens > 0
+
+    def _train(self) -> None:
+        began = time.monotonic()
+        result = self.trainer.train_cycle(self._tick, self.schedule.wanted_groups())
+        seconds = time.monotonic() - began
+        self.status.training_seconds += seconds
+        self._finish_cycle(result, seconds)
+
+    def _finish_cycle(self, result: CycleResult, seconds: float) -> None:
         status = self.status
+        new = live = None
         if result.new is not None and result.live is not None:
-            status.holdout_acceptance_new = result.new.acceptance()
-            status.holdout_acceptance_live = result.live.acceptance()
+            new, live = result.new.acceptance(), result.live.acceptance()
+            status.holdout_acceptance_new = new
+            status.holdout_acceptance_live = live
+            collecting = self.schedule.collecting
+            self.schedule.cycle_done(result.improved, result.by_group)
+            if self.schedule.collecting != collecting:
+                self._collect_changed()
         status.last_decision = result.reason
-        logger.info(
-            "cycle %d: %d steps, loss %.4f, %s",
-            self.trainer.cycles,
-            result.steps,
-            result.loss,
-            result.reason,
+        self._events.add(
+            "cycle",
+            cycle=self.trainer.cycles,
+            steps=result.steps,
+            seconds=round(seconds, 3),
+            loss=result.loss,
+            holdout_new=new,
+            holdout_live=live,
+            gain=result.gain,
+            gain_error=result.gain_error,
+            publish=result.publish,
+            waiting_for=self.deployment.waiting_for,
+            reason=result.reason,
         )
-        if result.publish:
-            self._publish(result)
+        self.deployment.offer(result, time.monotonic())
+        every = self.config.checkpoint_cycles
+        if every and self.trainer.cycles % every == 0:
+            self._save_checkpoint()
         self._update_status(force=True)
 
-    def _publish(self, result: CycleResult) -> None:
-        version = self._writer.latest_version + 1
-        self._writer.publish(
-            as_wire(self.trainer.candidate_tensors()),
-            version=version,
-            parent_version=max(self._versions),
-            meta={
-                "holdout_acceptance_new": self.status.holdout_acceptance_new,
-                "holdout_acceptance_live": self.status.holdout_acceptance_live,
-                "gain": result.gain,
-                "gain_error": result.gain_error,
-                "holdout_requests": 0
-                if result.new is None
-                else len(result.new.requests),
-                "steps": self.trainer.steps,
-                "loss": result.loss,
-            },
-        )
-        self.trainer.published()
-        self._versions[version] = self.trainer.snapshot()
-        self.status.published_version = version
-        self.status.last_publish_unix = time.time()
-        logger.info("published version %d (%s)", version, result.reason)
-
-    def _read_feedback(self) -> None:
-        feedback = self._writer.feedback()
-        if feedback.installed_version in self._versions:
-            self._installed = feedback.installed_version
-            for version in [v for v in self._versions if v < self._installed]:
-                del self._versions[version]
-        refused = feedback.refused_version
-        if refused == self._handled_refusal:
+    def _answer_purges(self, now: float) -> None:
+        if now < self._next_purge:
             return
-        self._handled_refusal = refused
-        if refused not in self._versions:
-            return
-        self.status.refused_versions += 1
-        logger.warning(
-            "version %d was refused (%s); training goes on from version %d",
-            refused,
-            feedback.refused_reason,
-            self._installed,
-        )
-        for version in [v for v in self._versions if v > self._installed]:
-            del self._versions[version]
-        self.trainer.restore(self._versions[self._installed])
+        self._next_purge = now + PURGE_PERIOD_S
+        for request in self._purges.pending():
+            for served in self._intake.drain(now):
+                self._observe(served, now)
+            counts = self.trainer.purge(request.tenant)
+            self._purges.done(request, counts)
+            self._events.add("purge", **counts)
 
-    def _check_ring(self) -> None:
-        """Refuse a ring whose rows are not what the draft was made for."""
-        spec, m = self._reader.spec, self.manifest
-        self.trainer.check_features(spec.aux_layer_ids)
-        for name in ("hidden_size", "vocab_size", "feature_dtype", "teacher"):
-            ring, told = getattr(spec, name), getattr(m, name)
-            if ring != told:
-                raise DraftError(
-                    f"ring: {name} is {ring!r}, the manifest says {told!r}."
-                )
-        if self.trainer.target.hidden_size != m.hidden_size:
+    def _make_trainer(self, feed: Feed, ranks: Ranks | None) -> Trainer:
+        manifest, spec = feed.manifest, feed.spec
+        target_path, draft_path = feed.models()
+        target = TargetRows.load(target_path)
+        draft = load_draft(draft_path, target, frozenset(manifest.shared))
+        if target.hidden_size != manifest.hidden_size:
             raise DraftError(
-                f"target: hidden size {self.trainer.target.hidden_size} is not the "
-                f"engine's {m.hidden_size}."
+                f"target: hidden size {target.hidden_size} is not the engine's "
+                f"{manifest.hidden_size}."
             )
+        self._target_path, self._draft_path = target_path, draft_path
+        stepper: Stepper
+        if ranks is None:
+            stepper = OneRank(draft, target, self.config)
+        else:
+            setup = setup_of(
+                str(target_path), str(draft_path), manifest.shared, self.config
+            )
+            stepper = LeadRank(ranks, draft, target, self.config, setup)
+        trainer = Trainer(
+            draft,
+            target,
+            self.config,
+            num_speculative_tokens=manifest.num_speculative_tokens,
+            feature_dtype=manifest.feature_dtype,
+            stepper=stepper,
+            group_of=self._group_of,
+        )
+        trainer.check_features(spec.aux_layer_ids)
+        return trainer
 
-    def _adopt_installed(self) -> None:
-        """After a restart of the trainer, go on from its last publication."""
-        feedback = self._writer.feedback()
-        self.status.published_version = self._writer.latest_version
-        if self._writer.latest_version == 0:
-            return
-        reader = WeightsSegment.attach(self.manifest.weights)
+    def _group_of(self, key: int) -> int:
+        return self._served.group_of(key, self._intake.engine)
+
+    def _state_dir(self) -> Path:
+        given = self.config.state_dir
+        return Path(given).expanduser() if given else self._run_dir / "heads"
+
+    def _open_store(self) -> HeadStore | None:
+        if not self.config.keep_last_good:
+            return None
+        target = rows_fingerprint(self._target_path)
+        return HeadStore(
+            self._state_dir(), head_fingerprint(target, read_config(self._draft_path))
+        )
+
+    def _checkpoints(self) -> Path:
+        return self._state_dir() / "checkpoints"
+
+    def _save_checkpoint(self) -> None:
         try:
-            publication = reader.read()
-        finally:
-            reader.close()
-        if publication.version == feedback.refused_version:
-            raise DraftError(
-                f"the engine refused version {publication.version} and its live draft "
-                "is in no segment: restart the engine to train it again."
-            )
-        tensors = {}
-        for name, item in publication.tensors.items():
-            raw = torch.from_numpy(item.data.copy())
-            dtype = getattr(torch, item.dtype)
-            tensors[canonical_name(name)] = raw.view(dtype).view(item.shape)
-        self.trainer.restore(tensors)
-        self._installed = publication.version
+            self.trainer.save(self._checkpoints(), self.deployment.published)
+        except OSError as error:
+            logger.error("the checkpoint could not be written: %s", error)
+
+    def _resume(self) -> None:
+        """Go on from a checkpoint of the version that is live."""
+        path = checkpoint.latest(self._checkpoints())
+        if not self.config.checkpoint_cycles or path is None:
+            return
+        try:
+            state, _ = checkpoint.verify(path, self.trainer.draft)
+            if state.published_version != self.deployment.published:
+                logger.info("%s is of another version: not resumed", path.name)
+                return
+            self.trainer.load(path)
+        except DraftError as error:
+            logger.warning("not resumed: %s", error)
+            return
+        self._events.add("restored", checkpoint=path.name, steps=state.steps)
 
     def _update_status(self, *, force: bool = False) -> None:
-        status, trainer = self.status, self.trainer
+        if not force and not self._file.due():
+            return
+        status, trainer, deployment = self.status, self.trainer, self.deployment
         status.cycles, status.steps = trainer.cycles, trainer.steps
         status.loss = trainer.last_loss
         status.rows_read = trainer.rows_read
@@ -307,8 +311,19 @@ class Sidecar:
         status.packing_waste = trainer.packing_waste
         status.holdout_tokens = trainer.buffer.holdout_tokens
         status.rows_skipped = trainer.rows_skipped
-        status.installed_version = self._installed
-        self._file.write(status, force=force)
+        status.published_version = deployment.published
+        status.installed_version = deployment.installed
+        status.publications = deployment.publications
+        status.refused_versions = deployment.refusals
+        status.last_publish_unix = deployment.last_publish_unix
+        status.rollbacks = deployment.canary.rollbacks
+        status.waiting_for = deployment.waiting_for
+        status.schedule = self.schedule.snapshot()
+        found = deployment.snapshot()
+        status.canary, status.spacing = found["canary"], found["spacing"]
+        status.engines = found["engines"]
+        status.feeds = self.feeds.stats()
+        self._file.write(status, force=True)
 
 
 def install_signal_handlers(sidecar: Sidecar) -> None:

@@ -9,6 +9,7 @@ import resource
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from vllm_tide.transport.rendezvous import write_private
 
@@ -23,7 +24,14 @@ class TrainerStatus:
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         holdout_acceptance_new: Expected tokens per verify step of the candidate at the
             last evaluation; `holdout_acceptance_live` of the draft served then.
-        refused_versions: Publications the engine refused.
+        refused_versions: Publications that no engine took.
+        training_seconds: Time spent in training cycles, evaluations included.
+        waiting_for: Why a better draft would not be published now; empty if it would.
+        schedule: `Schedule.snapshot()`.
+        canary: Trial of the newest draft; `spacing`: between publications.
+        engines: Per engine: version published, installed, refused.
+        feeds: Per engine: counters of its feed.
+        terms: Mean of each loss term over the last step.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -42,6 +50,17 @@ class TrainerStatus:
     published_version: int = 0
     installed_version: int = 0
     refused_versions: int = 0
+    publications: int = 0
+    rollbacks: int = 0
+    training_seconds: float = 0.0
+    waiting_for: str = ""
+    requests: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)
+    canary: dict[str, Any] = field(default_factory=dict)
+    spacing: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    feeds: dict[str, dict[str, int]] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
     last_publish_unix: float | None = None
     rows_skipped: dict[str, int] = field(default_factory=dict)
     peak_rss_bytes: int = 0
@@ -62,6 +81,10 @@ class StatusFile:
         self.failed_writes = 0
         self._next = 0.0
 
+    def due(self) -> bool:
+        """Whether a second has passed since the last writing."""
+        return time.monotonic() >= self._next
+
     def write(self, status: TrainerStatus, *, force: bool = False) -> None:
         """Replace the file if a second has passed."""
         now = time.monotonic()
@@ -71,11 +94,19 @@ class StatusFile:
         status.updated_unix = time.time()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         status.peak_rss_bytes = usage.ru_maxrss * 1024
-        values = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in asdict(status).items()
-        }
+        values = finite(asdict(status))
         try:
             write_private(self.path, json.dumps(values, indent=1))
         except OSError:
             self.failed_writes += 1
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None: JSON has none."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.eagle3 import Eagle3Draft, Weights
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train.losses import LOSSES, Loss, Teacher, fused_head_loss
+from vllm_tide.train.branch_rows import BranchPlan, plan_branches
+from vllm_tide.train.loss_rows import LossRows, gather
+from vllm_tide.train.loss_sums import LossSummer, LossSums, Reduce
+from vllm_tide.train.loss_terms import LossMix
+from vllm_tide.train.losses import (
+    HiddenTeacher,
+    LossTask,
+    Teacher,
+    TopKTeacher,
+    fused_head_loss,
+)
 from vllm_tide.train.masks import Plan, plan_steps
 from vllm_tide.train.packing import PackedBatch
 
-# A document with fewer trained rows than this weighs less than a full one, so that
-# equal weight per request does not hand a batch to its shortest documents.
-MIN_ROWS_OF_FULL_WEIGHT = 64
 BETAS = (0.9, 0.95)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
+_CAST_BYTES = 512 << 20  # all rows of the target are copied to the compute dtype up to
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """What one step did, over all ranks.
 
     Attributes:
-        loss: Weighted sum over steps (gamma^i).
-        step_losses: Mean loss per training-time-test step (nats).
+        loss: Weighted sum over steps (gamma^i) and terms.
+        step_losses: Per training-time-test step, the weighted sum of the terms' means.
         grad_norm: Global norm before clipping.
-        num_tokens: Packed rows.
+        num_tokens: Packed rows, branch rows included.
         num_loss_rows: Rows with a loss, all steps.
+        num_branch_rows: Those of them on rejected branches.
+        terms: Per term, its mean at each step (nats; tv: a probability).
     """
 
     loss: float
@@ -40,6 +51,19 @@ class StepResult:
     grad_norm: float
     num_tokens: int
     num_loss_rows: int
+    num_branch_rows: int = 0
+    terms: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch of this rank with the rows to be trained."""
+
+    batch: PackedBatch
+    plan: Plan | None
+    branches: BranchPlan | None
+    rows: LossRows
+    labels: Tensor
 
 
 def has_fast_bfloat16() -> bool:
@@ -58,21 +82,23 @@ def has_fast_bfloat16() -> bool:
     return not _FAST_BFLOAT16.isdisjoint(flags.split())
 
 
-def document_weights(batch: PackedBatch) -> Tensor:
-    """fp32 [N]: equal weight per document, reduced for very short ones."""
-    counts = torch.zeros(len(batch.doc_starts) - 1)
-    counts.index_add_(0, batch.doc_ids, batch.valid.float())
-    return (1.0 / counts.clamp(min=MIN_ROWS_OF_FULL_WEIGHT))[batch.doc_ids]
-
-
 class TrainStep:
     """Holds optimizer state for one draft.
+
+    With `reduce` every rank trains on documents of its own: numerators, denominators
+    and counts go over all ranks, and the loss is multiplied by their number, for a
+    framework that averages gradients over ranks. The documents of one request belong
+    on one rank: they share its weight.
 
     Args:
         draft: Moved in place.
         target: Output rows for hidden teachers.
         config: Knobs.
-        loss: Name in `LOSSES`.
+        reduce: Sums a float64 vector over ranks, called twice per step by every rank
+            (once when no rank has anything to train); None is one rank.
+
+    Raises:
+        ConfigError: No loss term has a weight.
     """
 
     def __init__(
@@ -80,13 +106,20 @@ class TrainStep:
         draft: Eagle3Draft,
         target: TargetRows,
         config: TrainConfig,
-        loss: str = "forward_kl",
+        reduce: Reduce | None = None,
     ) -> None:
         """Start with empty moments."""
         self.draft, self.target, self.config = draft, target, config
         self.dtype = _DTYPES[config.compute_dtype]
-        self.loss: Loss = LOSSES[loss]
-        self.target_rows = target.lm_head[draft.vocab.target_ids].to(self.dtype)
+        self.mix = LossMix.from_config(config)
+        self.reduce = reduce
+        rows, self._kept = target.lm_head, None
+        if not self.mix.needs_mass or draft.vocab.is_identity:
+            self.target_rows = rows[draft.vocab.target_ids].to(self.dtype)
+        else:
+            self._kept = draft.vocab.target_ids
+            fits = rows.numel() * self.dtype.itemsize <= _CAST_BYTES
+            self.target_rows = rows.to(self.dtype) if fits else rows
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -96,77 +129,145 @@ class TrainStep:
             fused=True,
         )
 
+    @property
+    def trains_branches(self) -> bool:
+        """Rejected branches are wanted in batches; else leave them out of `pack`."""
+        return bool(self.mix.branch)
+
     def reset(self) -> None:
         """Forget the optimizer's moments (after going back to the live draft)."""
         self.optimizer.state.clear()
 
-    def run(self, batch: PackedBatch, lr_scale: float = 1.0) -> StepResult | None:
-        """Train on one batch; None when nothing in it can be trained."""
-        plan = plan_steps(batch.valid, batch.doc_ids, self.config.ttt_steps)
-        if plan is None:
+    def run(
+        self, batch: PackedBatch | None, lr_scale: float = 1.0
+    ) -> StepResult | None:
+        """Train on one batch.
+
+        Args:
+            batch: This rank's documents; None has none but takes part.
+            lr_scale: Factor on the learning rate.
+
+        Returns:
+            None when no rank has anything to train, or the gradient is not finite.
+        """
+        found = self.loss_of(batch)
+        if found is None:
             return None
-        total, step_losses = self.loss_of(batch, plan)
+        total, sums = found
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
-        if not bool(torch.isfinite(norm)):
+        norm = self.clip_gradients()
+        if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             return None
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * lr_scale
         self.optimizer.step()
+        losses = sums.step_losses
         return StepResult(
-            loss=float(total.detach()),
-            step_losses=step_losses,
-            grad_norm=float(norm),
-            num_tokens=batch.num_tokens,
-            num_loss_rows=plan.num_loss_rows,
+            loss=sum(x * self.config.step_decay**i for i, x in enumerate(losses)),
+            step_losses=losses,
+            grad_norm=norm,
+            num_tokens=sums.num_tokens,
+            num_loss_rows=sums.num_loss_rows,
+            num_branch_rows=sums.num_branch_rows,
+            terms=sums.terms,
         )
 
-    def loss_of(self, batch: PackedBatch, plan: Plan) -> tuple[Tensor, list[float]]:
-        """Differentiable loss of a batch, and the mean value per step."""
-        draft = self.draft
-        weights = draft.compute_weights(self.dtype)
-        outputs = draft.forward_ttt(
+    def clip_gradients(self) -> float:
+        """Clip, and return the global norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        return float(norm)
+
+    def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
+        """Differentiable loss of a batch times the number of ranks, and its sums.
+
+        Returns:
+            None when no rank has a row to train.
+        """
+        work = None if batch is None else self._plan(batch)
+        if work is None and self.reduce is None:
+            return None
+        config, device = self.config, self.target_rows.device
+        weights = self.draft.compute_weights(self.dtype)
+        outputs = None if work is None else self._forward(work, weights)
+        summer = LossSummer(self.mix, config.ttt_steps, config.step_decay, self.reduce)
+        per_row = summer.weigh(
+            None if work is None else work.rows,
+            None if work is None else work.labels,
+            [] if batch is None else batch.keys,
+            0 if batch is None else batch.num_rows,
+            device,
+        )
+        if per_row is None:
+            return None
+        if work is None or outputs is None:
+            return _zero(weights), summer.close(None)
+        total, values = self._head_loss(work, outputs, weights, per_row)
+        return total * summer.num_ranks, summer.close(values)
+
+    def _plan(self, batch: PackedBatch) -> _Work | None:
+        steps = self.config.ttt_steps
+        plan = branches = None
+        if self.mix.committed:
+            plan = plan_steps(batch.valid, batch.doc_ids, steps)
+        if self.mix.branch:
+            branches = plan_branches(batch, steps)
+        if plan is None and branches is None:
+            return None
+        rows = LossRows.from_plan(batch, plan, branches)
+        labels = rows.labels(self.draft.vocab.draft_ids)
+        return _Work(batch, plan, branches, rows, labels)
+
+    def _forward(self, work: _Work, weights: Weights) -> Tensor:
+        """Normed output rows [L, H] in the order of `work.rows`."""
+        batch, plan, branches = work.batch, work.plan, work.branches
+        outputs = self.draft.forward_ttt(
             batch.tokens,
             batch.features,
             batch.positions,
             batch.doc_starts,
-            plan.steps,
+            [] if plan is None else plan.steps,
             self.dtype,
             weights,
+            branches=None if branches is None else branches.inputs,
+            attention=self.config.attention,
         )
-        wanted = torch.cat(plan.targets)
-        used, index = torch.unique(wanted, return_inverse=True)
-        teacher = self._teacher(batch, used)
-        per_row = document_weights(batch)
-        parts, decay = [], 1.0
-        for target in plan.targets:
-            w = per_row[target]
-            parts.append(w * (decay / w.sum()))
-            decay *= self.config.step_decay
-        total, values = fused_head_loss(
-            torch.cat(outputs),
-            draft.tensor("lm_head.weight"),
-            weights["lm_head.weight"].detach(),
-            teacher,
-            index,
-            torch.cat(parts),
-            self.loss,
-        )
-        sizes = [t.numel() for t in plan.targets]
-        means = [float(v.mean()) for v in values.split(sizes)]
-        return total, means
+        return gather(outputs, plan, branches)
 
+    def _head_loss(
+        self, work: _Work, outputs: Tensor, weights: Weights, per_row: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        used, index = torch.unique(work.rows.teacher, return_inverse=True)
+        task = LossTask(
+            self.mix,
+            index,
+            per_row.to(torch.promote_types(self.dtype, torch.float32)),
+            work.labels,
+            work.rows.num_committed,
+        )
+        return fused_head_loss(
+            outputs,
+            self.draft.tensor("lm_head.weight"),
+            weights["lm_head.weight"].detach(),
+            self._teacher(work.batch, used),
+            task,
+        )
+
+    @torch.no_grad()
     def _teacher(self, batch: PackedBatch, used: Tensor) -> Teacher:
-        with torch.no_grad():
-            if batch.teacher_hidden is not None:
-                return Teacher.from_hidden(
-                    batch.teacher_hidden[used],
-                    self.target,
-                    self.target_rows,
-                    self.dtype,
-                )
-            return Teacher.from_topk(
-                batch.topk_rows(used), self.draft.vocab, self.dtype
-            )
+        if batch.teacher_hidden is None:
+            return TopKTeacher.from_topk(batch.topk_rows(used), self.draft.vocab)
+        return HiddenTeacher.from_hidden(
+            batch.hidden_rows(used),
+            self.target,
+            self.target_rows,
+            self.dtype,
+            self._kept,
+        )
+
+
+def _zero(weights: Weights) -> Tensor:
+    """Zero that depends on every trained weight, so that every gradient exists."""
+    parts = [w.sum().float() for w in weights.values() if w.requires_grad]
+    return torch.stack(parts).sum() * 0.0

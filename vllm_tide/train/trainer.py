@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,18 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.prune import reprune
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import Assembler
+from vllm_tide.train.checkpoint import TrainState
+from vllm_tide.train.data_cursor import DataCursor
+from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate, gain
-from vllm_tide.train.packing import pack, take_batch
+from vllm_tide.train.packing import take_batch
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import TrainStep
+from vllm_tide.train.vocabulary import LiveVocabulary
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
@@ -33,6 +39,8 @@ WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
 MIN_HOLDOUT_REQUESTS = 2
 # Called between steps; False ends the cycle early.
 Progress = Callable[[], bool]
+# Request key to group of similar requests, -1 unknown.
+GroupOf = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class CycleResult:
         gain_error: Paired standard error of `gain` over requests.
         publish: The candidate passed the gate.
         reason: Why, in words.
+        improved: The candidate is better than the live draft by more than chance.
+        by_group: The same for each group of similar requests that was evaluated.
     """
 
     steps: int
@@ -58,6 +68,8 @@ class CycleResult:
     gain_error: float
     publish: bool
     reason: str
+    improved: bool = False
+    by_group: dict[int, bool] = field(default_factory=dict)
 
 
 def cycle_lr_scale(step: int, total: int) -> float:
@@ -79,8 +91,11 @@ class Trainer:
         config: Knobs.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
         feature_dtype: Wire dtype of features and hidden teachers.
-        max_branches: Rejected branches kept per request.
         metric: Form of the acceptance length that the gate compares.
+        stepper: Does the steps; None steps in this process alone. It must have been
+            made from `draft`.
+        group_of: Finds the group of a request, for balanced training and evaluation
+            by group.
     """
 
     def __init__(
@@ -91,8 +106,9 @@ class Trainer:
         *,
         num_speculative_tokens: int | None = None,
         feature_dtype: str = "bfloat16",
-        max_branches: int = 0,
         metric: str = "greedy",
+        stepper: Stepper | None = None,
+        group_of: GroupOf | None = None,
     ) -> None:
         """Copy the draft as the live one."""
         torch.manual_seed(config.seed)
@@ -100,7 +116,8 @@ class Trainer:
         self.depth = num_speculative_tokens or config.ttt_steps
         self.metric = metric
         self.live = _clone(draft)
-        self.step = TrainStep(draft, target, config)
+        self.stepper = stepper or OneRank(draft, target, config)
+        self.group_of = group_of
         self.buffer = SampleBuffer(config)
         self.assembler = Assembler(
             draft.config.feature_size,
@@ -108,13 +125,22 @@ class Trainer:
             max_open_rows=config.buffer_tokens,
             max_request_rows=max(4 * config.max_sample_tokens, config.batch_tokens),
             context_rows=config.max_sample_tokens // 4,
-            max_branches=max_branches,
+            max_branches=config.max_branches if self._branches else 0,
         )
         self.cycles = self.steps = self.train_tokens = self.rows_read = 0
         self.last_loss = math.nan
         self.skipped: Counter[str] = Counter()
+        self.vocabulary: LiveVocabulary | None = None
+        if draft.owns_lm_head and not draft.vocab.is_identity:
+            self.vocabulary = LiveVocabulary(target.vocab_size)
         self._queue: deque[Sample] = deque()
-        self._capacity = 0
+        self._wanted: Collection[int] | None = None
+        self._capacity = self._packed = 0
+        self._position = (0, 0)  # steps done and planned of the cycle being run
+
+    @property
+    def _branches(self) -> bool:
+        return self.stepper.step.trains_branches
 
     def check_features(self, aux_layer_ids: Iterable[int]) -> None:
         """Refuse data captured at other layers than the draft was made for.
@@ -151,10 +177,14 @@ class Trainer:
             if int(sample.tokens.max()) >= self.target.vocab_size:
                 self.skipped["token_out_of_range"] += sample.num_tokens
                 continue
+            if self.vocabulary is not None:
+                self.vocabulary.add(sample)
             if not vocab.is_identity:
                 share, seed = self.config.holdout_share, self.config.seed
                 if not is_held_out(sample.key, share, seed):
                     sample = replace(sample, in_vocab=self._in_vocab(sample))
+            if self.group_of is not None:
+                sample = replace(sample, group=self.group_of(sample.key))
             self.buffer.add(sample)
 
     @property
@@ -169,7 +199,7 @@ class Trainer:
     @property
     def packing_waste(self) -> float:
         """Share of the rows of all batches that stayed empty (0 to 1)."""
-        return 1.0 - self.train_tokens / self._capacity if self._capacity else 0.0
+        return 1.0 - self._packed / self._capacity if self._capacity else 0.0
 
     def ready(self, min_new_tokens: int | None = None) -> bool:
         """Whether enough new data came for another cycle."""
@@ -178,19 +208,32 @@ class Trainer:
         )
         return self.buffer.new_tokens >= wanted and bool(self.buffer.train)
 
-    def train_cycle(self, progress: Progress | None = None) -> CycleResult:
+    def train_cycle(
+        self,
+        progress: Progress | None = None,
+        wanted_groups: Collection[int] | None = None,
+    ) -> CycleResult:
         """Run `steps_per_cycle` steps, then compare the candidate with the live draft.
+
+        A cycle that a checkpoint was taken in goes on where it was.
 
         Args:
             progress: Called after every step and evaluation batch, so that the caller
                 can drain the ring meanwhile; False ends the cycle.
+            wanted_groups: Groups to train on, each with the same weight; None takes
+                everything.
         """
-        self.buffer.new_tokens = 0
-        self._queue = self.buffer.shuffled()
+        first, total = self._position
+        if not total:
+            self._follow_vocabulary()
+            self.buffer.new_tokens = 0
+            self._wanted = wanted_groups
+            self._queue = self.buffer.shuffled(wanted_groups)
+            total = self._num_steps()
         losses: list[float] = []
         going = True
-        total = self._num_steps()
-        for index in range(total):
+        for index in range(first, total):
+            self._position = (index + 1, total)
             loss = self._one_step(cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
@@ -198,6 +241,7 @@ class Trainer:
             if progress is not None and not progress():
                 going = False
                 break
+        self._position = (0, 0)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
         if not going or not losses:
@@ -220,7 +264,7 @@ class Trainer:
             list(self.buffer.holdout) if samples is None else samples,
             self.depth,
             capacity=self.config.batch_tokens,
-            dtype=self.step.dtype,
+            dtype=self.stepper.step.dtype,
             progress=progress,
         )
 
@@ -233,19 +277,104 @@ class Trainer:
         out.pop("t2d", None)
         return out
 
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the live draft under EAGLE-3 names, in the checkpoint's dtype."""
+        return export_tensors(self.live)
+
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
+        if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
+            self.live = _clone(self.draft)
         _copy(self.draft.named_tensors(), self.live)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the live draft's master weights."""
-        return {n: t.detach().clone() for n, t in self.live.named_tensors().items()}
+        """Copies of the live draft's master weights, and its `d2t` if it is pruned."""
+        live = self.live
+        out = {n: t.detach().clone() for n, t in live.named_tensors().items()}
+        return out if live.vocab.is_identity else out | {"d2t": live.vocab.d2t}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Make `tensors` both live and candidate, and forget the optimizer's state."""
+        if "d2t" in tensors and not self.live.vocab.is_identity:
+            vocab = VocabMap.from_d2t(tensors["d2t"], self.target.vocab_size)
+            if not torch.equal(vocab.target_ids, self.draft.vocab.target_ids):
+                self._use_vocabulary(vocab)
+            if not torch.equal(vocab.target_ids, self.live.vocab.target_ids):
+                self.live = _clone(self.draft)
         _copy(tensors, self.live)
         _copy(tensors, self.draft)
-        self.step.reset()
+        self.stepper.restore()
+        self._position = (0, 0)
+
+    def purge(self, tenant: int | None = None) -> dict[str, int]:
+        """Forget what was captured, for good; the draft keeps what it has learnt.
+
+        Args:
+            tenant: Only this tenant's; None is everybody's.
+
+        Returns:
+            Numbers removed, by name.
+        """
+        self._queue = deque(
+            s for s in self._queue if tenant is not None and s.tenant != tenant
+        )
+        gone = self.buffer.purge(tenant)
+        return {
+            "samples": gone.samples,
+            "tokens": gone.tokens,
+            "open_rows": self.assembler.purge(tenant),
+        }
+
+    def save(self, directory: Path, published_version: int) -> Path:
+        """Write a checkpoint: weights, moments, place in the cycle, no captured data.
+
+        Args:
+            directory: Holds the checkpoints of this trainer.
+            published_version: Newest version published.
+        """
+        done, total = self._position
+        state = TrainState(
+            steps=self.steps,
+            cycles=self.cycles,
+            cycle_step=done,
+            cycle_total=total,
+            published_version=published_version,
+            data=DataCursor.of(self.buffer, self._queue).to_json(),
+            extra={"train_tokens": self.train_tokens},
+        )
+        return self.stepper.save(directory, state)
+
+    def load(self, path: Path) -> TrainState:
+        """Go on from a checkpoint; also from the middle of a cycle if the data agree.
+
+        Raises:
+            DraftError: It is damaged or of another draft; nothing is changed.
+        """
+        state = self.stepper.load(path)
+        state.restore_random()
+        self.steps, self.cycles = state.steps, state.cycles
+        self.train_tokens = int(state.extra.get("train_tokens", 0))
+        self._position = (0, 0)
+        if state.data:
+            queue = DataCursor.from_json(state.data).resume(self.buffer)
+            if queue is not None:
+                self._queue = queue
+                self._position = (state.cycle_step, state.cycle_total)
+        return state
+
+    def _follow_vocabulary(self) -> None:
+        """Let the candidate know the tokens that traffic has come to need."""
+        if self.vocabulary is None:
+            return
+        vocab = self.vocabulary.better(self.draft.vocab)
+        if vocab is not None:
+            self._use_vocabulary(vocab)
+
+    def _use_vocabulary(self, vocab: VocabMap) -> None:
+        """Another draft object, and the optimizer anew: its rows are other tokens'."""
+        self.draft = reprune(self.draft, vocab, self.target)
+        self.stepper.replace(self.draft)
+        self.buffer.map_train(lambda s: replace(s, in_vocab=self._in_vocab(s)))
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer while the buffer is small."""
@@ -255,35 +384,67 @@ class Trainer:
 
     def _one_step(self, lr_scale: float) -> float | None:
         if not self._queue:
-            self._queue = self.buffer.shuffled()
-        samples = take_batch(self._queue, self.config.batch_tokens)
+            self._queue = self.buffer.shuffled(self._wanted)
+        capacity = self.config.batch_tokens
+        samples = take_batch(self._queue, capacity, branches=self._branches)
         if not samples:
             return None
-        batch = pack(samples, self.config.batch_tokens)
-        result = self.step.run(batch, lr_scale)
+        result = self.stepper.run(samples, capacity, lr_scale)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
             return None
         self.steps += 1
         self.train_tokens += result.num_tokens
-        self._capacity += batch.capacity
+        self._packed += result.num_tokens
+        self._capacity += max(capacity, result.num_tokens)
         return result.loss
 
     def _judge(self, steps: int, loss: float, progress: Progress | None) -> CycleResult:
-        samples = list(self.buffer.holdout)  # `progress` may change the reservoir
+        self.stepper.gather()
+        samples = self.buffer.holdout  # a copy: `progress` may change the reservoir
         new = self.evaluate(self.draft, progress, samples)
         live = self.evaluate(self.live, progress, samples)
         difference, error = gain(new, live, self.metric)
+        improved = difference > max(error, 0.0)
         publish = False
         if len(new.requests) < MIN_HOLDOUT_REQUESTS:
             reason = f"only {len(new.requests)} held-out requests"
+            improved = True  # nothing speaks against going on
         elif difference < self.config.min_gain:
             reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
-        elif difference <= error:
+            improved = False
+        elif not improved:
             reason = f"gain {difference:+.4f} within its standard error {error:.4f}"
         else:
             publish, reason = True, f"gain {difference:+.4f} +- {error:.4f}"
-        return CycleResult(steps, loss, new, live, difference, error, publish, reason)
+        return CycleResult(
+            steps,
+            loss,
+            new,
+            live,
+            difference,
+            error,
+            publish,
+            reason,
+            improved,
+            self._by_group(samples, new, live),
+        )
+
+    def _by_group(
+        self, samples: Iterable[Sample], new: Evaluation, live: Evaluation
+    ) -> dict[int, bool]:
+        """Whether each group with enough held-out requests got better."""
+        members: dict[int, set[int]] = {}
+        for sample in samples:
+            if sample.group >= 0:
+                members.setdefault(sample.group, set()).add(sample.key)
+        out = {}
+        for group, keys in members.items():
+            if len(keys & new.requests.keys()) < MIN_HOLDOUT_REQUESTS:
+                continue
+            part, error = gain(new.only(keys), live.only(keys), self.metric)
+            out[group] = part >= self.config.min_gain and part > error
+        return out
 
     def _in_vocab(self, sample: Sample) -> Tensor:
         """Bool [S]: the target's best token is in the draft vocabulary."""
@@ -293,7 +454,7 @@ class Trainer:
         out = torch.zeros(sample.num_tokens, dtype=torch.bool)
         if sample.teacher_hidden is None:
             return out
-        rows = self.target.lm_head.to(self.step.dtype)
+        rows = self.target.lm_head.to(self.stepper.step.dtype)
         for lo in range(0, sample.num_tokens, 256):
             hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)
             out[lo : lo + 256] = inside[self.target.logits(hidden, rows).argmax(-1)]

@@ -4,9 +4,10 @@ A record is encoded by copying its arrays straight into the mapped ring (one pas
 C++, with the checksum) and decoded as views of a private copy. Decoding trusts
 nothing: every length is checked against the bytes there are and against each other.
 
-Body of a record, little-endian, each array starting at a multiple of 8 bytes::
+Body of a record, little-endian, each array starting at a multiple of 8 bytes (byte 71
+is the format; format 1 had a 0 there)::
 
-    meta (72 bytes) | token_ids | draft_probs | features | teacher_hidden
+    meta (80 bytes) | token_ids | draft_probs | features | teacher_hidden
     | teacher_topk_ids | teacher_topk_logprobs | teacher_tail_logprob
 """
 
@@ -18,7 +19,7 @@ from enum import IntEnum
 
 import numpy as np
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
@@ -31,9 +32,11 @@ _I32 = np.dtype(np.int32)
 _F32 = np.dtype(np.float32)
 
 # key, draft_version, start, num_prompt_tokens, next_token, num_accepted, rows,
-# num_probs, feature_width, teacher_start, hidden_width, topk, phase, flags, dtype
-_META = struct.Struct("<QQqqqiIIIIIIBBBx")
+# num_probs, feature_width, teacher_start, hidden_width, topk, phase, flags, dtype,
+# format, tenant
+_META = struct.Struct("<QQqqqiIIIIIIBBBBQ")
 META_BYTES = _META.size
+_FORMAT_AT = 71
 _DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 
@@ -79,7 +82,8 @@ class Record:
         token_ids: int32 [n], input token of each row.
         draft_probs: float32 [n-1] for VERIFY: the draft's probability of
             ``token_ids[1:]``, NaN where unknown. [0] for PREFILL.
-        features: [n, w] of the ring's dtype; bfloat16 as its bits in uint16.
+        features: [n, w] of the ring's dtype; bfloat16 as its bits in uint16. [n, 0] in
+            a light record.
         teacher_start: First row that has a teacher; n if none has.
         teacher_hidden: [n - teacher_start, h], dtype of features; after the final norm.
         teacher_topk_ids: int32 [n - teacher_start, k].
@@ -87,6 +91,7 @@ class Record:
         teacher_tail_logprob: float32 [n - teacher_start], log of the mass outside the
             top k; may be -inf.
         finished: Last record of the request (one with no rows may just say so).
+        tenant: u64 name of who sent the request (``tenant.tenant_id``); 0 is nobody.
     """
 
     key: int
@@ -105,11 +110,17 @@ class Record:
     teacher_topk_logprobs: np.ndarray | None = None
     teacher_tail_logprob: np.ndarray | None = None
     finished: bool = False
+    tenant: int = 0
 
     @property
     def num_rows(self) -> int:
         """Number of rows, n."""
         return len(self.token_ids)
+
+    @property
+    def light(self) -> bool:
+        """Whether it carries ids and counts only: no features, no teacher."""
+        return bool(self.features.shape[1] == 0)
 
 
 def encode(
@@ -168,6 +179,8 @@ def encode(
         record.phase,
         flags,
         _DTYPE_CODES[feature_dtype],
+        FORMAT_VERSION,
+        record.tenant,
     )
     parts: list[bytes | np.ndarray] = [meta]
     size = META_BYTES
@@ -186,10 +199,15 @@ def decode(body: memoryview) -> Record:
     Raises:
         RecordError: If the bytes are not exactly one well-formed record.
     """
+    if len(body) > _FORMAT_AT and body[_FORMAT_AT] != FORMAT_VERSION:
+        raise RecordError(
+            f"a record of format {body[_FORMAT_AT] or 1}, this process speaks "
+            f"{FORMAT_VERSION}: run the same vllm_tide on both sides"
+        )
     if len(body) < META_BYTES:
         raise RecordError("shorter than its fixed part")
     (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n,
-     num_probs, width, teacher_start, hidden_width, topk, phase, flags, code,
+     num_probs, width, teacher_start, hidden_width, topk, phase, flags, code, _, tenant,
      ) = _META.unpack_from(body)  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
@@ -225,6 +243,7 @@ def decode(body: memoryview) -> Record:
         teacher_topk_logprobs=logprobs,
         teacher_tail_logprob=tail,
         finished=bool(flags & _FINISHED),
+        tenant=tenant,
     )
 
 

@@ -75,6 +75,8 @@ class RingWriter:
         self._written_records = self._written_rows = self._dropped_rows = 0
         # Both pids usually live here; the first consumer corrects it.
         segment.store(Word.CONSUMER_NAMESPACE, pid_namespace())
+        # What comes before the first consumer is worth training on.
+        segment.store(Word.COLLECT, 1)
         self.heartbeat()
 
     @classmethod
@@ -124,6 +126,17 @@ class RingWriter:
             if not self._unusable():
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
                 self._segment.store(Word.HEAD, self._head)
+
+    @property
+    def collect(self) -> bool:
+        """Whether the consumer wants full rows now; else light records, or nothing.
+
+        False once the ring is closed or truncated: then everything is dropped.
+        """
+        try:
+            return not self._unusable() and self._segment.load(Word.COLLECT) != 0
+        except ValueError:  # as in heartbeat
+            return False
 
     def stats(self) -> RingStats:
         """Counters as of now. Looks the consumer up in /proc: not for every step."""
@@ -217,11 +230,14 @@ class RingReader:
         self._floor = -1
         self._bad_head: int | None = None
         self._lost = False
+        self._collect = True
         self.heartbeat()
 
     @classmethod
     def attach(cls, name: str) -> RingReader:
         """Become the consumer of a ring; goes on where a dead one stopped.
+
+        It asks for full rows until :meth:`set_collect` says otherwise.
 
         Raises:
             TransportError: One sentence: absent, foreign, damaged, another version, or
@@ -268,6 +284,20 @@ class RingReader:
             self._lost = False
             self._tail = self._segment.load(Word.TAIL)
         self._segment.store(Word.TAIL, self._tail)
+        self._segment.store(Word.COLLECT, int(self._collect))
+
+    def set_collect(self, wanted: bool) -> None:
+        """Ask the engine for full rows, or for light records only.
+
+        Holds from the engine's next step on, also when this consumer goes; the next one
+        to attach asks for full rows again. What was written before stays as it is.
+
+        Args:
+            wanted: False saves the engine the copy of features and teachers.
+        """
+        self._collect = wanted
+        if not self._lost and self._segment.intact():
+            self._segment.store(Word.COLLECT, int(wanted))
 
     def producer_alive(self) -> bool:
         """Whether the engine that owns the ring lives."""

@@ -38,6 +38,8 @@ class Word(IntEnum):
     CONSUMER = 8
     CONSUMER_NAMESPACE = 9
     CONSUMER_BEAT = 10
+    COLLECT = 11
+    """0: the consumer wants ids and counts only (light records)."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,14 @@ class RingSpec:
         Raises:
             RecordError: If they differ.
         """
-        if record.features.shape[1] != self.feature_width:
+        width = record.features.shape[1]
+        if width != self.feature_width and width != 0:
             raise RecordError("features are not of this ring's width")
         if record.features.dtype != FEATURE_DTYPES[self.feature_dtype]:
             raise RecordError("features are not of this ring's dtype")
         hidden, ids = record.teacher_hidden, record.teacher_topk_ids
+        if width == 0 and not (hidden is None and ids is None):
+            raise RecordError("a light record has a teacher")
         if hidden is not None and (
             self.teacher == "topk" or hidden.shape[1] != self.hidden_size
         ):

@@ -1,0 +1,172 @@
+"""Both forms of a draft say the same; an export carries what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.toys import VOCAB, ToyTarget, config
+from vllm_tide.draft import DraftError, Eagle3Config, Eagle3Draft, VocabMap, load_draft
+from vllm_tide.draft.checkpoint import export_tensors, read_tensors, save_draft
+from vllm_tide.draft.config import Rope, read_config
+from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
+from vllm_tide.draft.speculators import (
+    Verifier,
+    is_speculators,
+    read_verifier,
+    save_speculators,
+    speculators_config,
+)
+
+TOY = ToyTarget()
+TARGET = Verifier("org/target", ("LlamaForCausalLM",), 5)
+SHAPES = [
+    {},
+    {"draft_vocab_size": 40, "rope": Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)},
+    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    {"norm_before_fc": True, "aux_layer_ids": (1, 4), "rope": Rope(1e4, "linear", 2.0)},
+]
+
+
+def make(**changes: object) -> Eagle3Draft:
+    shape = config(**changes)
+    kept = VocabMap.from_target_ids(torch.arange(shape.draft_vocab_size), VOCAB)
+    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, kept)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_same(got: dict, want: dict) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hugging_face_to_speculators_and_back_is_exact(tmp_path, changes, dtype):
+    save_draft(make(**changes), tmp_path / "hf", dtype)
+    first = from_directory(tmp_path / "hf")
+    save_speculators(tmp_path / "spec", first.config, first.tensors, TARGET)
+    assert is_speculators(read_config(tmp_path / "spec"))
+    second = from_directory(tmp_path / "spec")
+    assert second.config == first.config
+    assert second.verifier == TARGET
+    assert_same(dict(second.tensors), read_tensors(tmp_path / "hf"))
+    write_export(tmp_path / "back", second, "hf")
+    assert_same(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "hf"))
+    assert read_config(tmp_path / "back") == read_config(tmp_path / "hf")
+    names = read_tensors(tmp_path / "spec")
+    assert not [n for n in names if "midlayer" in n]
+    assert "layers.0.self_attn.q_proj.weight" in names
+
+
+@pytest.mark.parametrize("changes", SHAPES)
+def test_speculators_to_draft_and_back_is_exact(tmp_path, changes):
+    draft = make(**changes)
+    save_speculators(tmp_path / "a", draft.config, export_tensors(draft), TARGET)
+    again = load_draft(tmp_path / "a", TOY.rows)
+    save_speculators(tmp_path / "b", again.config, export_tensors(again), TARGET)
+    assert_same(read_tensors(tmp_path / "b"), read_tensors(tmp_path / "a"))
+    assert read_config(tmp_path / "b") == read_config(tmp_path / "a")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("changes", SHAPES)
+def test_vllm_reads_the_same_shape_from_either_form(changes):
+    base = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
+    shape = config(**changes)
+    raw = speculators_config(shape, TARGET, "bfloat16")
+    said = base.SpeculatorsConfig.extract_vllm_speculative_config(raw)
+    assert said == {"method": "eagle3", "num_speculative_tokens": 5}
+    read = base.SpeculatorsConfig.extract_transformers_pre_trained_config(raw)
+    assert read["architectures"] == ["Eagle3LlamaForCausalLM"]
+    flat = shape.to_json()
+    for name in read.keys() & flat.keys() - {"architectures"}:
+        assert read[name] == flat[name], name
+    assert read.get("num_aux_hidden_states", 3) == shape.num_aux
+    assert Eagle3Config.from_json({**read, "architectures": []}) == shape
+
+
+def test_malformed_speculators_section_is_one_sentence():
+    raw = speculators_config(config(), TARGET, "bfloat16")
+    del raw["speculators_config"]["verifier"]
+    with pytest.raises(DraftError, match=r"verifier\.name_or_path"):
+        read_verifier(raw)
+    assert read_verifier(config().to_json()) is None
+
+
+def exported(**more: object) -> ExportedDraft:
+    draft = make(draft_vocab_size=40)
+    return ExportedDraft(draft.config, export_tensors(draft), TARGET, **more)
+
+
+def test_card_names_what_was_measured_and_nothing_else(tmp_path):
+    figures = {
+        "holdout_acceptance_new": 2.25,
+        "holdout_requests": 12,
+        "loss": float("nan"),
+        "gain": None,
+        "canary": "words",
+    }
+    write_export(tmp_path / "out", exported(figures=figures, version=7), "speculators")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Expected acceptance length, held-out requests | 2.250 |" in card
+    assert "| Held-out requests | 12 |" in card
+    assert "version 7" in card
+    assert "base_model: org/target" in card
+    assert "40 of 64 tokens" in card
+    for absent in ("loss", "Gain", "Served", "words", "nan"):
+        assert absent not in card
+    write_export(tmp_path / "bare", exported(), "hf")
+    bare = (tmp_path / "bare" / "README.md").read_text()
+    assert "Nothing was measured" in bare
+    assert '"num_speculative_tokens": 5' in bare
+
+
+def test_export_is_whole_or_absent(tmp_path):
+    out = write_export(tmp_path / "out", exported(), "hf")
+    assert files(out) == {"README.md", "config.json", "model.safetensors"}
+    assert files(tmp_path) == {"out"}
+    with pytest.raises(DraftError, match="not empty"):
+        write_export(out, exported(), "hf")
+    nameless = ExportedDraft(exported().config, exported().tensors)
+    with pytest.raises(DraftError, match="--target"):
+        write_export(tmp_path / "other", nameless, "speculators")
+    short = dict(exported().tensors)
+    del short["fc.weight"]
+    with pytest.raises(DraftError, match=r"missing fc\.weight"):
+        write_export(tmp_path / "other", ExportedDraft(config(), short, TARGET), "hf")
+    assert files(tmp_path) == {"out"}
+
+
+def test_the_mapping_a_publication_leaves_out_is_made_again(tmp_path):
+    draft = exported()
+    published = {k: v for k, v in draft.tensors.items() if k != "t2d"}
+    out = write_export(
+        tmp_path / "out", ExportedDraft(draft.config, published, TARGET), "speculators"
+    )
+    assert torch.equal(read_tensors(out)["t2d"], draft.tensors["t2d"])
+    wrong = {**published, "d2t": torch.full((40,), 60)}
+    with pytest.raises(DraftError, match="d2t"):
+        write_export(tmp_path / "no", ExportedDraft(draft.config, wrong, TARGET), "hf")
+    del wrong["d2t"]
+    with pytest.raises(DraftError, match="d2t is missing"):
+        write_export(tmp_path / "no", ExportedDraft(draft.config, wrong, TARGET), "hf")
+
+
+def test_published_speculators_config_without_switches_reads_as_vllm_does():
+    raw = speculators_config(config(), TARGET, "bfloat16")
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        del raw[name]
+    raw["target_hidden_size"] = None
+    shape = Eagle3Config.from_json(json.loads(json.dumps(raw)))
+    assert shape.norm_before_residual  # the speculators default
+    assert not shape.norm_before_fc
+    assert shape.target_hidden_size == shape.hidden_size

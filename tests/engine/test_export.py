@@ -1,0 +1,241 @@
+"""Unpatched vLLM loads what `vllm-tide export` wrote, in either form."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import toys
+from tests.patches.pristine import make_pristine
+from vllm_tide.cli import export
+from vllm_tide.draft import Eagle3Draft, TargetRows, VocabMap, save_draft
+from vllm_tide.draft.config import Eagle3Config, Rope, read_config
+from vllm_tide.transport.process import start_time
+from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
+
+pytestmark = pytest.mark.vllm
+SCRIPT = Path(__file__).with_name("offline_export.py")
+
+
+def make_draft(target: Path, folder: Path) -> Eagle3Draft:
+    """Pruned, with scaled rotation: whatever a form could lose."""
+    rows = TargetRows.load(target)
+    shape = Eagle3Config(
+        hidden_size=toys.HIDDEN,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=toys.VOCAB,
+        draft_vocab_size=200,
+        aux_layer_ids=(1, 3),
+        target_hidden_size=toys.HIDDEN,
+        rope=Rope(5e4, "llama3", 8.0, 1.0, 4.0, 32),
+        norm_output=True,
+        max_position_embeddings=256,
+    )
+    kept = VocabMap.from_target_ids(torch.arange(60, 260), toys.VOCAB)
+    draft = Eagle3Draft.initialise(shape, rows.embed_tokens, rows.lm_head, kept)
+    save_draft(draft, folder, torch.float32)
+    return draft
+
+
+def run_export(*words: object) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    export.add_parser(parser.add_subparsers(dest="command"))
+    return export.run(parser.parse_args(["export", *map(str, words)]))
+
+
+def load(case: dict[str, Any], pythonpath: Path | None) -> dict[str, Any]:
+    env = dict(os.environ)
+    if pythonpath is not None:
+        env["PYTHONPATH"] = str(pythonpath)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), json.dumps(case)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("REPORT "))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_unpatched_vllm_serves_both_forms_alike(tmp_path):
+    target = toys.make_target(tmp_path / "target")
+    make_draft(target, tmp_path / "draft")
+    spec, flat = tmp_path / "spec", tmp_path / "flat"
+    words = ("--from", tmp_path / "draft", "--target", target)
+    words += ("--num-speculative-tokens", 4)
+    assert run_export(spec, *words) == 0
+    assert run_export(flat, "--from", spec, "--format", "hf") == 0
+    pristine = make_pristine(tmp_path / "pristine")
+    alone = load({"model": str(spec)}, pristine)
+    assert alone["file"].startswith(str(pristine))
+    assert alone["num_speculative_tokens"] == 4
+    assert alone["draft"] == "Eagle3LlamaForCausalLM"
+    speculative = {"method": "eagle3", "num_speculative_tokens": 4}
+    given = load(
+        {
+            "model": str(target),
+            "speculative_config": {**speculative, "model": str(flat)},
+        },
+        pristine,
+    )
+    first = load(
+        {
+            "model": str(target),
+            "speculative_config": {**speculative, "model": str(tmp_path / "draft")},
+        },
+        None,
+    )
+    for other in (given, first):
+        assert other["tokens"] == alone["tokens"]
+        assert other["drafted"] == alone["drafted"]
+    said = {token for step in alone["drafted"] for row in step for token in row}
+    assert len(said) > 3 and min(said) >= 60 and max(said) < 260
+
+
+class Engine:
+    """What a running engine leaves for others to read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = toys.make_target(folder / "target")
+        self.draft = make_draft(self.target, folder / "draft")
+        self.segment = WeightsSegment.create(8 << 20)
+        self.run_dir = folder / "run"
+        self.manifest = EngineManifest(
+            engine_id="one",
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            ring="",
+            weights=self.segment.name,
+            target_path=str(self.target),
+            draft_path=str(folder / "draft"),
+            target_dtype="float32",
+            hidden_size=toys.HIDDEN,
+            vocab_size=toys.VOCAB,
+            draft_vocab_size=200,
+            aux_layer_ids=(1, 3),
+            teacher="hidden",
+            teacher_topk=1,
+            feature_dtype="float32",
+            num_speculative_tokens=4,
+            tide={},
+            created_unix=0.0,
+            shared=["embed_tokens.weight"],
+        )
+        write_manifest(self.run_dir, self.manifest)
+
+    def say_installed(self, version: int) -> None:
+        status = {"installed_version": version}
+        (self.run_dir / "trainer-one.json").write_text(json.dumps(status))
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.segment.close()
+
+
+def test_a_running_engines_draft_is_exported_with_what_was_measured(
+    engine, tmp_path, capsys
+):
+    from safetensors.torch import load_file
+
+    from vllm_tide.draft.checkpoint import export_tensors
+    from vllm_tide.train.sidecar import as_wire
+
+    run = ("--run-dir", engine.run_dir)
+    assert run_export(tmp_path / "start", *run) == 0
+    assert "the draft it started with" in capsys.readouterr().out
+    with torch.no_grad():
+        engine.draft.tensor("fc.weight").mul_(2)
+    tensors = export_tensors(engine.draft, torch.float32)
+    t2d = tensors.pop("t2d")
+    writer = WeightsWriter.attach(engine.manifest.weights)
+    meta = {"holdout_acceptance_new": 1.5, "holdout_requests": 9, "other": 1}
+    writer.publish(as_wire(tensors), version=3, parent_version=2, meta=meta)
+    engine.say_installed(2)
+    assert run_export(tmp_path / "early", *run) == 2
+    assert "version 2 is served" in capsys.readouterr().err
+    engine.say_installed(3)
+    assert run_export(tmp_path / "live", *run, "--engine", "one") == 0
+    held = load_file(tmp_path / "live" / "model.safetensors")
+    assert torch.equal(held["fc.weight"], tensors["fc.weight"])
+    assert torch.equal(held["t2d"], t2d)
+    raw = read_config(tmp_path / "live")
+    verifier = raw["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(engine.target)
+    assert verifier["architectures"] == ["LlamaForCausalLM"]
+    card = (tmp_path / "live" / "README.md").read_text()
+    assert "| 1.500 |" in card and "version 3" in card
+    writer.close()
+
+
+def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
+    run = ("--run-dir", engine.run_dir)
+    cases = [
+        ((*run, "--engine", "two"), "no live engine 'two'"),
+        (("--run-dir", tmp_path / "none"), "no live engine"),
+        (("--from", tmp_path / "none"), "config.json"),
+        (("--from", engine.manifest.draft_path), "give --target"),
+        ((*run, "--num-speculative-tokens", 0), "at least 1"),
+        ((*run, "--state-dir", tmp_path / "none"), "no directory"),
+        ((*run, "--state-dir", tmp_path), "keeps no usable head"),
+        (("--state-dir", tmp_path, "--from", tmp_path), "--target: kept heads"),
+    ]
+    for words, sentence in cases:
+        assert run_export(tmp_path / "out", *words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and sentence in said
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    from vllm_tide.draft.checkpoint import export_tensors
+    from vllm_tide.draft.target import rows_fingerprint
+    from vllm_tide.train.head_store import HeadStore, head_fingerprint
+
+    draft_dir = engine.manifest.draft_path
+    print_ = head_fingerprint(rows_fingerprint(engine.target), read_config(draft_dir))
+    store = HeadStore(tmp_path / "heads", print_)
+    with torch.no_grad():
+        engine.draft.tensor("fc.weight").add_(1)
+    tensors = export_tensors(engine.draft, torch.float32)
+    del tensors["t2d"]
+    store.put(tensors, 9, held_out={"gain": 0.25}, served={"served_acceptance": 1.75})
+    words = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
+    words += ("--target", engine.target)
+    assert run_export(tmp_path / "out", *words) == 0, capsys.readouterr().err
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(held["fc.weight"], tensors["fc.weight"])
+    assert "t2d" in held
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| 1.750 |" in card and "| +0.2500 |" in card and "version 9" in card
+
+
+def test_a_target_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
+    snapshot = tmp_path / "models--org--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"architectures": ["X"]}')
+    facts = export.target_facts(str(snapshot), 3)
+    assert (facts.name_or_path, facts.architectures) == ("org/a--b", ("X",))
+    assert export.target_facts("org/name", 3).name_or_path == "org/name"
+    assert export.target_facts(str(tmp_path), 3).name_or_path == str(tmp_path)

@@ -1,0 +1,164 @@
+"""`"model": "fresh"`: a head is built for the target, served, and may change tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import toys
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from tests.engine.test_swap import PROMPTS, drafted, publish, settled
+from vllm_tide.draft import VocabMap, load_draft, save_draft
+from vllm_tide.draft.checkpoint import export_tensors
+from vllm_tide.draft.fresh import is_fresh
+from vllm_tide.draft.prune import choose_vocab, reprune
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.weights import WeightsWriter
+
+pytestmark = pytest.mark.vllm
+SIZE = 128
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toys.make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    from vllm.config import ModelConfig
+
+    return ModelConfig(model=str(target_dir), dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vllm_tide" / "fresh"
+
+
+def checked(config: dict[str, Any], target: Any) -> dict[str, Any]:
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    check_speculative_config(config, target)
+    return config
+
+
+def test_the_word_becomes_a_directory_and_a_policy(target, cache):
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.tide")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    mine = {"model": "fresh", "num_speculative_tokens": 3, "tide": {}}
+    try:
+        config = checked(dict(mine), target)
+    finally:
+        logger.removeHandler(handler)
+    folder = Path(config["model"])
+    assert folder.parent == cache and is_fresh(folder)
+    assert config["method"] == "eagle3"
+    assert config["tide"] == {"control": {"policy": "adaspec"}}
+    assert mine["tide"] == {}  # what the operator wrote is not touched
+    assert any("adaspec" in line and str(folder) in line for line in heard)
+    # Asked again, as vLLM does: nothing changes.
+    assert checked(dict(config), target) == config
+
+
+def test_the_operators_policy_stays(target):
+    tide = {"control": {"policy": "static", "min_gain": 0.1}, "fresh": {"seed": 3}}
+    config = checked({"model": "fresh", "tide": tide}, target)
+    assert config["tide"] == tide
+    tide = {"control": {"min_gain": 0.1}}
+    config = checked({"model": "fresh", "tide": tide}, target)
+    assert config["tide"]["control"] == {"min_gain": 0.1, "policy": "adaspec"}
+
+
+def test_a_head_that_cannot_be_built_is_one_sentence(target, cache):
+    from vllm_tide.config import ConfigError
+
+    tide = {"fresh": {"draft_vocab_size": 100000}}
+    with pytest.raises(ConfigError, match=r"model: no fresh head .*draft_vocab_size"):
+        checked({"model": "fresh", "tide": tide}, target)
+    with pytest.raises(ConfigError, match="set it to 'eagle3'"):
+        checked({"model": "fresh", "method": "ngram", "tide": {}}, target)
+    # Limits of speculation control count for the policy we choose, too.
+    with pytest.raises(ConfigError, match="parallel_drafting"):
+        checked({"model": "fresh", "parallel_drafting": True, "tide": {}}, target)
+
+
+def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
+    return {
+        "target": str(target_dir),
+        "speculative_config": {
+            "method": "eagle3",
+            "model": model,
+            "num_speculative_tokens": 3,
+            "tide": {
+                "run_dir": str(run_dir),
+                "capture": {"ring_mib": 16},
+                "control": {"policy": "static"},
+                "fresh": {"draft_vocab_size": SIZE},
+            },
+        },
+    }
+
+
+def said(rounds: list[tuple[list[int], np.ndarray]]) -> set[int]:
+    return {token for tokens, _ in rounds for token in tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
+    rows = TargetRows.load(target_dir)
+    with OfflineEngine(case(target_dir, "fresh", tmp_path / "a")) as engine:
+        manifest = only_manifest(tmp_path / "a")
+        reader = RingReader.attach(manifest.ring)
+        draft = load_draft(manifest.draft_path, rows, manifest.shared)
+        old = draft.vocab
+        assert old.target_ids.numel() == SIZE == manifest.draft_vocab_size
+        assert "lm_head.weight" not in manifest.shared
+        tokens = engine.work(PROMPTS, params={"max_tokens": 16})["tokens"]
+        assert said(drafted(reader)) <= set(old.target_ids.tolist())
+
+        counts = torch.zeros(toys.VOCAB)
+        counts[100:300] = torch.arange(200)
+        new = VocabMap.from_target_ids(choose_vocab(counts, SIZE), toys.VOCAB)
+        changed = reprune(draft, new, rows)
+        tensors = export_tensors(changed, stored_names=True)
+        del tensors["t2d"]
+        writer = WeightsWriter.attach(manifest.weights)
+        # Ids outside the target's vocabulary would break a step: refused.
+        broken = {**tensors, "d2t": torch.full_like(tensors["d2t"], toys.VOCAB)}
+        publish(writer, broken, 1)
+        report = settled(engine)
+        assert report["version"] == 0 and sum(report["refused"].values()) == 1
+        publish(writer, tensors, 2)
+        report = settled(engine)
+        assert report["version"] == 2
+        assert report["faults"] == {}
+        drafted(reader)
+        again = engine.work(PROMPTS, params={"max_tokens": 16})["tokens"]
+        swapped = drafted(reader)
+        assert again == tokens
+        assert said(swapped) <= set(new.target_ids.tolist())
+        assert not said(swapped) <= set(old.target_ids.tolist())
+    save_draft(changed, tmp_path / "changed")
+    assert load_file(tmp_path / "changed" / "model.safetensors")["d2t"].dtype
+    run = case(target_dir, str(tmp_path / "changed"), tmp_path / "b")
+    with OfflineEngine(run) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path / "b").ring)
+        assert engine.work(PROMPTS, params={"max_tokens": 16})["tokens"] == tokens
+        loaded = drafted(reader)
+    assert [t for t, _ in loaded] == [t for t, _ in swapped]
+    for (_, p), (_, q) in zip(loaded, swapped, strict=True):
+        np.testing.assert_allclose(p, q, rtol=1e-4)

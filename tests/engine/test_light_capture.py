@@ -1,0 +1,172 @@
+"""Capture without an engine: light records while the trainer does not collect."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tide.config import CaptureConfig
+from vllm_tide.engine.capture_v1 import CaptureV1
+from vllm_tide.transport.record import Phase, Record
+from vllm_tide.transport.ring import RingReader, RingSpec, RingWriter
+from vllm_tide.transport.tenant import KEY_BYTES, tenant_id
+
+HIDDEN, VOCAB, ROWS, TOPK = 4, 50, 16, 3
+KEY = b"k" * KEY_BYTES
+
+
+class Step:
+    """A runner in the middle of a step of two requests: a prefill and a verification.
+
+    Request a prefills 5 tokens; b verifies 3 drafts of which one is accepted, with one
+    placeholder after them.
+    """
+
+    def __init__(self, teacher: str, extra: dict | None = None) -> None:
+        spec = RingSpec("e", HIDDEN, (1, 2), VOCAB, "float32", teacher, TOPK)
+        self.ring = RingWriter.create(spec, 1 << 18)
+        self.reader = RingReader.attach(self.ring.name)
+        request = SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=extra),
+            mm_features=[],
+            prompt_embeds=None,
+        )
+        self.runner = SimpleNamespace(
+            max_num_tokens=ROWS,
+            requests={"a": request, "b": request},
+            input_ids=SimpleNamespace(np=np.arange(ROWS, dtype=np.int32)),
+            query_start_loc=SimpleNamespace(np=np.array([0, 5, 10])),
+            input_batch=SimpleNamespace(
+                req_ids=["a", "b"],
+                num_computed_tokens_cpu=np.array([2, 20]),
+                num_prompt_tokens=np.array([7, 6]),
+            ),
+        )
+        self.output = SimpleNamespace(
+            total_num_scheduled_tokens=10,
+            scheduled_spec_decode_tokens={"b": [6, 7, 8, -1]},
+        )
+        config = CaptureConfig(
+            teacher=teacher, teacher_topk=TOPK, feature_dtype="float32"
+        )
+        self.capture = CaptureV1(self.runner, self.ring, config, 2, HIDDEN, KEY)
+        generator = torch.Generator().manual_seed(0)
+        self.aux = [torch.randn(10, HIDDEN, generator=generator) for _ in range(2)]
+        self.hidden = torch.randn(10, HIDDEN, generator=generator)
+        self.logits = torch.randn(6, VOCAB, generator=generator)
+
+    def run(self, aux: bool = True) -> list[Record]:
+        self.capture.on_logits(self.logits)
+        self.capture.on_sampled(
+            self.output, self.hidden, self.aux if aux else None, [[9], [6, 30]]
+        )
+        for depth in range(3):
+            self.capture.on_draft_logits(torch.tensor([0.5, 0.25]) / (depth + 1))
+        self.capture.on_sampled(
+            self.output, self.hidden, self.aux if aux else None, [[9], [6, 30]]
+        )
+        self.capture.forget(["a", "b"])
+        records = []
+        while (record := self.reader.read()) is not None:
+            records.append(record)
+        return records
+
+    def close(self) -> None:
+        self.reader.close()
+        self.ring.close()
+
+
+@pytest.fixture
+def step():
+    made = []
+
+    def make(teacher="hidden", extra=None):
+        made.append(Step(teacher, extra))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teacher):
+    full, light = step(teacher), step(teacher)
+    light.reader.set_collect(False)
+    left_out = {"key", "features", "teacher_start"} | {
+        f.name for f in fields(Record) if f.name.startswith("teacher_")
+    }
+    pairs = list(zip(full.run(), light.run(), strict=True))
+    assert len(pairs) == 6
+    for whole, ids in pairs:
+        for field in fields(Record):
+            if field.name not in left_out:
+                a, b = getattr(whole, field.name), getattr(ids, field.name)
+                np.testing.assert_array_equal(a, b, strict=isinstance(a, np.ndarray))
+        if ids.num_rows:
+            assert ids.light and not whole.light
+            assert ids.teacher_start == ids.num_rows
+            assert ids.teacher_hidden is ids.teacher_topk_ids is None
+    verify = [b for _, b in pairs if b.phase == Phase.VERIFY and b.num_rows]
+    assert [r.num_accepted for r in verify] == [1, 1]
+    assert verify[0].token_ids.tolist() == [5, 6, 7, 8]
+    assert full.capture.dropped == {"placeholder": 2, "prefix_cached": 22}
+    assert light.capture.dropped == {"placeholder": 2, "paused": 18}
+    assert (full.capture.rows, light.capture.rows) == (18, 0)
+    assert full.capture.requests == light.capture.requests == 2
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+def test_nothing_is_copied_while_the_trainer_does_not_collect(
+    step, teacher, monkeypatch
+):
+    one = step(teacher)
+    one.reader.set_collect(False)
+
+    def never(*_args, **_kwargs):
+        raise AssertionError("work was done for rows nobody wants")
+
+    monkeypatch.setattr(one.capture._staging, "fill", never)
+    monkeypatch.setattr(torch, "log_softmax", never)
+    assert len(one.run()) == 6
+
+
+def test_features_are_not_needed_for_light_records(step):
+    one = step()
+    assert [r for r in one.run(aux=False) if r.num_rows] == []
+    one.reader.set_collect(False)
+    assert len([r for r in one.run(aux=False) if r.num_rows]) == 4
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("teacher", ["topk", "both"])
+def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, teacher, first):
+    one = step(teacher)
+    one.reader.set_collect(first)
+    one.capture.on_logits(one.logits)
+    one.reader.set_collect(not first)
+    one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+    assert one.ring.drops == {}
+    for _ in "ab":
+        record = one.reader.read()
+        assert record.light is first
+        assert record.teacher_topk_ids is None
+        assert record.teacher_start == record.num_rows
+
+
+def test_every_record_of_a_request_carries_its_tenant(step):
+    one = step(extra={"tide_tenant": "acme"})
+    records = one.run()
+    assert {r.tenant for r in records} == {tenant_id("acme", KEY)}
+    assert sum(r.finished for r in records) == 2
+    assert {r.tenant for r in step().run()} == {0}
+
+
+def test_a_tenant_that_is_no_name_is_not_captured(step):
+    one = step(extra={"tide_tenant": ["a", "b"]})
+    assert one.run() == []
+    assert one.capture.dropped == {"malformed_tenant": 2}

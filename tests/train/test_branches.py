@@ -1,0 +1,293 @@
+"""Rejected branches in the same pass equal the draft on the counterfactual sequence."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
+from tests.train.toys import HIDDEN, VOCAB
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.rollout import counterfactual, rollout_logits
+from vllm_tide.train.branch_rows import BranchPlan, num_branch_rows, plan_branches
+from vllm_tide.train.masks import Plan, plan_steps
+from vllm_tide.train.packing import PackedBatch, pack, take_batch
+from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
+
+STEPS = 3
+
+
+def make_branch(position: int, size: int) -> Branch:
+    """A random branch."""
+    return Branch(
+        position=position,
+        tokens=torch.randint(0, VOCAB, (size,), dtype=torch.int32),
+        features=torch.randn(size, 3 * HIDDEN),
+        teacher_hidden=torch.randn(size, HIDDEN),
+        draft_probs=torch.rand(size),
+        draft_version=1,
+    )
+
+
+def make_samples() -> list[Sample]:
+    """Branches of every kind: two at one place, at the first row, at the last row."""
+    a = make_sample(9, 3, 0, 1)
+    b = make_sample(6, 2, 4, 2)
+    c = make_sample(12, 10, 30, 3)
+    return [
+        replace(a, branches=(make_branch(4, 4), make_branch(4, 2), make_branch(8, 1))),
+        b,
+        replace(c, branches=(make_branch(30, 3), make_branch(37, 5))),
+    ]
+
+
+def planned(batch: PackedBatch, steps: int = STEPS) -> tuple[Plan, BranchPlan]:
+    """Both plans."""
+    plan = plan_steps(batch.valid, batch.doc_ids, steps)
+    branches = plan_branches(batch, steps)
+    assert plan is not None
+    assert branches is not None
+    return plan, branches
+
+
+def run(
+    draft: Eagle3Draft,
+    batch: PackedBatch,
+    plan: Plan | None,
+    branches: BranchPlan | None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "auto",
+) -> list[Tensor]:
+    """Logits per step, trunk rows first."""
+    w = draft.compute_weights(dtype)
+    outputs = draft.forward_ttt(
+        batch.tokens,
+        batch.features,
+        batch.positions,
+        batch.doc_starts,
+        [] if plan is None else plan.steps,
+        dtype,
+        w,
+        branches=None if branches is None else branches.inputs,
+        attention=attention,
+    )
+    return [draft.logits(x, w) for x in outputs]
+
+
+def expected_rows(
+    draft: Eagle3Draft, samples: list[Sample], dtype: torch.dtype
+) -> list[list[Tensor]]:
+    """Branch logits of all steps by the sequential rollout, in packed order."""
+    w = draft.compute_weights(dtype)
+    out: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    for sample in samples:
+        for branch in sample.branches:
+            row = branch.position - sample.start
+            tokens, features = counterfactual(
+                sample.tokens, sample.features, row, branch.tokens, branch.features
+            )
+            size = branch.tokens.numel()
+            for j in range(size):
+                steps = min(STEPS, size - j)
+                logits = rollout_logits(
+                    draft, w, tokens, features, row + j, steps, start=sample.start
+                )
+                for i in range(steps):
+                    out[i].append(logits[i])
+    return out
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@torch.no_grad()
+def test_branch_rows_equal_the_counterfactual_sequence(switches: dict) -> None:
+    """Every row of every branch at every step, and the trunk is unchanged."""
+    draft, samples = make_draft(**switches), make_samples()
+    batch = pack(samples)
+    plan, branches = planned(batch)
+    found = run(draft, batch, plan, branches)
+    alone = run(draft, batch, plan, None)
+    wanted = expected_rows(draft, samples, torch.float32)
+    assert [len(w) for w in wanted] == [t.numel() for t in branches.targets]
+    for i, logits in enumerate(found):
+        count = plan.targets[i].numel()
+        torch.testing.assert_close(logits[:count], alone[i], rtol=0, atol=1e-5)
+        scale = max(1.0, float(torch.stack(wanted[i]).abs().max()))
+        error = (logits[count:] - torch.stack(wanted[i])).abs().max()
+        assert float(error) <= 1e-5 * scale
+
+
+def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
+    """All parameters in float64, trunk and branches in one loss."""
+    draft, samples = make_draft().double(), make_samples()
+    batch = pack(samples)
+    plan, branches = planned(batch)
+    found = run(draft, batch, plan, branches, torch.float64)
+    torch.manual_seed(0)
+    weight = [torch.randn_like(x) for x in found]
+    ours = torch.autograd.grad(
+        sum((x * w).sum() for x, w in zip(found, weight, strict=True)),
+        list(draft.parameters()),
+    )
+    off = expected_rows(draft, samples, torch.float64)
+    w = draft.compute_weights(torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, step in enumerate(plan.steps):
+        rows = step.active[step.loss].tolist()
+        logits = []
+        for at in rows:
+            doc = int(batch.doc_ids[at])
+            sample = samples[doc]
+            logits.append(
+                rollout_logits(
+                    draft,
+                    w,
+                    sample.tokens,
+                    sample.features,
+                    at - batch.doc_starts[doc],
+                    i + 1,
+                    start=sample.start,
+                )[i]
+            )
+        reference = torch.stack(logits + off[i])
+        torch.testing.assert_close(found[i], reference, rtol=0, atol=1e-12)
+        total = total + (reference * weight[i]).sum()
+    theirs = torch.autograd.grad(total, list(draft.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+
+
+def test_reference_attention_gives_the_same_draft() -> None:
+    draft, batch = make_draft(), pack(make_samples())
+    plans = planned(batch)
+    for a, b in zip(
+        run(draft, batch, *plans, torch.float64, "packed"),
+        run(draft, batch, *plans, torch.float64, "reference"),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_branches_train_where_no_trunk_row_does() -> None:
+    draft, samples = make_draft(), make_samples()
+    batch = pack([replace(s, has_teacher=s.has_teacher & False) for s in samples])
+    assert plan_steps(batch.valid, batch.doc_ids, STEPS) is None
+    branches = plan_branches(batch, STEPS)
+    assert branches is not None
+    found = run(draft, batch, None, branches)
+    whole = pack(samples)
+    plan, _ = planned(whole)
+    for i, (a, b) in enumerate(
+        zip(found, run(draft, whole, plan, branches), strict=True)
+    ):
+        both = b[plan.targets[i].numel() :]
+        torch.testing.assert_close(a, both, rtol=0, atol=1e-5)
+
+
+def test_longer_plan_decides_the_number_of_steps() -> None:
+    draft, (a, _, _) = make_draft(), make_samples()
+    batch = pack([replace(a, branches=(make_branch(4, 5),))])
+    plan = plan_steps(batch.valid, batch.doc_ids, 2)
+    long = plan_branches(batch, 5)
+    short = plan_branches(batch, 1)
+    assert plan is not None
+    assert long is not None
+    assert short is not None
+    assert [x.shape[0] for x in run(draft, batch, plan, long)] == [11, 10, 3, 2, 1]
+    assert [x.shape[0] for x in run(draft, batch, plan, short)] == [11, 6]
+
+
+def test_targets_are_the_teachers_after_each_embedded_token() -> None:
+    samples = make_samples()
+    batch = pack(samples)
+    _, plan = planned(batch)
+    rows = [
+        (doc, branch, j)
+        for doc, sample in enumerate(samples)
+        for branch in sample.branches
+        for j in range(branch.tokens.numel())
+    ]
+    for i in range(STEPS):
+        wanted = [
+            (doc, branch.teacher_hidden[j + i])
+            for doc, branch, j in rows
+            if j + i < branch.tokens.numel()
+        ]
+        assert plan.docs[i].tolist() == [doc for doc, _ in wanted]
+        teacher = batch.hidden_rows(plan.targets[i])
+        assert torch.equal(teacher, torch.stack([t for _, t in wanted]))
+        assert set(plan.tokens[i].tolist()) == {-1}
+
+
+def test_row_without_a_usable_teacher_is_not_trained() -> None:
+    batch = pack([replace(make_sample(9, 3, 0, 1), branches=(make_branch(4, 4),))])
+    assert batch.branches is not None
+    valid = torch.tensor([True, False, True, False])
+    batch = replace(batch, branches=replace(batch.branches, valid=valid))
+    plan = plan_branches(batch, 4)
+    assert plan is not None
+    trained = [s.active[s.loss].tolist() for s in plan.steps]
+    assert trained == [[0, 2], [1], [0]]
+    assert [s.active.tolist() for s in plan.steps] == [[0, 1, 2], [0, 1], [0]]
+    none = replace(batch.branches, valid=valid & False)
+    assert plan_branches(replace(batch, branches=none), 4) is None
+
+
+def test_batch_without_branches_is_as_before() -> None:
+    batch = pack([make_sample(9, 3, 0, 1)], 12)
+    assert batch.branches is None
+    assert plan_branches(batch, STEPS) is None
+    assert batch.num_rows == batch.num_tokens == 9
+    assert batch.waste == pytest.approx(0.25)
+
+
+def test_branches_can_be_left_out() -> None:
+    samples = make_samples()
+    assert pack(samples, branches=False).branches is None
+    assert len(take_batch(deque(samples), 27, branches=False)) == 3
+
+
+def test_branch_rows_fill_the_capacity_of_a_batch() -> None:
+    samples = make_samples()  # 9 + 7, 6, 12 + 8 rows
+    assert [num_branch_rows(s) for s in samples] == [7, 0, 8]
+    chosen = take_batch(deque(samples), 27)
+    assert [s.key for s in chosen] == [1, 2]
+    batch = pack(chosen, 27)
+    assert (batch.num_tokens, batch.num_rows, batch.capacity) == (15, 22, 27)
+    assert batch.waste == pytest.approx(5 / 27)
+    assert [s.key for s in take_batch(deque(samples[2:]), 15)] == [3]  # alone
+
+
+def test_topk_teachers_of_branches_are_packed() -> None:
+    def topk(rows: int) -> TopK:
+        ids = torch.randint(0, VOCAB, (rows, 4), dtype=torch.int32)
+        return TopK(ids, torch.randn(rows, 4), torch.randn(rows))
+
+    sample = make_sample(6, 2, 0, 1)
+    branch = replace(make_branch(3, 3), teacher_hidden=None, teacher_topk=topk(3))
+    hidden = make_branch(2, 2)  # of the wrong kind: left out
+    sample = replace(
+        sample, teacher_hidden=None, teacher_topk=topk(6), branches=(hidden, branch)
+    )
+    batch = pack([sample])
+    assert batch.branches is not None
+    assert batch.branches.num_rows == 3
+    found = batch.topk_rows(torch.tensor([7, 2]))
+    assert torch.equal(found.ids[0], branch.teacher_topk.ids[1])
+    assert torch.equal(found.logprobs[1], sample.teacher_topk.logprobs[2])
+    assert torch.equal(found.tail_logprob[0], branch.teacher_topk.tail_logprob[1])
+
+
+def test_a_branch_is_trained_in_one_window_only() -> None:
+    size = 100
+    sample = make_sample(size, 1, 0, 1)
+    sample = replace(sample, branches=tuple(make_branch(p, 1) for p in range(1, size)))
+    positions = []
+    for window in split_windows(sample, 24):
+        rows = pack([window]).branches
+        assert rows is not None
+        positions += rows.positions.tolist()
+    assert sorted(positions) == list(range(1, size))

@@ -1,0 +1,201 @@
+"""Publishing, the canary's verdict, and what survives a restart, on shared memory."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
+from vllm_tide.draft.checkpoint import canonical_name
+from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.deployment import master_of
+from vllm_tide.transport.record import Record
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
+    """Requests of 8 rounds, 4 drafts each, `accepted` of them taken."""
+    for _ in range(requests):
+        key = engine._random.getrandbits(64)
+        doc = TOY.document(engine._random.randrange(VOCAB), 60, 3, key)
+        at = 3
+        while at + 5 < 60:
+            part = slice(at, at + 5)
+            record = Record(
+                key, VERIFY, at, 3, accepted, -1, version, doc.tokens[part].numpy(),
+                np.full(4, np.nan, np.float32), doc.features[part].numpy(), 0,
+                doc.teacher_hidden[part].numpy(), finished=at + 10 >= 60,
+            )  # fmt: skip
+            assert engine.ring.try_write(record)
+            at += 1 + accepted
+            if record.finished:
+                break
+
+
+def events(engine: Engine) -> list[dict]:
+    lines = (engine.run_dir / "events-test.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def published_once(engine: Engine):
+    """A sidecar whose first publication is installed."""
+    serve(engine, 20, 0, 4)
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    sidecar._train()
+    assert engine.weights.latest_version() == 1
+    engine.weights.report(1, 0, "", 2.0)
+    assert sidecar._tick()
+    return sidecar
+
+
+def test_a_head_that_serves_worse_is_taken_back(engine):
+    sidecar = published_once(engine)
+    before = sidecar.deployment._masters[0]
+    assert sidecar.deployment.canary.undecided
+    assert "canary" in sidecar.deployment.waiting_for
+    serve(engine, 30, 1, 1)
+    assert sidecar._tick()
+    assert engine.weights.latest_version() == 2
+    back = master_of(engine.weights.read())
+    for name, tensor in back.items():
+        assert torch.equal(tensor, before[name].to(tensor.dtype))
+    live = sidecar.trainer.snapshot()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+    told = [e for e in events(engine) if e["event"] == "rollback"]
+    assert (told[0]["version"], told[0]["to"]) == (1, 0)
+    # The head put back is not on trial, and nothing is published for a while.
+    engine.weights.report(2, 0, "", 2.0)
+    assert sidecar._tick()
+    assert not sidecar.deployment.canary.undecided
+    assert "after a rollback" in sidecar.deployment.waiting_for
+    assert not list((engine.run_dir / "heads").glob("*.safetensors"))
+
+
+def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine):
+    sidecar = published_once(engine)
+    serve(engine, 40, 1, 4)
+    assert sidecar._tick()
+    assert not sidecar.deployment.canary.undecided
+    assert engine.weights.latest_version() == 1
+    assert [e["version"] for e in events(engine) if e["event"] == "keep"] == [1]
+    kept = sidecar.trainer.snapshot()
+    sidecar.feeds.close()
+    # The server comes back with the checkpoint it was started with.
+    engine.weights.close()
+    engine.restart()
+    again = attach(engine)
+    assert engine.weights.latest_version() == 1
+    live = again.trainer.snapshot()
+    assert all(torch.equal(live[name], kept[name]) for name in kept)
+    sent = engine.weights.read()
+    assert all(
+        torch.equal(tensor, kept[canonical_name(name)])
+        for name, tensor in master_of(sent).items()
+    )
+    again.feeds.close()
+
+
+def test_without_a_canary_a_head_is_kept_at_once(engine):
+    engine.manifest.tide["deploy"] = {"canary": False}
+    engine.announce()
+    sidecar = published_once(engine)
+    assert not sidecar.deployment.canary.undecided
+    assert list((engine.run_dir / "heads").glob("*.safetensors"))
+
+
+def test_publications_keep_their_distance(engine):
+    engine.manifest.tide["deploy"] = {"canary": False, "min_requests": 10_000}
+    engine.announce()
+    sidecar = published_once(engine)
+    engine.serve(60)
+    assert sidecar._tick()
+    sidecar._train()
+    assert engine.weights.latest_version() == 1
+    assert "spacing" in sidecar.deployment.waiting_for
+
+
+def test_gated_mode_asks_for_light_records_until_something_shifts(engine):
+    engine.manifest.tide["schedule"] = {"mode": "tide", "init_requests": 4}
+    engine.announce()
+    sidecar = attach(engine)
+    assert not engine.ring.collect
+    serve(engine, 30, 0, 4)
+    assert sidecar._tick()
+    assert not sidecar.schedule.collecting and not sidecar._may_train()
+    serve(engine, 10, 0, 1)
+    assert sidecar._tick()
+    assert sidecar.schedule.collecting and engine.ring.collect
+    shift = [e for e in events(engine) if e["event"] == "shift"]
+    assert "fell from" in shift[0]["reason"]
+    status = json.loads((engine.run_dir / "trainer-test.json").read_text())
+    assert status["schedule"]["mode"] == "tide"
+    sidecar.feeds.close()
+
+
+def test_a_purge_is_answered_and_leaves_nothing(engine):
+    from vllm_tide.train import purge
+
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    assert sidecar.trainer.buffer.train_tokens
+    request = purge.ask(engine.run_dir, None)
+    sidecar._next_purge = 0.0
+    engine.serve(5)
+    assert sidecar._tick()
+    assert not sidecar.trainer.buffer.train_tokens
+    assert not sidecar.trainer.buffer.holdout_tokens
+    (counts,) = purge.answers(engine.run_dir, request).values()
+    assert counts["tokens"] > 0
+    sidecar.feeds.close()
+
+
+def test_a_checkpoint_of_the_live_version_is_gone_on_from(engine):
+    engine.manifest.tide["train"] |= {"checkpoint_cycles": 1}
+    engine.manifest.tide["deploy"] = {"canary": False}
+    engine.announce()
+    sidecar = published_once(engine)
+    steps = sidecar.trainer.steps
+    sidecar._save_checkpoint()
+    sidecar.feeds.close()
+    again = attach(engine)
+    assert again.trainer.steps == steps
+    moments = again.trainer.stepper.step.optimizer.state
+    assert moments and all(float(s["step"]) == steps for s in moments.values())
+    again.feeds.close()
+
+
+def test_the_trainers_own_metrics_have_every_figure(engine):
+    import urllib.request
+
+    from vllm_tide.bench.server import free_port
+    from vllm_tide.train import metrics
+
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    sidecar._train()
+    sidecar._update_status(force=True)
+    port = free_port()
+    metrics.open_metrics(port, lambda: sidecar.status)
+    began = time.monotonic()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        text = page.read().decode()
+    assert time.monotonic() - began < 10
+    names = [*metrics.COUNTERS, *metrics.SCHEDULE_COUNTERS]
+    assert all(f"{name}_total " in text for name in names)
+    assert all(f"{name} " in text for name in metrics.GAUGES)
+    assert 'vllm_tide:trainer_engine_version{engine_id="test"} 0.0' in text
+    sidecar.feeds.close()

@@ -1,0 +1,157 @@
+"""Groups of similar requests from token ids."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from vllm_tide.train.groups import (
+    FOUNDING_TOKENS,
+    MIN_TOKENS,
+    Groups,
+    clear_cut,
+    signature,
+)
+
+VOCAB = 4096
+
+
+class Domain:
+    """Zipf over a vocabulary; a share of the tokens is common to all domains."""
+
+    def __init__(self, seed: int, common: float = 0.35) -> None:
+        rng = np.random.default_rng(seed)
+        zipf = 1.0 / np.arange(1, VOCAB + 1) ** 1.1
+        own = np.zeros(VOCAB)
+        own[rng.permutation(VOCAB)] = zipf / zipf.sum()
+        shared = np.zeros(VOCAB)
+        shared[np.random.default_rng(99).permutation(VOCAB)] = zipf / zipf.sum()
+        self.chances = (1 - common) * own + common * shared
+
+    def request(self, rng, size=None):
+        """Tokens of one request, with a topic of its own."""
+        size = int(rng.integers(80, 250)) if size is None else size
+        topic = rng.integers(0, VOCAB, 12)
+        tokens = rng.choice(VOCAB, size, p=self.chances)
+        mine = rng.random(size) < 0.15
+        tokens[mine] = rng.choice(topic, int(mine.sum()))
+        return tokens.astype(np.int32)
+
+
+def assign(groups, domains, order, rng):
+    return [groups.assign(domains[d].request(rng)) for d in order]
+
+
+def purity(ids, order):
+    """Share of requests that are of their group's most frequent domain."""
+    pairs = Counter(zip(ids, order, strict=True))
+    best = {g: max(n for (h, _), n in pairs.items() if h == g) for g in set(ids)}
+    return sum(best.values()) / len(ids)
+
+
+def test_signature_is_a_unit_vector_and_sees_order():
+    tokens = np.arange(50) % 7
+    assert np.linalg.norm(signature(tokens)) == pytest.approx(1.0)
+    assert not np.allclose(signature(tokens), signature(tokens[::-1]))
+    assert np.array_equal(signature(tokens), signature(tokens.tolist()))
+    assert not signature([]).any()
+    assert np.linalg.norm(signature([5])) == pytest.approx(1.0)
+
+
+def test_one_domain_stays_one_group_by_and_large():
+    founded = 0
+    for seed in range(6):
+        groups = Groups()
+        rng = np.random.default_rng(seed)
+        ids = assign(groups, [Domain(seed)], [0] * 200, rng)
+        assert Counter(ids).most_common(1)[0][1] >= 0.7 * len(ids)
+        founded += groups.num_founded
+    assert founded <= 6 + 3  # cut by chance
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_domains_are_told_apart(seed):
+    rng = np.random.default_rng(seed)
+    order = rng.integers(0, 4, 400).tolist()
+    ids = assign(Groups(), [Domain(10 * seed + d) for d in range(4)], order, rng)
+    assert purity(ids[150:], order[150:]) > 0.95
+
+
+def test_each_half_of_a_cut_is_judged_on_rows_it_was_not_fitted_on():
+    rng = np.random.default_rng(0)
+    one, other = Domain(0), Domain(1)
+    noise = np.stack([signature(one.request(rng)) for _ in range(40)])
+    assert clear_cut(noise) is None
+    mixed = np.stack(
+        [signature((one, other)[i % 3 == 0].request(rng)) for i in range(60)]
+    )
+    sides = clear_cut(mixed)
+    expected = np.arange(60) % 3 == 0
+    assert np.array_equal(sides, expected) or np.array_equal(sides, ~expected)
+    assert clear_cut(np.tile(noise[:1], (40, 1))) is None
+
+
+def test_a_new_domain_founds_a_group_at_once():
+    rng = np.random.default_rng(1)
+    groups = Groups()
+    assign(groups, [Domain(0)], [0] * 100, rng)
+    before = groups.num_founded
+    first = groups.assign(Domain(1).request(rng))
+    assert groups.num_founded == before + 1
+    again = [groups.assign(Domain(1).request(rng)) for _ in range(20)]
+    assert again.count(first) >= 18
+
+
+def test_same_stream_gives_the_same_groups():
+    def run():
+        rng = np.random.default_rng(5)
+        order = rng.integers(0, 3, 120)
+        return assign(Groups(), [Domain(d) for d in range(3)], order, rng)
+
+    assert run() == run()
+
+
+def test_short_requests_join_but_found_nothing():
+    rng = np.random.default_rng(0)
+    groups, domain = Groups(), Domain(0)
+    assert groups.assign(domain.request(rng, MIN_TOKENS - 1)) == -1
+    assert groups.assign(domain.request(rng, 200)) == 0
+    for _ in range(50):
+        groups.assign(domain.request(rng, 200))
+    short = Domain(1).request(rng, FOUNDING_TOKENS - 1)
+    assert groups.assign(short) == 0
+    assert groups.ids == (0,)
+
+
+def test_nearest_changes_nothing():
+    rng = np.random.default_rng(0)
+    groups, domain = Groups(), Domain(0)
+    assert groups.nearest(domain.request(rng)) == -1
+    groups.assign(domain.request(rng))
+    tokens = Domain(1).request(rng)
+    assert groups.nearest(tokens) == 0
+    assert groups.ids == (0,)
+    assert groups.nearest(tokens[:3]) == -1
+
+
+def test_number_of_groups_is_bounded_and_idle_ones_give_way():
+    rng = np.random.default_rng(0)
+    groups = Groups(max_groups=2)
+    domains = [Domain(d) for d in range(3)]
+    assert assign(groups, domains, [0] * 60 + [1], rng) == [0] * 60 + [1]
+    assert groups.assign(domains[2].request(rng)) in (0, 1)  # both were seen just now
+    assign(groups, domains, [0] * 60, rng)
+    new = groups.assign(domains[2].request(rng))
+    assert new == 2  # id 1 is not used again
+    assert groups.ids == (0, 2)
+
+
+def test_groups_stay_bounded_on_a_stream_of_many_domains():
+    rng = np.random.default_rng(0)
+    groups = Groups(max_groups=3)
+    domains = [Domain(d) for d in range(8)]
+    ids = assign(groups, domains, np.arange(400) // 50, rng)
+    assert len(groups.ids) <= 3
+    assert set(ids[-20:]) <= set(groups.ids)

@@ -1,0 +1,227 @@
+"""Last good drafts on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+import torch
+
+from vllm_tide.draft.config import DraftError
+from vllm_tide.train import head_store
+from vllm_tide.train.head_store import (
+    HeadRefused,
+    HeadStore,
+    head_fingerprint,
+    read_head,
+)
+
+OURS = head_fingerprint("target-a", {"hidden_size": 8})
+
+
+def tensors(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "fc.weight": torch.randn(4, 6, generator=random),
+        "norm.weight": torch.randn(5, generator=random).bfloat16(),
+        "d2t": torch.arange(3),
+    }
+
+
+def store(tmp_path, **changes):
+    return HeadStore(tmp_path / "heads", **{"fingerprint": OURS, **changes})
+
+
+def damage(path, at=-3):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_put_comes_back_to_the_bit(tmp_path):
+    ours = store(tmp_path)
+    assert ours.newest() is None
+    path = ours.put(
+        tensors(), 7, held_out={"acceptance": 2.5}, served={"length": float("nan")}
+    )
+    head = store(tmp_path).newest()
+    assert head.path == path
+    assert (head.version, head.fingerprint) == (7, OURS)
+    assert head.held_out == {"acceptance": 2.5}
+    assert head.served == {"length": None}
+    assert set(head.tensors) == set(tensors())
+    for name, value in tensors().items():
+        assert head.tensors[name].dtype == value.dtype
+        assert torch.equal(head.tensors[name], value)
+
+
+def test_newest_is_the_last_one_put_whatever_its_version(tmp_path):
+    store(tmp_path).put(tensors(0), 9)
+    store(tmp_path).put(tensors(1), 1)  # a restarted server counts anew
+    assert store(tmp_path).newest().version == 1
+    assert [h.version for h in store(tmp_path).heads()] == [1, 9]
+
+
+def test_keeps_the_last_three(tmp_path):
+    ours = store(tmp_path)
+    for version in range(1, 6):
+        ours.put(tensors(version), version)
+    assert [h.version for h in ours.heads()] == [5, 4, 3]
+    assert len(list(ours.directory.iterdir())) == 6
+
+
+def test_two_fingerprints_share_a_directory(tmp_path):
+    ours, other = store(tmp_path), store(tmp_path, fingerprint="f" * 64)
+    ours.put(tensors(), 1)
+    for version in range(4):
+        other.put(tensors(), version)
+    assert ours.newest().version == 1
+
+
+def test_files_are_private(tmp_path):
+    os.umask(os.umask(0))  # the default umask of the machine is irrelevant
+    path = store(tmp_path).put(tensors(), 1)
+    for file in (path, path.with_suffix(".json")):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
+def test_damaged_is_passed_over_with_the_reason(tmp_path, suffix, how):
+    ours = store(tmp_path)
+    ours.put(tensors(0), 1)
+    path = ours.put(tensors(1), 2).with_suffix(suffix)
+    if how == "flip":
+        damage(path, path.stat().st_size // 2)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    else:
+        path.unlink()
+    assert ours.newest().version == 1
+    if (suffix, how) != (".json", "gone"):  # without a manifest there is no draft
+        (reason,) = ours.refused
+        assert path.stem in reason
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"format": 1}', "[" * 100_000, "\xff"]
+)
+def test_a_foreign_manifest_is_refused(tmp_path, text):
+    path = store(tmp_path).put(tensors(), 1)
+    path.with_suffix(".json").write_text(text, encoding="latin-1")
+    with pytest.raises(HeadRefused):
+        read_head(path)
+
+
+def test_every_field_of_the_manifest_is_covered_by_its_digest(tmp_path):
+    path = store(tmp_path).put(tensors(), 1, held_out={"a": 1.5})
+    manifest = path.with_suffix(".json")
+    before = json.loads(manifest.read_text())
+    for name in set(before) - {"format"}:
+        changed = {**before, name: {} if isinstance(before[name], dict) else 5}
+        if changed == before:
+            changed[name] = {"b": 2}
+        manifest.write_text(json.dumps(changed))
+        with pytest.raises(HeadRefused, match="damaged"):
+            read_head(path)
+
+
+def test_a_head_of_another_target_is_refused(tmp_path):
+    path = store(tmp_path).put(tensors(), 1)
+    with pytest.raises(HeadRefused, match="another target or draft"):
+        read_head(path, "0" * 64)
+    assert read_head(path).version == 1
+    assert read_head(path.with_suffix(".json")).version == 1
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    path = store(tmp_path).put(tensors(), 1)
+    monkeypatch.setattr(head_store, "FORMAT", 2)
+    with pytest.raises(HeadRefused, match="format 1, not 2"):
+        read_head(path)
+
+
+def test_writable_by_others_is_refused(tmp_path):
+    ours = store(tmp_path)
+    path = ours.put(tensors(), 1)
+    path.chmod(0o620)
+    assert ours.newest() is None
+    assert "another user" in ours.refused[0]
+
+
+def test_links_are_not_followed(tmp_path):
+    ours = store(tmp_path)
+    path = ours.put(tensors(), 1)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert ours.newest() is None
+
+
+def test_not_finite_is_never_stored(tmp_path):
+    ours = store(tmp_path)
+    bad = tensors() | {"fc.weight": torch.full((4, 6), float("nan"))}
+    with pytest.raises(HeadRefused, match="fc.weight is not finite"):
+        ours.put(bad, 1)
+    assert list(ours.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", ["replace", "fsync"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_failed_write_leaves_the_old_ones(tmp_path, monkeypatch, fails, call):
+    ours = store(tmp_path)
+    ours.put(tensors(0), 1)
+    real, calls = getattr(os, fails), []
+
+    def broken(*args):
+        calls.append(args)
+        if len(calls) == call:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, fails, broken)
+    with pytest.raises(OSError, match="No space"):
+        ours.put(tensors(1), 2)
+    monkeypatch.undo()
+    assert ours.newest().version == 1
+    assert not list(ours.directory.glob("*.part"))
+
+
+def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
+    ours = store(tmp_path)
+    path = ours.put(tensors(), 1)
+    left = [path.parent / ".x.part", path.with_name(path.name.replace("0001", "0000"))]
+    young = path.parent / ".y.part"
+    for file in (*left, young):
+        file.write_bytes(b"x")
+    for file in left:
+        os.utime(file, (0, 0))
+    ours.put(tensors(), 2)
+    assert not any(file.exists() for file in left)
+    assert young.exists()
+
+
+def test_a_bad_head_can_be_dropped(tmp_path):
+    ours = store(tmp_path)
+    ours.put(tensors(0), 1)
+    ours.put(tensors(1), 2)
+    ours.drop(ours.newest())
+    assert ours.newest().version == 1
+    assert len(list(ours.directory.iterdir())) == 2
+
+
+def test_fingerprint_depends_on_target_and_shape_only():
+    base = head_fingerprint("a", {"hidden_size": 8, "transformers_version": "1"})
+    assert base == head_fingerprint(
+        "a", {"transformers_version": "2", "hidden_size": 8}
+    )
+    assert base != head_fingerprint("b", {"hidden_size": 8})
+    assert base != head_fingerprint("a", {"hidden_size": 16})
+
+
+def test_an_unusable_directory_names_the_knob(tmp_path):
+    (tmp_path / "heads").write_text("a file")
+    with pytest.raises(DraftError, match="tide.train.state_dir"):
+        store(tmp_path)

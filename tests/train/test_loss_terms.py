@@ -1,0 +1,267 @@
+"""Terms of the loss: values and gradients against their equations in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from scripts.bench.loss_check import CASES, REFERENCES, differences, make_problem
+from vllm_tide.config import ConfigError, TrainConfig
+from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.loss_terms import FLOOR, LossMix, Outcomes, combine
+from vllm_tide.train.losses import TopKTeacher
+from vllm_tide.train.sample import TopK
+
+ROWS, VOCAB = 7, 11
+TEACHER_TERMS = tuple(t for t in REFERENCES if t != "next_token")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def _double(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _outcomes(z: torch.Tensor, p: torch.Tensor, mass=None) -> Outcomes:
+    return Outcomes(z, p, torch.xlogy(p, p).sum(-1), mass)
+
+
+def _one(term: str, outcomes: Outcomes, **knobs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value [n] and gradient [n, V] of one term."""
+    count = outcomes.z.shape[0]
+    values, grad = combine(
+        outcomes,
+        LossMix({term: 1.0}, **knobs),
+        [term],
+        torch.ones(1, count, dtype=outcomes.z.dtype),
+        torch.full((count,), -1),
+    )
+    return values[0], grad
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("term", REFERENCES)
+def test_value_and_gradient_are_the_equation_s(term, case):
+    for rows, vocab, hidden in ((13, 37, 9), (1, 5, 3), (3, 130, 17)):
+        problem = make_problem(case, torch.float64, rows, vocab, hidden)
+        gaps = differences(problem, term)
+        assert gaps["value"] < 1e-13
+        assert gaps["gradient"] < 1e-13 * max(1.0, gaps["gradient_scale"])
+
+
+@pytest.mark.parametrize("term", REFERENCES)
+def test_bfloat16_and_float32_stay_near_float64(term):
+    for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 0.1)):
+        if term == "discard" and dtype == torch.bfloat16:
+            continue  # the rounded teacher may take another token at the cut
+        for case in CASES:
+            gaps = differences(make_problem(case, dtype, 13, 37, 9), term)
+            assert gaps["value"] < limit
+            assert gaps["gradient"] < limit * max(1.0, gaps["gradient_scale"])
+
+
+def test_weighted_sum_is_the_sum_of_the_terms():
+    z, p = _double(ROWS, VOCAB), _double(ROWS, VOCAB).softmax(-1)
+    labels = torch.tensor([0, 3, -1, 10, 2, -1, 7])
+    mass = torch.rand(ROWS).double()
+    names, weights = list(REFERENCES), torch.rand(len(REFERENCES), ROWS).double()
+    mix = LossMix(dict.fromkeys(names, 1.0), 2.0, 3)
+    values, grad = combine(_outcomes(z, p, mass), mix, names, weights, labels)
+    total = torch.zeros_like(z)
+    for j, name in enumerate(names):
+        one, part = combine(
+            _outcomes(z, p, mass), mix, [name], weights[j : j + 1], labels
+        )
+        torch.testing.assert_close(values[j], one[0], rtol=0, atol=1e-14)
+        total += part
+    torch.testing.assert_close(grad, total, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("term", TEACHER_TERMS)
+def test_draft_equal_to_the_teacher_has_no_loss_and_no_gradient(term):
+    # every entry is a tie of p and q
+    z = _double(ROWS, VOCAB)
+    outcomes = _outcomes(z, z.softmax(-1))
+    outcomes.q = outcomes.p.clone()  # the same bits
+    value, grad = _one(term, outcomes, discard_topk=VOCAB)
+    torch.testing.assert_close(value, torch.zeros(ROWS).double(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(grad, torch.zeros_like(z), rtol=0, atol=1e-14)
+
+
+def test_uniform_rows_tie_everywhere():
+    z, p = torch.zeros(1, 4).double(), torch.full((1, 4), 0.25).double()
+    value, grad = _one("tv", _outcomes(z, p))
+    assert float(value) == 0.0
+    assert not grad.any()
+    value, grad = _one("discard", _outcomes(z, p), discard_topk=2)
+    assert float(value) == pytest.approx(math.log(2))
+    assert sorted(grad[0].tolist()) == pytest.approx([-0.25, -0.25, 0.25, 0.25])
+
+
+def test_gradient_at_a_tie_is_the_equation_s_choice():
+    # q <= p counts a tie as accepted: -q (1 - s) on ties and below, q s above
+    p = torch.tensor([[0.25, 0.5, 0.25]]).double()
+    q = torch.tensor([[0.25, 0.25, 0.5]]).double()
+    _, grad = _one("tv", _outcomes(q.log(), p))
+    s = 0.5
+    expected = torch.tensor([[-0.25 * (1 - s), -0.25 * (1 - s), 0.5 * s]]).double()
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-15)
+
+
+def test_teacher_without_mass_on_some_tokens():
+    z = _double(ROWS, VOCAB)
+    p = _double(ROWS, VOCAB).softmax(-1)
+    p[:, ::2] = 0.0
+    p = p / p.sum(-1, keepdim=True)
+    q = z.softmax(-1)
+    some = p > 0
+    logs = torch.where(some, (p / q).log(), 0.0)
+    value, grad = _one("forward_kl", _outcomes(z, p))
+    torch.testing.assert_close(value, (p * logs).sum(-1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(grad, q - p, rtol=0, atol=1e-15)
+    # reverse KL would be infinite: the teacher counts as FLOOR there
+    value, grad = _one("reverse_kl", _outcomes(z, p))
+    ratio = (q / p.clamp_min(FLOOR)).log()
+    torch.testing.assert_close(value, (q * ratio).sum(-1))
+    torch.testing.assert_close(grad, q * (ratio - value[:, None]))
+    value, _ = _one("tv", _outcomes(z, p))
+    expected = 1 - torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("term", TEACHER_TERMS)
+def test_draft_that_gives_the_teacher_s_token_nothing(term):
+    # exp(-300) is zero in float32: logarithms come from the logits, not from q
+    z = torch.zeros(1, 3)
+    z[0, 0] = 300.0
+    p = torch.tensor([[0.0, 0.75, 0.25]])
+    value, grad = _one(term, _outcomes(z, p))
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
+    if term == "forward_kl":
+        assert float(value) == pytest.approx(
+            300 + 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
+        )
+        torch.testing.assert_close(grad, torch.tensor([[1.0, -0.75, -0.25]]))
+
+
+def test_acceptance_below_its_floor_keeps_a_finite_slope():
+    z, p = torch.zeros(1, 2).double(), torch.tensor([[0.0, 1.0]]).double()
+    z[0, 0] = 30.0  # a = exp(-30)
+    value, grad = _one("nla", _outcomes(z, p))
+    assert float(value) == pytest.approx(-math.log(1e-5))
+    q = float(torch.tensor(-30.0, dtype=torch.float64).exp())
+    assert float(grad[0, 1]) == pytest.approx(-q / 1e-5, rel=1e-6)
+
+
+def test_lk_moves_from_kl_to_tv_as_acceptance_grows():
+    z, p = _double(ROWS, VOCAB), _double(ROWS, VOCAB).softmax(-1)
+    for eta, same in ((0.0, "forward_kl"), (1e9, "tv")):
+        value, grad = _one("lk_hybrid", _outcomes(z, p), lk_eta=eta)
+        expected, wanted = _one(same, _outcomes(z, p))
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-15)
+
+
+def test_discard_keeps_the_likeliest_tokens_only():
+    z, p = _double(ROWS, VOCAB), _double(ROWS, VOCAB).softmax(-1)
+    whole = _one("discard", _outcomes(z, p), discard_topk=VOCAB)
+    torch.testing.assert_close(whole, _one("forward_kl", _outcomes(z, p)))
+    value, grad = _one("discard", _outcomes(z, p), discard_topk=1)
+    best = p.argmax(-1)
+    log_q = z.log_softmax(-1)
+    torch.testing.assert_close(value, -log_q.gather(1, best[:, None])[:, 0])
+    hard = torch.nn.functional.one_hot(best, VOCAB).double()
+    torch.testing.assert_close(grad, log_q.exp() - hard)
+
+
+def test_row_without_a_following_token_is_not_in_next_token():
+    z, p = _double(2, VOCAB), _double(2, VOCAB).softmax(-1)
+    mix = LossMix({"next_token": 1.0})
+    values, grad = combine(
+        _outcomes(z, p),
+        mix,
+        ["next_token"],
+        torch.ones(1, 2).double(),
+        torch.tensor([4, -1]),
+    )
+    assert float(values[0, 1]) == 0.0
+    assert not grad[1].any()
+    assert float(values[0, 0]) == pytest.approx(float(-z.log_softmax(-1)[0, 4]))
+
+
+def _listed(
+    ids: list[list[int]], p: list[list[float]], tail: list[float], vocab: VocabMap
+) -> TopKTeacher:
+    logs = torch.tensor(p, dtype=torch.float64).log()
+    rest = torch.tensor(tail, dtype=torch.float64).log()
+    return TopKTeacher.from_topk(TopK(torch.tensor(ids).int(), logs, rest), vocab)
+
+
+@pytest.mark.parametrize("term", TEACHER_TERMS)
+def test_list_of_the_whole_vocabulary_is_the_whole_teacher(term):
+    z, logp = _double(ROWS, VOCAB), _double(ROWS, VOCAB).log_softmax(-1)
+    values, ids = logp.sort(descending=True)
+    topk = TopK(ids.int(), values, torch.full((ROWS,), float("-inf")).double())
+    teacher = TopKTeacher.from_topk(topk, VocabMap.identity(VOCAB))
+    ours = _one(term, teacher.outcomes(torch.arange(ROWS), z))
+    expected = _one(term, _outcomes(z, logp.exp()))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+
+
+def test_tail_that_the_draft_gives_nothing():
+    # the draft's mass off the list is exp(-400): the pull upwards must survive
+    z = torch.full((1, 4), -400.0)
+    z[0, 1] = 0.0
+    z[0, 3] = -401.0
+    teacher = _listed([[1]], [[0.5]], [0.5], VocabMap.identity(4))
+    value, grad = _one("forward_kl", teacher.outcomes(torch.tensor([0]), z))
+    off = torch.tensor([-400.0, -400.0, -401.0]).double()
+    expected = -0.5 * float(off.logsumexp(-1)) + 2 * 0.5 * math.log(0.5)
+    assert float(value) == pytest.approx(expected)
+    within = off.softmax(-1)
+    pull = [-0.5 * float(within[0]), 0.5, -0.5 * float(within[1])]
+    assert grad[0].tolist() == pytest.approx([*pull, -0.5 * float(within[2])])
+
+
+def test_list_that_names_all_of_a_pruned_vocabulary_drops_the_tail():
+    vocab = VocabMap.from_target_ids(torch.tensor([2, 5]), 8)
+    teacher = _listed([[5, 0, 2]], [[0.4, 0.3, 0.1]], [0.2], vocab)
+    assert teacher.mass is not None
+    assert float(teacher.mass) == pytest.approx(0.5)
+    assert teacher.probs[0].tolist() == pytest.approx([0.8, 0.0, 0.2, 0.0])
+    z = _double(1, 2)
+    q = z.softmax(-1)
+    value, grad = _one("forward_kl", teacher.outcomes(torch.tensor([0]), z))
+    p = torch.tensor([[0.2, 0.8]]).double()
+    torch.testing.assert_close(value, (p * (p / q).log()).sum(-1))
+    torch.testing.assert_close(grad, q - p)
+
+
+@pytest.mark.parametrize("term", TEACHER_TERMS)
+def test_row_without_mass_in_the_vocabulary_teaches_nothing(term):
+    vocab = VocabMap.from_target_ids(torch.tensor([2, 5, 6]), 8)
+    teacher = _listed([[0, 1]], [[0.6, 0.4]], [0.0], vocab)
+    outcomes = teacher.outcomes(torch.tensor([0]), _double(1, 3))
+    value, grad = _one(term, outcomes)
+    assert value.isfinite().all()
+    torch.testing.assert_close(grad, torch.zeros(1, 3).double(), rtol=0, atol=1e-15)
+
+
+def test_all_weights_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.loss: every weight is zero"):
+        LossMix.from_config(TrainConfig(loss={"tv": 0.0}))
+
+
+def test_discard_comes_last_and_is_the_only_branch_term():
+    config = TrainConfig(loss={"discard": 0.5, "tv": 0.0, "nla": 2.0, "next_token": 1})
+    mix = LossMix.from_config(config)
+    assert mix.names == ("nla", "next_token", "discard")
+    assert mix.committed == ("nla", "next_token")
+    assert mix.branch == ("discard",)
+    assert mix.needs_mass

@@ -1,0 +1,372 @@
+"""The buffer's hygiene: shares, age, duplicates, stale branches, groups, purge."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.train.toys import HIDDEN, ToyTarget
+from vllm_tide.config import TrainConfig
+from vllm_tide.train.reservoir import Purged, SampleBuffer, is_held_out
+from vllm_tide.train.sample import Branch, Sample, split_windows
+
+TOY = ToyTarget()
+KNOBS = {
+    "batch_tokens": 128,
+    "max_sample_tokens": 64,
+    "buffer_tokens": 4096,
+    "holdout_tokens": 1024,
+    "holdout_share": 0.3,
+}
+TRAIN_KEYS = [k for k in range(4000) if not is_held_out(k, 0.3)]
+HELD_KEYS = [k for k in range(4000) if is_held_out(k, 0.3)]
+
+
+class Clock:
+    """Unix time under the test's hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def buffer_of(**changes) -> tuple[SampleBuffer, Clock]:
+    clock = Clock()
+    return SampleBuffer(TrainConfig(**{**KNOBS, **changes}), clock), clock
+
+
+def document(key: int, size: int = 20, prompt: int = 3, **more) -> Sample:
+    return replace(TOY.document(key % 64, size, prompt, key), **more)
+
+
+def part(sample: Sample, lo: int, hi: int) -> Sample:
+    return sample.window(lo, hi, 0)
+
+
+def branch(position: int, version: int = 0, size: int = 2) -> Branch:
+    return Branch(
+        position=position,
+        tokens=torch.zeros(size, dtype=torch.int32),
+        features=torch.zeros(size, 3 * HIDDEN),
+        teacher_hidden=None,
+        draft_probs=torch.zeros(size),
+        draft_version=version,
+    )
+
+
+def trained(buffer: SampleBuffer, key: int) -> list[int]:
+    """Every position trained of a request, with repetition."""
+    out: list[int] = []
+    for sample in [*buffer.train, *buffer.holdout]:
+        if sample.key == key:
+            out += sample.trained_positions.tolist()
+    return sorted(out)
+
+
+def appearances(buffer: SampleBuffer, passes: int, *args) -> Counter[int]:
+    """Tokens drawn per tenant, over some passes."""
+    out: Counter[int] = Counter()
+    for _ in range(passes):
+        for sample in buffer.shuffled(*args):
+            out[sample.tenant] += sample.num_tokens
+    return out
+
+
+# ------------------------------------------------------------------ plain passes
+
+
+def test_a_plain_pass_is_every_window_once_and_new_ones_first():
+    buffer, _ = buffer_of()
+    for key in TRAIN_KEYS[:10]:
+        buffer.add(document(key))
+    assert {s.key for s in buffer.shuffled()} == set(TRAIN_KEYS[:10])
+    assert buffer.fresh == []
+    for key in TRAIN_KEYS[10:15]:
+        buffer.add(document(key))
+    assert [s.key for s in buffer.fresh] == TRAIN_KEYS[10:15]
+    keys = [s.key for s in buffer.shuffled()]
+    assert len(keys) == 15
+    assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
+
+
+def test_fresh_windows_can_be_put_back():
+    buffer, _ = buffer_of()
+    for key in TRAIN_KEYS[:6]:
+        buffer.add(document(key))
+    wanted = buffer.fresh[2:4]
+    buffer.shuffled()
+    buffer.fresh = wanted
+    assert [s.key for s in buffer.fresh] == TRAIN_KEYS[2:4]
+    assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
+
+
+def test_counts_agree_with_what_is_held_whatever_happens():
+    buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3, max_version_lag=1)
+    rng = random.Random(3)
+    for step in range(200):
+        key = rng.randrange(40)
+        doc = document(key, rng.randint(4, 200), tenant=key % 5)
+        lo = rng.randrange(0, doc.num_tokens - 3)
+        doc = part(doc, lo, rng.randint(lo + 3, doc.num_tokens))
+        start = doc.start
+        buffer.add(replace(doc, branches=(branch(start + 1, rng.randrange(6)),)))
+        clock.now += rng.random()
+        if step % 17 == 0:
+            buffer.set_version(step // 40)
+        if step % 23 == 0:
+            buffer.shuffled()
+        if step % 31 == 0:
+            buffer.purge(tenant=rng.randrange(5), before=clock.now - 5)
+        for side, tokens in ((buffer.train, buffer.train_tokens),
+                             (buffer.holdout, buffer.holdout_tokens)):  # fmt: skip
+            assert tokens == sum(s.num_tokens for s in side)
+            assert all(s.num_trained for s in side)
+        assert {id(s) for s in buffer.fresh} <= {id(s) for s in buffer.train}
+        held = Counter(trained(buffer, key))
+        assert not held or max(held.values()) == 1
+    buffer.purge()
+    assert not buffer._sides["train"]._by_key and not buffer._sides["train"]._by_tenant
+    assert not buffer._sides["train"]._tokens_of
+
+
+# -------------------------------------------------------------------- duplicates
+
+
+@pytest.mark.parametrize("keys", [TRAIN_KEYS, HELD_KEYS])
+def test_a_recomputed_document_replaces_the_one_before(keys):
+    buffer, _ = buffer_of()
+    old, new = document(keys[0]), document(keys[0])
+    new = replace(new, features=new.features + 1)
+    buffer.add(old)
+    buffer.add(document(keys[1]))
+    buffer.add(new)
+    (held,) = [s for s in [*buffer.train, *buffer.holdout] if s.key == keys[0]]
+    assert torch.equal(held.features, new.features)
+    assert buffer.evicted["duplicate"] == 20
+
+
+def test_a_document_that_overlaps_takes_over_from_its_first_trained_row():
+    buffer, _ = buffer_of()
+    whole = document(TRAIN_KEYS[0], 40)
+    buffer.add(part(whole, 0, 25))
+    buffer.add(part(whole, 15, 40))
+    first, second = buffer.train
+    # Row 15 has no predecessor in the second: only the first can train it.
+    assert (first.start, first.num_tokens) == (0, 16)
+    assert second.num_tokens == 25
+    assert trained(buffer, whole.key) == list(range(3, 40))
+    assert buffer.evicted["duplicate"] == 9
+
+
+def test_a_recomputed_middle_leaves_context_before_and_teachers_after():
+    buffer, _ = buffer_of()
+    whole = document(TRAIN_KEYS[0], 40)
+    buffer.add(whole)
+    buffer.add(part(whole, 10, 20))
+    outer, inner = buffer.train
+    assert outer.num_tokens == 40
+    assert inner.trained_positions.tolist() == list(range(11, 20))
+    assert outer.trained_positions.tolist() == [*range(3, 11), *range(20, 40)]
+
+
+def test_long_documents_are_cut_into_windows_that_share_no_position():
+    buffer, _ = buffer_of()
+    long = document(TRAIN_KEYS[0], 300)
+    buffer.add(long)
+    buffer.add(part(long, 100, 290))
+    assert trained(buffer, long.key) == list(range(3, 300))
+
+
+def test_rows_of_other_requests_are_left_alone():
+    buffer, _ = buffer_of()
+    for key in TRAIN_KEYS[:5]:
+        buffer.add(document(key))
+    assert buffer.evicted["duplicate"] == 0
+    assert len(buffer.train) == 5
+
+
+def test_a_branch_is_held_once():
+    buffer, _ = buffer_of()
+    whole = document(TRAIN_KEYS[0], 40)
+    old = replace(whole, branches=(branch(5), branch(18)))
+    buffer.add(old)
+    buffer.add(replace(part(whole, 10, 20), branches=(branch(18, 7),)))
+    found = [(b.position, b.draft_version) for s in buffer.train for b in s.branches]
+    assert found == [(5, 0), (18, 7)]
+
+
+def test_a_branch_keeps_its_context_when_the_rows_after_it_go():
+    whole = replace(document(TRAIN_KEYS[0], 40), branches=(branch(30),))
+    left = whole.superseded(torch.arange(10, 40), frozenset())
+    assert left is not None
+    assert (left.num_tokens, len(left.branches)) == (31, 1)
+    assert left.trained_positions.tolist() == list(range(3, 10))
+
+
+def test_windows_of_one_document_share_no_branch():
+    positions = list(range(3, 299))
+    long = replace(
+        document(TRAIN_KEYS[0], 300), branches=tuple(branch(p) for p in positions)
+    )
+    windows = split_windows(long, 64)
+    assert len(windows) > 4
+    assert [b.position for w in windows for b in w.branches] == positions
+    for window in windows:
+        assert all(window.start <= b.position for b in window.branches)
+
+
+# ------------------------------------------------------------------------ tenants
+
+
+def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
+    buffer, _ = buffer_of(tenant_share=0.25)
+    for key in TRAIN_KEYS[:20]:
+        buffer.add(document(key, tenant=1))
+    for key in TRAIN_KEYS[20:400]:
+        buffer.add(document(key, tenant=2))
+    held = Counter(s.tenant for s in buffer.train)
+    assert held[2] == 1024 // 20
+    assert held[1] == 20
+    assert buffer.evicted["train"] == 0
+    # Its own oldest went, not the others'.
+    newest = [s.key for s in buffer.train if s.tenant == 2]
+    assert newest == TRAIN_KEYS[400 - held[2] : 400]
+
+
+def test_the_share_holds_for_the_held_out_side_too():
+    buffer, _ = buffer_of(tenant_share=0.5)
+    for key in HELD_KEYS[:200]:
+        buffer.add(document(key, tenant=2))
+    assert buffer.holdout_tokens <= 512
+
+
+def test_requests_without_a_tenant_have_no_bound():
+    buffer, _ = buffer_of(tenant_share=0.25)
+    for key in TRAIN_KEYS[:150]:
+        buffer.add(document(key))
+    assert buffer.train_tokens == 3000
+
+
+def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
+    buffer, _ = buffer_of(tenant_share=0.25)
+    for key in TRAIN_KEYS[:50]:
+        buffer.add(document(key, tenant=9))
+    for key in TRAIN_KEYS[50:65]:
+        buffer.add(document(key, tenant=key % 5 + 1))
+    drawn = appearances(buffer, 60)
+    assert drawn[9] / drawn.total() == pytest.approx(0.25, abs=0.03)
+
+
+def test_every_part_of_a_capped_pass_is_mixed():
+    buffer, _ = buffer_of(tenant_share=0.5)
+    for key in TRAIN_KEYS[:40]:
+        buffer.add(document(key, tenant=1))
+    buffer.shuffled()
+    for key in TRAIN_KEYS[40:80]:
+        buffer.add(document(key, tenant=2))
+    first_half = Counter(s.tenant for s in list(buffer.shuffled())[:40])
+    assert 8 < first_half[2] < 32
+
+
+# --------------------------------------------------------------------- age, groups
+
+
+def test_a_sample_of_one_half_life_is_drawn_half_as_often():
+    buffer, clock = buffer_of(age_half_life_s=100.0)
+    buffer.add(document(TRAIN_KEYS[0], tenant=1))
+    clock.now += 100
+    buffer.add(document(TRAIN_KEYS[1], tenant=2))
+    clock.now += 100
+    buffer.add(document(TRAIN_KEYS[2], tenant=3))
+    drawn = appearances(buffer, 1000)
+    assert drawn[3] == 20 * 1000
+    assert drawn[2] / drawn[3] == pytest.approx(0.5, abs=0.05)
+    assert drawn[1] / drawn[3] == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_sample_is_stamped_when_it_comes_unless_it_says_when():
+    buffer, _ = buffer_of()
+    buffer.add(document(TRAIN_KEYS[0]))
+    buffer.add(document(TRAIN_KEYS[1], captured_unix_s=7.0))
+    assert [s.captured_unix_s for s in buffer.train] == [1000.0, 7.0]
+
+
+def test_wanted_groups_weigh_alike_and_all_others_as_much_as_they():
+    buffer, _ = buffer_of()
+    for at, key in enumerate(TRAIN_KEYS[:60]):
+        group = 0 if at < 30 else 1 if at < 45 else 2 if at < 55 else -1
+        buffer.add(document(key, group=group))
+    drawn: Counter[int] = Counter()
+    for _ in range(200):
+        drawn.update(s.group for s in buffer.shuffled({0, 1}))
+    assert drawn[0] / drawn[1] == pytest.approx(1.0, abs=0.1)
+    # Fewer rows than the wanted have: all of them, none twice.
+    assert drawn[2] + drawn[-1] == 200 * 15
+    few: Counter[int] = Counter()
+    for _ in range(200):
+        few.update(s.group for s in buffer.shuffled({2}))
+    assert few[2] == 200 * 10
+    assert sum(few.values()) == pytest.approx(2 * few[2], rel=0.1)
+    assert not buffer.shuffled(set())
+    assert not buffer.shuffled({17})
+
+
+def test_a_tiny_group_is_repeated_four_times_at_most():
+    buffer, _ = buffer_of()
+    for at, key in enumerate(TRAIN_KEYS[:101]):
+        buffer.add(document(key, group=int(at == 100)))
+    counts = Counter(s.group for s in buffer.shuffled({0, 1}))
+    assert counts[1] == 4
+
+
+# ------------------------------------------------------------------ stale branches
+
+
+def test_branches_of_old_drafts_are_dropped_and_rows_stay():
+    buffer, _ = buffer_of(max_version_lag=1)
+    versions = [0, 1, 2]
+    marked = tuple(branch(5 + v, v) for v in versions)
+    for key in (TRAIN_KEYS[0], HELD_KEYS[0]):
+        buffer.add(document(key, branches=marked))
+    for live, kept in ((0, [0, 1, 2]), (1, [0, 1, 2]), (2, [1, 2]), (9, [])):
+        buffer.set_version(live)
+        for side in (buffer.train, buffer.holdout):
+            assert [b.draft_version for b in side[0].branches] == kept
+            assert side[0].num_tokens == 20
+    assert buffer.evicted["stale_branches"] == 2 * 3 * 2
+    buffer.add(document(TRAIN_KEYS[1], branches=(branch(5, 7), branch(6, 8))))
+    assert [b.draft_version for b in buffer.train[1].branches] == [8]
+
+
+def test_without_a_lag_branches_stay():
+    buffer, _ = buffer_of()
+    buffer.add(document(TRAIN_KEYS[0], branches=(branch(5, 0),)))
+    buffer.set_version(100)
+    assert len(buffer.train[0].branches) == 1
+
+
+# --------------------------------------------------------------------------- purge
+
+
+def test_purge_by_tenant_and_by_time():
+    buffer, clock = buffer_of()
+    for key in range(30):
+        buffer.add(document(key, tenant=key % 3))
+        clock.now += 1
+    both = [*buffer.train, *buffer.holdout]
+    assert buffer.purge(tenant=1) == Purged(10, 200)
+    assert {s.tenant for s in [*buffer.train, *buffer.holdout]} == {0, 2}
+    assert buffer.purge(tenant=2, before=1015.0) == Purged(5, 100)
+    assert buffer.purge(before=1010.0) == Purged(4, 80)
+    assert buffer.purge() == Purged(11, 220)
+    assert buffer.purge() == Purged()
+    assert not buffer.train and not buffer.holdout and not buffer.fresh
+    assert buffer.train_tokens == buffer.holdout_tokens == buffer.new_tokens == 0
+    assert buffer.evicted["purged"] == sum(s.num_tokens for s in both)
+    assert not buffer.shuffled()

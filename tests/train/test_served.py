@@ -1,0 +1,219 @@
+"""Requests put together from verification records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_tide.train.groups import Groups
+from vllm_tide.train.served import ServedRequests, bucket_of
+
+PREFILL, VERIFY = 0, 1
+
+
+def record(
+    start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False, first=0
+):
+    """A record as the ring gives it; VERIFY when `accepted` is given."""
+    verify = accepted is not None
+    return SimpleNamespace(
+        key=key,
+        phase=VERIFY if verify else PREFILL,
+        start=start,
+        num_prompt_tokens=prompt,
+        num_accepted=accepted if verify else count - 1,
+        draft_version=version,
+        token_ids=np.arange(first, first + count, dtype=np.int32),
+        finished=finished,
+        tenant=3,
+    )
+
+
+def farewell(key=7):
+    return record(0, 0, 0, key=key, finished=True)
+
+
+def serve(*records, groups=None, engine="e"):
+    served = ServedRequests(groups)
+    out = []
+    for item in records:
+        out += served.add(item, engine, 0.0)
+    return out
+
+
+def test_counts_rounds_drafts_and_accepted_tokens():
+    (request,) = serve(
+        record(0, 10),
+        record(10, 4, 2),  # 3 drafts, 2 accepted
+        record(13, 4, 0),
+        record(14, 4, 3),
+        record(18, 1, 0),  # no draft
+        farewell(),
+    )
+    assert (request.rounds, request.plain_rounds) == (3, 1)
+    assert (request.drafted, request.accepted) == (9, 5)
+    assert request.examined == 3 + 1 + 3
+    assert request.acceptance_length == pytest.approx(1 + 5 / 3)
+    assert request.accepted_share == pytest.approx(5 / 9)
+    assert request.acceptance == pytest.approx(5 / 7)
+    assert (request.key, request.engine, request.tenant) == (7, "e", 3)
+    assert request.versions == (1,)
+    assert request.whole
+
+
+def test_acceptance_does_not_move_with_the_number_of_drafts():
+    rng = np.random.default_rng(0)
+    shares, acceptances = [], []
+    for drafts in (1, 7):
+        accepted = np.cumprod(rng.random((4000, drafts)) < 0.6, axis=1).sum(axis=1)
+        rounds = [record(10 + i, drafts + 1, int(a)) for i, a in enumerate(accepted)]
+        (request,) = serve(record(0, 10), *rounds, farewell())
+        shares.append(request.accepted_share)
+        acceptances.append(request.acceptance)
+    assert shares[0] - shares[1] > 0.2
+    assert abs(acceptances[0] - acceptances[1]) < 0.03
+
+
+def test_without_drafts_acceptance_is_unknown():
+    (request,) = serve(record(0, 10), record(10, 1, 0), farewell())
+    assert request.acceptance is None
+    assert request.accepted_share is None
+    assert request.acceptance_length is None
+
+
+def test_rounds_are_counted_by_generation_position_and_draft_length():
+    (request,) = serve(
+        record(0, 10),
+        record(10, 4, 1),
+        record(10 + 16, 3, 2),
+        record(10 + 20, 3, 0),
+        record(10 + 2000, 2, 1),
+        farewell(),
+    )
+    assert request.cells == {(0, 3): (1, 1), (1, 2): (2, 2), (4, 1): (1, 1)}
+    assert request.by_bucket == {0: (1, 1), 1: (2, 2), 4: (1, 1)}
+    assert [bucket_of(n) for n in (0, 15, 16, 63, 64, 1023, 1024)] == [
+        0, 0, 1, 1, 2, 3, 4,
+    ]  # fmt: skip
+
+
+def test_version_is_that_of_the_first_record_and_changes_are_kept():
+    (request,) = serve(
+        record(0, 10, version=4),
+        record(10, 4, 1, version=4),
+        record(12, 4, 1, version=5),
+        farewell(),
+    )
+    assert request.versions == (4, 5)
+    assert (request.first_version, request.last_version) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        record(14, 4, 1),  # attached in the middle
+        record(0, 12),  # recomputed after a preemption: rows past the prompt
+        record(12, 2),
+    ],
+)
+def test_a_request_whose_beginning_was_missed_is_not_whole(first):
+    (request,) = serve(first, farewell())
+    assert not request.whole
+
+
+def test_prefix_cached_prompt_is_whole():
+    (request,) = serve(record(8, 2), record(10, 4, 1), farewell())
+    assert request.whole
+
+
+def test_a_last_record_with_rows_counts():
+    (request,) = serve(record(0, 10), record(10, 4, 3, finished=True))
+    assert request.accepted == 3
+
+
+def test_requests_of_two_engines_with_one_key_are_two():
+    served = ServedRequests()
+    for engine in ("a", "b"):
+        served.add(record(0, 10), engine, 0.0)
+    served.add(record(10, 4, 3), "a", 0.0)
+    (a,) = served.add(farewell(), "a", 0.0)
+    (b,) = served.add(farewell(), "b", 0.0)
+    assert (a.accepted, b.accepted) == (3, 0)
+
+
+def test_farewell_of_an_unknown_request_says_nothing():
+    assert serve(farewell()) == []
+
+
+def test_idle_requests_and_those_above_the_limit_are_handed_out():
+    served = ServedRequests(max_open=2, idle_s=10.0)
+    assert served.add(record(0, 10, key=1), "e", 0.0) == []
+    assert served.add(record(0, 10, key=2), "e", 5.0) == []
+    (early,) = served.add(record(0, 10, key=3), "e", 6.0)
+    assert early.key == 1
+    assert [r.key for r in served.flush_idle(15.0)] == [2]
+    served.forget("e")
+    assert served.flush_idle(1e9) == []
+
+
+def test_group_is_found_from_committed_tokens_only():
+    class Spy(Groups):
+        def assign(self, token_ids):
+            self.got = list(token_ids)
+            return super().assign(token_ids)
+
+    spy = Spy()
+    serve(
+        record(0, 6, first=0),
+        record(4, 6, first=4),  # recomputed: 4 and 5 come again
+        record(10, 4, 1, first=10),  # 12 and 13 are rejected
+        record(12, 2, 1, first=50),
+        farewell(),
+        groups=spy,
+    )
+    assert spy.got == [*range(12), 50, 51]
+
+
+def test_tokens_kept_are_bounded_and_nearest_to_the_generation():
+    class Spy(Groups):
+        def assign(self, token_ids):
+            self.got = list(token_ids)
+            return super().assign(token_ids)
+
+    spy = Spy()
+    serve(
+        record(0, 3000, prompt=5000),
+        record(3000, 2000, prompt=5000, first=3000),
+        *(record(5000 + i, 1, 0, prompt=5000, first=9) for i in range(900)),
+        farewell(),
+        groups=spy,
+    )
+    assert spy.got[:512] == list(range(5000 - 512, 5000))
+    assert spy.got[512:] == [9] * 512
+
+
+def test_group_can_be_asked_for_while_open_and_afterwards():
+    served = ServedRequests(Groups())
+    assert served.group_of(7, "e") == -1
+    served.add(record(0, 60, prompt=60), "e", 0.0)
+    assert served.group_of(7, "e") == -1  # no group was founded yet
+    (request,) = served.add(farewell(), "e", 0.0)
+    assert served.group_of(7, "e") == request.group == 0
+    served.add(record(0, 60, prompt=60, key=8), "e", 0.0)
+    assert served.group_of(8, "e") == 0
+
+
+def test_a_record_of_the_ring_is_understood():
+    from tests.transport.samples import make_record, make_spec
+    from vllm_tide.transport import Phase
+
+    made = make_record(make_spec(), seed=1, num_rows=4, phase=Phase.VERIFY)
+    assert made.finished
+    (request,) = serve(made)
+    assert (request.drafted, request.accepted) == (3, made.num_accepted)
+
+
+def test_a_record_at_a_negative_position_is_left_out():
+    assert serve(record(-3, 10), farewell()) == []

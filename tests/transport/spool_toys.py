@@ -1,0 +1,97 @@
+"""Engines without a server: models on disk, ring, weights segment and manifest."""
+
+import json
+import os
+import time
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.transport.samples import make_record, make_spec
+from vllm_tide.config import SpoolConfig
+from vllm_tide.transport import RingWriter, WeightsSegment
+from vllm_tide.transport.process import start_time
+from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool_identity import identity_of
+from vllm_tide.transport.spool_relay import Relay
+
+CONFIG = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 0.01})
+ROWS = 20
+
+
+def make_models(folder, seed=0):
+    """A target and a draft directory; the target's bytes follow from the seed."""
+    rng = np.random.default_rng(seed)
+    target, draft = folder / "target", folder / "draft"
+    for path, config in ((target, {"vocab_size": ROWS}), (draft, {"layers": 1})):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {
+            "model.embed_tokens.weight": rng.random((ROWS, 8), dtype=np.float32),
+            "model.layers.0.mlp.weight": rng.random((8, 8), dtype=np.float32),
+            "lm_head.weight": rng.random((ROWS, 8), dtype=np.float32),
+        },
+        target / "model.safetensors",
+    )
+    save_file(
+        {"fc.weight": rng.random((4, 4), dtype=np.float32)},
+        draft / "model.safetensors",
+    )
+    return target, draft
+
+
+class ToyEngine:
+    """The engine's side of everything; records are those of ``make_record``."""
+
+    def __init__(self, folder, engine_id="e1", seed=0, models=None, **changes):
+        self.run_dir = folder / "run"
+        target, draft = models or make_models(folder / "models", seed)
+        self.spec = make_spec()
+        self.ring = RingWriter.create(self.spec, 1 << 20)
+        self.weights = WeightsSegment.create(1 << 20)
+        told = {
+            "engine_id": engine_id,
+            "pid": os.getpid(),
+            "pid_start": start_time(os.getpid()) or 0,
+            "ring": self.ring.name,
+            "weights": self.weights.name,
+            "target_path": str(target),
+            "draft_path": str(draft),
+            "target_dtype": "float32",
+            "hidden_size": self.spec.hidden_size,
+            "vocab_size": self.spec.vocab_size,
+            "draft_vocab_size": ROWS,
+            "aux_layer_ids": self.spec.aux_layer_ids,
+            "teacher": self.spec.teacher,
+            "teacher_topk": self.spec.teacher_topk,
+            "feature_dtype": self.spec.feature_dtype,
+            "num_speculative_tokens": 3,
+            "tide": {},
+            "created_unix": time.time(),
+        }
+        self.manifest = EngineManifest(**{**told, **changes})
+        write_manifest(self.run_dir, self.manifest)
+
+    def serve(self, seeds, num_rows=4):
+        for seed in seeds:
+            assert self.ring.try_write(make_record(self.spec, seed, num_rows))
+
+    def relay(self, store, config=CONFIG):
+        return Relay(self.manifest, self.run_dir, store, config)
+
+    def folder(self, store):
+        return EngineFolder(store, self.manifest.engine_id)
+
+    @property
+    def identity(self):
+        return identity_of(self.manifest)
+
+    def close(self):
+        self.ring.close()
+        self.weights.close()
+
+
+def head_tensors(value):
+    return {"fc.weight": ("float32", (4, 4), np.full((4, 4), value, np.float32))}

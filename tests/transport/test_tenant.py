@@ -1,0 +1,96 @@
+"""Ids of tenants, their key, and what of a request counts as a name."""
+
+import stat
+import threading
+
+import pytest
+
+from vllm_tide.capture.policy import CapturePolicy
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, tenant_id, tenant_key
+
+KEY = bytes(range(KEY_BYTES))
+
+
+def test_an_id_follows_from_the_name_and_the_key_alone():
+    names = [f"tenant {i}" for i in range(2000)] + ["", "é", "\ud800", "x" * 10**5]
+    ids = {tenant_id(name, KEY) for name in names}
+    assert len(ids) == len(names)
+    assert all(NOBODY < i < 2**64 for i in ids)
+    assert ids == {tenant_id(name, KEY) for name in names}
+    assert not ids & {tenant_id(name, KEY[::-1]) for name in names}
+
+
+def test_the_key_is_made_once_and_kept_private(tmp_path):
+    run_dir = tmp_path / "run"
+    with pytest.raises(TransportError, match="no engine has named tenants.*--run-dir"):
+        tenant_key(run_dir, create=False)
+    assert not run_dir.exists()
+    key = tenant_key(run_dir)
+    assert len(key) == KEY_BYTES
+    assert tenant_key(run_dir) == tenant_key(run_dir, create=False) == key
+    (file,) = run_dir.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert tenant_key(tmp_path / "other") != key
+
+
+def test_engines_that_start_at_once_get_one_key(tmp_path):
+    keys = []
+    threads = [
+        threading.Thread(target=lambda: keys.append(tenant_key(tmp_path)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 8
+    assert len(set(keys)) == 1
+
+
+@pytest.mark.parametrize("content", ["", "zz", "00ff", "ü"])
+def test_a_damaged_key_is_refused(tmp_path, content):
+    tenant_key(tmp_path)
+    (tmp_path / "tenants.key").write_text(content, encoding="utf-8")
+    with pytest.raises(TransportError, match="damaged: remove it"):
+        tenant_key(tmp_path)
+
+
+def admit(name):
+    extra = {} if name is None else {"tide_tenant": name}
+    return CapturePolicy(1.0, tenant_key=KEY).admit(extra, supported=True)
+
+
+@pytest.mark.parametrize("name", ["acme", "0", 7, -1, "\ud800", "x" * 256])
+def test_a_named_tenant_is_carried(name):
+    ticket = admit(name)
+    assert (ticket.refusal, ticket.tenant) == (None, tenant_id(str(name), KEY))
+
+
+def test_a_request_without_a_tenant_is_nobodys():
+    assert (admit(None).refusal, admit(None).tenant) == (None, NOBODY)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "",
+        True,
+        False,
+        1.5,
+        [],
+        ["acme"],
+        {},
+        2**64,
+        pytest.param(10**5000, id="long"),
+        "x" * 257,
+    ],
+)
+def test_what_is_no_name_is_not_captured(odd):
+    ticket = admit(odd)
+    assert (ticket.refusal, ticket.tenant) == ("malformed_tenant", NOBODY)
+
+
+def test_without_a_shared_key_nobody_can_look_a_name_up():
+    first, second = (CapturePolicy(1.0).admit({"tide_tenant": "a"}, True) for _ in "12")
+    assert first.tenant != second.tenant

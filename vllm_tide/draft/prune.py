@@ -1,0 +1,134 @@
+"""Chooses a pruned draft's vocabulary anew, from counts of live traffic.
+
+The size stays: a serving engine's tensors have it. A new choice travels with the next
+publication as another `d2t`. Rows of tokens that stay keep what they learnt; rows of
+tokens that come are the target's, as a fresh head's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.vocab import VocabMap
+
+
+def choose_vocab(counts: Tensor, size: int, keep: Iterable[int] = ()) -> Tensor:
+    """The most counted tokens, int64 [size], increasing.
+
+    Args:
+        counts: Non-negative [V_t], how often the target said each token.
+        size: V_d, 1 to V_t.
+        keep: Target ids kept whatever their counts; `size` at most.
+
+    Returns:
+        Ids; equal counts go to the lower id (the more frequent one in a byte-pair
+        vocabulary).
+
+    Raises:
+        DraftError: A size or id does not fit.
+    """
+    kept = sorted(set(keep))
+    if counts.ndim != 1 or not 0 < size <= counts.numel():
+        raise DraftError(
+            f"draft vocabulary: {size} tokens cannot be chosen from {counts.numel()}."
+        )
+    if len(kept) > size or (kept and not 0 <= kept[0] <= kept[-1] < counts.numel()):
+        raise DraftError(
+            f"draft vocabulary: the {len(kept)} tokens to keep do not fit into {size}."
+        )
+    rank = counts.detach().to("cpu", torch.float64, copy=True)
+    rank[torch.tensor(kept, dtype=torch.int64)] = float("inf")
+    order = torch.argsort(rank, descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def coverage(counts: Tensor, vocab: VocabMap) -> float:
+    """Share of counted tokens that are in a draft vocabulary (0 to 1; 1 if none)."""
+    total = float(counts.sum(dtype=torch.float64))
+    if not total:
+        return 1.0
+    inside = counts.cpu()[vocab.target_ids]
+    return float(inside.sum(dtype=torch.float64)) / total
+
+
+def better_vocab(
+    counts: Tensor, vocab: VocabMap, min_gain: float = 0.005, keep: Iterable[int] = ()
+) -> VocabMap | None:
+    """A vocabulary of the same size that covers traffic better, if that is worth it.
+
+    Tokens never counted stay where they are: only as many change as were heard.
+
+    Args:
+        counts: Non-negative [V_t], how often the target said each token.
+        vocab: The vocabulary in use.
+        min_gain: Least gain in coverage for which a change pays (0 to 1): rows that
+            come must be trained.
+        keep: See `choose_vocab`.
+    """
+    if vocab.is_identity or not bool((counts > 0).any()):
+        return None
+    # Half a count for what is in use: it wins ties and beats what was never heard.
+    biased = counts.detach().to("cpu", torch.float64, copy=True)
+    biased[vocab.target_ids] += 0.5
+    ids = choose_vocab(biased, vocab.target_ids.numel(), keep)
+    new = VocabMap.from_target_ids(ids, vocab.draft_ids.numel())
+    if coverage(counts, new) - coverage(counts, vocab) < min_gain:
+        return None
+    return new
+
+
+def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Draft:
+    """The same draft over another vocabulary of the same size.
+
+    Args:
+        draft: Owns its LM head; not changed.
+        vocab: The new vocabulary.
+        target: Gives the rows of tokens that come.
+
+    Returns:
+        A new draft; an optimizer's state for `lm_head.weight` belongs to the old rows
+        and must be dropped.
+
+    Raises:
+        DraftError: The size differs, or the LM head is the target's own.
+    """
+    size = draft.vocab.target_ids.numel()
+    if vocab.target_ids.numel() != size:
+        raise DraftError(
+            f"draft vocabulary: {vocab.target_ids.numel()} tokens cannot replace "
+            f"{size}; a serving engine's size is fixed."
+        )
+    if not draft.owns_lm_head:
+        raise DraftError("draft vocabulary: the LM head is the target's own.")
+    tensors = {name: value.detach() for name, value in draft.named_tensors().items()}
+    old = tensors["lm_head.weight"]
+    at = draft.vocab.draft_ids[vocab.target_ids]  # [V_d], -1 where the token comes
+    stays = at >= 0
+    rows = torch.empty_like(old)
+    rows[stays] = old[at[stays]]
+    rows[~stays] = target.lm_head[vocab.target_ids[~stays]].to(old)
+    tensors["lm_head.weight"] = rows
+    fresh = {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    constants = {
+        name: fresh[name].to(value.dtype) for name, value in draft.constants.items()
+    }
+    out = Eagle3Draft(
+        draft.config,
+        tensors,
+        vocab,
+        draft.embed,
+        owns_lm_head=True,
+        owns_embed=draft.owns_embed,
+        dtype=draft.checkpoint_dtype,
+        constants=constants,
+        stored_names=draft.stored_names,
+    )
+    for name, value in draft.named_tensors().items():
+        out.tensor(name).requires_grad_(value.requires_grad)
+    return out

@@ -1,0 +1,73 @@
+"""`"model": "fresh"`: a head of our own making, before vLLM looks for a draft."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FRESH = "fresh"
+_POLICY = "adaspec"
+
+
+def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> TideConfig:
+    """Build a head for the target (or take it from the cache) and configure it.
+
+    An untrained head drafts badly: unless the operator chose `tide.control.policy`,
+    `adaspec` is used, under which nothing is drafted until it pays.
+
+    Args:
+        config: The dictionary that `SpeculativeConfig` will be made from; gets `model`,
+            `method` and perhaps `tide.control.policy`.
+        tide: Its `tide` section, parsed.
+        target: vLLM's `ModelConfig` of the target.
+
+    Returns:
+        The `tide` section as it is used now.
+
+    Raises:
+        ConfigError: No head can be built for this target.
+    """
+    from vllm.logger import init_logger
+
+    # A child of vLLM's own logger: shown without further configuration.
+    logger = init_logger("vllm.tide")
+    folder = _head(tide, target)
+    config["model"] = str(folder)
+    config["method"] = "eagle3"
+    section = config["tide"]
+    control = section.get("control") or {}
+    if "policy" in control:
+        logger.info("tide: serving a fresh head from %s", folder)
+        return tide
+    config["tide"] = {**section, "control": {**control, "policy": _POLICY}}
+    logger.info(
+        "tide: serving a fresh head from %s; tide.control.policy is not set, so %r is "
+        "used: nothing is drafted until it pays",
+        folder,
+        _POLICY,
+    )
+    return parse_tide(config["tide"])
+
+
+def _head(tide: TideConfig, target: Any) -> Path:
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.draft.fresh import fresh_directory
+    from vllm_tide.engine.draft_facts import weights_dir
+
+    try:
+        where = weights_dir(target.model, target.revision)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: a fresh head needs the target's weights and {target.model!r} is "
+            f"not to be had ({type(error).__name__}); fetch it first."
+        ) from None
+    try:
+        return fresh_directory(where, tide.fresh, target.dtype)
+    except DraftError as error:
+        raise ConfigError(
+            f"model: no fresh head can be built for {target.model!r}: {error}"
+        ) from None

@@ -1,0 +1,169 @@
+"""Goes back to the draft before when a new one serves worse.
+
+Held-out acceptance is teacher-forced and optimistic; the served one has the last word.
+Requests begun after the swap (older ones have draft KV of old weights) are compared
+with the window before it (`comparison.py`); the decision is sequential: as early as
+the interval allows, and at `canary_requests` at the latest. Pure: no clock, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_tide.config import DeployConfig
+from vllm_tide.train.comparison import Comparison, compare
+from vllm_tide.train.served import ServedRequest
+
+Decision = Literal["keep", "rollback"]
+
+MIN_COMPARED = 3
+"""Requests before the first decision."""
+PATIENCE = 4
+"""Times `canary_requests` that are waited for when few can be compared."""
+_MAX_BACKOFF = 1024  # cycles
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """End of one trial.
+
+    Attributes:
+        decision: Keep the new draft, or go back to the one before.
+        reason: Why, in words.
+        requests: Requests begun after the swap that had finished by then.
+        comparison: What it rests on; None where nothing could be compared.
+    """
+
+    decision: Decision
+    reason: str
+    requests: int
+    comparison: Comparison | None = None
+
+
+class Canary:
+    """Trials of new drafts, one after another, on one or many engines.
+
+    Args:
+        config: `tide.deploy`.
+
+    Attributes:
+        rollbacks: Rollbacks ordered so far.
+        backoff: Cycles left that publish nothing.
+        comparison: Latest comparison of the trial under way or the last one.
+    """
+
+    def __init__(self, config: DeployConfig) -> None:
+        self.config = config
+        self.rollbacks = self.backoff = 0
+        self.comparison: Comparison | None = None
+        self._in_a_row = 0
+        self._size = max(64, 4 * config.canary_requests)
+        self._before: deque[ServedRequest] = deque(maxlen=self._size)
+        self._after: list[ServedRequest] = []
+        self._trial: dict[str, int] = {}  # engine: version on trial
+        self._bad: dict[str, set[int]] = {}
+        self._verdict: Verdict | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a trial is under way."""
+        return bool(self._trial)
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether a better draft may be published now."""
+        return not self.undecided and self.backoff == 0
+
+    def begin(self, engine: str, version: int) -> None:
+        """An engine reports a new draft as installed.
+
+        Engines that install the same draft during its trial join it. A newer version
+        on an engine already in the trial begins the trial anew, against the same
+        window. Not to be called for a draft that was put back.
+        """
+        if not self.config.canary:
+            return
+        if not self._trial or self._trial.get(engine, version) != version:
+            self._trial, self._after, self.comparison = {}, [], None
+        self._trial[engine] = version
+        self._verdict = None
+        if not any(r.rounds for r in self._before):
+            self._end("keep", "nothing was drafted before, so nothing can have fallen")
+
+    def observe(self, request: ServedRequest) -> None:
+        """Take a finished request, also between trials: they are the window before."""
+        if self._bad.get(request.engine, set()).intersection(request.versions):
+            return
+        version = self._trial.get(request.engine)
+        if version is None or request.last_version < version:
+            self._before.append(request)
+        elif request.first_version == version and request.whole:
+            self._after.append(request)
+            self._decide()
+
+    def cycle_done(self) -> None:
+        """A training cycle ended: one less to wait after a rollback."""
+        self.backoff = max(0, self.backoff - 1)
+
+    def poll(self) -> Verdict | None:
+        """The verdict of a trial that has ended, once."""
+        verdict, self._verdict = self._verdict, None
+        return verdict
+
+    def forget(self, engine: str) -> None:
+        """An engine is gone."""
+        if self._trial.pop(engine, None) is not None and not self._trial:
+            self._end("keep", "the engine is gone")
+
+    def _decide(self) -> None:
+        cap, seen = self.config.canary_requests, len(self._after)
+        self.comparison = found = compare(self._before, self._after, cap=cap)
+        last = seen >= PATIENCE * cap
+        if found is None:
+            if last:
+                self._end(*self._without_comparison())
+            return
+        if found.requests < MIN_COMPARED and not last:
+            return
+        allowed = -self.config.canary_tolerance
+        said = (
+            f"served acceptance length {found.before:.3f} -> {found.after:.3f} "
+            f"({found.change:+.1%} +- {found.error:.1%}, {found.requests} requests)"
+        )
+        if found.change + found.bound < allowed:
+            self._end("rollback", said)
+        elif found.change - found.bound > allowed:
+            self._end("keep", said)
+        elif found.requests >= cap or last:
+            # The held-out gate spoke for the new draft: the doubt is its benefit.
+            worse = found.change + found.error < allowed
+            self._end("rollback" if worse else "keep", said)
+
+    def _without_comparison(self) -> tuple[Decision, str]:
+        drafting = sum(1 for r in self._before if r.rounds)
+        if any(r.rounds for r in self._after) or 2 * drafting < len(self._before):
+            return "keep", "no request is like those before the swap"
+        # It was worth drafting before and never is now: the controller gave it up.
+        return "rollback", "drafting stopped with the new draft"
+
+    def _end(self, decision: Decision, reason: str) -> None:
+        verdict = Verdict(decision, reason, len(self._after), self.comparison)
+        if decision == "keep":
+            self._in_a_row = 0
+            if self._after:
+                # The next window is this draft's own, unless it is too short to be one.
+                enough = len(self._after) >= self.config.canary_requests
+                kept = [] if enough else [*self._before][-self._size // 2 :]
+                self._before = deque([*kept, *self._after], maxlen=self._size)
+        else:
+            self.rollbacks += 1
+            self.backoff = min(
+                self.config.backoff_cycles << min(self._in_a_row, 16), _MAX_BACKOFF
+            )
+            self._in_a_row += 1
+            for engine, version in self._trial.items():
+                self._bad.setdefault(engine, set()).add(version)
+        self._trial, self._after = {}, []
+        self._verdict = verdict

@@ -1,0 +1,319 @@
+"""From a better candidate to a live draft, and back when serving says otherwise.
+
+Keeps the master weights of every version that is served or on its way, so that a draft
+refused by an engine, or beaten by the one before, costs nothing but itself. Order of
+events for one version: `offer` publishes it, engines install it, the canary compares
+served acceptance, the version is kept (and stored on disk) or taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_tide.config import TideConfig
+from vllm_tide.draft.checkpoint import canonical_name
+from vllm_tide.draft.config import DraftError
+from vllm_tide.train.canary import Canary, Verdict
+from vllm_tide.train.events import EventLog
+from vllm_tide.train.feeds import EngineVersions, Feeds
+from vllm_tide.train.head_store import HeadStore
+from vllm_tide.train.lazy_sync import LazySync
+from vllm_tide.train.served import ServedRequest
+from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.transport.publication import Publication
+
+logger = logging.getLogger("vllm_tide.train")
+
+Master = dict[str, Tensor]
+
+
+class Deployment:
+    """Decides which draft the engines serve.
+
+    Args:
+        feeds: Where drafts go.
+        trainer: Its live draft is the one deployed last and not taken back.
+        config: All sections.
+        store: Keeps good drafts over a restart; None keeps none.
+        events: Told of every decision.
+
+    Attributes:
+        published: Newest version published; 0 if none was.
+        installed: Newest version that some engine serves.
+        publications: Drafts published by this process.
+        refusals: Publications that every engine refused.
+        last_publish_unix: When the last one was published (s).
+    """
+
+    def __init__(
+        self,
+        feeds: Feeds,
+        trainer: Trainer,
+        config: TideConfig,
+        store: HeadStore | None,
+        events: EventLog,
+    ) -> None:
+        self._feeds, self._trainer, self._events = feeds, trainer, events
+        self._store = store
+        self.canary = Canary(config.deploy)
+        self.lazy = LazySync(config.deploy)
+        self._canary_on = config.deploy.canary
+        self.published = self.installed = 0
+        self.publications = self.refusals = 0
+        self.last_publish_unix: float | None = None
+        self._masters: dict[int, Master] = {0: trainer.snapshot()}
+        self._figures: dict[int, dict[str, Any]] = {}
+        self._good = 0  # the version to go back to
+        self._put_back: set[int] = set()
+        self._seen: dict[str, EngineVersions] = {}
+        self._refused: set[int] = set()
+
+    def adopt(self) -> None:
+        """After a restart: go on from what the engines hold, else from the store.
+
+        Raises:
+            DraftError: An engine serves a version whose weights are nowhere.
+        """
+        newest = self._feeds.latest()
+        serving = max((v.installed for v in self._feeds.versions().values()), default=0)
+        if newest is not None:
+            self._take_over(newest.version, master_of(newest))
+            return
+        stored = None if self._store is None else self._store.newest()
+        if stored is not None and serving in (0, stored.version):
+            tensors = {canonical_name(n): t for n, t in stored.tensors.items()}
+            self._trainer.restore(tensors)
+            version = self._publish({"restored": stored.version})
+            self._good = version
+            self._put_back.add(version)  # it has been tried before
+            self._events.add("restored", version=version, stored=stored.version)
+        elif serving:
+            raise DraftError(
+                f"an engine serves version {serving} and its weights are in no "
+                "segment and no store: restart the engine to train it again."
+            )
+
+    def observe(self, request: ServedRequest, now: float) -> None:
+        """Take a finished request.
+
+        Args:
+            request: What it was served.
+            now: Monotonic clock (seconds).
+        """
+        self.lazy.request_done(now)
+        self.canary.observe(request)
+
+    def tick(self) -> None:
+        """Read what the engines did; carry out the canary's verdict."""
+        versions = self._feeds.versions()
+        for engine, told in versions.items():
+            before = self._seen.get(engine)
+            self._seen[engine] = told
+            if before is None or told.installed != before.installed:
+                self._installed(engine, told, first=before is None)
+        for engine in [e for e in self._seen if e not in versions]:
+            del self._seen[engine]
+            self.canary.forget(engine)
+        self._read_refusals(versions)
+        verdict = self.canary.poll()
+        if verdict is not None:
+            self._carry_out(verdict)
+
+    def offer(self, result: CycleResult, now: float) -> None:
+        """A cycle was judged: publish its candidate if everything allows it.
+
+        A candidate that has to wait is not lost: training goes on from it.
+
+        Args:
+            result: Of the cycle.
+            now: Monotonic clock (seconds).
+        """
+        self.canary.cycle_done()
+        if result.new is not None and result.live is not None:
+            self.lazy.gain_measured(result.live.acceptance(), result.new.acceptance())
+        if not (result.publish and self.canary.may_publish and self.lazy.ready(now)):
+            return
+        self._publish(
+            {
+                "holdout_acceptance_new": _figure(result.new),
+                "holdout_acceptance_live": _figure(result.live),
+                "gain": result.gain,
+                "gain_error": result.gain_error,
+                "holdout_requests": len(result.new.requests) if result.new else 0,
+                "steps": self._trainer.steps,
+                "loss": result.loss,
+            }
+        )
+
+    @property
+    def waiting_for(self) -> str:
+        """Why a better draft would not be published now; empty if it would."""
+        if self.canary.undecided:
+            return "the canary of the last publication"
+        if self.canary.backoff:
+            return f"{self.canary.backoff} cycles after a rollback"
+        if not self.lazy.ready(time.monotonic()):
+            return "the spacing of publications"
+        return ""
+
+    def snapshot(self) -> dict[str, Any]:
+        """State for the status file."""
+        found = self.canary.comparison
+        spacing = self.lazy.spacing()
+        return {
+            "canary": {
+                "undecided": self.canary.undecided,
+                "rollbacks": self.canary.rollbacks,
+                "backoff_cycles": self.canary.backoff,
+                "requests": 0 if found is None else found.requests,
+                "served_before": None if found is None else found.before,
+                "served_after": None if found is None else found.after,
+            },
+            "spacing": {
+                "requests": spacing.requests,
+                "seconds": spacing.seconds,
+                "reason": spacing.reason,
+                "swap_seconds": self.lazy.swap_seconds,
+            },
+            "engines": {
+                engine: {
+                    "published": told.published,
+                    "installed": told.installed,
+                    "refused": told.refused,
+                    "refused_reason": told.refused_reason,
+                    "swap_pause_ms": told.swap_pause_ms,
+                }
+                for engine, told in self._seen.items()
+            },
+        }
+
+    def _take_over(self, version: int, master: Master) -> None:
+        self._trainer.restore(master)
+        self._masters[version] = self._trainer.snapshot()
+        self.published = self.installed = self._good = version
+        self._put_back.add(version)
+
+    def _publish(self, facts: dict[str, Any], *, parent: int | None = None) -> int:
+        trainer = self._trainer
+        version = self._feeds.publish(
+            as_wire(trainer.candidate_tensors()),
+            parent_version=self.published if parent is None else parent,
+            meta=facts,
+        )
+        trainer.published()
+        self._masters[version] = trainer.snapshot()
+        self._figures[version] = facts
+        self.published = version
+        self.publications += 1
+        self.last_publish_unix = time.time()
+        self.lazy.published(time.monotonic())
+        self._events.add("publish", version=version, **facts)
+        return version
+
+    def _installed(self, engine: str, told: EngineVersions, *, first: bool) -> None:
+        version = told.installed
+        if not first:
+            self.lazy.swap_measured(told.swap_pause_ms / 1e3)
+        self._trainer.buffer.set_version(version)
+        if version not in self._masters:
+            return
+        self.installed = max(self.installed, version)
+        if version == 0 or first or version in self._put_back:
+            return
+        if self._canary_on:
+            self.canary.begin(engine, version)
+        else:
+            self._keep(version, "")
+
+    def _keep(self, version: int, reason: str) -> None:
+        self._good = version
+        for old in [v for v in self._masters if v < version]:
+            del self._masters[old]
+        self._events.add("keep", version=version, reason=reason)
+        if self._store is None:
+            return
+        try:
+            self._store.put(
+                self._trainer.live_tensors(),
+                version,
+                held_out=self._figures.get(version),
+                served={"reason": reason},
+            )
+        except (OSError, DraftError) as error:
+            logger.error("the head store: %s", error)
+
+    def _carry_out(self, verdict: Verdict) -> None:
+        version = self.installed
+        if verdict.decision == "keep":
+            if version == self.published:
+                self._keep(version, verdict.reason)
+            return
+        good = self._masters.get(self._good)
+        if good is None:  # the process never knew its weights
+            return
+        self._trainer.restore(good)
+        number = self._publish(
+            {"rollback_of": version, "to": self._good, "reason": verdict.reason},
+            parent=self._good,
+        )
+        self._put_back.add(number)
+        self._masters.pop(version, None)
+        self._events.add(
+            "rollback",
+            version=version,
+            to=self._good,
+            requests=verdict.requests,
+            reason=verdict.reason,
+        )
+        self._good = number
+
+    def _read_refusals(self, versions: dict[str, EngineVersions]) -> None:
+        """A version that no engine took is not a draft to go on from."""
+        newest = self.published
+        if not newest or newest in self._refused or newest not in self._masters:
+            return
+        told = [v for v in versions.values() if v.published >= newest]
+        if not told or any(v.refused != newest for v in told):
+            return
+        self._refused.add(newest)
+        self.refusals += 1
+        self._masters.pop(newest, None)
+        serving = max((v.installed for v in told), default=0)
+        back = serving if serving in self._masters else self._good
+        self._events.add(
+            "refused", version=newest, reason=told[0].refused_reason, back_to=back
+        )
+        if back in self._masters:
+            self._trainer.restore(self._masters[back])
+            self.published = back
+
+
+def _figure(evaluation: Any) -> float | None:
+    return None if evaluation is None else evaluation.acceptance()
+
+
+def master_of(publication: Publication) -> Master:
+    """Tensors of a publication under EAGLE-3 names."""
+    tensors = {}
+    for name, item in publication.tensors.items():
+        raw = torch.from_numpy(item.data.copy())
+        dtype = getattr(torch, item.dtype)
+        tensors[canonical_name(name)] = raw.view(dtype).view(item.shape)
+    return tensors
+
+
+def as_wire(tensors: Master) -> dict[str, tuple[str, tuple[int, ...], Any]]:
+    """Tensors as `Feeds.publish` takes them: dtype, shape, bytes."""
+    return {
+        name: (
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            value.contiguous().flatten().view(torch.uint8).numpy(),
+        )
+        for name, value in tensors.items()
+    }

@@ -1,0 +1,62 @@
+"""What the trainer decided and when: one JSON object a line, for people and reports.
+
+Numbers and fixed words only; nothing of any request. Bounded: at the limit the older
+half is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.train.status import finite
+
+logger = logging.getLogger("vllm_tide.train")
+
+MAX_BYTES = 4 << 20
+
+
+class EventLog:
+    """Appends to `events-<name>.jsonl`, mode 0600; a full disk never stops training.
+
+    Args:
+        run_dir: Run directory.
+        name: Engine the trainer reports under.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.path = run_dir / f"events-{name}.jsonl"
+        self.failed_writes = 0
+
+    def add(self, event: str, **facts: Any) -> None:
+        """Append one event.
+
+        Args:
+            event: cycle, publish, rollback, keep, shift, pause, refused, joined, left,
+                restored or purge.
+            facts: JSON-able; a number that is not finite becomes null.
+        """
+        line = {"unix": round(time.time(), 3), "event": event}
+        line |= finite(facts)
+        logger.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if k != "unix"))
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(fd, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                size = file.tell()
+            if size > MAX_BYTES:
+                self._halve()
+        except OSError:
+            self.failed_writes += 1
+
+    def _halve(self) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        staged = self.path.with_suffix(".new")
+        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.writelines(lines[len(lines) // 2 :])
+        os.replace(staged, self.path)

@@ -1,0 +1,339 @@
+"""A feed through a spool: nothing is shared with the engine but storage.
+
+A thread of its own talks to the storage: it fetches shards ahead, sends heads and says
+that the trainer lives. So storage that is slow, or hangs, never stops a training step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.publication import Publication, TensorInput
+from vllm_tide.transport.record import Record
+from vllm_tide.transport.spool import (
+    BEAT_S,
+    DEAD_S,
+    EngineFolder,
+    EngineState,
+    Freshness,
+    ReaderState,
+    checked_name,
+    instance_gone,
+    this_instance,
+)
+from vllm_tide.transport.spool_heads import (
+    EncodedHead,
+    HeadConflict,
+    encode_head,
+    latest_head,
+    read_head,
+    write_head,
+)
+from vllm_tide.transport.spool_models import local_models
+from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_store import Store, open_store
+from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
+
+logger = logging.getLogger("vllm_tide.train")
+
+POLL_S = 0.25
+"""How often the storage is looked at (s)."""
+PREFETCHED_SHARDS = 2
+CURSOR_S = 1.0
+"""How often the cursor is written (s): what a killed trainer reads twice, at most."""
+_CLOSE_S, _CLOSE_WITH_HEAD_S = 5.0, 60.0
+
+
+@dataclass
+class _Fetched:
+    """A shard whose first `taken` records were handed out."""
+
+    number: int
+    records: deque[Record]
+    taken: int
+
+
+class SpoolFeed:
+    """Attaches to an engine through a spool; see ``feed.Feed``.
+
+    Args:
+        store: The spool, or its URL.
+        engine_id: The engine.
+        reader: Name of this trainer: a trainer of the same name goes on where the one
+            before stopped; trainers of two names read everything each.
+        publishes: Whether it sends heads: one reader of an engine may.
+        cache: Where models are copied to; see ``spool_models.local_models``.
+        threaded: False leaves the storage to :meth:`heartbeat`, for tests.
+
+    Raises:
+        TransportError: The engine is not in the spool, speaks another format, or has
+            such a trainer already.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        engine_id: str,
+        *,
+        reader: str = "trainer",
+        publishes: bool = True,
+        cache: Path | None = None,
+        threaded: bool = True,
+    ) -> None:
+        store = open_store(store) if isinstance(store, str) else store
+        self._folder = EngineFolder(store, engine_id)
+        entry = self._folder.read_engine()
+        if entry is None:
+            raise TransportError(
+                f"engine {engine_id} is not in {store.url}: is its relay running?"
+            )
+        self._entry, self._cache = entry, cache
+        self.id = engine_id
+        self.manifest, self.spec = entry.manifest, entry.spec
+        self.identity = entry.identity
+        self._name = checked_name(reader, "reader")
+        before = self._claim(publishes)
+        self._said = replace(before, instance=this_instance(), publishes=publishes)
+        self._reader = SpoolReader(self._folder, self.spec, before.shard)
+        self._state = self._folder.read_state() or EngineState()
+        self._fresh, self._reached = Freshness(), time.monotonic()
+        self._fresh.look(self._state.unix)
+        self._latest = max(latest_head(self._folder), self._state.published_version)
+        self._lock = threading.Lock()
+        self._queue: deque[_Fetched] = deque()
+        self._cursor = (before.shard, before.index)
+        self._collect = True
+        self._pending: EncodedHead | None = None
+        self._lost = ""
+        self._failing = ""
+        self._beat = time.monotonic()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._say(force=True)
+        if threaded:
+            self._thread = threading.Thread(
+                target=self._work, name=f"vllm-tide-spool-{engine_id}", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def latest_version(self) -> int:
+        """See ``feed.Feed``."""
+        return max(self._latest, self._state.published_version)
+
+    def models(self) -> tuple[Path, Path]:
+        """See ``feed.Feed``; copied out of the spool where this host lacks them."""
+        return local_models(self._folder, self._entry, self._cache)
+
+    def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
+        """See ``feed.Feed``."""
+        records: list[Record] = []
+        rows = 0
+        with self._lock:
+            while len(records) < limit and (max_rows is None or rows < max_rows):
+                while self._queue and not self._queue[0].records:
+                    self._cursor = (self._queue.popleft().number + 1, 0)
+                if not self._queue:
+                    break
+                shard = self._queue[0]
+                records.append(shard.records.popleft())
+                rows += max(records[-1].num_rows, 1)
+                shard.taken += 1
+                self._cursor = (shard.number, shard.taken)
+        return records
+
+    def heartbeat(self) -> None:
+        """See ``feed.Feed``."""
+        if self._lost:
+            raise TransportError(self._lost)
+        self._beat = time.monotonic()
+        if self._thread is None and not self._closing.is_set():
+            self.poll()
+
+    def alive(self) -> bool:
+        """See ``feed.Feed``."""
+        if self._queue:
+            return True
+        if self._state.running and self._fresh.fresh:
+            return True
+        unread = self._reader.next_shard <= self._state.last_shard
+        return unread and time.monotonic() - self._reached < DEAD_S
+
+    def feedback(self) -> WeightsFeedback:
+        """See ``feed.Feed``; as the relay last said."""
+        state = self._state
+        return WeightsFeedback(
+            installed_version=state.installed_version,
+            refused_version=state.refused_version,
+            refused_reason=state.refused_reason,
+            engine_alive=state.running and self._fresh.fresh,
+            swap_pause_ms_last=state.swap_pause_ms,
+        )
+
+    def publish(
+        self,
+        tensors: Mapping[str, TensorInput],
+        *,
+        version: int,
+        parent_version: int,
+        meta: dict[str, Any],
+    ) -> None:
+        """See ``feed.Feed``. Sent in the background; a newer head replaces it."""
+        if version <= self.latest_version:
+            raise TransportError(
+                f"version {version} is not newer than {self.latest_version}"
+            )
+        head = encode_head(
+            tensors, version=version, parent_version=parent_version, meta=meta
+        )
+        with self._lock:
+            self._pending = head
+            self._latest = version
+
+    def latest(self) -> Publication | None:
+        """See ``feed.Feed``."""
+        version = latest_head(self._folder)
+        if version == 0:
+            return None
+        try:
+            return read_head(self._folder, version)
+        except WeightsRefused as refusal:
+            logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
+            return None
+
+    def set_collect(self, wanted: bool) -> None:
+        """See ``feed.Feed``. The relay heeds it at its next look."""
+        self._collect = wanted
+
+    def stats(self) -> dict[str, int]:
+        """See ``feed.Feed``."""
+        state, skipped = self._state, self._reader.skipped
+        return {
+            "dropped_rows": state.dropped_rows,
+            "shards_removed": skipped["removed"],
+            "shards_damaged": skipped["damaged"],
+            "corrupt_records": skipped["unfit"],
+            "waiting_shards": len(self._queue)
+            + max(state.last_shard + 1 - self._reader.next_shard, 0),
+        }
+
+    def close(self) -> None:
+        """See ``feed.Feed``. Waits for a head under way, a minute at most."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._thread is None:
+            self.poll()
+            return
+        if time.monotonic() - self._reached > _CLOSE_S:
+            return  # the storage hangs: the thread ends whenever it comes back
+        patience = _CLOSE_S if self._pending is None else _CLOSE_WITH_HEAD_S
+        self._thread.join(timeout=patience)
+
+    def poll(self) -> None:
+        """One round with the storage; a failure is logged and tried again."""
+        try:
+            self._exchange()
+        except HeadConflict as error:
+            self._lost = str(error)
+            self._pending = None
+        except TransportError as error:
+            sentence = str(error)
+            if sentence != self._failing:  # once per cause, not per try
+                logger.error("engine %s: %s", self.id, sentence)
+            self._failing = sentence
+        else:
+            self._failing = ""
+            self._reached = time.monotonic()
+
+    def _work(self) -> None:
+        while not self._closing.wait(POLL_S):
+            self.poll()
+        self.poll()
+
+    def _exchange(self) -> None:
+        closing = self._closing.is_set()
+        state = self._folder.read_state()
+        if state is not None:
+            self._fresh.look(state.unix)
+            self._state = state
+        while not closing and len(self._queue) < PREFETCHED_SHARDS:
+            if not self._fetch():
+                break
+        head = self._pending
+        if head is not None:
+            write_head(self._folder, head)
+            with self._lock:
+                if self._pending is head:  # no newer one came meanwhile
+                    self._pending = None
+        # A trainer that hangs must not look alive because this thread is.
+        if closing or time.monotonic() - self._beat < DEAD_S:
+            self._say(running=not closing, force=closing)
+
+    def _fetch(self) -> bool:
+        shard = self._reader.fetch(self._state)
+        if shard is None:
+            return False
+        records = deque(shard.records)
+        with self._lock:
+            number, index = self._cursor
+            taken = index if number == shard.number and not self._queue else 0
+            for _ in range(min(taken, len(records))):
+                records.popleft()  # taken before a restart
+            self._queue.append(_Fetched(shard.number, records, taken))
+        return True
+
+    def _say(self, *, running: bool = True, force: bool = False) -> None:
+        with self._lock:
+            shard, index = self._cursor
+        said, now = self._said, time.time()
+        # A step of the clock either way must not silence us.
+        age = abs(now - said.unix)
+        changed = said.collect != self._collect or (
+            age >= CURSOR_S and (said.shard, said.index) != (shard, index)
+        )
+        if not (force or changed or age >= BEAT_S):
+            return
+        told = replace(
+            said,
+            unix=now,
+            running=running,
+            collect=self._collect,
+            shard=shard,
+            index=index,
+        )
+        self._folder.write_reader(self._name, told)
+        self._said = told
+
+    def _claim(self, publishes: bool) -> ReaderState:
+        """Where a reader of this name stopped.
+
+        Raises:
+            TransportError: If a live one exists, or another one publishes.
+        """
+        me, found = this_instance(), self._folder.read_readers()
+        for name, state in found.items():
+            same = name == self._name
+            rival = same or (publishes and state.publishes)
+            if rival and state.instance != me and _lives(state):
+                what = "reads" if same else "publishes"
+                raise TransportError(
+                    f"a trainer named {name!r} already {what} engine {self.id} in "
+                    f"{self._folder.store.url}: stop it, or wait {DEAD_S:.0f} s if it "
+                    "died"
+                )
+        return found.get(self._name, ReaderState(me))
+
+
+def _lives(state: ReaderState) -> bool:
+    """Whether a trainer may be alive; clocks of two hosts are trusted to 20 s here."""
+    recent = abs(time.time() - state.unix) < DEAD_S
+    return state.running and recent and not instance_gone(state.instance)

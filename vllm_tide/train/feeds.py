@@ -1,0 +1,423 @@
+"""Many engines, one trainer: their records in fair shares, one head for all of them.
+
+An engine joins when it is found and fits, and is dropped when it dies or its storage is
+lost; the others never notice. Each gets a new head at once and swaps it in when it is
+ready; nobody waits for anybody.
+
+Heads are numbered across engines. An engine that is ahead of the numbers (it had
+another trainer before) gets a head under a higher version of its own; what this module
+says about versions is always in the trainer's numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm_tide.train.feed import Feed
+from vllm_tide.train.feed_ring import RingFeed
+from vllm_tide.train.feed_sources import RunDirSource, Source, SpoolSource
+from vllm_tide.train.feed_spool import SpoolFeed
+from vllm_tide.train.feed_turns import FairTurns
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.publication import Publication, TensorInput
+from vllm_tide.transport.record import Record
+from vllm_tide.transport.spool_heads import as_input
+from vllm_tide.transport.spool_identity import difference
+
+__all__ = [
+    "Changes",
+    "EngineVersions",
+    "Feed",
+    "Feeds",
+    "RingFeed",
+    "RunDirSource",
+    "Source",
+    "SpoolFeed",
+    "SpoolSource",
+    "open_feeds",
+]
+
+logger = logging.getLogger("vllm_tide.train")
+
+LOOK_S = 1.0
+"""How often engines are looked for (s)."""
+RETRY_S = 10.0
+"""An engine that could not be attached is tried again after this (s)."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class EngineVersions:
+    """Heads of one engine, in the trainer's numbers.
+
+    Args:
+        published: Newest sent to it, 0 if none was.
+        installed: The one that serves; 0 is the head it started with.
+        refused: The last it refused, 0 if none.
+        refused_reason: Why.
+        swap_pause_ms: How long the last installation held serving up.
+        alive: Whether the engine lives.
+    """
+
+    published: int
+    installed: int
+    refused: int
+    refused_reason: str
+    swap_pause_ms: float
+    alive: bool
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a look at the engines found.
+
+    Args:
+        joined: Engines that joined.
+        left: Engines that were dropped, and why.
+    """
+
+    joined: tuple[str, ...]
+    left: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Head:
+    version: int
+    parent_version: int
+    meta: dict[str, Any]
+    tensors: Mapping[str, TensorInput]
+
+
+@dataclass
+class _Member:
+    feed: Feed
+    source: Source
+
+
+class Feeds:
+    """The engines of one trainer.
+
+    The first engine decides what the others must have in common with it; of several
+    found at once that is the newest.
+
+    Args:
+        sources: Where to look for engines.
+
+    Attributes:
+        refused: Sentences about engines that are live and cannot join.
+        failed_publications: Heads that could not be sent, over all engines.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._members: dict[str, _Member] = {}
+        self._turns = FairTurns()
+        self._reference: tuple[str, dict[str, str]] | None = None
+        self._barred: set[str] = set()
+        self._retry_at: dict[str, float] = {}
+        self._next_look = 0.0
+        self._left: dict[str, str] = {}
+        self._head: _Head | None = None
+        self._counter = 0
+        # version an engine knows -> the trainer's number, where they differ
+        self._numbers: dict[str, dict[int, int]] = {}
+        self._collect = True
+        self.refused: dict[str, str] = {}
+        self.failed_publications = 0
+
+    def __len__(self) -> int:
+        """Number of engines."""
+        return len(self._members)
+
+    @property
+    def ids(self) -> list[str]:
+        """The engines, in the order they joined."""
+        return list(self._members)
+
+    def feed(self, engine_id: str) -> Feed:
+        """The feed of an engine.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        return self._members[engine_id].feed
+
+    @property
+    def reference(self) -> Feed | None:
+        """The feed a trainer is made from; None while there is no engine."""
+        if self._reference is not None and self._reference[0] in self._members:
+            return self._members[self._reference[0]].feed
+        return next((member.feed for member in self._members.values()), None)
+
+    def poll(self) -> Changes:
+        """Drop engines that died, take in those that came; cheap enough for each step.
+
+        Raises:
+            TransportError: If a run directory is another user's.
+        """
+        joined: list[str] = []
+        for member in list(self._members.values()):
+            if self._try(member, member.feed.alive) is False:
+                self._drop(member, "its engine is gone")
+                member.source.gone(member.feed.id)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            for source in self._sources:
+                # The newest first, so that it is the reference.
+                for engine_id in reversed(source.find()):
+                    if self._may_join(engine_id, now) and self._join(source, engine_id):
+                        joined.append(engine_id)
+        left, self._left = self._left, {}
+        return Changes(tuple(joined), left)
+
+    def read(
+        self, limit: int = 256, max_rows: int | None = None
+    ) -> list[tuple[str, list[Record]]]:
+        """Take records out in fair shares of rows; never waits.
+
+        While engines have more than is asked for, each sends as
+        many rows as any other, whatever the size of its records. What an engine does
+        not use the others get.
+
+        Args:
+            limit: Most records.
+            max_rows: Most rows, about: a record is never split.
+
+        Returns:
+            Engine and records, in each engine's order; one pair per engine at most.
+        """
+        found = self._turns.read(self._take, limit, max_rows)
+        return [(engine_id, records) for engine_id, records in found.items() if records]
+
+    def heartbeat(self) -> None:
+        """Say to every engine that the trainer lives."""
+        for member in list(self._members.values()):
+            self._try(member, member.feed.heartbeat)
+
+    def set_collect(self, wanted: bool) -> None:
+        """Ask every engine, and those that join later, for full rows or light ones."""
+        self._collect = wanted
+        for member in list(self._members.values()):
+            self._try(member, partial(member.feed.set_collect, wanted))
+
+    @property
+    def next_version(self) -> int:
+        """Number of the next head: newer than anything any engine was sent."""
+        latest = [member.feed.latest_version for member in self._members.values()]
+        return max([self._counter, *latest]) + 1
+
+    def publish(
+        self,
+        tensors: Mapping[str, TensorInput],
+        *,
+        parent_version: int,
+        meta: dict[str, Any],
+        engines: Collection[str] | None = None,
+    ) -> int:
+        """Send a head to the engines.
+
+        Args:
+            tensors: By name: dtype as torch names it, shape, and its bytes. Kept, and
+                sent to engines that join later: do not change them.
+            parent_version: Number of the head it was trained from.
+            meta: JSON-able facts for the log.
+            engines: Only these, and none that joins later.
+
+        Returns:
+            Its number.
+
+        Raises:
+            TransportError: If no engine could be sent it.
+            ValueError: If a tensor contradicts itself.
+        """
+        version = self.next_version
+        head = _Head(version, parent_version, meta, tensors)
+        if engines is None:
+            self._head = head
+        self._counter = version
+        failed = ""
+        sent = 0
+        for engine_id, member in list(self._members.items()):
+            if engines is not None and engine_id not in engines:
+                continue
+            sentence = self._send(member, head)
+            sent += not sentence
+            failed = sentence or failed
+        if failed and not sent:
+            raise TransportError(failed)
+        return version
+
+    def versions(self) -> dict[str, EngineVersions]:
+        """What each engine did with the heads."""
+        told: dict[str, EngineVersions] = {}
+        for engine_id, member in list(self._members.items()):
+            feedback = self._try(member, member.feed.feedback)
+            if feedback is None:
+                continue
+            told[engine_id] = EngineVersions(
+                published=self.number_of(engine_id, member.feed.latest_version),
+                installed=self.number_of(engine_id, feedback.installed_version),
+                refused=self.number_of(engine_id, feedback.refused_version),
+                refused_reason=feedback.refused_reason,
+                swap_pause_ms=feedback.swap_pause_ms_last,
+                alive=feedback.engine_alive,
+            )
+        return told
+
+    def number_of(self, engine_id: str, version: int) -> int:
+        """The trainer's number of a version as an engine's records say it."""
+        return self._numbers.get(engine_id, {}).get(version, version)
+
+    def latest(self) -> Publication | None:
+        """The newest head that no engine refused: to go on from after a restart.
+
+        Engines that have an older one, and those that join later, are sent it.
+        """
+        newest: Publication | None = None
+        for member in list(self._members.values()):
+            found = self._try(member, member.feed.latest)
+            feedback = self._try(member, member.feed.feedback)
+            if found is None or feedback is None:
+                continue
+            if found.version == feedback.refused_version:
+                continue
+            if newest is None or found.version > newest.version:
+                newest = found
+        if newest is not None:
+            self._head = _Head(
+                newest.version, newest.parent_version, newest.meta, as_input(newest)
+            )
+            self._counter = max(self._counter, newest.version)
+            for member in list(self._members.values()):
+                if member.feed.latest_version < newest.version:
+                    self._send(member, self._head)
+        return newest
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters of each feed."""
+        return {name: member.feed.stats() for name, member in self._members.items()}
+
+    def close(self) -> None:
+        """Let every engine go. Idempotent."""
+        for source in self._sources:
+            source.close()
+        for member in list(self._members.values()):
+            member.feed.close()
+        self._members.clear()
+        self._turns = FairTurns()
+
+    def _take(self, engine_id: str, limit: int, max_rows: int) -> list[Record] | None:
+        member = self._members[engine_id]
+        return self._try(member, partial(member.feed.read, limit, max_rows))
+
+    def _may_join(self, engine_id: str, now: float) -> bool:
+        if engine_id in self._members or engine_id in self._barred:
+            return False
+        return now >= self._retry_at.get(engine_id, 0.0)
+
+    def _join(self, source: Source, engine_id: str) -> bool:
+        try:
+            identity = source.identity(engine_id)
+            if self._reference is not None:
+                other = difference(engine_id, identity, *self._reference)
+                if other:  # it will not change while it lives
+                    self._barred.add(engine_id)
+                    raise TransportError(other)
+            feed = source.open(engine_id)
+        except TransportError as error:
+            self._retry_at[engine_id] = time.monotonic() + RETRY_S
+            if self.refused.get(engine_id) != str(error):
+                logger.warning("engine %s does not join: %s", engine_id, error)
+            self.refused[engine_id] = str(error)
+            return False
+        self._reference = self._reference or (engine_id, identity)
+        self.refused.pop(engine_id, None)
+        member = _Member(feed, source)
+        self._members[engine_id] = member
+        self._turns.join(engine_id)
+        logger.info("engine %s joins: %d now", engine_id, len(self._members))
+        self._try(member, partial(feed.set_collect, self._collect))
+        head = self._head
+        if head is not None and self._holds(feed) != head.version:
+            self._send(member, head)
+        return engine_id in self._members
+
+    def _holds(self, feed: Feed) -> int:
+        """Number of the newest head an engine was sent."""
+        return self.number_of(feed.id, feed.latest_version)
+
+    def _send(self, member: _Member, head: _Head) -> str:
+        """Send a head; the sentence if it failed. The engine stays: it still feeds."""
+        feed = member.feed
+        version = head.version
+        if version <= feed.latest_version:
+            version = self.next_version
+            self._counter = version
+            self._numbers.setdefault(feed.id, {})[version] = head.version
+        try:
+            feed.publish(
+                head.tensors,
+                version=version,
+                parent_version=head.parent_version,
+                meta=head.meta,
+            )
+        except TransportError as error:
+            self.failed_publications += 1
+            logger.error("engine %s: head %d: %s", feed.id, head.version, error)
+            return str(error)
+        return ""
+
+    def _try(self, member: _Member, function: Callable[[], _Result]) -> _Result | None:
+        """Call a feed; one that fails is dropped, the others go on."""
+        if member.feed.id not in self._members:
+            return None
+        try:
+            return function()
+        except TransportError as error:
+            self._drop(member, str(error))
+            return None
+
+    def _drop(self, member: _Member, why: str) -> None:
+        engine_id = member.feed.id
+        del self._members[engine_id]
+        self._turns.leave(engine_id)
+        self._left[engine_id] = why
+        self._retry_at[engine_id] = time.monotonic() + RETRY_S
+        logger.warning(
+            "engine %s is dropped: %s; %d left", engine_id, why, len(self._members)
+        )
+        member.feed.close()
+
+
+def open_feeds(
+    run_dir: Path | None = None,
+    spool: str | None = None,
+    engine_id: str | None = None,
+    *,
+    reader: str = "trainer",
+) -> Feeds:
+    """The engines of a run directory, of a spool, or of both.
+
+    Args:
+        run_dir: Where engines of this host announce themselves.
+        spool: Directory or fsspec URL that relays write to.
+        engine_id: Only this engine; all that fit when None.
+        reader: Name of this trainer in the spool.
+
+    Raises:
+        TransportError: If the spool cannot be opened.
+    """
+    sources: list[Source] = []
+    if run_dir is not None:
+        sources.append(RunDirSource(run_dir, engine_id))
+    if spool is not None:
+        sources.append(SpoolSource(spool, engine_id, reader=reader))
+    return Feeds(sources)

@@ -1,0 +1,325 @@
+"""The last good drafts on disk: a restarted server begins with the newest of them.
+
+A stored draft is two files, `<name>.safetensors` and `<name>.json`. The JSON holds the
+SHA-256 of the tensors and of itself and is renamed into place last: without it there is
+no draft. What is damaged, foreign (another target or another draft shape) or writable
+by others is never loaded, and the store says why. No lock: names never repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from vllm_tide.draft.config import DraftError
+
+logger = logging.getLogger("vllm_tide.train")
+
+FORMAT = 1
+Figure = float | int | str | None
+_TENSORS, _MANIFEST, _TEMPORARY = ".safetensors", ".json", ".part"
+_ABANDONED_S = 3600.0  # age at which what a killed writer left is removed
+_MAX_MANIFEST_BYTES = 1 << 20
+# What differs between two writings of one config without changing the draft.
+_VOLATILE = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+)
+
+
+class HeadRefused(DraftError):
+    """A stored draft is damaged, foreign or unsafe; the message says which."""
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A draft as it was stored.
+
+    Attributes:
+        tensors: By checkpoint name, as they were put.
+        version: Version it had when it was served; later runs count anew.
+        fingerprint: Of target and draft shape.
+        created_unix: When it was stored (s).
+        held_out: Figures of the held-out evaluation.
+        served: Figures of serving.
+        path: Of the tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    version: int
+    fingerprint: str
+    created_unix: float
+    held_out: dict[str, Figure]
+    served: dict[str, Figure]
+    path: Path
+
+
+def head_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
+    """SHA-256 (hexadecimal) of what a stored draft must fit.
+
+    Args:
+        target: Fingerprint of the target (`draft.target.rows_fingerprint`).
+        draft_config: The draft's `config.json`.
+    """
+    kept = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
+    text = json.dumps([target, kept], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+class HeadStore:
+    """The drafts of one fingerprint in a directory, which others may share.
+
+    Args:
+        directory: Made with mode 0700 if absent.
+        fingerprint: From `head_fingerprint`.
+        keep: Drafts kept, newest first.
+
+    Attributes:
+        refused: Why stored drafts were passed over, newest last; at most 32.
+
+    Raises:
+        DraftError: The directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str, keep: int = 3) -> None:
+        self.directory, self.fingerprint = directory, fingerprint
+        self.keep = max(1, keep)
+        self.refused: list[str] = []
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise DraftError(
+                f"tide.train.state_dir: {directory} cannot be used "
+                f"({error.strerror}); give a writable directory."
+            ) from None
+
+    def put(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        *,
+        held_out: Mapping[str, Figure] | None = None,
+        served: Mapping[str, Figure] | None = None,
+    ) -> Path:
+        """Store a draft; it is on disk, whole, when this returns.
+
+        Args:
+            tensors: By checkpoint name; copied to the CPU.
+            version: Version it is served as.
+            held_out: Figures of the held-out evaluation.
+            served: Figures of serving.
+
+        Returns:
+            Path of the tensors.
+
+        Raises:
+            HeadRefused: A tensor is not finite.
+            OSError: It cannot be written; what was stored before is untouched.
+        """
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise HeadRefused(f"head store: {name} is not finite.")
+        plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
+        data = save(plain, metadata={"format": "pt"})
+        names = self._names()
+        number = 1 + (max(_number(name) for name in names) if names else 0)
+        name = f"{self._prefix}{number:08d}-{secrets.token_hex(4)}"
+        manifest = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "version": version,
+            "created_unix": time.time(),
+            "size": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "held_out": _finite(held_out or {}),
+            "served": _finite(served or {}),
+        }
+        text = json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1)
+        path = self.directory / (name + _TENSORS)
+        _write(path, data)
+        _write(self.directory / (name + _MANIFEST), text.encode("utf-8"))
+        self._prune()
+        return path
+
+    def newest(self) -> StoredHead | None:
+        """The newest stored draft that is whole and ours; None if there is none."""
+        return next(self.heads(), None)
+
+    def heads(self) -> Iterator[StoredHead]:
+        """Stored drafts, newest first; those that may not be loaded are passed over."""
+        for name in reversed(self._names()):
+            try:
+                yield read_head(self.directory / (name + _TENSORS), self.fingerprint)
+            except HeadRefused as error:
+                logger.warning("%s", error)
+                self.refused = [*self.refused, str(error)][-32:]
+
+    def drop(self, head: StoredHead) -> None:
+        """Remove a stored draft, for one that turned out bad."""
+        self._remove(head.path.name.removesuffix(_TENSORS))
+
+    @property
+    def _prefix(self) -> str:
+        return f"head-{self.fingerprint[:16]}-"
+
+    def _names(self) -> list[str]:
+        """Names of our drafts, oldest first."""
+        found = [
+            path.name.removesuffix(_MANIFEST)
+            for path in self.directory.glob(f"{self._prefix}*{_MANIFEST}")
+        ]
+        return sorted(found, key=lambda name: (_number(name), name))
+
+    def _prune(self) -> None:
+        for name in self._names()[: -self.keep]:
+            self._remove(name)
+        long_ago = time.time() - _ABANDONED_S
+        for path in self.directory.iterdir():
+            left = path.name.endswith(_TEMPORARY) or (
+                path.name.startswith(self._prefix)
+                and path.name.endswith(_TENSORS)
+                and not path.with_suffix(_MANIFEST).exists()
+            )
+            with contextlib.suppress(OSError):
+                if left and path.lstat().st_mtime < long_ago:
+                    path.unlink()
+
+    def _remove(self, name: str) -> None:
+        # The manifest first: it alone makes the tensors a stored draft.
+        for suffix in (_MANIFEST, _TENSORS):
+            with contextlib.suppress(OSError):
+                (self.directory / (name + suffix)).unlink()
+
+
+def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
+    """Read one stored draft.
+
+    Args:
+        path: Of the tensors or of the manifest.
+        fingerprint: What it must fit; None takes any.
+
+    Raises:
+        HeadRefused: It is damaged, foreign, absent or writable by others.
+    """
+    where = path.with_suffix(_TENSORS)
+    raw = _read(path.with_suffix(_MANIFEST), _MAX_MANIFEST_BYTES)
+    try:
+        manifest = json.loads(raw)
+        if manifest["format"] != FORMAT:
+            raise HeadRefused(
+                f"{where}: stored in format {manifest['format']!r}, not {FORMAT}."
+            )
+        claimed = manifest.pop("self_sha256")
+        if claimed != _digest(manifest):
+            raise HeadRefused(f"{where}: its manifest is damaged.")
+        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
+            raise HeadRefused(f"{where}: made for another target or draft.")
+        data = _read(where, int(manifest["size"]))
+        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+            raise HeadRefused(f"{where}: its tensors are damaged.")
+        return StoredHead(
+            tensors=load(data),
+            version=int(manifest["version"]),
+            fingerprint=str(manifest["fingerprint"]),
+            created_unix=float(manifest["created_unix"]),
+            held_out=dict(manifest["held_out"]),
+            served=dict(manifest["served"]),
+            path=where,
+        )
+    except HeadRefused:
+        raise
+    except (
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        SafetensorError,
+    ) as error:
+        raise HeadRefused(
+            f"{where}: cannot be understood ({type(error).__name__})."
+        ) from None
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """Bytes of a file that is ours alone to write, read once.
+
+    Raises:
+        HeadRefused: It is absent, no plain file, unsafe, or larger than `max_bytes`.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise HeadRefused(f"{path}: is no plain file.")
+            others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if others or status.st_uid not in (0, os.geteuid()):
+                raise HeadRefused(
+                    f"{path}: another user could have written it; make it yours "
+                    "(chown) and writable by you alone (chmod 600)."
+                )
+            if status.st_size > max_bytes:
+                raise HeadRefused(f"{path}: is damaged (larger than it should be).")
+            return file.read()
+    except OSError as error:
+        raise HeadRefused(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Put a file in place, mode 0600, so that a crash leaves all of it or nothing."""
+    # mkstemp makes it 0600, whatever the umask.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=_TEMPORARY)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _finite(figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """JSON has no NaN."""
+    return {
+        name: None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in figures.items()
+    }
+
+
+def _number(name: str) -> int:
+    try:
+        return int(name.split("-")[2])
+    except (IndexError, ValueError):
+        return 0

@@ -1,0 +1,348 @@
+"""Terms of the training loss and their gradients (eagle3-training.md c.5).
+
+Every term has the logit gradient of a cross entropy with a pseudo target t:
+
+    d l / d z = (sum t) q - t,   t = -q * d l / d q  (a multiple of q may be added)
+
+so a weighted sum of terms costs one softmax and one weighted sum of their targets.
+
+    forward_kl  sum p log(p/q)             t = p
+    reverse_kl  sum q log(q/p)             t = -q log(q/p)
+    tv          1 - a, a = sum min(p,q)    t = q 1[q <= p]
+    nla         -log a                     t = q 1[q <= p] / a
+    lk_hybrid   L kl + (1 - L) tv          t = L p^ + (1 - L) q 1[q <= p]
+    next_token  -log q_x                   t = 1_x
+    discard     sum f log(f/q)             t = f, top k of p renormalised
+
+`discard` is the second part of Aurora's eq. 3, filtered as its section 3 says.
+
+The KL terms take p^, renormalised over the draft vocabulary; tv, nla and the tv part of
+lk_hybrid take the target's true mass there, which is what verification accepts.
+
+Shapes: n rows, V draft vocabulary, B outcomes the teacher tells apart (V, or k + 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vllm_tide.config import ConfigError, TrainConfig
+
+NEXT_TOKEN, DISCARD = "next_token", "discard"
+FLOOR = 1e-30  # smallest teacher probability whose logarithm is taken
+MIN_ACCEPTANCE = 1e-5  # -log a is cut here: a cold draft starts below it
+# Terms that need the target's mass on the draft vocabulary, not only its shape there.
+_ACCEPTANCE = frozenset({"tv", "nla", "lk_hybrid"})
+
+
+class Outcomes:
+    """Teacher and draft over all V draft tokens, n rows.
+
+    Attributes:
+        z: [n, V] logits, at least fp32.
+        q: [n, V] their softmax; `combine` overwrites it.
+        lse: [n] logarithm of the sum of exp(z).
+        p: [n, B] teacher, sums to one.
+        plogp: [n] sum of p log p.
+        mass: [n] true mass of the draft vocabulary under the target; None means one.
+    """
+
+    def __init__(
+        self, z: Tensor, p: Tensor, plogp: Tensor, mass: Tensor | None = None
+    ) -> None:
+        """Take the softmax."""
+        self.z, self.p, self.plogp, self.mass = z, p, plogp, mass
+        top = z.amax(-1)
+        self.q = torch.softmax(z, dim=-1)
+        self.lse = top - self.q.amax(-1).log()  # saves a pass over z
+
+    @property
+    def outcome_q(self) -> Tensor:
+        """[n, B] draft's probability of each outcome."""
+        return self.q
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """[n, B] logarithm of `outcome_q`; zero where that outcome cannot happen."""
+        return self.z - self.lse[:, None]
+
+    @property
+    def listed_p(self) -> Tensor:
+        """Columns of `p` that stand for one token each."""
+        return self.p
+
+    def cross_entropy(self) -> Tensor:
+        """[n], -sum p log q."""
+        return self.lse - torch.linalg.vecdot(self.p, self.z)
+
+    def spread(self, target: Tensor) -> Tensor:
+        """Pseudo target [n, B] over outcomes to [n, V] over tokens."""
+        return target
+
+    @cached_property
+    def true_p(self) -> Tensor:
+        """[n, B] target's true probability of each outcome."""
+        return self.p if self.mass is None else self.p * self.mass[:, None]
+
+    @cached_property
+    def acceptance(self) -> Tensor:
+        """[n], a = sum min(p, q)."""
+        return torch.minimum(self.true_p, self.outcome_q).sum(-1)
+
+    @cached_property
+    def hits(self) -> Tensor:
+        """[n, B], q where q <= p, else zero."""
+        q = self.outcome_q
+        return torch.where(q <= self.true_p, q, 0.0)
+
+
+class BucketedOutcomes(Outcomes):
+    """Teacher that lists k tokens and knows the mass of all others only in sum.
+
+    Terms then compare the two distributions over k + 1 outcomes: exact for what is
+    listed; for the rest a lower bound of a divergence, an upper bound of acceptance.
+    Inside the rest, a term moves mass in proportion to q.
+
+    Args:
+        z: [n, V] logits.
+        p: [n, k + 1] teacher, the rest last, zero for a listed token outside D.
+        plogp: [n].
+        mass: [n] or None.
+        ids: int64 [n, k] draft ids, distinct in a row, -1 outside D.
+    """
+
+    def __init__(
+        self, z: Tensor, p: Tensor, plogp: Tensor, mass: Tensor | None, ids: Tensor
+    ) -> None:
+        """Gather the listed tokens and take the softmax inside the rest."""
+        super().__init__(z, p, plogp, mass)
+        inside = ids >= 0
+        self._at = at = ids.clamp(min=0)
+        # a sum, not an assignment: several tokens outside D share column 0
+        hide = torch.where(inside, float("-inf"), 0.0).to(z.dtype)
+        others = z.scatter_add(1, at, hide)
+        none_left = others.amax(-1, keepdim=True).isneginf()
+        log_rest = torch.logsumexp(others, -1, keepdim=True) - self.lse[:, None]
+        self._within = torch.softmax(others, -1).masked_fill_(none_left, 0.0)
+        listed = (z.gather(1, at) - self.lse[:, None]).masked_fill_(~inside, 0.0)
+        q = torch.cat([listed.exp().masked_fill_(~inside, 0.0), log_rest.exp()], -1)
+        self._outcome_q = q
+        self._log_q = torch.cat([listed, log_rest.masked_fill_(none_left, 0.0)], -1)
+
+    @property
+    def outcome_q(self) -> Tensor:
+        """[n, k + 1]."""
+        return self._outcome_q
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """[n, k + 1]."""
+        return self._log_q
+
+    @property
+    def listed_p(self) -> Tensor:
+        """[n, k]."""
+        return self.p[:, :-1]
+
+    def cross_entropy(self) -> Tensor:
+        """[n], -sum p log q over the k + 1 outcomes."""
+        return -torch.linalg.vecdot(self.p, self._log_q)
+
+    def spread(self, target: Tensor) -> Tensor:
+        """The rest's target goes to its tokens in proportion to q."""
+        dense = self._within * target[:, -1:]
+        return dense.scatter_add_(1, self._at, target[:, :-1])
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What a term gives for n rows.
+
+    Attributes:
+        value: [n], nats (tv: a probability).
+        target: [n, B] pseudo target t.
+        total: [n] sum of t; None means one.
+    """
+
+    value: Tensor
+    target: Tensor
+    total: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossMix:
+    """Which terms are summed, and their knobs.
+
+    Attributes:
+        weights: Term to weight, all positive; `discard` comes last.
+        lk_eta: See `lk_hybrid`.
+        discard_topk: See `discard`.
+    """
+
+    weights: Mapping[str, float]
+    lk_eta: float = 3.0
+    discard_topk: int = 10
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> LossMix:
+        """Terms of weight zero are left out.
+
+        Raises:
+            ConfigError: No term is left.
+        """
+        named = {str(n): w for n, w in config.loss.items() if w > 0}
+        if not named:
+            raise ConfigError(
+                "train.loss: every weight is zero, so nothing would be trained; give "
+                'one term a positive weight, for example {"forward_kl": 1.0}.'
+            )
+        last = {n: named.pop(n) for n in (DISCARD,) if n in named}
+        return cls({**named, **last}, config.lk_eta, config.discard_topk)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All T terms, those of committed rows first."""
+        return tuple(self.weights)
+
+    @property
+    def committed(self) -> tuple[str, ...]:
+        """Terms of committed rows."""
+        return tuple(n for n in self.weights if n != DISCARD)
+
+    @property
+    def branch(self) -> tuple[str, ...]:
+        """Terms of rejected branch rows."""
+        return tuple(n for n in self.weights if n == DISCARD)
+
+    @property
+    def needs_mass(self) -> bool:
+        """Some term is about acceptance, so a pruned teacher's mass is needed."""
+        return not _ACCEPTANCE.isdisjoint(self.weights)
+
+
+Term = Callable[[Outcomes, LossMix], Pull]
+
+
+def forward_kl(rows: Outcomes, mix: LossMix) -> Pull:
+    """KL(p^ || q)."""
+    return Pull(rows.plogp + rows.cross_entropy(), rows.p)
+
+
+def reverse_kl(rows: Outcomes, mix: LossMix) -> Pull:
+    """KL(q || p^); p^ is not taken below `FLOOR`."""
+    ratio = rows.log_q - rows.p.clamp_min(FLOOR).log()
+    target = ratio.mul_(rows.outcome_q).neg_()
+    total = target.sum(-1)
+    return Pull(-total, target, total)
+
+
+def tv(rows: Outcomes, mix: LossMix) -> Pull:
+    """Total variation, 1 - sum min(p, q): the chance of a rejection."""
+    return Pull(1.0 - rows.acceptance, rows.hits, rows.hits.sum(-1))
+
+
+def nla(rows: Outcomes, mix: LossMix) -> Pull:
+    """-log a. With a below `MIN_ACCEPTANCE`: of that bound, with slope tv / bound."""
+    floored = rows.acceptance.clamp_min(MIN_ACCEPTANCE)
+    target = rows.hits / floored[:, None]
+    return Pull(-floored.log(), target, target.sum(-1))
+
+
+def lk_hybrid(rows: Outcomes, mix: LossMix) -> Pull:
+    """L KL(p^ || q) + (1 - L) TV, L = exp(-eta a) per row and not differentiated."""
+    share = torch.exp(-mix.lk_eta * rows.acceptance)
+    kl = rows.plogp + rows.cross_entropy()
+    value = share * kl + (1 - share) * (1.0 - rows.acceptance)
+    target = torch.lerp(rows.hits, rows.p, share[:, None])
+    return Pull(value, target, target.sum(-1))
+
+
+def discard(rows: Outcomes, mix: LossMix) -> Pull:
+    """KL(f || q), f the `discard_topk` likeliest tokens of p^, renormalised.
+
+    A top-k teacher that lists fewer gives what it lists. Equal probabilities at the cut
+    fall either way.
+    """
+    listed = rows.listed_p
+    kept, at = listed.topk(min(mix.discard_topk, listed.shape[-1]))
+    kept = kept / kept.sum(-1, keepdim=True).clamp_min(FLOOR)
+    log_q = rows.log_q.gather(1, at)
+    value = (torch.xlogy(kept, kept) - kept * log_q).sum(-1)
+    target = torch.zeros_like(rows.p).scatter_(1, at, kept)
+    return Pull(value, target, kept.sum(-1))
+
+
+TERMS: dict[str, Term] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "tv": tv,
+    "nla": nla,
+    "lk_hybrid": lk_hybrid,
+    DISCARD: discard,
+}
+
+
+def combine(
+    rows: Outcomes,
+    mix: LossMix,
+    names: Sequence[str],
+    weights: Tensor,
+    labels: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Values of T terms, and the gradient of their weighted sum.
+
+    Args:
+        rows: n rows; `rows.q` is overwritten.
+        mix: Knobs.
+        names: T terms.
+        weights: [T, n], weight of each term at each row, dtype of the logits.
+        labels: int64 [n], draft id of the token that followed, -1 where `next_token`
+            has none (value and gradient zero).
+
+    Returns:
+        Values [T, n], unweighted; gradient [n, V] with respect to the logits.
+    """
+    values = torch.empty_like(weights)
+    pulls: list[tuple[Pull, Tensor]] = []
+    label_weight: Tensor | None = None
+    at = labels.clamp(min=0)[:, None]
+    for value, name, weight in zip(values, names, weights, strict=True):
+        if name == NEXT_TOKEN:
+            label_weight = weight.masked_fill(labels < 0, 0.0)
+            surprise = rows.lse - rows.z.gather(1, at)[:, 0]
+            value.copy_(surprise.masked_fill_(labels < 0, 0.0))
+        else:
+            pull = TERMS[name](rows, mix)
+            value.copy_(pull.value)
+            pulls.append((pull, weight))
+    if len(pulls) == 1 and label_weight is None:  # the common case: two passes over q
+        ((pull, weight),) = pulls
+        grad = rows.q if pull.total is None else rows.q.mul_(pull.total[:, None])
+        return values, grad.sub_(rows.spread(pull.target)).mul_(weight[:, None])
+    return values, _weighted_gradient(rows, pulls, label_weight, at)
+
+
+def _weighted_gradient(
+    rows: Outcomes,
+    pulls: list[tuple[Pull, Tensor]],
+    label_weight: Tensor | None,
+    at: Tensor,
+) -> Tensor:
+    total = torch.zeros_like(rows.lse)
+    target = torch.zeros_like(rows.p)
+    for pull, weight in pulls:
+        total += weight if pull.total is None else weight * pull.total
+        target.addcmul_(pull.target, weight[:, None])
+    if label_weight is not None:
+        total += label_weight
+    grad = rows.q.mul_(total[:, None])
+    if pulls:
+        grad.sub_(rows.spread(target))
+    if label_weight is not None:
+        grad.scatter_add_(1, at, -label_weight[:, None])
+    return grad

@@ -1,0 +1,134 @@
+"""The trainer's own Prometheus endpoint: the figures of its status file.
+
+Serving is seen on the server's `/metrics`, training here (`tide.train.metrics_port`):
+the trainer may be on another host, and outlives servers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from vllm_tide.train.status import TrainerStatus
+
+logger = logging.getLogger("vllm_tide.train")
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+# name -> (help, field of the status)
+COUNTERS = {
+    "vllm_tide:trainer_cycles": ("Training cycles finished.", "cycles"),
+    "vllm_tide:trainer_steps": ("Optimizer steps.", "steps"),
+    "vllm_tide:trainer_tokens": ("Tokens trained on.", "train_tokens"),
+    "vllm_tide:trainer_rows_read": ("Rows read from the engines.", "rows_read"),
+    "vllm_tide:trainer_requests": ("Served requests followed.", "requests"),
+    "vllm_tide:trainer_seconds": (
+        "Time in training cycles, evaluations included (seconds).",
+        "training_seconds",
+    ),
+    "vllm_tide:trainer_publications": ("Heads published.", "publications"),
+    "vllm_tide:trainer_rollbacks": ("Heads taken back by the canary.", "rollbacks"),
+    "vllm_tide:trainer_refused": ("Heads that no engine took.", "refused_versions"),
+}
+GAUGES = {
+    "vllm_tide:trainer_loss": ("Loss of the last optimizer step.", "loss"),
+    "vllm_tide:trainer_holdout_acceptance_new": (
+        "Held-out acceptance length of the candidate (tokens).",
+        "holdout_acceptance_new",
+    ),
+    "vllm_tide:trainer_holdout_acceptance_live": (
+        "Held-out acceptance length of the head served then (tokens).",
+        "holdout_acceptance_live",
+    ),
+    "vllm_tide:trainer_published_version": (
+        "Newest head published.",
+        "published_version",
+    ),
+    "vllm_tide:trainer_installed_version": (
+        "Newest head that an engine serves.",
+        "installed_version",
+    ),
+    "vllm_tide:trainer_packing_waste": (
+        "Share of batch rows that stayed empty (0 to 1).",
+        "packing_waste",
+    ),
+}
+SCHEDULE = {
+    "vllm_tide:trainer_collecting": ("1 while engines send full rows.", "collecting"),
+    "vllm_tide:trainer_short_average": (
+        "Short average of the accepted share of drafted tokens.",
+        "short",
+    ),
+    "vllm_tide:trainer_long_average": (
+        "Long average of the accepted share of drafted tokens.",
+        "long",
+    ),
+}
+SCHEDULE_COUNTERS = {
+    "vllm_tide:trainer_shifts": ("Shifts of the traffic seen.", "shifts"),
+    "vllm_tide:trainer_pauses": ("Times that training was paused.", "pauses"),
+}
+ENGINE_VERSION = (
+    "vllm_tide:trainer_engine_version",
+    "Head that each engine serves, in the trainer's numbers.",
+)
+
+
+class StatusCollector(Collector):
+    """Turns a status into metric families when it is scraped.
+
+    Args:
+        status: Gives the current one.
+    """
+
+    def __init__(self, status: Callable[[], TrainerStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Family]:
+        """See `prometheus_client`."""
+        status = self._status()
+        schedule = dict(status.schedule)  # replaced as a whole by the trainer's thread
+        for name, (text, key) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(status, key))
+        for name, (text, key) in GAUGES.items():
+            yield _gauge(name, text, getattr(status, key))
+        for name, (text, key) in SCHEDULE.items():
+            yield _gauge(name, text, schedule.get(key))
+        for name, (text, key) in SCHEDULE_COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=schedule.get(key, 0))
+        engines = GaugeMetricFamily(*ENGINE_VERSION, labels=["engine_id"])
+        for engine, told in dict(status.engines).items():
+            engines.add_metric([engine], told["installed"])
+        yield engines
+
+
+def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text)
+    if value is not None:
+        family.add_metric([], float(value))
+    return family
+
+
+def open_metrics(port: int, status: Callable[[], TrainerStatus]) -> None:
+    """Serve `/metrics` on localhost from a daemon thread.
+
+    Args:
+        port: 0 does nothing.
+        status: Gives the current status.
+    """
+    if not port:
+        return
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(status))
+    try:
+        start_http_server(port, "127.0.0.1", registry)
+    except OSError as error:
+        logger.error(
+            "tide.train.metrics_port: %d cannot be opened (%s); choose another.",
+            port,
+            error.strerror,
+        )

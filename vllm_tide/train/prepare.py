@@ -1,0 +1,51 @@
+"""Affinity, niceness, threads and title of the trainer's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from vllm_tide.config import TrainConfig
+from vllm_tide.draft.config import DraftError
+
+
+def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
+    """Affinity, niceness, threads and title of this process.
+
+    Args:
+        config: `tide.train`.
+        engine_id: Shown in the title.
+        pin: Choose cores and threads; not with several ranks, which torchrun arranges.
+
+    Raises:
+        DraftError: A knob cannot be honoured on this machine.
+    """
+    if torch.device(config.device).type != "cpu":
+        raise DraftError(
+            f"tide.train.device: {config.device!r} is not supported yet; use 'cpu'."
+        )
+    if pin:
+        _pin(config)
+    if config.nice:
+        os.nice(config.nice)
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"vllm-tide train {engine_id}")
+
+
+def _pin(config: TrainConfig) -> None:
+    # The server that started us may be pinned, and children inherit that.
+    cpus = config.cpus or range(os.cpu_count() or 1)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        if config.cpus:
+            raise DraftError(
+                f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
+            ) from None
+    allowed = len(os.sched_getaffinity(0))
+    # Unpinned: leave most of the machine to the server.
+    torch.set_num_threads(allowed if config.cpus else max(1, allowed // 4))

@@ -1,0 +1,246 @@
+"""When to collect and when to train: a state machine over served requests.
+
+Three modes. `always` never pauses. `tide` is TIDE's algorithm 1 to the letter: one pair
+of averages of the accepted share; a fall of the short one below the long one by epsilon
+switches collection on, one cycle without improvement switches it off. `gated` mends
+what is weak in that:
+
+* One average of a mixed stream dilutes the fall of one domain by its share of the
+  traffic. Here each group of similar requests has its own averages.
+* A fixed epsilon is below the noise of short requests and far above that of long ones.
+  Here it is widened to three standard errors (`shift.py`); slow drift is seen as well.
+* A draft that is bad from the start never falls. Here a new group counts as a shift.
+* The accepted share falls when a controller drafts more tokens. Here acceptance is per
+  examined token.
+* One unlucky cycle ends training. Here it takes `patience` of them, counted per group,
+  and only groups not yet saturated are trained on.
+
+Pure: no clock, no torch. Runs in the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tide.config import ScheduleConfig
+from vllm_tide.train.served import ServedRequest
+from vllm_tide.train.shift import Averages, ShiftTest
+
+NEW_GROUP_REQUESTS = 4
+"""Requests that make a new group a shift: one odd request does not."""
+ACTIVE_REQUESTS = 512
+"""A group unseen for so many requests of the stream is not waited for."""
+
+
+class Schedule:
+    """Decides from served requests and from the outcome of cycles.
+
+    Args:
+        config: `tide.schedule`.
+        min_new_tokens: New training tokens that make a cycle (TIDE's N_threshold).
+        day0: The draft is fresh: collect from the first request on.
+
+    Attributes:
+        averages: Averages of the accepted share over all requests, in every mode.
+        reason: Why the state is what it is.
+        shifts: Shifts seen so far, new groups included.
+        pauses: Times that training was paused.
+    """
+
+    def __init__(
+        self, config: ScheduleConfig, min_new_tokens: int, *, day0: bool = False
+    ) -> None:
+        self.config, self.min_new_tokens = config, min_new_tokens
+        self.averages = Averages(
+            config.short_decay, config.long_decay, config.init_requests
+        )
+        self.shifts = self.pauses = 0
+        self._enabled = day0 or config.mode == "always"
+        self._gate = _GroupGate(config) if config.mode == "gated" else None
+        self.reason = {"always": "mode always", "tide": "no shift yet"}.get(
+            config.mode, "no group of requests yet"
+        )
+        if day0 and config.mode != "always":
+            self.reason = "the draft is fresh"
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the engines should send full rows."""
+        if self._gate is not None:
+            return self._enabled or bool(self._gate.wanted())
+        return self._enabled
+
+    def observe(self, request: ServedRequest) -> None:
+        """Take a finished request, in the order of finishing."""
+        share = request.accepted_share
+        moved = share is not None and self.averages.add(share)
+        if self._gate is not None:
+            why = self._gate.observe(request)
+            if why is not None:
+                self.shifts += 1
+                self.reason = why
+                self._enabled = False  # from now on the groups say what is wanted
+            return
+        if self.config.mode != "tide" or not moved:
+            return
+        short, long = self.averages.short, self.averages.long
+        if short < long - self.config.epsilon:
+            if not self._enabled:
+                self.shifts += 1
+                self.reason = f"accepted share fell from {long:.3f} to {short:.3f}"
+            self._enabled = True
+
+    def should_train(self, new_tokens: int) -> bool:
+        """Whether a cycle should begin.
+
+        Args:
+            new_tokens: Training tokens stored since the last cycle began.
+        """
+        return self.collecting and new_tokens >= self.min_new_tokens
+
+    def cycle_done(
+        self, improved: bool, by_group: Mapping[int, bool] | None = None
+    ) -> None:
+        """A cycle ran to its end and was judged; interrupted ones do not count.
+
+        Args:
+            improved: The candidate was better than the live draft.
+            by_group: The same for single groups where it is known.
+        """
+        if self._gate is not None:
+            paused = self._gate.cycle_done(improved, by_group or {})
+            if paused:
+                self.reason = paused
+                self.pauses += not self.collecting
+        elif self.config.mode == "tide" and not improved and self._enabled:
+            self._enabled = False
+            self.pauses += 1
+            self.reason = "a cycle without improvement"
+
+    def wanted_groups(self) -> frozenset[int] | None:
+        """Groups to train on; None is all of them, empty is none.
+
+        To weight draws by, not to draw from alone: a draft trained on these forgets
+        the others, which then shift in turn (`scripts/bench/schedule_sim.py`, rehearsal
+        0: 0.84 of the gain at 0.9 of the cycles of `always`; 0.5: 0.99 at 0.27).
+        """
+        if self._gate is None:
+            return None if self._enabled else frozenset()
+        return None if self._enabled else self._gate.wanted()
+
+    def snapshot(self) -> dict[str, Any]:
+        """State for metrics and the status file; None where nothing is known yet."""
+        started = self.averages.started
+        return {
+            "mode": self.config.mode,
+            "collecting": self.collecting,
+            "reason": self.reason,
+            "shifts": self.shifts,
+            "pauses": self.pauses,
+            "short": self.averages.short if started else None,
+            "long": self.averages.long if started else None,
+            "groups": [] if self._gate is None else self._gate.snapshot(),
+        }
+
+
+@dataclass
+class _Watched:
+    """One group under watch."""
+
+    test: ShiftTest
+    seen: int
+    requests: int = 0
+    wanted: bool = False
+    failures: int = 0
+
+
+class _GroupGate:
+    """Mode `gated`."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+        self._clock = 0
+        self._groups: dict[int, _Watched] = {}
+        self._versions: dict[str, int] = {}
+
+    def wanted(self) -> frozenset[int]:
+        return frozenset(
+            name
+            for name, group in self._groups.items()
+            if group.wanted and self._clock - group.seen <= ACTIVE_REQUESTS
+        )
+
+    def observe(self, request: ServedRequest) -> str | None:
+        self._clock += 1
+        self._follow_version(request)
+        group = self._group(request.group)
+        group.requests += 1
+        group.seen = self._clock
+        why: str | None = None
+        value = request.acceptance
+        if value is not None:
+            why = group.test.add(value)
+        if why is None and group.requests == NEW_GROUP_REQUESTS:
+            why = "new kind of requests"
+        if why is None:
+            return None
+        group.test.restart()
+        group.wanted, group.failures = True, 0
+        return f"group {request.group}: {why}"
+
+    def cycle_done(self, improved: bool, by_group: Mapping[int, bool]) -> str | None:
+        saturated = []
+        for name in sorted(self.wanted()):
+            group = self._groups[name]
+            group.failures = 0 if by_group.get(name, improved) else group.failures + 1
+            if group.failures >= self._config.patience:
+                group.wanted = False
+                saturated.append(name)
+        if not saturated:
+            return None
+        names = ", ".join(map(str, saturated))
+        return f"group {names}: {self._config.patience} cycles without improvement"
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        wanted = self.wanted()
+        return [
+            {
+                "group": name,
+                "requests": group.requests,
+                "wanted": name in wanted,
+                "failures": group.failures,
+                "short": averages.short if averages.started else None,
+                "long": averages.long if averages.started else None,
+                "limit": group.test.step_limit if averages.started else None,
+            }
+            for name, group in sorted(self._groups.items())
+            for averages in (group.test.averages,)
+        ]
+
+    def _group(self, name: int) -> _Watched:
+        group = self._groups.get(name)
+        if group is None:
+            c = self._config
+            test = ShiftTest(c.short_decay, c.long_decay, c.init_requests, c.epsilon)
+            group = self._groups[name] = _Watched(test, self._clock)
+            while len(self._groups) > c.max_groups + 1:  # one more: the unknown
+                others = [n for n in self._groups if n != name]
+                del self._groups[min(others, key=lambda n: self._groups[n].seen)]
+        return group
+
+    def _follow_version(self, request: ServedRequest) -> None:
+        """Groups in training begin anew with each draft: their level should rise.
+
+        The others go on, so that a draft which forgot them is noticed.
+        """
+        before = self._versions.get(request.engine)
+        if before is not None and request.first_version <= before:
+            return
+        self._versions[request.engine] = request.first_version
+        if before is None:
+            return
+        for group in self._groups.values():
+            if group.wanted:
+                group.test.restart()

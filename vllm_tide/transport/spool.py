@@ -1,0 +1,318 @@
+"""The spool: records and heads through storage that an engine and a trainer share.
+
+On the engine's host `vllm-tide relay` drains the ring into the spool and puts heads it
+finds there into the weights segment, so an engine knows nothing of it. A trainer needs
+nothing but the spool. Under the URL lie::
+
+    engines/<engine>/engine.json            what the engine is (written once)
+    engines/<engine>/state.json             heartbeat, shards there are, feedback
+    engines/<engine>/records/<n>-<time>.safetensors, <n>.json
+    engines/<engine>/heads/<version>.safetensors, <version>.json, latest.json
+    engines/<engine>/readers/<reader>.json  cursor and wishes of a trainer
+    engines/<engine>/draft/                 the head the engine started with
+    targets/<fingerprint>/                  embedding and output rows of a target
+
+A manifest (``.json``) is written after the file it describes and is what makes it
+exist; it carries the file's size and checksum. So a writer may die at any moment, and
+what it left half done is never read. One relay writes an engine's files, one trainer
+of each reader name its own; nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import Holder
+from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.ring_format import RingSpec
+from vllm_tide.transport.spool_store import Store
+
+FORMAT_VERSION = 1
+ENGINES = "engines"
+
+BEAT_S = 2.0
+"""A relay and a trainer say that they live this often (s), at the least."""
+DEAD_S = 20.0
+"""One not heard of for this long (s) counts as gone; storage may be slow."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+# What JSON of the wrong shape can raise while it is read.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """An engine as its relay announced it.
+
+    Args:
+        manifest: What the engine told its run directory; its pid and its paths mean
+            nothing on another host.
+        spec: What its records have in common.
+        identity: See ``spool_identity``: what another engine must share with it to be
+            fed by the same trainer.
+    """
+
+    manifest: EngineManifest
+    spec: RingSpec
+    identity: dict[str, str]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What a relay says again and again.
+
+    Args:
+        unix: When (s, the relay's clock); readers only look whether it changes.
+        running: Whether engine and relay live; False is the last word.
+        first_shard: Number of the oldest shard that may still be there.
+        last_shard: Number of the newest complete shard; 0 if there is none.
+        published_version: Newest head in the engine's weights segment.
+        installed_version: Head that serves now.
+        refused_version: Last one refused, 0 if none.
+        refused_reason: Why, empty if none.
+        swap_pause_ms: How long the last installation held serving up.
+        rows: Rows written to the spool by this relay.
+        dropped_rows: Rows the engine dropped because the ring was full.
+    """
+
+    unix: float = 0.0
+    running: bool = True
+    first_shard: int = 1
+    last_shard: int = 0
+    published_version: int = 0
+    installed_version: int = 0
+    refused_version: int = 0
+    refused_reason: str = ""
+    swap_pause_ms: float = 0.0
+    rows: int = 0
+    dropped_rows: int = 0
+
+
+@dataclass(frozen=True)
+class ReaderState:
+    """What a trainer says about one engine.
+
+    Args:
+        instance: The process, see :func:`this_instance`.
+        unix: When (s, the trainer's clock).
+        running: False is the last word.
+        collect: Whether it wants full rows (else light records).
+        publishes: Whether it sends heads to this engine.
+        shard: Number of the shard it reads next.
+        index: Records of that shard it has taken already.
+    """
+
+    instance: str
+    unix: float = 0.0
+    running: bool = True
+    collect: bool = True
+    publishes: bool = True
+    shard: int = 1
+    index: int = 0
+
+
+_State = TypeVar("_State", EngineState, ReaderState)
+
+
+class EngineFolder:
+    """One engine's part of a spool; every method may raise TransportError.
+
+    Args:
+        store: The spool.
+        engine_id: The engine.
+
+    Raises:
+        TransportError: If the id is no name.
+    """
+
+    def __init__(self, store: Store, engine_id: str) -> None:
+        self.store = store
+        self.engine_id = engine_id
+        self._at = f"{ENGINES}/{checked_name(engine_id, 'engine')}"
+
+    def path(self, *names: str) -> str:
+        """Name in the store of a file of this engine."""
+        return "/".join((self._at, *names))
+
+    def write_json(self, name: str, value: dict[str, Any], durable: bool) -> None:
+        """Replace a small file."""
+        text = json.dumps(value, separators=(",", ":"))
+        self.store.write(self.path(name), text.encode(), durable=durable)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Read a small file; None if it is not there, or not whole."""
+        return parse_json(self.store.read(self.path(name)))
+
+    def write_engine(self, entry: EngineEntry) -> None:
+        """Announce the engine."""
+        value = {
+            "format": FORMAT_VERSION,
+            "manifest": asdict(entry.manifest),
+            "spec": asdict(entry.spec),
+            "identity": entry.identity,
+        }
+        self.write_json("engine.json", value, durable=True)
+
+    def read_engine(self) -> EngineEntry | None:
+        """The engine as announced; None if it was not, or not readably.
+
+        Raises:
+            TransportError: Also if it speaks another format.
+        """
+        value = self.read_json("engine.json")
+        if value is None:
+            return None
+        if value.get("format") != FORMAT_VERSION:
+            raise TransportError(
+                f"engine {self.engine_id} in {self.store.url} has spool format "
+                f"{value.get('format')}, this process speaks {FORMAT_VERSION}: run the "
+                "same vllm_tide on both sides"
+            )
+        try:
+            known = {item.name for item in fields(EngineManifest)}
+            told = {k: v for k, v in value["manifest"].items() if k in known}
+            manifest = EngineManifest(**told)
+            manifest.aux_layer_ids = tuple(int(x) for x in manifest.aux_layer_ids)
+            identity = {str(k): str(v) for k, v in value["identity"].items()}
+            return EngineEntry(manifest, RingSpec.from_fields(value["spec"]), identity)
+        except MALFORMED:
+            return None
+
+    def write_state(self, state: EngineState) -> None:
+        """Replace the engine's state."""
+        self.write_json("state.json", asdict(state), durable=False)
+
+    def read_state(self) -> EngineState | None:
+        """The engine's state; None if there is none, or not whole."""
+        return _read(EngineState, self.read_json("state.json"))
+
+    def write_reader(self, name: str, state: ReaderState) -> None:
+        """Replace a trainer's word; it carries the cursor, so it is kept safe."""
+        self.write_json(f"readers/{name}.json", asdict(state), durable=True)
+
+    def read_reader(self, name: str) -> ReaderState | None:
+        """A trainer's word; None if there is none, or not whole."""
+        return _read(ReaderState, self.read_json(f"readers/{name}.json"))
+
+    def read_readers(self) -> dict[str, ReaderState]:
+        """Every trainer's word, by reader name."""
+        found = {}
+        for file in self.store.sizes(self.path("readers")):
+            name = file.removesuffix(".json")
+            state = self.read_reader(name) if name != file else None
+            if state is not None:
+                found[name] = state
+        return found
+
+
+class Freshness:
+    """Whether a word that changes with every heartbeat still changes.
+
+    Told by this process's clock alone: clocks of two hosts may differ.
+
+    Args:
+        timeout_s: Without a change for longer than this it is not fresh.
+    """
+
+    def __init__(self, timeout_s: float = DEAD_S) -> None:
+        self._timeout_s = timeout_s
+        self._seen: object = None
+        self._changed = time.monotonic()
+        self.moved = False
+        """Whether it changed since it was first seen."""
+
+    def look(self, word: object) -> None:
+        """Note what the word is now."""
+        if word != self._seen:
+            self.moved = self._seen is not None
+            self._seen, self._changed = word, time.monotonic()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it changed, or was first seen, within the timeout."""
+        return time.monotonic() - self._changed < self._timeout_s
+
+
+def engine_ids(store: Store) -> list[str]:
+    """Every engine that ever announced itself and was not yet removed."""
+    return [name for name in store.folders(ENGINES) if _NAME.fullmatch(name)]
+
+
+def checked_name(name: str, what: str) -> str:
+    """A name that may be part of a path.
+
+    Raises:
+        TransportError: If it may not.
+    """
+    if not _NAME.fullmatch(name):
+        raise TransportError(
+            f"{what} {name!r}: only letters, digits, dot, dash and underscore, and no "
+            "dot first"
+        )
+    return name
+
+
+def this_instance() -> str:
+    """This process, by boot, pid namespace, pid and start: unique among hosts."""
+    me = Holder.me()
+    return f"{_boot_id()}:{me.namespace}:{me.pid}:{me.start}"
+
+
+def instance_gone(instance: str) -> bool:
+    """Whether a process is surely dead; False where that cannot be known from here."""
+    try:
+        boot, namespace, pid, start = instance.split(":")
+        holder = Holder(int(pid), int(start), int(namespace))
+    except ValueError:
+        return False
+    return boot == _boot_id() and holder.alive() is False
+
+
+def parse_json(raw: bytes | None) -> dict[str, Any] | None:
+    """A JSON object; None if the bytes are not one."""
+    if raw is None:
+        return None
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _boot_id() -> str:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file,
+    ):
+        return file.read().strip()
+    return "unknown"
+
+
+def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
+    """A dataclass of plain numbers, of a file that anyone may have written."""
+    if value is None:
+        return None
+    try:
+        # Every field has a type of one word, and its value must be of that type.
+        types = {"int": int, "float": float, "bool": bool, "str": str}
+        told = {}
+        for item in fields(kind):
+            if item.name in value:
+                made = types[str(item.type)](value[item.name])
+                told[item.name] = made
+        return kind(**told)
+    except MALFORMED:
+        return None

@@ -1,0 +1,172 @@
+"""Whether two engines can be fed by one trainer: same target, same draft, same rows.
+
+Told from files alone and in milliseconds: a target is not hashed whole, but by its
+configuration, the layout of its tensors and samples of their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import EngineManifest
+
+# What tools write into a configuration without changing the model.
+_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 16
+_MAX_HEADER_BYTES = 100_000_000
+
+# Part of an identity: what a user would call it, and where it is set.
+_SAYS = {
+    "target": "serves another target",
+    "draft": "serves a draft of another shape or vocabulary",
+    "aux_layer_ids": "captures other layers",
+    "feature_dtype": "has another tide.capture.feature_dtype",
+    "teacher": "has another tide.capture.teacher or teacher_topk",
+    "shared": "shares other tensors between draft and target",
+}
+
+
+def identity_of(manifest: EngineManifest) -> dict[str, str]:
+    """What another engine must have in common with this one, part by part.
+
+    Args:
+        manifest: Of an engine on this host: its directories are read.
+
+    Raises:
+        TransportError: If a directory cannot be read.
+    """
+    topk = f":{manifest.teacher_topk}" if manifest.teacher != "hidden" else ""
+    return {
+        "target": target_fingerprint(Path(manifest.target_path)),
+        "draft": draft_fingerprint(Path(manifest.draft_path)),
+        "aux_layer_ids": ",".join(map(str, manifest.aux_layer_ids)),
+        "feature_dtype": manifest.feature_dtype,
+        "teacher": manifest.teacher + topk,
+        "shared": ",".join(sorted(manifest.shared)),
+    }
+
+
+def difference(
+    engine_id: str, identity: dict[str, str], other_id: str, other: dict[str, str]
+) -> str:
+    """One sentence on why an engine cannot join; empty if it can.
+
+    Args:
+        engine_id: The engine that would join.
+        identity: Its identity.
+        other_id: An engine that the trainer works for.
+        other: Its identity.
+    """
+    for part, says in _SAYS.items():
+        if identity.get(part) != other.get(part):
+            return (
+                f"engine {engine_id} {says} than engine {other_id}: give it a trainer "
+                f"of its own (vllm-tide train --engine {engine_id})"
+            )
+    return ""
+
+
+def target_fingerprint(folder: Path) -> str:
+    """SHA-256 (hex) of a target: configuration, layout, samples of its bytes.
+
+    Raises:
+        TransportError: If the directory cannot be read.
+    """
+    digest = hashlib.sha256(_config(folder))
+    for path in _tensor_files(folder):
+        try:
+            with open(path, "rb") as file:
+                size = path.stat().st_size
+                length = int.from_bytes(file.read(8), "little")
+                digest.update(f"{size}:{length}".encode())
+                digest.update(file.read(min(length, _MAX_HEADER_BYTES)))
+                step = max((size - 8 - length) // _NUM_SAMPLES, 1)
+                for at in range(8 + length, size, step):
+                    file.seek(at)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def draft_fingerprint(folder: Path) -> str:
+    """SHA-256 (hex) of what a draft's versions have in common, not of its weights.
+
+    Its configuration, its tensors' names, shapes and types, and its vocabulary.
+
+    Raises:
+        TransportError: If the directory cannot be read.
+    """
+    digest = hashlib.sha256(_config(folder))
+    for path in _tensor_files(folder):
+        header, begin = read_header(path)
+        for name in sorted(header):
+            entry = header[name]
+            digest.update(f"{name}:{entry['dtype']}:{entry['shape']};".encode())
+            if name.endswith("d2t"):
+                digest.update(read_tensor(path, entry, begin))
+    return digest.hexdigest()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file by tensor name, and where its data begin.
+
+    Raises:
+        TransportError: If it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise TransportError(f"{path} is no safetensors file") from error
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def read_tensor(path: Path, entry: dict[str, Any], begin: int) -> bytes:
+    """Bytes of one tensor of a safetensors file.
+
+    Args:
+        path: The file.
+        entry: The tensor's, from :func:`read_header`.
+        begin: Where the data begin, from :func:`read_header`.
+
+    Raises:
+        TransportError: If it cannot be read.
+    """
+    first, end = entry["data_offsets"]
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin + first)
+            return file.read(end - first)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _config(folder: Path) -> bytes:
+    path = folder / "config.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise TransportError(f"{path} is not valid JSON") from error
+    if isinstance(value, dict):
+        value = {k: v for k, v in value.items() if k not in _VOLATILE}
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _unreadable(path: Path, error: OSError) -> TransportError:
+    return TransportError(f"cannot read {path}: {error.strerror}")

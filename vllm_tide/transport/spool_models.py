@@ -1,0 +1,174 @@
+"""What a trainer on another host needs of the models, carried by the spool.
+
+The embedding and output rows of the target (not the target), once per target, and the
+head each engine started with. Files first, then ``files.json`` with their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.spool import (
+    EngineEntry,
+    EngineFolder,
+    checked_name,
+    parse_json,
+)
+from vllm_tide.transport.spool_identity import (
+    read_header,
+    read_tensor,
+    target_fingerprint,
+)
+from vllm_tide.transport.spool_store import Store
+
+TARGETS = "targets"
+_LIST = "files.json"
+_ROWS = ("embed_tokens.weight", "lm_head.weight")
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def upload_models(folder: EngineFolder, entry: EngineEntry) -> None:
+    """Put into the spool what is not there yet.
+
+    Args:
+        folder: The engine's part of the spool.
+        entry: The engine, on this host.
+
+    Raises:
+        TransportError: If a directory cannot be read or the spool not written.
+    """
+    store, manifest = folder.store, entry.manifest
+    target = f"{TARGETS}/{entry.identity['target']}"
+    if store.read(f"{target}/{_LIST}") is None:
+        _upload(store, target, _target_files(Path(manifest.target_path)))
+    draft = folder.path("draft")
+    if store.read(f"{draft}/{_LIST}") is None:
+        _upload(store, draft, _draft_files(Path(manifest.draft_path)))
+
+
+def local_models(
+    folder: EngineFolder, entry: EngineEntry, cache: Path | None = None
+) -> tuple[Path, Path]:
+    """Directories of the target's rows and of the first draft on this host.
+
+    The engine's own target directory where this host has the same one; else a copy out
+    of the spool, kept in the cache.
+
+    Args:
+        folder: The engine's part of the spool.
+        entry: The engine.
+        cache: Where copies go; ``~/.cache/vllm_tide/spool`` when None.
+
+    Raises:
+        TransportError: If neither this host nor the spool has them.
+    """
+    cache = cache or default_cache()
+    target = Path(entry.manifest.target_path)
+    # It becomes part of a path and comes from a file.
+    wanted = checked_name(entry.identity.get("target", ""), "target")
+    if not _is_target(target, wanted):
+        target = _download(folder.store, f"{TARGETS}/{wanted}", cache / wanted[:32])
+    name = f"draft-{folder.engine_id}"
+    return target, _download(folder.store, folder.path("draft"), cache / name)
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME`` or ``~/.cache``, then ``vllm_tide/spool``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "vllm_tide" / "spool"
+
+
+def _target_files(folder: Path) -> dict[str, bytes]:
+    """Configuration and rows of a target, under the names its checkpoint uses."""
+    found: dict[str, tuple[Path, dict[str, Any], int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        header, begin = read_header(path)
+        for name, entry in header.items():
+            suffix = next((s for s in _ROWS if name == s or name.endswith("." + s)), "")
+            if not suffix:
+                continue
+            # As `TargetRows`: of several names the shortest is the text model's.
+            known = found.get(suffix)
+            if known is None or len(name) < len(known[1]["name"]):
+                found[suffix] = (path, {**entry, "name": name}, begin)
+    specs: dict[str, tuple[str, list[int], bytes]] = {}
+    for path, entry, begin in found.values():
+        if entry["dtype"] not in _FLOATS:
+            raise TransportError(
+                f"{path}: {entry['name']} has type {entry['dtype']}: a trainer needs "
+                "rows that are not quantised"
+            )
+        data = read_tensor(path, entry, begin)
+        specs[entry["name"]] = (entry["dtype"], entry["shape"], data)
+    config = (folder / "config.json").read_bytes()
+    return {"model.safetensors": _serialize(specs), "config.json": config}
+
+
+def _serialize(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
+    """A safetensors file; its data in order of name, each after the one before."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, shape, data) in sorted(tensors.items()):
+        offsets = [at, at + len(data)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    parts = [data for _, (_, _, data) in sorted(tensors.items())]
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def _draft_files(folder: Path) -> dict[str, bytes]:
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    try:
+        return {path.name: path.read_bytes() for path in paths}
+    except OSError as error:
+        raise TransportError(f"cannot read {folder}: {error.strerror}") from error
+
+
+def _upload(store: Store, name: str, files: dict[str, bytes]) -> None:
+    for file, data in files.items():
+        store.write(f"{name}/{file}", data)
+    listed = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+    store.write(f"{name}/{_LIST}", json.dumps(listed).encode())
+
+
+def _is_target(folder: Path, wanted: str) -> bool:
+    try:
+        return target_fingerprint(folder) == wanted
+    except TransportError:
+        return False
+
+
+def _download(store: Store, name: str, into: Path) -> Path:
+    """Copy a folder of files here, whole or not at all."""
+    if into.is_dir():
+        return into
+    listed = parse_json(store.read(f"{name}/{_LIST}"))
+    if listed is None:
+        raise TransportError(
+            f"{name} is not in {store.url} yet: is the engine's relay running?"
+        )
+    try:
+        into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
+        try:
+            for file, digest in listed.items():
+                data = store.read(f"{name}/{file}")
+                if data is None or hashlib.sha256(data).hexdigest() != digest:
+                    raise TransportError(f"{name}/{file} in {store.url} is damaged")
+                (temporary / Path(file).name).write_bytes(data)
+            if not into.is_dir():  # another trainer may have been quicker
+                temporary.rename(into)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise TransportError(f"cannot write {into}: {error.strerror}") from error
+    return into

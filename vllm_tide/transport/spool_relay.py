@@ -1,0 +1,249 @@
+"""The relay: one engine's ring into a spool, and heads out of it.
+
+A process of its own on the engine's host: storage may be slow or gone, and then only
+the ring fills. To the engine it is a trainer like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_tide.config import SpoolConfig
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
+from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.spool import (
+    BEAT_S,
+    EngineEntry,
+    EngineFolder,
+    EngineState,
+    Freshness,
+)
+from vllm_tide.transport.spool_heads import as_input, latest_head, read_head
+from vllm_tide.transport.spool_identity import identity_of
+from vllm_tide.transport.spool_models import upload_models
+from vllm_tide.transport.spool_store import Store
+from vllm_tide.transport.spool_writer import SpoolWriter
+from vllm_tide.transport.weights import WeightsRefused, WeightsWriter
+
+logger = logging.getLogger("vllm_tide.relay")
+
+IDLE_SLEEP_S = 0.05
+POLL_S = 0.5
+"""How often heads and trainers are looked for (s)."""
+_DRAIN_BATCH = 256
+_DRAIN_LIMIT_S = 1.0
+
+
+class Relay:
+    """Between one engine and a spool.
+
+    Args:
+        manifest: The engine; it runs on this host.
+        run_dir: Where it announced itself.
+        store: The spool.
+        config: `tide.spool`.
+
+    Raises:
+        TransportError: If ring, weights segment or spool cannot be used.
+    """
+
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        run_dir: Path,
+        store: Store,
+        config: SpoolConfig,
+    ) -> None:
+        self._manifest, self._run_dir = manifest, run_dir
+        self._folder = EngineFolder(store, manifest.engine_id)
+        self._reader = RingReader.attach(manifest.ring)
+        try:
+            self._weights = WeightsWriter.attach(manifest.weights)
+        except BaseException:
+            self._reader.close()
+            raise
+        try:
+            identity = identity_of(manifest)
+            entry = EngineEntry(manifest, self._reader.spec, identity)
+            self._writer = SpoolWriter(self._folder, entry.spec, config)
+            upload_models(self._folder, entry)
+            self._folder.write_engine(entry)
+        except BaseException:
+            self.close()
+            raise
+        self._state = EngineState()
+        self._said = 0.0
+        self._next_poll = 0.0
+        self._readers: dict[str, Freshness] = {}
+        self._seen_head = self._weights.latest_version
+        self._refused = (0, "")
+        self._stopping = False
+        self._failing = ""
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> str:
+        """Work until stopped, or the engine is gone; "stopped" or "engine_gone"."""
+        try:
+            while not self._stopping and self._reader.producer_alive():
+                if not self.tick():
+                    time.sleep(IDLE_SLEEP_S)
+        except TransportError:
+            if self._reader.producer_alive():
+                raise
+        finally:
+            gone = not self._reader.producer_alive()
+            self._finish()
+            self.close()
+            if gone:
+                # An engine killed outright could not unlink its segments.
+                reclaim_orphans(self._run_dir)
+        return "engine_gone" if gone else "stopped"
+
+    def tick(self) -> int:
+        """One round; the number of records taken from the ring.
+
+        Raises:
+            TransportError: If another process took the ring or the segment over. A
+                spool that fails is only logged: it is tried again.
+        """
+        self._reader.heartbeat()
+        self._weights.heartbeat()
+        taken = self._drain()
+        now = time.monotonic()
+        full = self._writer.due() and not self._writer.blocked
+        if full or now >= self._next_poll:
+            self._next_poll = now + POLL_S
+            try:
+                self._exchange()
+            except TransportError as error:
+                self._spool_failed(error)
+            else:
+                self._failing = ""
+        return taken
+
+    def close(self) -> None:
+        """Let the ring and the weights segment go. Idempotent."""
+        self._reader.close()
+        self._weights.close()
+
+    def _drain(self) -> int:
+        until = time.monotonic() + _DRAIN_LIMIT_S
+        taken = 0
+        # While a shard waits for the storage nothing is taken: memory stays bounded.
+        while not self._writer.blocked and time.monotonic() < until:
+            for _ in range(_DRAIN_BATCH):
+                record = self._reader.read()
+                if record is None:
+                    return taken
+                self._writer.add(record)
+                taken += 1
+                if self._writer.due():
+                    break
+            if self._writer.due():
+                break
+        return taken
+
+    def _exchange(self) -> None:
+        """Everything that needs the storage."""
+        if self._writer.due():
+            self._writer.flush()
+        self._writer.keep_bounds()
+        self._take_head()
+        self._heed_readers()
+        self._say()
+
+    def _take_head(self) -> None:
+        version = latest_head(self._folder)
+        if version <= self._seen_head:
+            return
+        self._seen_head = version
+        try:
+            head = read_head(self._folder, version)
+        except WeightsRefused as refusal:
+            self._refuse(version, refusal.reason, refusal.sentence)
+            return
+        except TransportError:
+            self._seen_head = self._weights.latest_version  # try again
+            raise
+        try:
+            self._weights.publish(
+                as_input(head),
+                version=version,
+                parent_version=head.parent_version,
+                meta=head.meta,
+            )
+        except (TransportError, ValueError) as error:
+            # It does not fit the segment, and never will.
+            self._refuse(version, "segment", str(error))
+        else:
+            logger.info("engine %s: head %d published", self._folder.engine_id, version)
+
+    def _refuse(self, version: int, reason: str, sentence: str) -> None:
+        self._refused = (version, reason)
+        logger.warning(
+            "engine %s: head %d of the spool is refused: %s",
+            self._folder.engine_id,
+            version,
+            sentence,
+        )
+
+    def _heed_readers(self) -> None:
+        """Full rows if a live trainer wants them, or if there is none to ask.
+
+        What is spooled while no trainer lives is for the next one.
+        """
+        wishes = []
+        for name, state in self._folder.read_readers().items():
+            seen = self._readers.setdefault(name, Freshness())
+            seen.look(state.unix)
+            if state.running and seen.fresh:
+                wishes.append(state.collect)
+        self._reader.set_collect(any(wishes) or not wishes)
+
+    def _say(self, *, running: bool = True) -> None:
+        feedback = self._weights.feedback()
+        refused, reason = feedback.refused_version, feedback.refused_reason
+        if self._refused[0] > refused:
+            refused, reason = self._refused
+        state = EngineState(
+            unix=self._said,
+            running=running,
+            first_shard=self._writer.first,
+            last_shard=self._writer.last,
+            published_version=self._weights.latest_version,
+            installed_version=feedback.installed_version,
+            refused_version=refused,
+            refused_reason=reason,
+            swap_pause_ms=feedback.swap_pause_ms_last,
+            rows=self._writer.rows,
+            dropped_rows=self._reader.stats().dropped_rows,
+        )
+        now = time.time()
+        if state == self._state and abs(now - self._said) < BEAT_S:
+            return
+        self._folder.write_state(replace(state, unix=now))
+        self._said = now
+        self._state = replace(state, unix=now)
+
+    def _finish(self) -> None:
+        """Bring in what is left; a spool that fails now loses it."""
+        try:
+            while self._drain():
+                self._writer.flush()
+            self._writer.flush()
+            self._say(running=False)
+        except TransportError as error:
+            self._spool_failed(error)
+
+    def _spool_failed(self, error: TransportError) -> None:
+        sentence = str(error)
+        if sentence != self._failing:  # once per cause, not per try
+            logger.error("engine %s: %s", self._folder.engine_id, sentence)
+        self._failing = sentence
