@@ -40,10 +40,14 @@ step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
 if [ $fast = 1 ]; then
-    step "tests" "$bin/python" -m pytest -m "not slow and not vllm" \
-        --junitxml "$scratch/tests.xml"
+    step "tests" "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
+        --junitxml "$scratch/fast.xml"
 else
-    step "tests" "$bin/python" -m pytest --durations=10 --junitxml "$scratch/tests.xml"
+    step "fast tests" "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
+        --junitxml "$scratch/fast.xml"
+    # One after the other: they serve and train on all cores.
+    step "tests on vLLM" "$bin/python" -m pytest -m "slow or vllm" --durations=12 \
+        --junitxml "$scratch/slow.xml"
     step "vLLM's own tests" scripts/upstream_tests.sh --subset |
         tee "$scratch/upstream.txt"
     # A pipe runs `step` in a subshell, so its verdict is read back from the summary.
@@ -60,8 +64,8 @@ from pathlib import Path
 
 scratch, broken = Path(sys.argv[1]), int(sys.argv[2])
 passed = failed = skipped = 0
-if (scratch / "tests.xml").is_file():
-    for suite in ET.parse(scratch / "tests.xml").getroot().iter("testsuite"):
+for report in scratch.glob("*.xml"):
+    for suite in ET.parse(report).getroot().iter("testsuite"):
         bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         skips = int(suite.get("skipped", 0))
         failed, skipped = failed + bad, skipped + skips

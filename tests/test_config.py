@@ -19,7 +19,8 @@ BAD_SECTIONS = [
     ),
     (
         {"zzz": 1},
-        "tide.zzz: unknown key; known: run_dir, capture, train, control, swap, schedule, deploy, fresh, spool.",
+        "tide.zzz: unknown key; known: run_dir, capture, train, control, swap, "
+        "schedule, deploy, fresh, spool.",
     ),
     (
         {"capture": {"sample_rate": 2}},

@@ -17,6 +17,7 @@ LAYERS = {
     "metrics": 0,
     "_shm": 0,
     "transport": 1,
+    "json_text": 0,
     "control": 1,
     "capture": 2,
     "draft": 2,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -36,6 +37,35 @@ class ArmOptions:
     run_dir: Path | None = None  # where the trainer writes its status
     time_limit_s: float = 900.0
     expect_trainer: bool = False
+
+
+async def _nothing_beside(_server: VllmServer, _scraper: Scraper) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a suite does while an arm runs.
+
+    Attributes:
+        on_sample: Given every periodic reading of the metrics.
+        on_result: Given every request that ended.
+        beside: Runs beside the stream, after the warm-up; cancelled at its end. What
+            it raises ends the arm.
+        between: Called after each segment, while nothing is in flight.
+        before_stop: Called when the stream is over and the server still up.
+    """
+
+    on_sample: Callable[[Scrape], None] = lambda _: None
+    on_result: Callable[[RequestResult], None] = lambda _: None
+    beside: Callable[[VllmServer, Scraper], Coroutine[None, None, None]] = (
+        _nothing_beside
+    )
+    between: Callable[[SegmentRun], None] = lambda _: None
+    before_stop: Callable[[VllmServer], None] = lambda _: None
+
+
+NO_HOOKS = Hooks()
 
 
 async def _warm_up(session: aiohttp.ClientSession, url: str) -> None:
@@ -79,11 +109,13 @@ async def _run_segment(
     part: Sequence[StreamRequest],
     scraper: Scraper,
     view: LiveView,
+    hooks: Hooks,
 ) -> SegmentRun:
     """Replay one segment and read the counters at its two edges."""
     view.phase = part[0].segment
 
     def on_result(result: RequestResult) -> None:
+        hooks.on_result(result)
         view.num_done += 1
         if result.error is not None:
             view.num_failed += 1
@@ -98,9 +130,13 @@ async def _run_segment(
     return SegmentRun(part[0].segment, start, end, results)
 
 
-async def _drive(
-    server: VllmServer, stream: Sequence[StreamRequest], view: LiveView
+async def drive(
+    server: VllmServer,
+    stream: Sequence[StreamRequest],
+    view: LiveView,
+    hooks: Hooks = NO_HOOKS,
 ) -> tuple[list[SegmentRun], list[Scrape]]:
+    """Warm the server up and replay the stream; return its segments and readings."""
     async with make_session() as session:
         await _warm_up(session, server.url)
         await asyncio.sleep(SETTLE_S)
@@ -109,17 +145,35 @@ async def _drive(
         def on_sample(sample: Scrape) -> None:
             server.memory_mib()
             view.sample(sample)
+            hooks.on_sample(sample)
+
+        async def replay_all() -> list[SegmentRun]:
+            runs = []
+            for part in segments(stream):
+                runs.append(await _run_segment(session, part, scraper, view, hooks))
+                hooks.between(runs[-1])
+            return runs
 
         watcher = asyncio.create_task(scraper.run(session, on_sample))
+        beside = asyncio.create_task(hooks.beside(server, scraper))
+        replayed = asyncio.create_task(replay_all())
+        tasks = {watcher, beside, replayed}
         try:
-            runs = [
-                await _run_segment(session, part, scraper, view)
-                for part in segments(stream)
-            ]
+            # A task that fails beside the stream must not be found out at its end.
+            waiting: set[asyncio.Task[Any]] = set(tasks)
+            while replayed in waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+            runs = replayed.result()
         finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
         return runs, sorted(scraper.samples, key=lambda sample: sample.t_s)
 
 
@@ -128,9 +182,10 @@ async def _drive_limited(
     stream: Sequence[StreamRequest],
     view: LiveView,
     time_limit_s: float,
+    hooks: Hooks,
 ) -> tuple[list[SegmentRun], list[Scrape]]:
     async with asyncio.timeout(time_limit_s):
-        return await _drive(server, stream, view)
+        return await drive(server, stream, view, hooks)
 
 
 def _check_trainer(server: VllmServer, run: ArmRun, expected: bool) -> None:
@@ -141,14 +196,16 @@ def _check_trainer(server: VllmServer, run: ArmRun, expected: bool) -> None:
         run.problems.append("a trainer ran in an arm that has none")
 
 
-def _segments(run_dir: Path | None) -> list[Path]:
+def owned_segments(run_dir: Path | None) -> list[Path]:
     """Return the shared-memory segments that the run's engines own."""
     manifests = read_manifests(run_dir) if run_dir and run_dir.exists() else []
     names = [name for m in manifests for name in (m.ring, m.weights)]
     return [Path("/dev/shm") / name for name in names]  # noqa: S108 - where POSIX puts them
 
 
-def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
+def run_arm(
+    options: ArmOptions, stream: Sequence[StreamRequest], hooks: Hooks = NO_HOOKS
+) -> ArmRun:
     """Start a server, replay the stream, stop the server.
 
     Raises:
@@ -161,29 +218,38 @@ def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
         view.message(f"server ready after {server.startup_s:.1f} s")
         if options.expect_trainer and options.run_dir is not None:
             wait_for_trainer(options.run_dir, view)
-        memory = {"at_start": server.memory_mib().get("engine", {})}
+        at_start = server.memory_mib().get("engine", {})
         parts, samples = asyncio.run(
-            _drive_limited(server, stream, view, options.time_limit_s)
+            _drive_limited(server, stream, view, options.time_limit_s, hooks)
         )
+        hooks.before_stop(server)
         run = ArmRun(options.name, parts, samples, server.startup_s)
-        run.problems += [
-            f"not pinned: {thread}" for thread in server.misplaced_threads()
-        ]
+        finish(server, run, at_start)
         _check_trainer(server, run, options.expect_trainer)
-        memory["at_end"] = server.memory_mib().get("engine", {})
-        memory |= {f"peak_{role}": peak for role, peak in server.peak_mib.items()}
-        run.memory = {
-            part: {f"{name}_mib": round(mib, 1) for name, mib in values.items()}
-            for part, values in memory.items()
-        }
         run.trainers = trainer_statuses(options.run_dir)
-        if not server.alive():
-            run.problems.append("the server died")
-        segments_owned = _segments(options.run_dir)
-        if not server.stop():
-            run.problems.append("the server had to be killed")
-        left = [path.name for path in segments_owned if path.exists()]
-        if left:
-            run.problems.append(f"shared memory left behind: {', '.join(left)}")
+        stop(server, run, options.run_dir)
     view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
     return run
+
+
+def finish(server: VllmServer, run: ArmRun, at_start: dict[str, float]) -> None:
+    """Note in the run where the server's threads and memory are at the end."""
+    run.problems += [f"not pinned: {thread}" for thread in server.misplaced_threads()]
+    memory = {"at_start": at_start, "at_end": server.memory_mib().get("engine", {})}
+    memory |= {f"peak_{role}": peak for role, peak in server.peak_mib.items()}
+    run.memory = {
+        part: {f"{name}_mib": round(mib, 1) for name, mib in values.items()}
+        for part, values in memory.items()
+    }
+
+
+def stop(server: VllmServer, run: ArmRun, run_dir: Path | None) -> None:
+    """Stop the server and note in the run what it left behind."""
+    if not server.alive():
+        run.problems.append("the server died")
+    owned = owned_segments(run_dir)
+    if not server.stop():
+        run.problems.append("the server had to be killed")
+    left = [path.name for path in owned if path.exists()]
+    if left:
+        run.problems.append(f"shared memory left behind: {', '.join(left)}")

@@ -8,6 +8,8 @@ import subprocess  # noqa: S404 - asks git for the commit
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.json_text import json_text
+
 from .control_arms import BenchError
 from .control_summary import summarise
 
@@ -74,8 +76,7 @@ class Document:
         self.data["summary"] = summarise(self.data["cells"], scales)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(self.path.name + ".part")
-        text = json.dumps(self.data, indent=1, allow_nan=False)
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(json_text(self.data), encoding="utf-8")
         os.replace(partial, self.path)
 
 

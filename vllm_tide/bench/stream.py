@@ -69,10 +69,14 @@ def read_prompts(folder: Path, domain: str) -> list[str]:
     raise StreamError(f"no prompts of domain {domain!r} in {folder}")
 
 
-def _choose(
+def choose_prompts(
     prompts: Sequence[str], count: int, domain: str, seed: int
 ) -> list[tuple[str, str]]:
-    """Return ``count`` distinct prompts in an order fixed by the seed."""
+    """Return ``count`` distinct prompts with their domain, in an order by the seed.
+
+    Raises:
+        StreamError: There are not so many.
+    """
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < count:
         raise StreamError(
@@ -89,8 +93,8 @@ def build_stream(
 ) -> list[StreamRequest]:
     """Return the stream: ``num_before`` requests, the shift, ``num_after`` more."""
     o = options
-    chosen = _choose(before, o.num_before, o.before_domain, o.seed)
-    chosen += _choose(after, o.num_after, o.after_domain, o.seed)
+    chosen = choose_prompts(before, o.num_before, o.before_domain, o.seed)
+    chosen += choose_prompts(after, o.num_after, o.after_domain, o.seed)
     first_final = len(chosen) - max(1, round(o.num_after * FINAL_SHARE))
     requests = []
     for index, (domain, prompt) in enumerate(chosen):

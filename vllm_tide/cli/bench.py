@@ -1,4 +1,4 @@
-"""`vllm-tide bench`: measure speculation policies on real servers, and report."""
+"""`vllm-tide bench`: measure speculation, and learning, on real servers; report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 EXIT_BAD_INPUT = 2
+# Options that the suites read in their own way; the rest are fields of their options.
+_COMMON = ("command", "action", "run")
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -53,7 +55,11 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     text, whole, real = _list(str), _list(int), _list(float)
     # A name not given is left out, so that a default is written once, in RunOptions.
     unset = argparse.SUPPRESS
-    p.add_argument("--suite", required=True, help="control, traces or ablation")
+    p.add_argument(
+        "--suite",
+        required=True,
+        help="control, traces, ablation; learning, day0, loss, rollback, multi",
+    )
     p.add_argument("--json", type=Path, required=True, metavar="FILE")
     p.add_argument("--target", type=Path, default=unset, help="served model folder")
     p.add_argument("--draft", type=Path, default=unset, help="EAGLE-3 draft folder")
@@ -83,8 +89,8 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--load", type=float, default=unset, help="share of plain decoding's capacity"
     )
     p.add_argument("--slo-scales", type=real, default=unset, help="0.8,0.9,1.0,1.1,1.2")
-    p.add_argument("--max-input-tokens", type=int, default=128)
-    p.add_argument("--max-output-tokens", type=int, default=128)
+    p.add_argument("--max-input-tokens", type=int, default=unset)
+    p.add_argument("--max-output-tokens", type=int, default=unset)
     p.add_argument("--drain-s", type=float, default=unset)
     p.add_argument("--calibration-seconds", type=float, default=unset)
     p.add_argument("--max-num-seqs", type=int, default=unset)
@@ -108,6 +114,62 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--seed", type=int, default=unset)
     p.add_argument("--max-minutes", type=float, default=unset)
+    _add_learning(p.add_argument_group("suites that learn while serving"))
+
+
+def _add_learning(p: argparse._ArgumentGroup) -> None:
+    text, whole = _list(str), _list(int)
+    unset = argparse.SUPPRESS
+    p.add_argument(
+        "--requests", type=whole, default=unset, help="one number, or one a domain"
+    )
+    p.add_argument(
+        "--concurrency",
+        type=whole,
+        default=unset,
+        help="requests in flight, block by block: 1,2,4,3",
+    )
+    p.add_argument("--num-speculative-tokens", type=int, default=unset)
+    p.add_argument(
+        "--tide",
+        type=_object,
+        default=unset,
+        help="JSON put into the tide section of every trained arm",
+    )
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        default=unset,
+        help="keep what FILE and the work folder have of the same run",
+    )
+    p.add_argument("--traffic", default=unset, help="learning: shift, mixed or both")
+    p.add_argument("--window-s", type=float, default=unset, help="of curves over time")
+    p.add_argument("--final-share", type=float, default=unset, help="day0")
+    p.add_argument("--fit-steps", type=int, default=unset, help="day0: ceiling")
+    p.add_argument("--fit-tokens", type=int, default=unset, help="day0: ceiling")
+    p.add_argument("--window-requests", type=int, default=unset, help="day0")
+    p.add_argument("--share", type=float, default=unset, help="day0: of the ceiling")
+    p.add_argument(
+        "--losses", type=text, default=unset, help="loss: forward_kl+discard:0.5,..."
+    )
+    p.add_argument("--lookaheads", type=whole, default=unset, help="loss: 5,10")
+    p.add_argument("--seeds", type=whole, default=unset, help="loss: 0,1,2")
+    p.add_argument("--steps", type=int, default=unset, help="loss: of each training")
+    p.add_argument("--batch-tokens", type=int, default=unset, help="loss: of a step")
+    p.add_argument(
+        "--holdout-every", type=int, default=unset, help="loss: n-th request"
+    )
+    p.add_argument("--start", default=unset, help="loss: draft or fresh")
+    p.add_argument("--samples", type=Path, default=unset, help="loss: captured before")
+    p.add_argument("--workers", type=int, default=unset, help="loss: processes")
+    p.add_argument(
+        "--plants", type=text, default=unset, help="rollback: nan,permuted,noise0.1"
+    )
+    p.add_argument("--baseline-requests", type=int, default=unset, help="rollback")
+    p.add_argument("--trial-requests", type=int, default=unset, help="rollback")
+    p.add_argument(
+        "--stall-s", type=float, default=unset, help="multi: one server stopped"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,27 +190,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from vllm_tide.bench.control_arms import BenchError
+    from vllm_tide.bench.learning_suites import LEARNING_SUITES
+    from vllm_tide.bench.run_options import SUITES
+
+    # What was not given is not there, or None.
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in _COMMON and value is not None
+    }
+    given.setdefault("work", args.json.with_name(args.json.name + ".work"))
+    for name in ("target", "draft", "prompts", "trace_dir", "work", "samples"):
+        if given.get(name) is not None:
+            given[name] = given[name].resolve()
+    if "serve_args" in given:
+        given["serve_args"] = tuple(given["serve_args"])
+    if args.suite in LEARNING_SUITES:
+        return _run_learning(given)
+    if args.suite not in SUITES:
+        known = ", ".join((*SUITES, *LEARNING_SUITES))
+        raise BenchError(f"--suite is one of {known}")
+    return _run_control(given)
+
+
+def _run_learning(given: dict[str, Any]) -> int:
+    from vllm_tide.bench import learning_suites
+
+    suite = given.pop("suite")
+    return learning_suites.run(learning_suites.options_of(suite, given))
+
+
+def _run_control(given: dict[str, Any]) -> int:
+    from dataclasses import fields
+
     from vllm_tide.bench import control_run
+    from vllm_tide.bench.control_arms import BenchError
     from vllm_tide.bench.run_options import RunOptions
     from vllm_tide.bench.traces import Limits, parse_choices
 
-    given = dict(vars(args))
-    for name in ("command", "action", "run"):
-        given.pop(name, None)
-    work = given.pop("work") or args.json.with_name(args.json.name + ".work")
     limits = Limits(
-        max_input=given.pop("max_input_tokens"),
-        max_output=given.pop("max_output_tokens"),
+        max_input=given.pop("max_input_tokens", 128),
+        max_output=given.pop("max_output_tokens", 128),
     )
-    traces = tuple(parse_choices(given.pop("traces") or ""))
-    serve_args = tuple(given.pop("serve_args") or ())
-    for name in ("target", "draft", "prompts", "trace_dir"):
-        if given.get(name) is not None:
-            given[name] = given[name].resolve()
-    options = RunOptions(
-        **given, work=work, limits=limits, traces=traces, serve_args=serve_args
-    )
-    return control_run.run(options)
+    traces = tuple(parse_choices(given.pop("traces", "")))
+    foreign = sorted(given.keys() - {item.name for item in fields(RunOptions)})
+    if foreign:
+        flag = foreign[0].replace("_", "-")
+        raise BenchError(f"--{flag} is no option of --suite {given['suite']}")
+    return control_run.run(RunOptions(**given, limits=limits, traces=traces))
 
 
 def _report(args: argparse.Namespace) -> int:

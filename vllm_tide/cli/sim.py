@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_tide.json_text import json_text
+
 if TYPE_CHECKING:
     from vllm_tide.control.time_model import TimeModel
     from vllm_tide.sim.arrivals import Trace
@@ -151,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
         "rows": rows,
     }
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json_text(result), encoding="utf-8")
     if args.table:
         print(markdown(rows))
     elif args.json is None:

@@ -38,6 +38,9 @@ _UNANSWERED = 4  # shadow probes without an answer: none will come, try real rou
 _SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
 _BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
 _SMOOTH = 0.05
+# While drafting does not pay the question is asked again after so many rounds of the
+# same batch: what a forecast costs would be a tax on plain decoding.
+_REST_ROUNDS = 3
 
 
 class AdaSpecPolicy:
@@ -77,6 +80,8 @@ class AdaSpecPolicy:
         self._step = 0
         self._trial = False
         self._unanswered = 0
+        self._rest = 0  # rounds to stay off without asking again
+        self._predicted = (0.0, nan)  # tokens and seconds of the round
         self._tokens_seen = 0
         self._count: Counter[str] = Counter()
         self._off: Counter[str] = Counter()
@@ -101,6 +106,7 @@ class AdaSpecPolicy:
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
         self.gate.eager()
+        self._rest = 0
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:
@@ -110,6 +116,9 @@ class AdaSpecPolicy:
         most = min(int(batch.room.max()), self._settings.k_max) if n else 0
         if not most:
             return self._stay_off("no_room", probe=False)
+        if self._rest and n == int(self._predicted[0]) and not self.gate.on:
+            self._rest -= 1
+            return self._stay_off("no_gain", probe=False)
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
         self._count["slo_misses"] += costs.missed
@@ -126,6 +135,8 @@ class AdaSpecPolicy:
                 self._trial = True
             else:
                 self._unanswered += probe
+                if reason == "no_gain" and np.isinf(batch.limit).all():
+                    self._rest = _REST_ROUNDS
                 return self._stay_off(reason, probe)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain

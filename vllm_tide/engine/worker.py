@@ -244,8 +244,10 @@ class WorkerTide:
         )
 
     def _open_control(self, worker: Any) -> None:
+        from vllm_tide.engine.blas import use_one_blas_thread
         from vllm_tide.engine.control_v1 import ControlV1
 
+        use_one_blas_thread()
         facts = self._facts
         self.control = ControlV1(
             worker.model_runner,

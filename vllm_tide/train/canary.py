@@ -73,8 +73,18 @@ class Canary:
 
     @property
     def may_publish(self) -> bool:
-        """Whether a better draft may be published now."""
-        return not self.undecided and self.backoff == 0
+        """Whether a better draft may be published now.
+
+        Also during a trial that goes well so far: it then goes on with the newer draft
+        against the same window. After a shift every draft is soon outdone, and waiting
+        for a verdict on each would hold adaptation up.
+        """
+        if self.backoff or not self.undecided:
+            return not self.backoff
+        found = self.comparison
+        return (
+            found is not None and found.requests >= MIN_COMPARED and found.change >= 0.0
+        )
 
     def begin(self, engine: str, version: int) -> None:
         """An engine reports a new draft as installed.

@@ -153,10 +153,10 @@ class Deployment:
     @property
     def waiting_for(self) -> str:
         """Why a better draft would not be published now; empty if it would."""
-        if self.canary.undecided:
-            return "the canary of the last publication"
         if self.canary.backoff:
             return f"{self.canary.backoff} cycles after a rollback"
+        if not self.canary.may_publish:
+            return "the canary of the last publication"
         if not self.lazy.ready(time.monotonic()):
             return "the spacing of publications"
         return ""

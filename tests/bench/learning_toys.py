@@ -1,0 +1,80 @@
+"""Scrapes, results and arms for the tests of the learning suites."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm_tide.bench.client import RequestResult
+from vllm_tide.bench.scrape import Scrape
+from vllm_tide.bench.stream import StreamRequest, segments
+from vllm_tide.bench.summary import ArmRun, SegmentRun
+
+
+def scrape(t_s, *, drafts=0.0, accepted=0.0, generated=0.0, **tide):
+    values = {
+        ("vllm:spec_decode_num_drafts_total", ()): float(drafts),
+        ("vllm:spec_decode_num_accepted_tokens_total", ()): float(accepted),
+        ("vllm:generation_tokens_total", ()): float(generated),
+    }
+    values |= {(f"vllm_tide:{name}", ()): float(v) for name, v in tide.items()}
+    return Scrape(t_s, values)
+
+
+def result(request, start_s, end_s, tokens=8):
+    """A request whose tokens came two at a time after the first."""
+    chunks = [(start_s + 0.1, 1)]
+    while sum(n for _, n in chunks) < tokens:
+        chunks.append((start_s + 0.2, min(2, tokens - sum(n for _, n in chunks))))
+    return RequestResult(
+        index=request.index,
+        segment=request.segment,
+        start_s=start_s,
+        ttft_s=0.1,
+        end_s=end_s,
+        prompt_token_ids=[1, 2],
+        token_ids=[7] * tokens,
+        chunks=chunks,
+    )
+
+
+def request(index, phase="0 python", domain="python", tokens=8):
+    return StreamRequest(index, phase, False, domain, f"prompt {index}", tokens, 2)
+
+
+def arm_run(name, stream, seconds=2.0, accepted=1.0, trainers=()):
+    """One request after the other, `seconds` each; one draft a second."""
+    t_s, parts, samples = 0.0, [], []
+    generated = 0
+
+    def look():
+        samples.append(
+            scrape(t_s, drafts=t_s, accepted=accepted * t_s, generated=generated)
+        )
+        return samples[-1]
+
+    for part in segments(stream):
+        start, results = look(), []
+        for item in part:
+            results.append(result(item, t_s, t_s + seconds, item.max_tokens))
+            t_s += seconds
+            generated += item.max_tokens
+            look()
+        parts.append(SegmentRun(part[0].segment, start, look(), results))
+    return ArmRun(name, parts, samples, 3.0, trainers=list(trainers))
+
+
+def options_for(kind, suite, folder: Path, **changes):
+    """Options that pass their checks without a vLLM installation."""
+    (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
+    (folder / "venv" / "bin" / "vllm").touch()
+    given = {
+        "json": folder / "out" / "report.json",
+        "work": folder / "work",
+        "venv": folder / "venv",
+        "model_sizes": (),
+        # The defaults follow the cores that this process may use now.
+        "engine_cpus": (min(os.sched_getaffinity(0)),),
+        "other_cpus": (min(os.sched_getaffinity(0)),),
+    }
+    return kind(suite=suite, **(given | changes))

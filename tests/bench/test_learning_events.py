@@ -1,0 +1,67 @@
+import json
+import time
+
+from tests.bench.learning_toys import scrape
+from vllm_tide.bench.learning_events import (
+    TrainerWatch,
+    engine_versions,
+    read_events,
+    trainer_facts,
+    training_seconds,
+)
+
+
+def write_status(folder, name="a", **values):
+    (folder / f"trainer-{name}.json").write_text(json.dumps(values))
+
+
+def test_events_of_all_trainers_are_sorted_and_damaged_lines_left_out(tmp_path):
+    (tmp_path / "events-a.jsonl").write_text(
+        '{"unix": 3, "event": "publish", "version": 1}\n[1]\n{"unix": 5, "ev'
+    )
+    (tmp_path / "events-b.jsonl").write_text('{"unix": 2, "event": "shift"}\n')
+    events = read_events(tmp_path)
+    assert [event["event"] for event in events] == ["shift", "publish"]
+    assert events[0]["version"] is None and events[1]["holdout_new"] is None
+
+
+def test_seconds_trained_come_from_the_status_else_from_the_cycles():
+    cycles = [
+        {"event": "cycle", "seconds": 2.0},
+        {"event": "cycle", "seconds": None},
+        {"event": "publish", "seconds": 9.0},
+    ]
+    assert training_seconds([{"training_seconds": 4}, {}], cycles) == 4.0
+    assert training_seconds([{"training_seconds": "long"}], cycles) == 2.0
+    assert training_seconds([{}], []) is None
+
+
+def test_a_status_without_the_new_fields_gives_none():
+    (facts,) = trainer_facts([{"state": "waiting", "secret": 1}])
+    assert facts["state"] == "waiting" and facts["rollbacks"] is None
+    assert "secret" not in facts
+
+
+def test_versions_by_engine_tolerate_what_is_missing():
+    told = engine_versions([{"engines": {"e": {"published": 2}, "f": 1}}, {}])
+    assert told == {"e": {"published": 2, "installed": None, "refused": None}}
+
+
+def test_a_watch_knows_the_seconds_at_any_time_and_places_events(tmp_path):
+    watch = TrainerWatch(tmp_path)
+    began = time.time()
+    watch.on_sample(scrape(0.0))
+    write_status(tmp_path, training_seconds=1.5)
+    watch.on_sample(scrape(5.0))
+    assert watch.training_s(4.9) is None and watch.training_s(5.0) == 1.5
+    # The offset is the smallest lag seen: that of the second sample.
+    log = {"unix": began, "event": "shift"}
+    (tmp_path / "events-a.jsonl").write_text(json.dumps(log) + "\n")
+    (event,) = watch.events()
+    assert 4.0 < event["t_s"] <= 5.01
+
+
+def test_a_watch_without_a_trainer_knows_nothing():
+    watch = TrainerWatch(None)
+    watch.on_sample(scrape(1.0))
+    assert watch.training_s(9.0) is None and watch.events() == []

@@ -1,0 +1,202 @@
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.bench.learning_toys import arm_run, options_for, request, result
+from tests.train.test_sidecar import Engine
+from vllm_tide.bench import learning_session, rollback_suite
+from vllm_tide.bench.control_arms import BenchError
+from vllm_tide.bench.learning_events import read_events
+from vllm_tide.bench.rollback_plants import parse_plant, planted
+from vllm_tide.bench.rollback_suite import RollbackOptions, rollback_stream, run
+from vllm_tide.bench.rollback_trainer import PlantingSidecar, order, order_path
+from vllm_tide.bench.rollback_trials import table, trial_problems, trials_of
+from vllm_tide.config import parse_tide
+from vllm_tide.swap.verify import DraftContract, DraftRefused
+from vllm_tide.train.feeds import open_feeds
+
+HEAD = {
+    "fc.weight": torch.randn(8, 12, generator=torch.Generator().manual_seed(0)),
+    "lm_head.weight": torch.randn(16, 8, generator=torch.Generator().manual_seed(1)),
+    "norm.weight": torch.linspace(0.5, 1.5, 8),
+    "d2t": torch.zeros(16, dtype=torch.int64),
+}
+
+
+def test_plants_are_named():
+    assert parse_plant("noise0.25").noise == 0.25
+    assert parse_plant("permuted").kind == "permuted"
+    for text in ("noise", "noise0", "noise-1", "zero", "nan2"):
+        with pytest.raises(BenchError, match="--plants"):
+            parse_plant(text)
+
+
+def test_a_nan_head_is_one_that_the_engine_refuses():
+    contract = DraftContract(HEAD, 16.0)
+    with pytest.raises(DraftRefused, match="NaN"):
+        contract.check(planted(HEAD, parse_plant("nan"), 0))
+    assert not HEAD["fc.weight"].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["permuted", "noise0.1"])
+def test_the_engine_does_not_see_that_the_others_are_worse(name):
+    spoilt = planted(HEAD, parse_plant(name), 0)
+    DraftContract(HEAD, 16.0).check(spoilt)
+    assert not torch.equal(spoilt["fc.weight"], HEAD["fc.weight"])
+    assert torch.equal(spoilt["d2t"], HEAD["d2t"])
+    again = planted(HEAD, parse_plant(name), 0)
+    assert torch.equal(again["fc.weight"], spoilt["fc.weight"])
+
+
+def test_noise_is_a_share_of_each_tensors_own_spread():
+    spoilt = planted(HEAD, parse_plant("noise0.1"), 0)
+    added = (spoilt["fc.weight"] - HEAD["fc.weight"]).std() / HEAD["fc.weight"].std()
+    assert 0.07 < added < 0.13
+
+
+def events(*rows):
+    return [{"t_s": t, "event": kind, **more} for t, kind, more in rows]
+
+
+def test_trials_are_read_from_the_event_log():
+    log = events(
+        (4.0, "publish", {"version": 1}),
+        (4.1, "planted", {"version": 1, "plant": "nan"}),
+        (4.5, "refused", {"version": 1, "reason": "not_finite"}),
+        (10.0, "publish", {"version": 2}),
+        (10.1, "planted", {"version": 2, "plant": "permuted"}),
+        (15.0, "publish", {"version": 3, "rollback_of": 2}),
+        (15.0, "rollback", {"version": 2, "requests": 4, "reason": "fell"}),
+        (20.0, "publish", {"version": 4}),
+        (20.1, "planted", {"version": 4, "plant": "noise0.1"}),
+    )
+    results = [result(request(i), i, i + 1.0) for i in range(30)]
+    nan, permuted, noise = trials_of(log, results)
+    assert (nan["outcome"], nan["requests_until"]) == ("refused", 0)
+    assert permuted["outcome"] == "rolled_back" and permuted["requests_on_it"] == 4
+    assert permuted["requests_until"] == 5  # ended after 10.0, up to 15.0
+    assert permuted["decided_after_s"] == 5.0 and permuted["restored_version"] == 3
+    assert noise["outcome"] == "undecided" and noise["requests_until"] is None
+    trials = [nan, permuted, noise]
+    assert trial_problems(trials, ["nan", "permuted", "noise0.1"]) == []
+    assert "rolled_back" in table(trials)
+
+
+def test_a_bad_head_that_stayed_is_a_problem():
+    stayed = [
+        {"plant": "nan", "outcome": "kept"},
+        {"plant": "permuted", "outcome": "undecided"},
+        {"plant": "noise0.1", "outcome": "kept"},
+    ]
+    assert trial_problems(stayed, ["nan", "permuted", "noise0.1", "noise0.3"]) == [
+        "noise0.3: was never published",
+        "nan: kept, not refused",
+        "permuted: undecided, not rolled back",
+    ]
+
+
+def test_each_planted_head_has_a_stretch_of_the_stream(tmp_path):
+    options = options_for(
+        RollbackOptions, "rollback", tmp_path, plants=("nan", "permuted"),
+        baseline_requests=4, trial_requests=6,
+    )  # fmt: skip
+    stream = rollback_stream(options)
+    assert [r.segment for r in stream] == ["0 nan"] * 10 + ["1 permuted"] * 10
+    assert [r.index for r in stream] == list(range(20))
+    assert len({r.prompt for r in stream}) == 20
+
+
+def test_prompts_come_again_when_all_were_sent(tmp_path):
+    (tmp_path / "few.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(5))
+    )
+    options = options_for(
+        RollbackOptions, "rollback", tmp_path, plants=("nan",), domains=("few",),
+        prompts=tmp_path, baseline_requests=4, trial_requests=4,
+    )  # fmt: skip
+    assert len({r.prompt for r in rollback_stream(options)}) == 5
+
+
+def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
+    tmp_path,
+):
+    engine = Engine(tmp_path)
+    config = parse_tide(
+        {
+            "train": {"compute_dtype": "float32", "nice": 0},
+            "schedule": {"mode": "tide", "epsilon": 1.0},
+            "deploy": {"backoff_cycles": 0},
+        }
+    )
+    feeds = open_feeds(engine.run_dir)
+    feeds.poll()
+    sidecar = PlantingSidecar(feeds, engine.run_dir, config)
+    order(engine.run_dir, 0, "permuted", 0)
+    thread = threading.Thread(target=sidecar.run)
+    thread.start()
+    try:
+        until = time.monotonic() + 5
+        while engine.weights.latest_version() < 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        spoilt = engine.weights.read()
+        engine.weights.report(0, 1, "shape")  # refused
+        until = time.monotonic() + 5
+        while not _event(engine, "refused") and time.monotonic() < until:
+            time.sleep(0.01)
+        order(engine.run_dir, 1, "nan", 0)
+        until = time.monotonic() + 5
+        while engine.weights.latest_version() < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        sidecar.stop()
+        thread.join(10)
+        engine.close()
+    assert spoilt.version == 1
+    kinds = [event["event"] for event in read_events(engine.run_dir)]
+    assert kinds.count("planted") == 2 and "refused" in kinds
+    assert not order_path(engine.run_dir, 2).exists()
+
+
+def _event(engine, kind):
+    return [e for e in read_events(engine.run_dir) if e["event"] == kind]
+
+
+def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
+    def planted_arm(session, options, stream, config, watch, run_dir):
+        assert parse_tide(config["tide"]).schedule.mode == "tide"
+        log = [
+            {"unix": 1.0, "event": "publish", "version": 1},
+            {"unix": 1.0, "event": "planted", "version": 1, "plant": "nan"},
+            {"unix": 2.0, "event": "refused", "version": 1, "reason": "not_finite"},
+        ]
+        text = "\n".join(json.dumps(row) for row in log)
+        (run_dir / "events-e.jsonl").write_text(text)
+        made = arm_run("planted", stream)
+        for sample in made.samples:
+            watch.on_sample(sample)
+        return made
+
+    monkeypatch.setattr(rollback_suite, "_serve", planted_arm)
+    monkeypatch.setattr(
+        learning_session, "run_arm", lambda arm, stream, _: arm_run(arm.name, stream)
+    )
+    options = options_for(
+        RollbackOptions, "rollback", tmp_path, plants=("nan",),
+        baseline_requests=4, trial_requests=4,
+    )  # fmt: skip
+    cpus = os.sched_getaffinity(0)
+    try:
+        assert run(options) == 0
+        assert run(replace(options, plants=("nan", "permuted"))) == 1
+    finally:
+        os.sched_setaffinity(0, cpus)
+    report = json.loads(options.json.read_text())
+    assert report["problems"] == ["permuted: was never published"]
+    (trial,) = report["results"]["trials"]
+    assert trial["outcome"] == "refused"
+    assert report["results"]["identity"]["arms"]["planted"]["identical"]
