@@ -14,6 +14,7 @@ round's batch, so it follows a changing batch at once.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import isnan, nan
 from typing import Any
 
@@ -80,7 +81,6 @@ class AdaSpecPolicy:
         self._step = 0
         self._trial = False
         self._unanswered = 0
-        self._rest = 0  # rounds to stay off without asking again
         self._predicted = (0.0, nan)  # tokens and seconds of the round
         self._tokens_seen = 0
         self._count: Counter[str] = Counter()
@@ -106,7 +106,6 @@ class AdaSpecPolicy:
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
         self.gate.eager()
-        self._rest = 0
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:
@@ -116,9 +115,6 @@ class AdaSpecPolicy:
         most = min(int(batch.room.max()), self._settings.k_max) if n else 0
         if not most:
             return self._stay_off("no_room", probe=False)
-        if self._rest and n == int(self._predicted[0]) and not self.gate.on:
-            self._rest -= 1
-            return self._stay_off("no_gain", probe=False)
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
         self._count["slo_misses"] += costs.missed
@@ -135,9 +131,10 @@ class AdaSpecPolicy:
                 self._trial = True
             else:
                 self._unanswered += probe
-                if reason == "no_gain" and np.isinf(batch.limit).all():
-                    self._rest = _REST_ROUNDS
-                return self._stay_off(reason, probe)
+                plan = self._stay_off(reason, probe)
+                if reason == "no_gain" and not probe and np.isinf(batch.limit).all():
+                    plan = replace(plan, rest=_REST_ROUNDS)
+                return plan
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds

@@ -56,11 +56,14 @@ class Plan:
         reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo" or "override".
         probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
             `steps` >= 1: this round is a trial while speculation is off.
+        rest: With `steps` 0: rounds of the same requests that may stay off without
+            being asked about. They need not be observed either.
     """
 
     steps: int
     reason: str = ""
     probe: bool = False
+    rest: int = 0
 
 
 @dataclass(slots=True)

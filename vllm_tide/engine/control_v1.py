@@ -89,6 +89,11 @@ class ControlV1:
         self._steps = 0
         self._asked = 0
         self._planned: list[str] = []
+        self._resting = 0  # rounds that stay off without asking
+        self._rested = False  # the round before was one
+        self._rests = 0
+        self._off_slots = np.empty(0, np.int64)
+        self._off_ids: list[str] = []
         self._newest = np.empty(0, np.int64)
         self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._malformed_slo = 0
@@ -96,6 +101,7 @@ class ControlV1:
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
+        self._resting = 0
         self._forced = steps
 
     def begin(self, scheduler_output: Any) -> None:
@@ -127,6 +133,9 @@ class ControlV1:
         """
         runner = self._runner
         req_ids = runner.input_batch.req_ids
+        if self._resting and req_ids == self._off_ids:
+            return self._stay_off(aux_hidden_states)
+        self._resting = 0
         num = len(req_ids)
         slots = self._slots(req_ids)
         bounds = runner.query_start_loc.np[: num + 1]
@@ -167,6 +176,8 @@ class ControlV1:
             self._planned = list(req_ids)
             self._asked = code
             return code
+        if self._resting:
+            self._off_ids, self._off_slots = list(req_ids), slots
         keep = self._backlog.keep
         self._contain(
             "keep", keep, aux_hidden_states, slots, row, count, start, num_rows
@@ -184,6 +195,26 @@ class ControlV1:
             )
         return 0
 
+    def _stay_off(self, aux_hidden_states: Sequence[torch.Tensor]) -> int:
+        """A round like the one before, in which drafting did not pay.
+
+        Nothing was drafted, so every scheduled row is committed. Keeping the rows for
+        the draft is all that is left to do.
+        """
+        runner, slots = self._runner, self._off_slots
+        num = len(slots)
+        bounds = runner.query_start_loc.np[: num + 1]
+        row = bounds[:-1].astype(np.int64)
+        count = bounds[1:] - row
+        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+        rows = int(bounds[-1])
+        self._resting -= 1
+        self._rests += 1
+        self._rested = True
+        keep = self._backlog.keep
+        self._contain("keep", keep, aux_hidden_states, slots, row, count, start, rows)
+        return self.agree(0)
+
     def _decide(
         self,
         slots: np.ndarray,
@@ -200,7 +231,8 @@ class ControlV1:
         if self.policy is None:
             return self.num_speculative_tokens
         self._slo.advance(slots, emitted, now)
-        if self._continues:
+        rested, self._rested = self._rested, False
+        if self._continues and not rested:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             self.policy.observe(
@@ -233,6 +265,7 @@ class ControlV1:
             ),
             now,
         )
+        self._resting = plan.rest
         if plan.steps > 0:
             return min(plan.steps, self.num_speculative_tokens)
         return _PROBE if plan.probe else 0
@@ -327,12 +360,18 @@ class ControlV1:
         if self.policy is None:
             return {}
         stats = self.policy.stats()
-        rounds, steps = stats["rounds"], stats["draft_steps"]
+        lengths = [*stats["length_hist"]] or [0]
+        lengths[0] += self._rests
+        off = dict(stats.get("off_rounds", {}))
+        off["no_gain"] = off.get("no_gain", 0) + self._rests
+        rounds, steps = stats["rounds"] + self._rests, stats["draft_steps"]
         new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
         self._told = (rounds, steps)
         return stats | {
             "draft_length": new_steps / new_rounds if new_rounds else None,
-            "rounds_by_length": dict(enumerate(stats["length_hist"])),
+            "rounds": rounds,
+            "off_rounds": off,
+            "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
             "malformed_slo": self._malformed_slo,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},

@@ -66,6 +66,7 @@ class WorkerTide:
         self._group = get_tp_group() if get_tp_group().world_size > 1 else None
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
+        self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
         self._guard = Guard("capture")
         self._engine_id = secrets.token_hex(8)
         self._run_dir = (
@@ -152,6 +153,14 @@ class WorkerTide:
             from vllm_tide.engine.policy_start import start_policy
 
             start_policy(self._worker, self.control, self._config.control)
+
+    def has_drafts(self, scheduler_output: Any) -> bool:
+        """Seam: whether a step verifies anything; else the target samples plainly.
+
+        Recurrent layers read their state at an offset that only the speculative path
+        applies, so with them every step goes through it.
+        """
+        return self._recurrent or bool(scheduler_output.scheduled_spec_decode_tokens)
 
     def on_draft_logits(self, logits: Any) -> None:
         """Seam: the draft's logits of one draft step."""
