@@ -40,10 +40,10 @@ step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
 if [ $fast = 1 ]; then
-    step "tests" "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
+    step "tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
         --junitxml "$scratch/fast.xml"
 else
-    step "fast tests" "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
+    step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
         --junitxml "$scratch/fast.xml"
     # One after the other: they serve and train on all cores.
     step "tests on vLLM" "$bin/python" -m pytest -m "slow or vllm" --durations=12 \

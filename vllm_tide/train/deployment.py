@@ -207,6 +207,10 @@ class Deployment:
         )
         trainer.published()
         self._masters[version] = trainer.snapshot()
+        # A draft is fp32 here: of what was published only these can be gone back to.
+        kept = {self._good, self.installed, version}
+        self._masters = {v: m for v, m in self._masters.items() if v in kept}
+        self._figures = {v: f for v, f in self._figures.items() if v in kept}
         self._figures[version] = facts
         self.published = version
         self.publications += 1

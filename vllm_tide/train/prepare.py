@@ -41,6 +41,10 @@ def _pin(config: TrainConfig) -> None:
     cpus = config.cpus or range(os.cpu_count() or 1)
     try:
         os.sched_setaffinity(0, cpus)
+        # Attaching to an engine may already have started threads (checksums of files).
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cpus)
     except OSError as error:
         if config.cpus:
             raise DraftError(
