@@ -46,7 +46,7 @@ else
     step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
         --junitxml "$scratch/fast.xml"
     # One after the other: they serve and train on all cores.
-    step "tests on vLLM" "$bin/python" -m pytest -m "slow or vllm" --durations=12 \
+    step "tests on vLLM" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -m "slow or vllm" --durations=12 \
         --junitxml "$scratch/slow.xml"
     step "vLLM's own tests" scripts/upstream_tests.sh --subset |
         tee "$scratch/upstream.txt"
