@@ -31,7 +31,7 @@ from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, follow
+from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, beat, follow
 from vllm_tide.train.ranks import RankLost, Ranks, leave
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.train.sharded_step import ShardedStep
@@ -143,6 +143,7 @@ def _die_in_step(number: int) -> None:
 def lead(ranks: Ranks, told: dict[str, Any]) -> None:
     """Train from `first` to `last`; checkpoint and publish after step `save`."""
     mine, state, first = draft(), None, told.get("first", 0)
+    beat(ranks)  # as while there is no engine yet
     stepper = LeadRank(
         ranks, mine, TOY.rows, KNOBS, {"config": KNOBS.model_dump(mode="json")}
     )

@@ -13,6 +13,7 @@ from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.deployment import master_of
+from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.record import Record
 
 
@@ -105,6 +106,54 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine):
         for name, tensor in master_of(sent).items()
     )
     again.feeds.close()
+
+
+def test_a_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
+    sidecar = published_once(engine)
+    before = sidecar.deployment._masters[0]
+    feed = sidecar.feeds.reference
+
+    def full(*_args, **_more):
+        raise TransportError("no space left")
+
+    monkeypatch.setattr("vllm_tide.train.deployment.RETRY_S", 0.0)
+    monkeypatch.setattr(feed, "publish", full)
+    serve(engine, 30, 1, 1)
+    assert sidecar._tick()  # it would go back, and cannot
+    assert engine.weights.latest_version() == 1
+    assert "no engine could be sent" in sidecar.deployment.waiting_for
+    assert sidecar._tick()
+    assert [
+        e["rollback_of"] for e in events(engine) if e["event"] == "unpublished"
+    ] == [1]
+    monkeypatch.undo()
+    assert sidecar._tick()
+    back = master_of(engine.weights.read())
+    assert all(torch.equal(t, before[name].to(t.dtype)) for name, t in back.items())
+    assert "after a rollback" in sidecar.deployment.waiting_for
+
+
+def test_a_candidate_that_cannot_be_sent_is_offered_again(engine, monkeypatch):
+    serve(engine, 20, 0, 4)
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+
+    def full(*_args, **_more):
+        raise TransportError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sidecar.feeds.reference, "publish", full)
+        sidecar._train()
+    assert [e["reason"] for e in events(engine) if e["event"] == "unpublished"] == [
+        "no space left"
+    ]
+    assert sidecar.deployment.published == 0
+    engine.serve(30)
+    assert sidecar._tick()
+    sidecar._train()
+    # A number is used once, whether anybody was sent the head or not.
+    assert sidecar.deployment.published == engine.weights.latest_version() == 2
 
 
 def test_without_a_canary_a_head_is_kept_at_once(engine):

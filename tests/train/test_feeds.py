@@ -345,6 +345,18 @@ def test_a_head_that_one_engine_cannot_take_goes_to_the_others():
         publish(feeds)
 
 
+def test_a_head_that_no_engine_could_be_sent_goes_to_none_that_joins_later():
+    a, b = FakeFeed("a"), FakeFeed("b")
+    feeds, source = feeds_of(a)
+    assert publish(feeds) == 1
+    a.fail = "publish"
+    with pytest.raises(TransportError, match="cannot publish"):
+        publish(feeds)
+    source.feeds["b"] = b
+    look(feeds)
+    assert list(b.sent) == [1]
+
+
 def test_after_a_restart_the_newest_head_that_was_not_refused_goes_to_all():
     a, b, c = FakeFeed("a", latest=3), FakeFeed("b", latest=7), FakeFeed("c", latest=5)
     b.refused = 7

@@ -8,18 +8,24 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.train.toys import HIDDEN
+from tests.transport.samples import make_record, make_spec
+from tests.transport.spool_toys import CONFIG
 from vllm_tide.cli import purge as command
 from vllm_tide.config import TrainConfig
 from vllm_tide.train import purge
 from vllm_tide.train.purge import PurgeInbox
 from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool_writer import SpoolWriter
 from vllm_tide.transport.tenant import tenant_id, tenant_key
 
 MARKER = 0x5EC7E7
@@ -191,6 +197,19 @@ def test_the_command_takes_an_id_and_everything(tmp_path):
         assert call(tmp_path, *more) == 0
         trainer.join()
         assert seen == [wanted]
+
+
+def test_the_command_removes_shards_of_a_spool(tmp_path, capsys):
+    store = open_store(str(tmp_path / "spool"))
+    writer = SpoolWriter(EngineFolder(store, "e1"), make_spec(), CONFIG)
+    for tenant in (1, 2, 255):
+        writer.add(replace(make_record(make_spec(), tenant), tenant=tenant))
+        writer.flush()
+    run_dir, spool = tmp_path / "run", str(tmp_path / "spool")
+    call(run_dir, "--tenant-id", "ff", "--spool", spool)
+    assert "spool: removed 1 shards" in capsys.readouterr().out
+    call(run_dir, "--spool", spool)
+    assert "spool: removed 2 shards" in capsys.readouterr().out
 
 
 def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):

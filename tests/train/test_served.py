@@ -205,6 +205,19 @@ def test_group_can_be_asked_for_while_open_and_afterwards():
     assert served.group_of(8, "e") == 0
 
 
+def test_a_purge_drops_the_open_requests_of_a_tenant():
+    served = ServedRequests()
+    served.add(record(0, 10, key=1), "e", 0.0)
+    other = record(0, 10, key=2)
+    other.tenant = 4
+    served.add(other, "e", 0.0)
+    assert served.purge(3) == 1
+    assert served.add(farewell(1), "e", 0.0) == []
+    assert len(served.add(farewell(2), "e", 0.0)) == 1
+    served.add(record(0, 10, key=5), "e", 0.0)
+    assert served.purge() == 1
+
+
 def test_a_record_of_the_ring_is_understood():
     from tests.transport.samples import make_record, make_spec
     from vllm_tide.transport import Phase

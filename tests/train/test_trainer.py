@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError, VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.evaluate import evaluate, gain
+from vllm_tide.train.evaluate import FORMS, evaluate, gain
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.trainer import Trainer, cycle_lr_scale
 from vllm_tide.transport.record import Record
@@ -85,7 +86,66 @@ def test_gate_refuses_without_held_out_requests():
     trainer.add_samples([TOY.document(1, 60, 3, key)])
     result = trainer.train_cycle()
     assert not result.publish
-    assert "held-out" in result.reason
+    assert "only 0 requests" in result.reason
+
+
+def test_requests_are_judged_before_they_are_learnt_from():
+    """Nothing is held out here: the gate has the newest requests alone."""
+    trainer = _trainer(0, holdout_share=1e-9)
+    rng = random.Random(4)
+
+    def requests(count: int) -> set[int]:
+        keys = {rng.getrandbits(64) for _ in range(count)}
+        trainer.add_samples(TOY.document(rng.randrange(VOCAB), 20, 3, k) for k in keys)
+        return keys
+
+    requests(20)
+    first = trainer.train_cycle()  # the candidate is the live draft until now
+    assert first.new is not None
+    assert not first.new.requests
+    before = trainer.evaluate(samples=trainer.buffer.train).acceptance()
+    newest = requests(10)
+    unseen = [s for s in trainer.buffer.train if s.key in newest]
+    expected = trainer.evaluate(samples=unseen).acceptance()
+    second = trainer.train_cycle()
+    assert second.new is not None
+    assert second.live is not None
+    assert set(second.new.requests) == newest
+    assert second.new.acceptance() == pytest.approx(expected)
+    assert second.publish == (second.gain > max(0.01, second.gain_error))
+    assert second.gain == pytest.approx(
+        second.new.acceptance() - second.live.acceptance()
+    )
+    assert math.isfinite(before)
+    trainer.published()
+    requests(10)
+    third = trainer.train_cycle()
+    assert third.new is not None
+    assert not third.new.requests  # the same draft: nothing to compare
+
+
+def test_a_request_of_which_a_part_was_learnt_is_not_judged():
+    trainer = _trainer(0, holdout_share=1e-9)
+    trainer.add_samples([TOY.document(1, 40, 3, 7), TOY.document(2, 40, 3, 8)])
+    trainer.train_cycle()
+    late = TOY.document(1, 60, 3, 7)
+    trainer.add_samples([late.window(40, 60, 0), TOY.document(3, 40, 3, 9)])
+    assert {s.key for s in trainer.buffer.fresh} == {7, 9}
+    assert {s.key for s in trainer.buffer.unseen} == {9}
+
+
+def test_evaluations_add_up():
+    trainer = _trainer()
+    held = trainer.buffer.holdout
+    whole = trainer.evaluate(samples=held)
+    parts = trainer.evaluate(samples=held[:3]) + trainer.evaluate(samples=held[2:])
+    again = trainer.evaluate(samples=[*held, held[2]])
+    for form in FORMS:
+        assert parts.acceptance(form) == pytest.approx(again.acceptance(form))
+    assert parts.num_rows == again.num_rows > whole.num_rows
+    assert parts.losses == pytest.approx(again.losses, rel=1e-4)
+    key = held[2].key
+    assert parts.requests[key] == pytest.approx(again.requests[key])
 
 
 def test_progress_is_called_per_step_and_ends_the_cycle():

@@ -1,4 +1,4 @@
-"""`vllm-tide purge`: make the running trainers forget captured data."""
+"""`vllm-tide purge`: make running trainers, and a spool, forget captured data."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--run-dir", type=Path, help="run directory of the trainers")
     parser.add_argument(
+        "--spool",
+        help="directory or fsspec URL: also remove the shards that hold such data",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds to wait for the trainers"
     )
     parser.set_defaults(run=run)
@@ -55,6 +59,8 @@ def _run(args: argparse.Namespace) -> int:
     tenant = _tenant(args, run_dir)
     request = purge.ask(run_dir, tenant)
     print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
+    if args.spool is not None:
+        print(f"spool: removed {_purge_spool(args.spool, tenant)} shards")
     deadline = time.monotonic() + args.timeout
     while True:
         live, answered = purge.live_trainers(run_dir), purge.answers(run_dir, request)
@@ -76,6 +82,14 @@ def _run(args: argparse.Namespace) -> int:
     )
     print(f"{who}; the request stays for the next trainer", file=sys.stderr)
     return EXIT_UNANSWERED
+
+
+def _purge_spool(url: str, tenant: int | None) -> int:
+    from vllm_tide.transport.spool_store import open_store
+    from vllm_tide.transport.spool_writer import purge_records
+
+    now = time.time() if tenant is None else None
+    return purge_records(open_store(url), tenant=tenant, before_unix=now)
 
 
 def _tenant(args: argparse.Namespace, run_dir: Path) -> int | None:

@@ -96,7 +96,7 @@ def _lead(
     current = [TrainerStatus()]
     prepared = False
     while True:
-        feeds = _find(args, run_dir, spool)
+        feeds = _find(args, run_dir, spool, ranks)
         assert feeds.reference is not None  # noqa: S101 - what _find waited for
         manifest = feeds.reference.manifest
         config = override or parse_tide(manifest.tide)
@@ -127,12 +127,15 @@ def _override(text: str | None) -> TideConfig | None:
     return parse_tide(value.get("tide", value))
 
 
-def _find(args: argparse.Namespace, run_dir: Path, spool: str | None) -> Feeds:
+def _find(
+    args: argparse.Namespace, run_dir: Path, spool: str | None, ranks: Ranks | None
+) -> Feeds:
     """Feeds with at least one engine.
 
     Raises:
         TransportError: There is none, or none can be joined, and nobody waits.
     """
+    from vllm_tide.train.distributed import BEAT_S, beat
     from vllm_tide.train.feeds import open_feeds
     from vllm_tide.transport.header import TransportError
 
@@ -142,6 +145,7 @@ def _find(args: argparse.Namespace, run_dir: Path, spool: str | None) -> Feeds:
         args.engine,
         reader=args.reader,
     )
+    spoken = time.monotonic()
     while True:
         feeds.poll()
         if len(feeds):
@@ -156,4 +160,7 @@ def _find(args: argparse.Namespace, run_dir: Path, spool: str | None) -> Feeds:
                 f"no live {which} in {spool or run_dir}: start the server with a tide "
                 "section, or give --run-dir, or --wait"
             )
+        if ranks is not None and time.monotonic() - spoken >= BEAT_S:
+            beat(ranks)
+            spoken = time.monotonic()
         time.sleep(POLL_S)

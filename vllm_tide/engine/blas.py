@@ -1,8 +1,8 @@
 """NumPy's BLAS in the worker: one thread.
 
 The policy's arrays are small, but some products are just large enough for OpenBLAS to
-wake its threads, which then spin for tens of milliseconds on the cores that the model's
-OpenMP threads compute on.
+share them out over threads. Those take cores from the model's own OpenMP threads and
+gain nothing at this size.
 """
 
 from __future__ import annotations

@@ -341,6 +341,7 @@ class ControlV1:
         """A fault of the policy's: from now on the length is vLLM's static one."""
         self.faults[f"control_{where}"] += 1
         self.policy = None
+        self._resting = 0
         # The type, not the message: a message may quote content.
         logger.error(
             "vllm_tide: control failed in %s (%s); the speculative length is static "
@@ -352,6 +353,7 @@ class ControlV1:
 
     def draft_swapped(self) -> None:
         """Another draft is live: what was learnt of the old one counts less."""
+        self._resting = 0  # it may pay where the old one did not
         if self.policy is not None:
             self.policy.draft_swapped()
 

@@ -25,9 +25,13 @@ from vllm_tide.train.head_store import HeadStore
 from vllm_tide.train.lazy_sync import LazySync
 from vllm_tide.train.served import ServedRequest
 from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication
 
 logger = logging.getLogger("vllm_tide.train")
+
+RETRY_S = 5.0
+"""A draft that could not be taken back is tried to be again after this (s)."""
 
 Master = dict[str, Tensor]
 
@@ -72,12 +76,15 @@ class Deployment:
         self._put_back: set[int] = set()
         self._seen: dict[str, EngineVersions] = {}
         self._refused: set[int] = set()
+        self._undone: Verdict | None = None  # a rollback that no engine could be sent
+        self._retry_at = 0.0
 
     def adopt(self) -> None:
         """After a restart: go on from what the engines hold, else from the store.
 
         Raises:
             DraftError: An engine serves a version whose weights are nowhere.
+            TransportError: The stored head could not be sent to any engine.
         """
         newest = self._feeds.latest()
         serving = max((v.installed for v in self._feeds.versions().values()), default=0)
@@ -120,14 +127,15 @@ class Deployment:
             del self._seen[engine]
             self.canary.forget(engine)
         self._read_refusals(versions)
-        verdict = self.canary.poll()
-        if verdict is not None:
+        verdict = self.canary.poll() or self._undone
+        if verdict is not None and time.monotonic() >= self._retry_at:
             self._carry_out(verdict)
 
     def offer(self, result: CycleResult, now: float) -> None:
         """A cycle was judged: publish its candidate if everything allows it.
 
-        A candidate that has to wait is not lost: training goes on from it.
+        A candidate that has to wait, or that no engine could be sent, is not lost:
+        training goes on from it.
 
         Args:
             result: Of the cycle.
@@ -138,21 +146,27 @@ class Deployment:
             self.lazy.gain_measured(result.live.acceptance(), result.new.acceptance())
         if not (result.publish and self.canary.may_publish and self.lazy.ready(now)):
             return
-        self._publish(
-            {
-                "holdout_acceptance_new": _figure(result.new),
-                "holdout_acceptance_live": _figure(result.live),
-                "gain": result.gain,
-                "gain_error": result.gain_error,
-                "holdout_requests": len(result.new.requests) if result.new else 0,
-                "steps": self._trainer.steps,
-                "loss": result.loss,
-            }
-        )
+        if self._undone is not None:
+            return
+        facts = {
+            "holdout_acceptance_new": _figure(result.new),
+            "holdout_acceptance_live": _figure(result.live),
+            "gain": result.gain,
+            "gain_error": result.gain_error,
+            "holdout_requests": len(result.new.requests) if result.new else 0,
+            "steps": self._trainer.steps,
+            "loss": result.loss,
+        }
+        try:
+            self._publish(facts)
+        except TransportError as error:
+            self._events.add("unpublished", reason=str(error))
 
     @property
     def waiting_for(self) -> str:
         """Why a better draft would not be published now; empty if it would."""
+        if self._undone is not None:
+            return "a rollback that no engine could be sent"
         if self.canary.backoff:
             return f"{self.canary.backoff} cycles after a rollback"
         if not self.canary.may_publish:
@@ -261,10 +275,15 @@ class Deployment:
         if good is None:  # the process never knew its weights
             return
         self._trainer.restore(good)
-        number = self._publish(
-            {"rollback_of": version, "to": self._good, "reason": verdict.reason},
-            parent=self._good,
-        )
+        facts = {"rollback_of": version, "to": self._good, "reason": verdict.reason}
+        try:
+            number = self._publish(facts, parent=self._good)
+        except TransportError as error:
+            if self._undone is None:
+                self._events.add("unpublished", **facts | {"reason": str(error)})
+            self._undone, self._retry_at = verdict, time.monotonic() + RETRY_S
+            return
+        self._undone = None
         self._put_back.add(number)
         self._masters.pop(version, None)
         self._events.add(

@@ -298,6 +298,19 @@ class LeadRank:
         self._spoken = time.monotonic()
 
 
+def beat(ranks: Ranks) -> None:
+    """Tell the others that the leader lives, before there is a `LeadRank`.
+
+    Call it every `BEAT_S` or so.
+
+    Raises:
+        RankLost: A rank is gone.
+    """
+    if ranks.size > 1:
+        with watched():
+            broadcast_json({"order": "beat"})
+
+
 def setup_of(
     target_path: str, draft_path: str, shared: Sequence[str], config: TrainConfig
 ) -> dict[str, Any]:
@@ -336,7 +349,9 @@ def follow(ranks: Ranks, build: Build = load_setup) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with watched():
-        draft, target, config = build(broadcast_json())
+        while (setup := broadcast_json())["order"] == "beat":
+            pass
+        draft, target, config = build(setup)
         step: ShardedStep | None = None
         while (order := broadcast_json())["order"] != "stop":
             name = order["order"]

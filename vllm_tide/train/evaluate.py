@@ -76,10 +76,27 @@ class Evaluation:
         kept = {k: r for k, r in self.requests.items() if k in keys}
         return Evaluation(self.num_steps, kept)
 
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """Both together; a request in both counts once, with all its rows."""
+        requests = {key: list(row) for key, row in self.requests.items()}
+        for key, row in other.requests.items():
+            before = requests.get(key, [0.0] * len(row))
+            requests[key] = [a + b for a, b in zip(before, row, strict=True)]
+        reached = {
+            form: _added(sums, other.reached[form])
+            for form, sums in self.reached.items()
+        }
+        losses = _added(self.loss_sum, other.loss_sum)
+        return Evaluation(self.num_steps, requests, reached, losses)
+
     @property
     def losses(self) -> list[float]:
         """Mean loss per step."""
         return [s / max(1, self.num_rows) for s in self.loss_sum]
+
+
+def _added(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def gain(new: Evaluation, old: Evaluation, form: str = "greedy") -> tuple[float, float]:

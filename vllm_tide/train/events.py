@@ -36,8 +36,8 @@ class EventLog:
         """Append one event.
 
         Args:
-            event: cycle, publish, rollback, keep, shift, pause, refused, joined, left,
-                restored or purge.
+            event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
+                joined, left, restored or purge.
             facts: JSON-able; a number that is not finite becomes null.
         """
         line = {"unix": round(time.time(), 3), "event": event}

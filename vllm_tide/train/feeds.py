@@ -235,13 +235,11 @@ class Feeds:
             Its number.
 
         Raises:
-            TransportError: If no engine could be sent it.
+            TransportError: If no engine could be sent it; then none will be later.
             ValueError: If a tensor contradicts itself.
         """
         version = self.next_version
         head = _Head(version, parent_version, meta, tensors)
-        if engines is None:
-            self._head = head
         self._counter = version
         failed = ""
         sent = 0
@@ -253,6 +251,8 @@ class Feeds:
             failed = sentence or failed
         if failed and not sent:
             raise TransportError(failed)
+        if engines is None:
+            self._head = head
         return version
 
     def versions(self) -> dict[str, EngineVersions]:

@@ -177,6 +177,13 @@ class SampleBuffer:
         self._fresh = {n: None for n, s in windows.items() if id(s) in wanted}
 
     @property
+    def unseen(self) -> list[Sample]:
+        """Windows of `fresh` whose requests no pass has begun with at all."""
+        windows = self._sides["train"].windows
+        seen = {s.key for serial, s in windows.items() if serial not in self._fresh}
+        return [s for s in self.fresh if s.key not in seen]
+
+    @property
     def train_tokens(self) -> int:
         """Rows of the training side."""
         return self._sides["train"].tokens

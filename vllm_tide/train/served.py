@@ -177,6 +177,21 @@ class ServedRequests:
         for name in [n for n in self._open if n[0] == engine]:
             del self._open[name]
 
+    def purge(self, tenant: int | None = None) -> int:
+        """Drop open requests, tokens and all; the number dropped.
+
+        Args:
+            tenant: Only this tenant's; None is everybody's.
+        """
+        gone = [
+            name
+            for name, request in self._open.items()
+            if tenant is None or request.tenant == tenant
+        ]
+        for name in gone:
+            del self._open[name]
+        return len(gone)
+
     def group_of(self, key: int, engine: str = "") -> int:
         """Group of a request lately finished, or the likely one of an open request.
 

@@ -225,6 +225,7 @@ class Sidecar:
             for served in self._intake.drain(now):
                 self._observe(served, now)
             counts = self.trainer.purge(request.tenant)
+            counts["open_requests"] = self._served.purge(request.tenant)
             self._purges.done(request, counts)
             self._events.add("purge", **counts)
 

@@ -43,6 +43,10 @@ Progress = Callable[[], bool]
 GroupOf = Callable[[int], int]
 
 
+# Documents, and what the candidate and the live draft would accept of them.
+_Pair = tuple[list[Sample], Evaluation, Evaluation]
+
+
 @dataclass(frozen=True)
 class CycleResult:
     """One cycle of steps and the decision after it.
@@ -137,6 +141,7 @@ class Trainer:
         self._wanted: Collection[int] | None = None
         self._capacity = self._packed = 0
         self._position = (0, 0)  # steps done and planned of the cycle being run
+        self._differs = False  # the candidate from the live draft
 
     @property
     def _branches(self) -> bool:
@@ -215,7 +220,10 @@ class Trainer:
     ) -> CycleResult:
         """Run `steps_per_cycle` steps, then compare the candidate with the live draft.
 
-        A cycle that a checkpoint was taken in goes on where it was.
+        The comparison is over held-out requests and over those that came since the last
+        cycle, judged before the first step on them (prequential: Dawid 1984). Right
+        after a shift there are few of the former and enough of the latter. A cycle that
+        a checkpoint was taken in goes on where it was.
 
         Args:
             progress: Called after every step and evaluation batch, so that the caller
@@ -224,7 +232,9 @@ class Trainer:
                 everything.
         """
         first, total = self._position
+        ahead: _Pair | None = None
         if not total:
+            ahead = self._judge_fresh(progress)
             self._follow_vocabulary()
             self.buffer.new_tokens = 0
             self._wanted = wanted_groups
@@ -242,6 +252,7 @@ class Trainer:
                 going = False
                 break
         self._position = (0, 0)
+        self._differs = self._differs or bool(losses)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
         if not going or not losses:
@@ -249,7 +260,7 @@ class Trainer:
             return CycleResult(
                 len(losses), mean, None, None, 0.0, math.inf, False, reason
             )
-        return self._judge(len(losses), mean, progress)
+        return self._judge(len(losses), mean, progress, ahead)
 
     def evaluate(
         self,
@@ -286,6 +297,7 @@ class Trainer:
         if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
             self.live = _clone(self.draft)
         _copy(self.draft.named_tensors(), self.live)
+        self._differs = False
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the live draft's master weights, and its `d2t` if it is pruned."""
@@ -305,6 +317,7 @@ class Trainer:
         _copy(tensors, self.draft)
         self.stepper.restore()
         self._position = (0, 0)
+        self._differs = False
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
         """Forget what was captured, for good; the draft keeps what it has learnt.
@@ -355,6 +368,7 @@ class Trainer:
         self.steps, self.cycles = state.steps, state.cycles
         self.train_tokens = int(state.extra.get("train_tokens", 0))
         self._position = (0, 0)
+        self._differs = True
         if state.data:
             queue = DataCursor.from_json(state.data).resume(self.buffer)
             if queue is not None:
@@ -399,16 +413,38 @@ class Trainer:
         self._capacity += max(capacity, result.num_tokens)
         return result.loss
 
-    def _judge(self, steps: int, loss: float, progress: Progress | None) -> CycleResult:
+    def _judge_fresh(self, progress: Progress | None) -> _Pair | None:
+        """Candidate and live draft on requests that neither has learnt from.
+
+        None if there are none, or both are the same draft. The candidate is the one of
+        before the cycle, as a rule a little worse than the one it ends with.
+        """
+        unseen = self.buffer.unseen if self._differs else []
+        if not unseen:
+            return None
+        # As held-out ones are: also rows whose token a pruned draft cannot say.
+        samples = [replace(sample, in_vocab=None) for sample in unseen]
+        new = self.evaluate(self.draft, progress, samples)
+        return samples, new, self.evaluate(self.live, progress, samples)
+
+    def _judge(
+        self,
+        steps: int,
+        loss: float,
+        progress: Progress | None,
+        ahead: _Pair | None,
+    ) -> CycleResult:
         self.stepper.gather()
         samples = self.buffer.holdout  # a copy: `progress` may change the reservoir
         new = self.evaluate(self.draft, progress, samples)
         live = self.evaluate(self.live, progress, samples)
+        if ahead is not None:
+            samples, new, live = samples + ahead[0], new + ahead[1], live + ahead[2]
         difference, error = gain(new, live, self.metric)
         improved = difference > max(error, 0.0)
         publish = False
         if len(new.requests) < MIN_HOLDOUT_REQUESTS:
-            reason = f"only {len(new.requests)} held-out requests"
+            reason = f"only {len(new.requests)} requests to judge by"
             improved = True  # nothing speaks against going on
         elif difference < self.config.min_gain:
             reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
