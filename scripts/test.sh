@@ -45,9 +45,14 @@ if [ $fast = 1 ]; then
 else
     step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
         --junitxml "$scratch/fast.xml"
-    # One after the other: they serve and train on all cores.
-    step "tests on vLLM" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -m "slow or vllm" --durations=12 \
-        --junitxml "$scratch/slow.xml"
+    # Engines spend most of their time starting, on one core; bound to cores by vLLM, two
+    # at once would share one.
+    step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+        "$bin/python" -m pytest -n 2 --dist loadfile -m "slow or vllm" --ignore tests/e2e \
+        --durations=15 --junitxml "$scratch/slow.xml"
+    # One after the other: servers and trainers on all cores.
+    step "tests on servers" env OMP_NUM_THREADS=1 "$bin/python" -m pytest tests/e2e \
+        --durations=5 --junitxml "$scratch/servers.xml"
     step "vLLM's own tests" scripts/upstream_tests.sh --subset |
         tee "$scratch/upstream.txt"
     # A pipe runs `step` in a subshell, so its verdict is read back from the summary.

@@ -57,7 +57,9 @@ class TrainConfig(_Section):
         False,
         description="Start and stop `vllm-tide train` with the server.",
     )
-    device: str = Field("cpu", description="Torch device of the trainer (cpu, cuda:1).")
+    device: str = Field(
+        "cpu", description="Torch device of the trainer; only cpu in this version."
+    )
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="CPU cores the trainer is pinned to; null leaves it free."
     )

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.bench.schedule_sim import make_request
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.canary import PATIENCE, Canary
+from vllm_tide.train.canary import MAX_OUTDONE, PATIENCE, Canary
 from vllm_tide.train.comparison import compare, mixture_bound
 from vllm_tide.train.served import ServedRequest
 
@@ -269,7 +269,7 @@ def test_a_second_engine_joins_the_trial():
     machine = canary()
     for engine, level in (("a", 0.7), ("b", 0.4)):
         window(machine, rng, level, engine=engine)
-    machine.begin("a", 5)
+    machine.begin("a", 2)
     machine.begin("b", 2)
     verdict = None
     while verdict is None:
@@ -288,14 +288,65 @@ def test_a_newer_draft_during_a_trial_begins_it_anew():
     assert trial(machine, rng, 0.85, version=3).decision == "keep"
 
 
-def test_an_engine_that_is_gone_ends_its_trial():
+def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
     rng = np.random.default_rng(0)
     machine = canary()
     window(machine, rng, engine="a")
     machine.begin("a", 2)
+    machine.observe(make_request(rng, 0.05, version=2, engine="a"))
     machine.forget("a")
-    assert machine.poll().decision == "keep"
+    assert machine.poll() is None
+    assert not machine.undecided
     assert machine.may_publish
+    assert trial(machine, rng, 0.05, version=2, engine="a").decision == "rollback"
+
+
+def test_engines_never_try_two_versions_at_once():
+    rng = np.random.default_rng(0)
+    machine = canary()
+    for engine in "ab":
+        window(machine, rng, engine=engine)
+    machine.begin("a", 2)
+    machine.begin("b", 3)  # newer: b has skipped version 2
+    machine.observe(make_request(rng, 0.05, version=2, engine="a"))
+    machine.begin("a", 3)
+    machine.begin("b", 2)  # said late
+    verdict = None
+    while verdict is None:
+        machine.observe(make_request(rng, 0.85, version=3, engine="b"))
+        verdict = machine.poll()
+    assert (verdict.decision, verdict.version) == ("keep", 3)
+
+
+def test_a_verdict_is_not_lost_to_an_engine_that_is_late():
+    rng = np.random.default_rng(0)
+    machine = canary()
+    for engine in "ab":
+        window(machine, rng, engine=engine)
+    machine.begin("a", 2)
+    while machine.undecided:
+        machine.observe(make_request(rng, 0.05, version=2, engine="a"))
+    machine.begin("b", 2)
+    assert not machine.undecided
+    assert machine.poll().decision == "rollback"
+
+
+def test_outdone_drafts_do_not_put_a_verdict_off_for_ever():
+    rng = np.random.default_rng(0)
+    machine = canary()
+    window(machine, rng)
+    machine.begin("", 2)
+    version = 2
+    for _ in range(200):
+        machine.observe(make_request(rng, 0.62, version=version))
+        verdict = machine.poll()
+        if verdict is not None:
+            break
+        if machine.may_publish:
+            version += 1
+            machine.begin("", version)
+    assert verdict is not None
+    assert verdict.version == version <= 2 + MAX_OUTDONE
 
 
 def test_switched_off_it_never_waits():

@@ -133,6 +133,57 @@ def test_a_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
     assert "after a rollback" in sidecar.deployment.waiting_for
 
 
+def test_a_rollback_that_is_refused_leaves_the_good_weights(engine):
+    sidecar = published_once(engine)
+    before = sidecar.deployment._masters[0]
+    serve(engine, 30, 1, 1)
+    assert sidecar._tick()
+    assert engine.weights.latest_version() == 2
+    engine.weights.report(1, 2, "for a reason", 2.0)
+    assert sidecar._tick()
+    assert [e["back_to"] for e in events(engine) if e["event"] == "refused"] == [0]
+    live = sidecar.trainer.snapshot()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+    assert sidecar.deployment._good == 0
+
+
+def test_a_stored_head_that_is_refused_is_forgotten(engine):
+    sidecar = published_once(engine)
+    serve(engine, 40, 1, 4)
+    assert sidecar._tick()
+    sidecar.feeds.close()
+    engine.weights.close()
+    engine.restart()
+    again = attach(engine)
+    assert engine.weights.latest_version() == 1
+    heads = engine.run_dir / "heads"
+    assert list(heads.glob("*.safetensors"))
+    engine.weights.report(0, 1, "for a reason", 0.0)
+    assert again._tick()
+    assert again.deployment._good == again.deployment.published == 0
+    assert not list(heads.glob("*.safetensors"))
+    again.feeds.close()
+
+
+def test_a_stored_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
+    sidecar = published_once(engine)
+    serve(engine, 40, 1, 4)
+    assert sidecar._tick()
+    sidecar.feeds.close()
+    engine.weights.close()
+    engine.restart()
+
+    def full(*_args, **_more):
+        raise TransportError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vllm_tide.train.feeds.RingFeed.publish", full)
+        again = attach(engine)
+    assert again.deployment.published == 0
+    assert again._tick()
+    again.feeds.close()
+
+
 def test_a_candidate_that_cannot_be_sent_is_offered_again(engine, monkeypatch):
     serve(engine, 20, 0, 4)
     engine.serve(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError, VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.evaluate import FORMS, evaluate, gain
+from vllm_tide.train.evaluate import FORMS, Evaluation, evaluate, gain
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.trainer import Trainer, cycle_lr_scale
 from vllm_tide.transport.record import Record
@@ -100,28 +99,93 @@ def test_requests_are_judged_before_they_are_learnt_from():
         return keys
 
     requests(20)
-    first = trainer.train_cycle()  # the candidate is the live draft until now
-    assert first.new is not None
-    assert not first.new.requests
-    before = trainer.evaluate(samples=trainer.buffer.train).acceptance()
+    first = trainer.train_cycle()  # the candidate was the live draft until now
+    assert first.fresh_requests == 0
     newest = requests(10)
     unseen = [s for s in trainer.buffer.train if s.key in newest]
-    expected = trainer.evaluate(samples=unseen).acceptance()
-    second = trainer.train_cycle()
-    assert second.new is not None
-    assert second.live is not None
-    assert set(second.new.requests) == newest
-    assert second.new.acceptance() == pytest.approx(expected)
-    assert second.publish == (second.gain > max(0.01, second.gain_error))
-    assert second.gain == pytest.approx(
-        second.new.acceptance() - second.live.acceptance()
+    new, live = (
+        trainer.evaluate(samples=unseen),
+        trainer.evaluate(trainer.live, samples=unseen),
     )
-    assert math.isfinite(before)
+    second = trainer.train_cycle()
+    assert second.fresh_requests == 10
+    assert (second.gain, second.gain_error) == pytest.approx(gain(new, live))
+    assert second.publish == (second.gain > max(0.01, second.gain_error))
+    assert second.new is not None
+    assert not second.new.requests  # held-out figures are of held-out requests alone
     trainer.published()
     requests(10)
-    third = trainer.train_cycle()
-    assert third.new is not None
-    assert not third.new.requests  # the same draft: nothing to compare
+    assert trainer.train_cycle().fresh_requests == 0  # the same draft again
+
+
+def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch):
+    trainer = _trainer(40, holdout_share=0.3, learning_rate=1e-9)
+    trainer.train_cycle()
+    rng = random.Random(9)
+    trainer.add_samples(
+        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        for _ in range(40)
+    )
+    held = {s.key for s in trainer.buffer.holdout}
+
+    def judge(draft=None, progress=None, samples=None):
+        """The candidate is worse on what is held out, much better on the rest."""
+        found = Evaluation(3)
+        found.reached, found.loss_sum = {f: [0.0] * 3 for f in FORMS}, [0.0] * 3
+        for index, sample in enumerate(samples):
+            sign = 0.0 if draft is trainer.live else -0.1 if sample.key in held else 1.0
+            found.requests[sample.key] = [20.0] + [20.0 + sign * (20 + index % 3)] * 3
+        return found
+
+    monkeypatch.setattr(trainer, "evaluate", judge)
+    result = trainer.train_cycle()
+    assert result.gain > result.gain_error > 0
+    assert not result.publish
+    assert "held-out requests got worse" in result.reason
+
+
+@pytest.mark.parametrize("when", [0, 1, 4, 7])
+def test_a_draft_put_back_during_a_cycle_is_not_judged_by_it(when):
+    """At any call of `progress`: the fresh requests, the steps, the held-out ones."""
+    trainer = _trainer()
+    trainer.train_cycle()
+    snapshot = trainer.snapshot()
+    rng = random.Random(2)
+    trainer.add_samples(
+        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        for _ in range(30)
+    )
+    calls = []
+
+    def progress() -> bool:
+        calls.append(1)
+        if len(calls) == when + 1:
+            trainer.restore(snapshot)
+        return True
+
+    result = trainer.train_cycle(progress)
+    assert len(calls) > when
+    assert (result.publish, result.new) == (False, None)
+    assert "another draft" in result.reason
+
+
+@pytest.mark.parametrize("when", [0, 1, 4, 7])
+def test_a_cycle_ends_soon_wherever_it_is_told_to(when):
+    trainer = _trainer()
+    trainer.train_cycle()
+    rng = random.Random(2)
+    trainer.add_samples(
+        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        for _ in range(30)
+    )
+    calls = []
+
+    def progress() -> bool:
+        calls.append(1)
+        return len(calls) <= when
+
+    assert trainer.train_cycle(progress).reason == "interrupted"
+    assert len(calls) == when + 1
 
 
 def test_a_request_of_which_a_part_was_learnt_is_not_judged():

@@ -20,6 +20,8 @@ Decision = Literal["keep", "rollback"]
 
 MIN_COMPARED = 3
 """Requests before the first decision."""
+MAX_OUTDONE = 2
+"""Times in a row that a trial may go on with a newer draft: then one is decided on."""
 PATIENCE = 4
 """Times `canary_requests` that are waited for when few can be compared."""
 _MAX_BACKOFF = 1024  # cycles
@@ -31,12 +33,14 @@ class Verdict:
 
     Attributes:
         decision: Keep the new draft, or go back to the one before.
+        version: Of the new draft.
         reason: Why, in words.
         requests: Requests begun after the swap that had finished by then.
         comparison: What it rests on; None where nothing could be compared.
     """
 
     decision: Decision
+    version: int
     reason: str
     requests: int
     comparison: Comparison | None = None
@@ -44,6 +48,8 @@ class Verdict:
 
 class Canary:
     """Trials of new drafts, one after another, on one or many engines.
+
+    Versions are the trainer's numbers, the same for all engines (`feeds.py`).
 
     Args:
         config: `tide.deploy`.
@@ -62,25 +68,31 @@ class Canary:
         self._size = max(64, 4 * config.canary_requests)
         self._before: deque[ServedRequest] = deque(maxlen=self._size)
         self._after: list[ServedRequest] = []
-        self._trial: dict[str, int] = {}  # engine: version on trial
-        self._bad: dict[str, set[int]] = {}
+        self._version = 0  # on trial, at the engines
+        self._engines: set[str] = set()
+        self._first = 0  # version that the window before is older than
+        self._outdone = 0
+        self._bad: set[int] = set()
         self._verdict: Verdict | None = None
 
     @property
     def undecided(self) -> bool:
         """Whether a trial is under way."""
-        return bool(self._trial)
+        return bool(self._engines)
 
     @property
     def may_publish(self) -> bool:
         """Whether a better draft may be published now.
 
         Also during a trial that goes well so far: it then goes on with the newer draft
-        against the same window. After a shift every draft is soon outdone, and waiting
-        for a verdict on each would hold adaptation up.
+        against the same window, `MAX_OUTDONE` times. After a shift every draft is soon
+        outdone, and waiting for a verdict on each would hold adaptation up; with none
+        ever decided there would be nothing to go back to.
         """
         if self.backoff or not self.undecided:
             return not self.backoff
+        if self._outdone >= MAX_OUTDONE:
+            return False
         found = self.comparison
         return (
             found is not None and found.requests >= MIN_COMPARED and found.change >= 0.0
@@ -90,26 +102,32 @@ class Canary:
         """An engine reports a new draft as installed.
 
         Engines that install the same draft during its trial join it. A newer version
-        on an engine already in the trial begins the trial anew, against the same
-        window. Not to be called for a draft that was put back.
+        begins the trial anew, against the same window; an engine that only now installs
+        an older one is on its way to the newer. Not to be called for a draft that was
+        put back.
         """
-        if not self.config.canary:
+        if not self.config.canary or version in self._bad:
             return
-        if not self._trial or self._trial.get(engine, version) != version:
-            self._trial, self._after, self.comparison = {}, [], None
-        self._trial[engine] = version
-        self._verdict = None
+        if self.undecided and version < self._version:
+            return
+        if not self.undecided:
+            self._first, self._outdone = version, 0
+        elif version > self._version:
+            self._outdone += 1
+        if version != self._version or not self.undecided:
+            self._version, self._engines = version, set()
+            self._after, self.comparison = [], None
+        self._engines.add(engine)
         if not any(r.rounds for r in self._before):
             self._end("keep", "nothing was drafted before, so nothing can have fallen")
 
     def observe(self, request: ServedRequest) -> None:
         """Take a finished request, also between trials: they are the window before."""
-        if self._bad.get(request.engine, set()).intersection(request.versions):
+        if self._bad.intersection(request.versions):
             return
-        version = self._trial.get(request.engine)
-        if version is None or request.last_version < version:
+        if not self.undecided or request.last_version < self._first:
             self._before.append(request)
-        elif request.first_version == version and request.whole:
+        elif request.first_version == self._version and request.whole:
             self._after.append(request)
             self._decide()
 
@@ -123,9 +141,10 @@ class Canary:
         return verdict
 
     def forget(self, engine: str) -> None:
-        """An engine is gone."""
-        if self._trial.pop(engine, None) is not None and not self._trial:
-            self._end("keep", "the engine is gone")
+        """An engine is gone; the last one ends the trial without a verdict."""
+        self._engines.discard(engine)
+        if not self._engines:
+            self._after = []
 
     def _decide(self) -> None:
         cap, seen = self.config.canary_requests, len(self._after)
@@ -159,7 +178,9 @@ class Canary:
         return "rollback", "drafting stopped with the new draft"
 
     def _end(self, decision: Decision, reason: str) -> None:
-        verdict = Verdict(decision, reason, len(self._after), self.comparison)
+        verdict = Verdict(
+            decision, self._version, reason, len(self._after), self.comparison
+        )
         if decision == "keep":
             self._in_a_row = 0
             if self._after:
@@ -173,7 +194,6 @@ class Canary:
                 self.config.backoff_cycles << min(self._in_a_row, 16), _MAX_BACKOFF
             )
             self._in_a_row += 1
-            for engine, version in self._trial.items():
-                self._bad.setdefault(engine, set()).add(version)
-        self._trial, self._after = {}, []
+            self._bad.add(self._version)
+        self._engines, self._after = set(), []
         self._verdict = verdict

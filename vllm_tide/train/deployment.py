@@ -9,6 +9,7 @@ served acceptance, the version is kept (and stored on disk) or taken back.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -19,9 +20,10 @@ from vllm_tide.config import TideConfig
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.train.canary import Canary, Verdict
+from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import EngineVersions, Feeds
-from vllm_tide.train.head_store import HeadStore
+from vllm_tide.train.head_store import HeadStore, StoredHead
 from vllm_tide.train.lazy_sync import LazySync
 from vllm_tide.train.served import ServedRequest
 from vllm_tide.train.trainer import CycleResult, Trainer
@@ -72,8 +74,9 @@ class Deployment:
         self.last_publish_unix: float | None = None
         self._masters: dict[int, Master] = {0: trainer.snapshot()}
         self._figures: dict[int, dict[str, Any]] = {}
-        self._good = 0  # the version to go back to
+        self._good = 0  # the version to go back to: the last one kept and installed
         self._put_back: set[int] = set()
+        self._stored: dict[int, StoredHead] = {}
         self._seen: dict[str, EngineVersions] = {}
         self._refused: set[int] = set()
         self._undone: Verdict | None = None  # a rollback that no engine could be sent
@@ -84,7 +87,6 @@ class Deployment:
 
         Raises:
             DraftError: An engine serves a version whose weights are nowhere.
-            TransportError: The stored head could not be sent to any engine.
         """
         newest = self._feeds.latest()
         serving = max((v.installed for v in self._feeds.versions().values()), default=0)
@@ -94,10 +96,14 @@ class Deployment:
         stored = None if self._store is None else self._store.newest()
         if stored is not None and serving in (0, stored.version):
             tensors = {canonical_name(n): t for n, t in stored.tensors.items()}
-            self._trainer.restore(tensors)
-            version = self._publish({"restored": stored.version})
-            self._good = version
+            facts = {"restored": stored.version}
+            try:
+                version = self._publish(facts, master=tensors)
+            except TransportError as error:
+                self._events.add("unpublished", **facts, reason=str(error))
+                return
             self._put_back.add(version)  # it has been tried before
+            self._stored[version] = stored
             self._events.add("restored", version=version, stored=stored.version)
         elif serving:
             raise DraftError(
@@ -127,9 +133,15 @@ class Deployment:
             del self._seen[engine]
             self.canary.forget(engine)
         self._read_refusals(versions)
-        verdict = self.canary.poll() or self._undone
-        if verdict is not None and time.monotonic() >= self._retry_at:
-            self._carry_out(verdict)
+        if self._undone is not None:
+            if time.monotonic() >= self._retry_at:
+                self._roll_back(self._undone)
+            return
+        verdict = self.canary.poll()
+        if verdict is not None and verdict.decision == "rollback":
+            self._roll_back(verdict)
+        elif verdict is not None:
+            self._keep(verdict.version, verdict.reason)
 
     def offer(self, result: CycleResult, now: float) -> None:
         """A cycle was judged: publish its candidate if everything allows it.
@@ -142,8 +154,9 @@ class Deployment:
             now: Monotonic clock (seconds).
         """
         self.canary.cycle_done()
-        if result.new is not None and result.live is not None:
-            self.lazy.gain_measured(result.live.acceptance(), result.new.acceptance())
+        if result.live is not None:
+            live = result.live.acceptance()
+            self.lazy.gain_measured(live, live + result.gain)
         if not (result.publish and self.canary.may_publish and self.lazy.ready(now)):
             return
         if self._undone is not None:
@@ -154,6 +167,7 @@ class Deployment:
             "gain": result.gain,
             "gain_error": result.gain_error,
             "holdout_requests": len(result.new.requests) if result.new else 0,
+            "fresh_requests": result.fresh_requests,
             "steps": self._trainer.steps,
             "loss": result.loss,
         }
@@ -212,14 +226,22 @@ class Deployment:
         self.published = self.installed = self._good = version
         self._put_back.add(version)
 
-    def _publish(self, facts: dict[str, Any], *, parent: int | None = None) -> int:
+    def _publish(self, facts: dict[str, Any], master: Master | None = None) -> int:
+        """Send the candidate, or other weights; they are the trainer's live draft then.
+
+        Raises:
+            TransportError: No engine could be sent them; nothing is changed.
+        """
         trainer = self._trainer
         version = self._feeds.publish(
-            as_wire(trainer.candidate_tensors()),
-            parent_version=self.published if parent is None else parent,
+            as_wire(trainer.candidate_tensors(master)),
+            parent_version=self.published if master is None else self._good,
             meta=facts,
         )
-        trainer.published()
+        if master is None:
+            trainer.published()
+        else:
+            trainer.restore(master)
         self._masters[version] = trainer.snapshot()
         # A draft is fp32 here: of what was published only these can be gone back to.
         kept = {self._good, self.installed, version}
@@ -237,10 +259,12 @@ class Deployment:
         version = told.installed
         if not first:
             self.lazy.swap_measured(told.swap_pause_ms / 1e3)
-        self._trainer.buffer.set_version(version)
         if version not in self._masters:
             return
         self.installed = max(self.installed, version)
+        self._trainer.buffer.set_version(self.installed)
+        if version in self._put_back:
+            self._good = version
         if version == 0 or first or version in self._put_back:
             return
         if self._canary_on:
@@ -249,11 +273,14 @@ class Deployment:
             self._keep(version, "")
 
     def _keep(self, version: int, reason: str) -> None:
+        if version not in self._masters:  # refused by another engine, or outdone
+            return
         self._good = version
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]
         self._events.add("keep", version=version, reason=reason)
-        if self._store is None:
+        # A newer one may be on its way: then that one is stored, if it is kept.
+        if self._store is None or version != self.published:
             return
         try:
             self._store.put(
@@ -265,35 +292,30 @@ class Deployment:
         except (OSError, DraftError) as error:
             logger.error("the head store: %s", error)
 
-    def _carry_out(self, verdict: Verdict) -> None:
-        version = self.installed
-        if verdict.decision == "keep":
-            if version == self.published:
-                self._keep(version, verdict.reason)
-            return
+    def _roll_back(self, verdict: Verdict) -> None:
+        facts = {"rollback_of": verdict.version, "to": self._good}
         good = self._masters.get(self._good)
-        if good is None:  # the process never knew its weights
+        if good is None:
+            why = "the weights to go back to are not known to this process"
+            self._events.add("unpublished", **facts, reason=why)
             return
-        self._trainer.restore(good)
-        facts = {"rollback_of": version, "to": self._good, "reason": verdict.reason}
         try:
-            number = self._publish(facts, parent=self._good)
+            number = self._publish(facts | {"reason": verdict.reason}, master=good)
         except TransportError as error:
             if self._undone is None:
-                self._events.add("unpublished", **facts | {"reason": str(error)})
+                self._events.add("unpublished", **facts, reason=str(error))
             self._undone, self._retry_at = verdict, time.monotonic() + RETRY_S
             return
         self._undone = None
         self._put_back.add(number)
-        self._masters.pop(version, None)
+        self._masters.pop(verdict.version, None)
         self._events.add(
             "rollback",
-            version=version,
+            version=verdict.version,
             to=self._good,
             requests=verdict.requests,
             reason=verdict.reason,
         )
-        self._good = number
 
     def _read_refusals(self, versions: dict[str, EngineVersions]) -> None:
         """A version that no engine took is not a draft to go on from."""
@@ -311,13 +333,19 @@ class Deployment:
         self._events.add(
             "refused", version=newest, reason=told[0].refused_reason, back_to=back
         )
+        if self._good == newest:
+            self._good = back
         if back in self._masters:
             self._trainer.restore(self._masters[back])
             self.published = back
+        stored = self._stored.pop(newest, None)
+        if stored is not None and self._store is not None:
+            self._store.drop(stored)
 
 
-def _figure(evaluation: Any) -> float | None:
-    return None if evaluation is None else evaluation.acceptance()
+def _figure(evaluation: Evaluation | None) -> float | None:
+    found = math.nan if evaluation is None else evaluation.acceptance()
+    return found if math.isfinite(found) else None
 
 
 def master_of(publication: Publication) -> Master:

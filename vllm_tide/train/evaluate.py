@@ -131,7 +131,7 @@ def evaluate(
     *,
     capacity: int = 2048,
     dtype: torch.dtype = torch.float32,
-    progress: Callable[[], object] | None = None,
+    progress: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Evaluate a draft.
 
@@ -142,7 +142,7 @@ def evaluate(
         num_steps: Draft depth K.
         capacity: Rows per batch.
         dtype: Compute dtype of the draft; the target's logits are fp32.
-        progress: Called between batches.
+        progress: Called between batches; False ends it there.
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
@@ -163,8 +163,8 @@ def evaluate(
             pack(take_batch(queue, capacity, branches=False), branches=False),
             weights,
         )
-        if progress is not None:
-            progress()
+        if progress is not None and not progress():
+            break
     return result
 
 

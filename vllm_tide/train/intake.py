@@ -25,11 +25,13 @@ class Intake:
 
     Attributes:
         engine: Engine of the records being taken in.
+        emptied: The last drain took all there was.
     """
 
     def __init__(self, feeds: Feeds, trainer: Trainer, served: ServedRequests) -> None:
         self._feeds, self._trainer, self._served = feeds, trainer, served
         self.engine = ""
+        self.emptied = False
 
     def drain(self, now: float) -> Iterator[ServedRequest]:
         """Take what the engines sent, for at most `LIMIT_S`; yield ended requests.
@@ -38,9 +40,11 @@ class Intake:
             now: Monotonic clock (seconds).
         """
         until = time.monotonic() + LIMIT_S
+        self.emptied = False
         while time.monotonic() < until:
             taken = self._feeds.read(BATCH, TURN_ROWS)
             if not taken:
+                self.emptied = True
                 break
             for engine, records in taken:
                 self.engine = engine

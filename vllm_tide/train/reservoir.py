@@ -253,7 +253,9 @@ class SampleBuffer:
         """Replace every training window by what `change` makes of it."""
         side = self._sides["train"]
         for serial, window in list(side.windows.items()):
-            side.exchange(serial, change(window))
+            changed = change(window)
+            if serial in side.windows:  # `change` may let others come and old ones go
+                side.exchange(serial, changed)
 
     def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
         """Remove windows from both sides, for good.

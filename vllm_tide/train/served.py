@@ -141,7 +141,8 @@ class ServedRequests:
         self.groups = groups
         self.max_open, self.idle_s = max_open, idle_s
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
-        self._group: OrderedDict[tuple[str, int], int] = OrderedDict()
+        # By key alone, which is random and 64 bits: who asks may not know the engine.
+        self._group: OrderedDict[int, int] = OrderedDict()
 
     def add(self, record: Record, engine: str, now: float) -> list[ServedRequest]:
         """Take one record; return the requests it ended.
@@ -197,10 +198,9 @@ class ServedRequests:
 
         -1 where nothing is known.
         """
-        name = (engine, key)
-        if name in self._group:
-            return self._group[name]
-        request = self._open.get(name)
+        if key in self._group:
+            return self._group[key]
+        request = self._open.get((engine, key))
         if request is None or self.groups is None:
             return UNKNOWN
         return self.groups.nearest(request.prompt + request.output)
@@ -210,7 +210,7 @@ class ServedRequests:
         group = UNKNOWN
         if self.groups is not None:
             group = self.groups.assign(request.prompt + request.output)
-        self._group[name] = group
+        self._group[name[1]] = group
         while len(self._group) > _REMEMBERED:
             self._group.popitem(last=False)
         return ServedRequest(

@@ -95,7 +95,8 @@ class Sidecar:
         self._events = EventLog(run_dir, feed.id)
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self._stopping = False
-        self._cycle_began = 0.0
+        self._trained_s = 0.0
+        self._cycle_began: float | None = None
         groups = Groups(self.tide.schedule.max_groups)
         self._served = ServedRequests(groups)
         self.trainer = self._make_trainer(feed, ranks)
@@ -179,10 +180,10 @@ class Sidecar:
         return enough and buffer.train_tokens > 0
 
     def _train(self) -> None:
-        began = time.monotonic()
+        self._cycle_began = began = time.monotonic()
         result = self.trainer.train_cycle(self._tick, self.schedule.wanted_groups())
         seconds = time.monotonic() - began
-        self.status.training_seconds += seconds
+        self._trained_s, self._cycle_began = self._trained_s + seconds, None
         self._finish_cycle(result, seconds)
 
     def _finish_cycle(self, result: CycleResult, seconds: float) -> None:
@@ -207,6 +208,7 @@ class Sidecar:
             holdout_live=live,
             gain=result.gain,
             gain_error=result.gain_error,
+            fresh_requests=result.fresh_requests,
             publish=result.publish,
             waiting_for=self.deployment.waiting_for,
             reason=result.reason,
@@ -224,6 +226,8 @@ class Sidecar:
         for request in self._purges.pending():
             for served in self._intake.drain(now):
                 self._observe(served, now)
+            if not self._intake.emptied:  # what is asked about may still be in there
+                return
             counts = self.trainer.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)
             self._purges.done(request, counts)
@@ -285,14 +289,14 @@ class Sidecar:
             logger.error("the checkpoint could not be written: %s", error)
 
     def _resume(self) -> None:
-        """Go on from a checkpoint of the version that is live."""
+        """Go on from a checkpoint that was training from the draft that is live."""
         path = checkpoint.latest(self._checkpoints())
         if not self.config.checkpoint_cycles or path is None:
             return
         try:
             state, _ = checkpoint.verify(path, self.trainer.draft)
-            if state.published_version != self.deployment.published:
-                logger.info("%s is of another version: not resumed", path.name)
+            if state.extra.get("live") != self.trainer.live_digest():
+                logger.info("%s is of another live draft: not resumed", path.name)
                 return
             self.trainer.load(path)
         except DraftError as error:
@@ -305,7 +309,10 @@ class Sidecar:
             return
         status, trainer, deployment = self.status, self.trainer, self.deployment
         status.cycles, status.steps = trainer.cycles, trainer.steps
-        status.loss = trainer.last_loss
+        status.training_seconds = self._trained_s
+        if self._cycle_began is not None:
+            status.training_seconds += time.monotonic() - self._cycle_began
+        status.loss, status.terms = trainer.last_loss, trainer.last_terms
         status.rows_read = trainer.rows_read
         status.samples = trainer.buffer.num_samples
         status.train_tokens = trainer.train_tokens

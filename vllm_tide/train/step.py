@@ -29,7 +29,7 @@ from vllm_tide.train.packing import PackedBatch
 BETAS = (0.9, 0.95)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
-_CAST_BYTES = 512 << 20  # all rows of the target are copied to the compute dtype up to
+CAST_BYTES = 512 << 20  # all rows of the target are copied to the compute dtype up to
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TrainStep:
             self.target_rows = rows[draft.vocab.target_ids].to(self.dtype)
         else:
             self._kept = draft.vocab.target_ids
-            fits = rows.numel() * self.dtype.itemsize <= _CAST_BYTES
+            fits = rows.numel() * self.dtype.itemsize <= CAST_BYTES
             self.target_rows = rows.to(self.dtype) if fits else rows
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(

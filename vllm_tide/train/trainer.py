@@ -5,6 +5,7 @@ Knows nothing of transport: records come in, checkpoint tensors go out.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
@@ -30,6 +31,7 @@ from vllm_tide.train.evaluate import Evaluation, evaluate, gain
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.step import CAST_BYTES
 from vllm_tide.train.vocabulary import LiveVocabulary
 
 if TYPE_CHECKING:
@@ -54,14 +56,17 @@ class CycleResult:
     Attributes:
         steps: Optimizer steps done.
         loss: Mean training loss of the cycle; NaN without steps.
-        new: Evaluation of the candidate, or None when not evaluated.
-        live: Evaluation of the draft being served.
-        gain: `new` minus `live`, expected tokens per verify step.
+        new: Evaluation of the candidate on held-out requests, or None when not
+            evaluated.
+        live: The same of the draft being served.
+        gain: Candidate minus live draft, expected tokens per verify step, over held-out
+            and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
         publish: The candidate passed the gate.
         reason: Why, in words.
         improved: The candidate is better than the live draft by more than chance.
         by_group: The same for each group of similar requests that was evaluated.
+        fresh_requests: Requests judged before they were trained on.
     """
 
     steps: int
@@ -74,6 +79,19 @@ class CycleResult:
     reason: str
     improved: bool = False
     by_group: dict[int, bool] = field(default_factory=dict)
+    fresh_requests: int = 0
+
+
+class _Watch:
+    """The caller's `progress`, remembering that it said to stop."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self.going = progress, True
+
+    def __call__(self) -> bool:
+        if self._progress is not None and self.going:
+            self.going = self._progress()
+        return self.going
 
 
 def cycle_lr_scale(step: int, total: int) -> float:
@@ -142,6 +160,9 @@ class Trainer:
         self._capacity = self._packed = 0
         self._position = (0, 0)  # steps done and planned of the cycle being run
         self._differs = False  # the candidate from the live draft
+        self._restored = 0  # how often `restore` was called
+        self._target_rows: Tensor | None = None
+        self.last_terms: dict[str, float] = {}
 
     @property
     def _branches(self) -> bool:
@@ -233,34 +254,40 @@ class Trainer:
         """
         first, total = self._position
         ahead: _Pair | None = None
+        watch, restored = _Watch(progress), self._restored
         if not total:
-            ahead = self._judge_fresh(progress)
-            self._follow_vocabulary()
+            ahead = self._judge_fresh(watch)
+            self._follow_vocabulary(watch)
             self.buffer.new_tokens = 0
             self._wanted = wanted_groups
             self._queue = self.buffer.shuffled(wanted_groups)
             total = self._num_steps()
         losses: list[float] = []
-        going = True
-        for index in range(first, total):
+        for index in range(first, total if watch.going else first):
             self._position = (index + 1, total)
             loss = self._one_step(cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
-            if progress is not None and not progress():
-                going = False
+            if not watch() or self._restored != restored:
                 break
         self._position = (0, 0)
         self._differs = self._differs or bool(losses)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
-        if not going or not losses:
-            reason = "interrupted" if not going else "no row could be trained"
-            return CycleResult(
-                len(losses), mean, None, None, 0.0, math.inf, False, reason
-            )
-        return self._judge(len(losses), mean, progress, ahead)
+        result = CycleResult(
+            len(losses), mean, None, None, 0.0, math.inf, False, "interrupted"
+        )
+        if not losses and watch.going:
+            return replace(result, reason="no row could be trained")
+        if watch.going and self._restored == restored:
+            judged = self._judge(len(losses), mean, watch, ahead)
+            # Neither half an evaluation counts nor one of a draft that is gone.
+            if watch.going and self._restored == restored:
+                return judged
+        if self._restored != restored:
+            result = replace(result, reason="another draft was put in place")
+        return result
 
     def evaluate(
         self,
@@ -279,18 +306,35 @@ class Trainer:
             progress=progress,
         )
 
-    def candidate_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def candidate_tensors(
+        self, master: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Tensors to publish: names and dtype of the checkpoint served at start.
 
         `t2d` is left out: vLLM ignores it, and a server compares without it.
+
+        Args:
+            master: From `snapshot`; None takes the candidate.
         """
-        out = export_tensors(self.draft, dtype, stored_names=True)
+        draft = self.draft
+        if master is not None:
+            draft = _clone(self._with_vocabulary_of(master))
+            _copy(master, draft)
+        out = export_tensors(draft, None, stored_names=True)
         out.pop("t2d", None)
         return out
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Tensors of the live draft under EAGLE-3 names, in the checkpoint's dtype."""
         return export_tensors(self.live)
+
+    def live_digest(self) -> str:
+        """BLAKE2b of the live draft as it is published: its name over restarts."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.live_tensors().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
@@ -307,17 +351,17 @@ class Trainer:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Make `tensors` both live and candidate, and forget the optimizer's state."""
-        if "d2t" in tensors and not self.live.vocab.is_identity:
-            vocab = VocabMap.from_d2t(tensors["d2t"], self.target.vocab_size)
-            if not torch.equal(vocab.target_ids, self.draft.vocab.target_ids):
-                self._use_vocabulary(vocab)
-            if not torch.equal(vocab.target_ids, self.live.vocab.target_ids):
-                self.live = _clone(self.draft)
+        draft = self._with_vocabulary_of(tensors)
+        if draft is not self.draft:
+            self._use_draft(draft)
+        if not torch.equal(draft.vocab.target_ids, self.live.vocab.target_ids):
+            self.live = _clone(draft)
         _copy(tensors, self.live)
         _copy(tensors, self.draft)
         self.stepper.restore()
         self._position = (0, 0)
         self._differs = False
+        self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
         """Forget what was captured, for good; the draft keeps what it has learnt.
@@ -353,7 +397,7 @@ class Trainer:
             cycle_total=total,
             published_version=published_version,
             data=DataCursor.of(self.buffer, self._queue).to_json(),
-            extra={"train_tokens": self.train_tokens},
+            extra={"train_tokens": self.train_tokens, "live": self.live_digest()},
         )
         return self.stepper.save(directory, state)
 
@@ -376,19 +420,34 @@ class Trainer:
                 self._position = (state.cycle_step, state.cycle_total)
         return state
 
-    def _follow_vocabulary(self) -> None:
+    def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
         if self.vocabulary is None:
             return
         vocab = self.vocabulary.better(self.draft.vocab)
         if vocab is not None:
-            self._use_vocabulary(vocab)
+            self._use_draft(reprune(self.draft, vocab, self.target), progress)
 
-    def _use_vocabulary(self, vocab: VocabMap) -> None:
-        """Another draft object, and the optimizer anew: its rows are other tokens'."""
-        self.draft = reprune(self.draft, vocab, self.target)
-        self.stepper.replace(self.draft)
-        self.buffer.map_train(lambda s: replace(s, in_vocab=self._in_vocab(s)))
+    def _with_vocabulary_of(self, tensors: dict[str, Tensor]) -> Eagle3Draft:
+        """The candidate, or one like it that has the vocabulary of `tensors`."""
+        if "d2t" not in tensors or self.draft.vocab.is_identity:
+            return self.draft
+        vocab = VocabMap.from_d2t(tensors["d2t"], self.target.vocab_size)
+        if torch.equal(vocab.target_ids, self.draft.vocab.target_ids):
+            return self.draft
+        return reprune(self.draft, vocab, self.target)
+
+    def _use_draft(self, draft: Eagle3Draft, progress: Progress | None = None) -> None:
+        """Another vocabulary, and the optimizer anew: its rows are other tokens'."""
+        self.draft = draft
+        self.stepper.replace(draft)
+
+        def look_up(sample: Sample) -> Sample:
+            if progress is not None:
+                progress()
+            return replace(sample, in_vocab=self._in_vocab(sample))
+
+        self.buffer.map_train(look_up)
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer while the buffer is small."""
@@ -409,45 +468,64 @@ class Trainer:
             return None
         self.steps += 1
         self.train_tokens += result.num_tokens
+        self.last_terms = {
+            name: sum(means) / len(means) for name, means in result.terms.items()
+        }
         self._packed += result.num_tokens
         self._capacity += max(capacity, result.num_tokens)
         return result.loss
 
-    def _judge_fresh(self, progress: Progress | None) -> _Pair | None:
+    def _judge_fresh(self, progress: Progress) -> _Pair | None:
         """Candidate and live draft on requests that neither has learnt from.
 
         None if there are none, or both are the same draft. The candidate is the one of
-        before the cycle, as a rule a little worse than the one it ends with.
+        before the cycle, as a rule a little worse than the one it ends with. As many
+        rows as may be held out, the newest.
         """
-        unseen = self.buffer.unseen if self._differs else []
+        unseen: deque[Sample] = deque()
+        room = self.config.holdout_tokens
+        for sample in reversed(self.buffer.unseen if self._differs else []):
+            room -= sample.num_tokens
+            if room < 0:
+                break
+            unseen.appendleft(sample)
         if not unseen:
             return None
         # As held-out ones are: also rows whose token a pruned draft cannot say.
         samples = [replace(sample, in_vocab=None) for sample in unseen]
         new = self.evaluate(self.draft, progress, samples)
-        return samples, new, self.evaluate(self.live, progress, samples)
+        live = self.evaluate(self.live, progress, samples)
+        # Documents that came meanwhile are not part of it: they stay fresh.
+        return samples, new, live
 
     def _judge(
         self,
         steps: int,
         loss: float,
-        progress: Progress | None,
+        progress: Progress,
         ahead: _Pair | None,
     ) -> CycleResult:
         self.stepper.gather()
         samples = self.buffer.holdout  # a copy: `progress` may change the reservoir
         new = self.evaluate(self.draft, progress, samples)
         live = self.evaluate(self.live, progress, samples)
+        all_new, all_live, held_out = new, live, samples
         if ahead is not None:
-            samples, new, live = samples + ahead[0], new + ahead[1], live + ahead[2]
-        difference, error = gain(new, live, self.metric)
+            samples = held_out + ahead[0]
+            all_new, all_live = new + ahead[1], live + ahead[2]
+        difference, error = gain(all_new, all_live, self.metric)
+        held, held_error = gain(new, live, self.metric)
         improved = difference > max(error, 0.0)
         publish = False
-        if len(new.requests) < MIN_HOLDOUT_REQUESTS:
-            reason = f"only {len(new.requests)} requests to judge by"
+        if len(all_new.requests) < MIN_HOLDOUT_REQUESTS:
+            reason = f"only {len(all_new.requests)} requests to judge by"
             improved = True  # nothing speaks against going on
         elif difference < self.config.min_gain:
             reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
+            improved = False
+        elif held < -held_error:
+            # What was judged before the cycle cannot speak for what the cycle did.
+            reason = f"held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
             improved = False
         elif not improved:
             reason = f"gain {difference:+.4f} within its standard error {error:.4f}"
@@ -463,7 +541,8 @@ class Trainer:
             publish,
             reason,
             improved,
-            self._by_group(samples, new, live),
+            self._by_group(samples, all_new, all_live),
+            0 if ahead is None else len(ahead[1].requests),
         )
 
     def _by_group(
@@ -490,7 +569,11 @@ class Trainer:
         out = torch.zeros(sample.num_tokens, dtype=torch.bool)
         if sample.teacher_hidden is None:
             return out
-        rows = self.target.lm_head.to(self.stepper.step.dtype)
+        if self._target_rows is None:  # once: they are the largest tensor there is
+            rows, dtype = self.target.lm_head, self.stepper.step.dtype
+            fits = rows.numel() * dtype.itemsize <= CAST_BYTES
+            self._target_rows = rows.to(dtype) if fits else rows
+        rows = self._target_rows
         for lo in range(0, sample.num_tokens, 256):
             hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)
             out[lo : lo + 256] = inside[self.target.logits(hidden, rows).argmax(-1)]
