@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.time_model import TimeModel
 
@@ -149,7 +149,8 @@ class World:
             first_rows=n,
         )
 
-    def finish(self, emitted: np.ndarray, policy: object | None = None) -> None:
+    def finish(self, emitted: np.ndarray, policy: object | None = None) -> bool:
+        """Replace the requests that are done; whether there were any."""
         if self.rounds_each:  # Same requests in the same rounds for every policy.
             self.turn += 1
             due = self.turn + np.arange(self.n) * self.rounds_each // self.n
@@ -163,17 +164,28 @@ class World:
                 policy.add(slot, False, self.now)
         self.left[done] = self.length
         self.ease[done] = self._eases(len(done))
+        return len(done) > 0
 
-    def run(self, policy: object, rounds: int, limit: float = np.inf) -> Result:
-        """Drive a policy; its own time model may be wrong, `self.time` is true."""
+    def run(
+        self, policy: object, rounds: int, limit: float = np.inf, rests: bool = False
+    ) -> Result:
+        """Drive a policy; its own time model may be wrong, `self.time` is true.
+
+        With `rests` rounds are left out as the engine does where `Plan.rest` says so.
+        """
         result = Result()
+        rest = waited = 0
         for slot in range(self.n):
             policy.add(slot, False, self.now)
         for _ in range(rounds):
             batch = self.batch(limit)
             chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
             luck = self.rng.random((self.k, self.n))
-            plan = policy.plan(batch, self.now)
+            if rest:
+                rest, waited, plan = rest - 1, waited + 1, Plan(0)
+            else:
+                waited, plan = 0, policy.plan(batch, self.now)
+                rest = plan.rest if rests else 0
             step = 0
             while step < plan.steps:
                 step += 1
@@ -194,12 +206,16 @@ class World:
                 seconds += float(self.time.draft_curve(len(few), 0, len(few), 1)[1])
             self.now += seconds
             emitted = accepted + 1
-            policy.observe(
-                Outcome(
-                    batch.slots, lengths, accepted, emitted, self.now, sample, probe
-                )
-            )
-            self.finish(emitted, policy)
+            outcome = Outcome(
+                batch.slots, lengths, accepted, emitted, self.now, sample, probe,
+                1 + waited,
+            )  # fmt: skip
+            # As in the engine: told when the next question is asked.
+            if not rest:
+                policy.observe(outcome)
+            if self.finish(emitted, policy) and rest:
+                policy.observe(outcome)
+                rest = 0
             result.tokens += int(emitted.sum())
             result.expected += expected(chance, lengths)
             result.seconds += seconds

@@ -213,7 +213,10 @@ class AdaSpecPolicy:
             rows, verified, accepted = rows[known], verified[known], accepted[known]
         self._row[batch.slots] = -1
         self._batch = None
-        self._observe_times(batch, outcome.now, prefilled and not batch.prefill)
+        for _ in range(outcome.rounds - 1):
+            self._pass_by()
+        unforeseen = prefilled and not batch.prefill
+        self._observe_times(batch, outcome.now, outcome.rounds, unforeseen)
         if self._step and len(rows):
             self._learn(batch, rows, verified, accepted)
 
@@ -262,9 +265,13 @@ class AdaSpecPolicy:
         self._off[reason] += 1
         self._count["probes"] += probe
         if reason != "no_room":
-            self.history.idle()
-            self.gate.drafting.fade()
+            self._pass_by()
         return Plan(0, reason, probe)
+
+    def _pass_by(self) -> None:
+        """A round without drafting: what is known of drafting grows old."""
+        self.history.idle()
+        self.gate.drafting.fade()
 
     def _begin_drafting(self, batch: Batch, most: int) -> None:
         n = len(batch)
@@ -335,18 +342,21 @@ class AdaSpecPolicy:
         self.history.learn(slots, logit[None], chance[None], drafted)
         self.history.refresh()
 
-    def _observe_times(self, batch: Batch, now: float, unforeseen: bool) -> None:
+    def _observe_times(
+        self, batch: Batch, now: float, rounds: int, unforeseen: bool
+    ) -> None:
         """Compare the round's time with its prediction.
 
         Args:
             batch: The round's.
             now: When its outcome was known (s).
+            rounds: How many like it passed until then.
             unforeseen: The step had prefill rows that no prediction knew of.
         """
         step = self._step
         self._count["draft_steps"] += step
         self._lengths[step] += 1
-        seconds = now - self._planned_at
+        seconds = (now - self._planned_at) / rounds
         if seconds <= 0 or unforeseen or not batch.room.any():
             return
         predicted = self._predicted[1]

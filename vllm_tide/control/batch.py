@@ -57,7 +57,7 @@ class Plan:
         probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
             `steps` >= 1: this round is a trial while speculation is off.
         rest: With `steps` 0: rounds of the same requests that may stay off without
-            being asked about. They need not be observed either.
+            being asked about; the next observation counts them (`Outcome.rounds`).
     """
 
     steps: int
@@ -79,6 +79,8 @@ class Outcome:
         sample: Measured times of the step, or None if it was not timed.
         probe: Result of a shadow probe: slots int64 [p], confidence float [p] of the
             draft's token, hit bool [p]: the target then sampled that token.
+        rounds: Rounds since `Policy.plan`, those that it let pass without being asked
+            (`Plan.rest`) included; counts and sample are of one of them.
     """
 
     slots: np.ndarray
@@ -88,3 +90,4 @@ class Outcome:
     now: float
     sample: RoundSample | None = None
     probe: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    rounds: int = 1

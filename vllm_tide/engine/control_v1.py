@@ -90,7 +90,7 @@ class ControlV1:
         self._asked = 0
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
-        self._rested = False  # the round before was one
+        self._rested = 0  # rounds since the last question that were such
         self._rests = 0
         self._off_slots = np.empty(0, np.int64)
         self._off_ids: list[str] = []
@@ -210,7 +210,7 @@ class ControlV1:
         rows = int(bounds[-1])
         self._resting -= 1
         self._rests += 1
-        self._rested = True
+        self._rested += 1
         keep = self._backlog.keep
         self._contain("keep", keep, aux_hidden_states, slots, row, count, start, rows)
         return self.agree(0)
@@ -231,8 +231,9 @@ class ControlV1:
         if self.policy is None:
             return self.num_speculative_tokens
         self._slo.advance(slots, emitted, now)
-        rested, self._rested = self._rested, False
-        if self._continues and not rested:
+        rested, self._rested = self._rested, 0
+        probe = self._probe_result(slots)
+        if self._continues:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             self.policy.observe(
@@ -243,7 +244,8 @@ class ControlV1:
                     emitted=emitted,
                     now=now,
                     sample=self._sample,
-                    probe=self._probe_result(slots),
+                    probe=probe,
+                    rounds=1 + rested,
                 )
             )
         self._sample = None
@@ -265,7 +267,8 @@ class ControlV1:
             ),
             now,
         )
-        self._resting = plan.rest
+        # A request that has no token yet may have a limit to keep from its first on.
+        self._resting = plan.rest if emitted.all() else 0
         if plan.steps > 0:
             return min(plan.steps, self.num_speculative_tokens)
         return _PROBE if plan.probe else 0
@@ -422,6 +425,8 @@ class ControlV1:
     def _end(self, slot: int) -> None:
         self._backlog.forget(slot)
         self._slo.finish(slot)
+        if self._probed is not None and slot in self._probed[0]:
+            self._probed = None  # the slot's next request is another
         if self.policy is not None:
             self.policy.drop(slot)
 
