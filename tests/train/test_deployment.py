@@ -144,7 +144,7 @@ def test_a_rollback_that_is_refused_leaves_the_good_weights(engine):
     assert [e["back_to"] for e in events(engine) if e["event"] == "refused"] == [0]
     live = sidecar.trainer.snapshot()
     assert all(torch.equal(live[name], before[name]) for name in before)
-    assert sidecar.deployment._good == 0
+    assert sidecar.deployment.good == 0
 
 
 def test_a_stored_head_that_is_refused_is_forgotten(engine):
@@ -160,7 +160,7 @@ def test_a_stored_head_that_is_refused_is_forgotten(engine):
     assert list(heads.glob("*.safetensors"))
     engine.weights.report(0, 1, "for a reason", 0.0)
     assert again._tick()
-    assert again.deployment._good == again.deployment.published == 0
+    assert again.deployment.good == again.deployment.published == 0
     assert not list(heads.glob("*.safetensors"))
     again.feeds.close()
 

@@ -200,7 +200,8 @@ def owned_segments(run_dir: Path | None) -> list[Path]:
     """Return the shared-memory segments that the run's engines own."""
     manifests = read_manifests(run_dir) if run_dir and run_dir.exists() else []
     names = [name for m in manifests for name in (m.ring, m.weights)]
-    return [Path("/dev/shm") / name for name in names]  # noqa: S108 - where POSIX puts them
+    # An engine that captures or swaps nothing has no segment for it.
+    return [Path("/dev/shm") / name for name in names if name]  # noqa: S108 - where POSIX puts them
 
 
 def run_arm(

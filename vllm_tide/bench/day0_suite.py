@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm_tide.draft.config import read_config
 from vllm_tide.train.sample import Sample
+from vllm_tide.transport.header import TransportError
 
 from .arm import Hooks
 from .control_arms import BenchError
@@ -35,13 +36,16 @@ from .learning_identity import identity_of, identity_problems
 from .learning_options import SuiteOptions, merged
 from .learning_samples import load_samples, save_samples
 from .learning_server import draft_config, private_run_dir, trained_section
-from .learning_session import Session, StoppedError, run_suite
+from .learning_session import Session, StoppedError, all_cores, run_suite
 from .learning_stream import read_domains, shift_stream, stretches
 from .learning_summary import acceptance_by_requests, arm_figures
 from .server import VllmServer
 from .stream import StreamRequest
 
 FRESH = "fresh"
+LEAST_DRAFTS = 50
+"""Verified drafts that a window of the learning curve needs: while the head is new,
+control drafts rarely, and then where it expects most."""
 ADASPEC = {"control": {"policy": "adaspec"}}
 
 
@@ -212,7 +216,7 @@ class _Day0:
             return
         figures = arm_figures(run, stream, stretches(stream), watch, 10.0)
         figures["by_requests"] = acceptance_by_requests(
-            run.samples, run.results, self.options.window_requests
+            run.samples, run.results, self.options.window_requests, LEAST_DRAFTS
         )
         self.session.outputs.save(name, run.results)
         self.arms[name] = figures
@@ -223,15 +227,20 @@ class _Day0:
         )
 
     def _fresh(self) -> None:
-        if FRESH not in self.arms:
-            self.last_head.unlink(missing_ok=True)  # of an earlier run
+        if FRESH in self.arms:  # its run directory is kept as it is
+            self.session.say(f"{FRESH}: measured before")
+            return
+        self.last_head.unlink(missing_ok=True)  # of an earlier run
         with private_run_dir(self.options.work / "run" / FRESH) as run_dir:
             section = trained_section(
                 self.options, run_dir, merged({"fresh": self.fresh}, ADASPEC)
             )
 
             def keep_head(_: VllmServer) -> None:
-                keep_published(run_dir, self.last_head)
+                try:
+                    keep_published(run_dir, self.last_head)
+                except TransportError as error:
+                    self.session.document.problem(f"{FRESH}: {error}")
 
             self._arm(
                 FRESH,
@@ -250,21 +259,25 @@ class _Day0:
             if parts is None:
                 return
             self.session.left_s()
-            results["offline"] = train_ceiling(
-                parts,
-                CeilingOptions(
-                    target=self.options.target,
-                    fresh=self.fresh,
-                    train=self._train(),
-                    steps=self.options.fit_steps,
-                    depth=self.options.num_speculative_tokens,
-                    dtype=self.options.dtype,
-                ),
-                folder,
-                self.last_head,
-                self.session.say,
-            )
+            with all_cores(self.options):  # no server runs now
+                results["offline"] = train_ceiling(
+                    parts,
+                    CeilingOptions(
+                        target=self.options.target,
+                        fresh=self.fresh,
+                        train=self._train(),
+                        steps=self.options.fit_steps,
+                        depth=self.options.num_speculative_tokens,
+                        dtype=self.options.dtype,
+                    ),
+                    folder,
+                    self.last_head,
+                    self.session.say,
+                )
             self.session.document.write()
+        if "ceiling" in self.arms:
+            self.session.say("ceiling: measured before")
+            return
         with private_run_dir(self.options.work / "run" / "ceiling") as run_dir:
             section = merged(
                 {
@@ -310,7 +323,10 @@ class _Day0:
         document, outputs = self.session.document, self.session.outputs
         names = [n for n in ("none", "none-again", FRESH, "ceiling") if n in self.arms]
         results = {name: outputs.load(name) for name in names}
-        identity = identity_of(results, self.session.target.path, self.options.dtype)
+        with all_cores(self.options):
+            identity = identity_of(
+                results, self.session.target.path, self.options.dtype
+            )
         document.results["identity"] = identity
         for problem in identity_problems(identity):
             document.problem(problem)

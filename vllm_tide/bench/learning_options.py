@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from vllm_tide.config import ConfigError, parse_tide
 
 from .control_arms import BenchError
+from .document import commit
 from .sizes import DEMO, read_config
 from .stream import CONCURRENCY_CYCLE
 
@@ -140,6 +142,11 @@ class SuiteOptions:
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for two runs to be one measurement."""
         mine = self.to_json()
+        for key, value in asdict(self).items():
+            if isinstance(value, Path):  # which folder, without saying where it is
+                digest = hashlib.sha256(str(value.resolve()).encode()).hexdigest()
+                mine[key] = f"{value.name} {digest[:12]}"
+        mine |= commit()
         for key in ("json", "work", "resume", "max_minutes", *self.may_differ()):
             mine.pop(key, None)
         return mine

@@ -18,7 +18,7 @@ from .learning_events import TrainerWatch
 from .learning_identity import identity_of, identity_problems
 from .learning_options import SuiteOptions
 from .learning_server import private_run_dir
-from .learning_session import OutOfTimeError, Session, run_suite
+from .learning_session import OutOfTimeError, Session, all_cores, run_suite
 from .learning_stream import (
     MIXED,
     SHIFT,
@@ -155,7 +155,8 @@ def _close(session: Session, kind: str) -> None:
     arms = dict(sorted(results[kind].items(), key=lambda item: order[item[0]]))
     results[kind] = arms
     outputs = {name: session.outputs.load(f"{kind}-{name}") for name in arms}
-    identity = identity_of(outputs, session.target.path, options.dtype)
+    with all_cores(options):
+        identity = identity_of(outputs, session.target.path, options.dtype)
     comparison = compare_arms(arms)
     session.document.section("comparison")[kind] = comparison
     session.document.section("goals")[kind] = verdicts(comparison)

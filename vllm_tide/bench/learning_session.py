@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def _facts(options: SuiteOptions, target: Target, began_s: float) -> dict[str, A
             "wall_clock_s": round(time.monotonic() - began_s, 1),
         }
     )
+
+
+@contextlib.contextmanager
+def all_cores(options: SuiteOptions) -> Iterator[None]:
+    """Compute on every core while no server runs; the client has its own only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {*options.engine_cpus, *options.other_cpus})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _interrupt(*_: object) -> None:

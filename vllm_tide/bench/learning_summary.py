@@ -14,7 +14,7 @@ from typing import Any
 from .client import RequestResult
 from .learning_events import TrainerWatch, trainer_facts, training_seconds
 from .learning_stream import Stretch
-from .scrape import DRAFT_VERSION, GENERATED, SWAPS, Scrape
+from .scrape import DRAFT_VERSION, DRAFTS, GENERATED, SWAPS, Scrape
 from .stream import StreamRequest
 from .summary import (
     ArmRun,
@@ -89,7 +89,10 @@ def windows(
 
 
 def acceptance_by_requests(
-    samples: Sequence[Scrape], results: Sequence[RequestResult], width: int
+    samples: Sequence[Scrape],
+    results: Sequence[RequestResult],
+    width: int,
+    least_drafts: int = 1,
 ) -> dict[str, list[float]]:
     """Return the acceptance length over windows of finished requests.
 
@@ -97,6 +100,7 @@ def acceptance_by_requests(
         samples: Readings of the metrics.
         results: Of the whole stream.
         width: Least number of requests that end in a window.
+        least_drafts: Verified drafts that a window needs to count.
 
     Returns:
         Columns `requests`, finished at the window's start; `end_requests`, at its end;
@@ -119,8 +123,9 @@ def acceptance_by_requests(
             break
         if first and counts[first] == counts[first - 1]:
             continue
+        drafts = ordered[last].value(DRAFTS) - start.value(DRAFTS)
         length = acceptance_length([(start, ordered[last])])
-        if length is not None:
+        if length is not None and drafts >= least_drafts:
             out["requests"].append(counts[first])
             out["end_requests"].append(counts[last])
             out["acceptance_length"].append(round(length, 4))

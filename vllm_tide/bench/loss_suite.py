@@ -91,7 +91,7 @@ class LossOptions(SuiteOptions):
 
     def may_differ(self) -> tuple[str, ...]:
         """More mixes and seeds may be measured in a further run."""
-        return ("losses", "lookaheads", "seeds", "workers", "samples")
+        return ("losses", "lookaheads", "seeds", "workers")
 
 
 def jobs_of(options: LossOptions) -> list[LossJob]:
@@ -130,7 +130,7 @@ def run(options: LossOptions) -> int:
             steps=options.steps,
             depth=options.num_speculative_tokens,
             train=_train(options),
-            shared=tuple(facts["shared"]),
+            shared=tuple(facts.get("shared", ())),
         )
         try:
             _train_all(session, options, task)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -143,6 +144,8 @@ def _measure(
     streams: dict[str, list[StreamRequest]],
     run_dir: Path,
 ) -> None:
+    # Each server's engine has a core of its own; what drives them belongs to neither.
+    os.sched_setaffinity(0, options.cpus())
     section = merged(
         trained_section(options, run_dir, {"train": {"cpus": list(options.cpus())}}),
         {"train": {"autostart": False}},

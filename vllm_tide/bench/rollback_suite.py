@@ -21,7 +21,7 @@ from .learning_events import TrainerWatch
 from .learning_identity import identity_of, identity_problems
 from .learning_options import SuiteOptions, merged
 from .learning_server import draft_config, private_run_dir, server_options
-from .learning_session import Session, StoppedError, run_suite
+from .learning_session import Session, StoppedError, all_cores, run_suite
 from .learning_stream import read_domains, segment_name, shift_stream, stretches
 from .learning_summary import arm_figures
 from .learning_trainer import trainer_process
@@ -223,7 +223,8 @@ def _close(session: Session, options: RollbackOptions) -> None:
     arms = document.section("arms")
     names: list[str] = [name for name in ("none", "planted") if name in arms]
     outputs = {name: session.outputs.load(name) for name in names}
-    identity = identity_of(outputs, session.target.path, options.dtype)
+    with all_cores(options):
+        identity = identity_of(outputs, session.target.path, options.dtype)
     document.results["identity"] = identity
     for problem in identity_problems(identity):
         document.problem(problem)

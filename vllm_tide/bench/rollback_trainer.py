@@ -58,10 +58,25 @@ class PlantingSidecar(Sidecar):
         self._orders, self._place, self._offers = run_dir, 0, 0
         super().__init__(feeds, run_dir, config)
         self._first = self.trainer.snapshot()
+        self._planted: set[int] = set()
         self._log = EventLog(run_dir, feeds.ids[0])
 
+    def _tick(self) -> bool:
+        """Also: a planted head that was kept gives way to the first one again.
+
+        So every case begins with the good head and a window of its requests.
+        """
+        going = super()._tick()
+        deployment = self.deployment
+        if deployment.good in self._planted:
+            self._planted.remove(deployment.good)
+            deployment.put_back(self._first, {"restored": 0})
+            deployment.canary.restart()
+        return going
+
     def _may_train(self) -> bool:
-        return order_path(self._orders, self._place).exists()
+        ordered = order_path(self._orders, self._place).exists()
+        return ordered and not self.deployment.canary.undecided
 
     def _train(self) -> None:
         """Offer the ordered head; again with the next tick if it has to wait."""
@@ -89,6 +104,7 @@ class PlantingSidecar(Sidecar):
         if self.deployment.published == before:
             time.sleep(0.05)
             return
+        self._planted.add(self.deployment.published)
         self._log.add(
             PLANTED,
             plant=plant.name,

@@ -9,6 +9,7 @@ its other threads, and the scheduler's process, are not, which is why the check 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -235,9 +236,10 @@ class VllmServer:
         for role, processes in self.processes().items():
             cpus = self._cpus_of(role)
             for process in processes if role != "trainer" else []:
-                for thread in process.threads():
-                    if not os.sched_getaffinity(thread.id) <= set(cpus):
-                        os.sched_setaffinity(thread.id, cpus)
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    for thread in process.threads():
+                        if not os.sched_getaffinity(thread.id) <= set(cpus):
+                            os.sched_setaffinity(thread.id, cpus)
 
     def misplaced_threads(self) -> list[str]:
         """Return threads that may run on a core that is not theirs."""
@@ -245,7 +247,11 @@ class VllmServer:
         for role, processes in self.processes().items():
             allowed = set(self._cpus_of(role))
             for process in processes:
-                for thread in process.threads():
+                try:
+                    threads = process.threads()
+                except psutil.NoSuchProcess:  # it has ended since it was listed
+                    continue
+                for thread in threads:
                     try:
                         cpus = os.sched_getaffinity(thread.id)
                     except ProcessLookupError:

@@ -146,6 +146,11 @@ class Canary:
         if not self._engines:
             self._after = []
 
+    def restart(self) -> None:
+        """Forget the window before and any trial: another draft was put in place."""
+        self._before.clear()
+        self._engines, self._after, self._verdict = set(), [], None
+
     def _decide(self) -> None:
         cap, seen = self.config.canary_requests, len(self._after)
         self.comparison = found = compare(self._before, self._after, cap=cap)

@@ -51,6 +51,7 @@ class Deployment:
     Attributes:
         published: Newest version published; 0 if none was.
         installed: Newest version that some engine serves.
+        good: The version that a rollback goes back to.
         publications: Drafts published by this process.
         refusals: Publications that every engine refused.
         last_publish_unix: When the last one was published (s).
@@ -74,7 +75,7 @@ class Deployment:
         self.last_publish_unix: float | None = None
         self._masters: dict[int, Master] = {0: trainer.snapshot()}
         self._figures: dict[int, dict[str, Any]] = {}
-        self._good = 0  # the version to go back to: the last one kept and installed
+        self.good = 0  # the version to go back to: the last one kept and installed
         self._put_back: set[int] = set()
         self._stored: dict[int, StoredHead] = {}
         self._seen: dict[str, EngineVersions] = {}
@@ -98,11 +99,10 @@ class Deployment:
             tensors = {canonical_name(n): t for n, t in stored.tensors.items()}
             facts = {"restored": stored.version}
             try:
-                version = self._publish(facts, master=tensors)
+                version = self.put_back(tensors, facts)
             except TransportError as error:
                 self._events.add("unpublished", **facts, reason=str(error))
                 return
-            self._put_back.add(version)  # it has been tried before
             self._stored[version] = stored
             self._events.add("restored", version=version, stored=stored.version)
         elif serving:
@@ -110,6 +110,23 @@ class Deployment:
                 f"an engine serves version {serving} and its weights are in no "
                 "segment and no store: restart the engine to train it again."
             )
+
+    def put_back(self, master: Master, facts: dict[str, Any]) -> int:
+        """Publish weights that have been tried before, and go on from them.
+
+        Args:
+            master: Master weights under EAGLE-3 names.
+            facts: JSON-able, for the log.
+
+        Returns:
+            Their version.
+
+        Raises:
+            TransportError: No engine could be sent them; nothing is changed.
+        """
+        version = self._publish(facts, master=master)
+        self._put_back.add(version)
+        return version
 
     def observe(self, request: ServedRequest, now: float) -> None:
         """Take a finished request.
@@ -223,7 +240,7 @@ class Deployment:
     def _take_over(self, version: int, master: Master) -> None:
         self._trainer.restore(master)
         self._masters[version] = self._trainer.snapshot()
-        self.published = self.installed = self._good = version
+        self.published = self.installed = self.good = version
         self._put_back.add(version)
 
     def _publish(self, facts: dict[str, Any], master: Master | None = None) -> int:
@@ -235,7 +252,7 @@ class Deployment:
         trainer = self._trainer
         version = self._feeds.publish(
             as_wire(trainer.candidate_tensors(master)),
-            parent_version=self.published if master is None else self._good,
+            parent_version=self.published if master is None else self.good,
             meta=facts,
         )
         if master is None:
@@ -244,7 +261,7 @@ class Deployment:
             trainer.restore(master)
         self._masters[version] = trainer.snapshot()
         # A draft is fp32 here: of what was published only these can be gone back to.
-        kept = {self._good, self.installed, version}
+        kept = {self.good, self.installed, version}
         self._masters = {v: m for v, m in self._masters.items() if v in kept}
         self._figures = {v: f for v, f in self._figures.items() if v in kept}
         self._figures[version] = facts
@@ -264,7 +281,7 @@ class Deployment:
         self.installed = max(self.installed, version)
         self._trainer.buffer.set_version(self.installed)
         if version in self._put_back:
-            self._good = version
+            self.good = version
         if version == 0 or first or version in self._put_back:
             return
         if self._canary_on:
@@ -275,7 +292,7 @@ class Deployment:
     def _keep(self, version: int, reason: str) -> None:
         if version not in self._masters:  # refused by another engine, or outdone
             return
-        self._good = version
+        self.good = version
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]
         self._events.add("keep", version=version, reason=reason)
@@ -293,26 +310,25 @@ class Deployment:
             logger.error("the head store: %s", error)
 
     def _roll_back(self, verdict: Verdict) -> None:
-        facts = {"rollback_of": verdict.version, "to": self._good}
-        good = self._masters.get(self._good)
+        facts = {"rollback_of": verdict.version, "to": self.good}
+        good = self._masters.get(self.good)
         if good is None:
             why = "the weights to go back to are not known to this process"
             self._events.add("unpublished", **facts, reason=why)
             return
         try:
-            number = self._publish(facts | {"reason": verdict.reason}, master=good)
+            self.put_back(good, facts | {"reason": verdict.reason})
         except TransportError as error:
             if self._undone is None:
                 self._events.add("unpublished", **facts, reason=str(error))
             self._undone, self._retry_at = verdict, time.monotonic() + RETRY_S
             return
         self._undone = None
-        self._put_back.add(number)
         self._masters.pop(verdict.version, None)
         self._events.add(
             "rollback",
             version=verdict.version,
-            to=self._good,
+            to=self.good,
             requests=verdict.requests,
             reason=verdict.reason,
         )
@@ -329,12 +345,12 @@ class Deployment:
         self.refusals += 1
         self._masters.pop(newest, None)
         serving = max((v.installed for v in told), default=0)
-        back = serving if serving in self._masters else self._good
+        back = serving if serving in self._masters else self.good
         self._events.add(
             "refused", version=newest, reason=told[0].refused_reason, back_to=back
         )
-        if self._good == newest:
-            self._good = back
+        if self.good == newest:
+            self.good = back
         if back in self._masters:
             self._trainer.restore(self._masters[back])
             self.published = back
