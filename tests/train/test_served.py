@@ -93,7 +93,6 @@ def test_rounds_are_counted_by_generation_position_and_draft_length():
         farewell(),
     )
     assert request.cells == {(0, 3): (1, 1), (1, 2): (2, 2), (4, 1): (1, 1)}
-    assert request.by_bucket == {0: (1, 1), 1: (2, 2), 4: (1, 1)}
     assert [bucket_of(n) for n in (0, 15, 16, 63, 64, 1023, 1024)] == [
         0, 0, 1, 1, 2, 3, 4,
     ]  # fmt: skip

@@ -88,15 +88,6 @@ class ServedRequest:
         """Tokens per drafted round, the target's own included (vLLM's definition)."""
         return 1.0 + self.accepted / self.rounds if self.rounds else None
 
-    @property
-    def by_bucket(self) -> dict[int, tuple[int, int]]:
-        """Rounds and accepted tokens per bucket of generation position."""
-        out: dict[int, tuple[int, int]] = {}
-        for (bucket, _), (rounds, accepted) in sorted(self.cells.items()):
-            before = out.get(bucket, (0, 0))
-            out[bucket] = (before[0] + rounds, before[1] + accepted)
-        return out
-
 
 def bucket_of(generated: int) -> int:
     """Bucket of a round before which `generated` tokens were generated."""

@@ -227,13 +227,6 @@ class Trainer:
         """Share of the rows of all batches that stayed empty (0 to 1)."""
         return 1.0 - self._packed / self._capacity if self._capacity else 0.0
 
-    def ready(self, min_new_tokens: int | None = None) -> bool:
-        """Whether enough new data came for another cycle."""
-        wanted = (
-            self.config.min_new_tokens if min_new_tokens is None else min_new_tokens
-        )
-        return self.buffer.new_tokens >= wanted and bool(self.buffer.train)
-
     def train_cycle(
         self,
         progress: Progress | None = None,
