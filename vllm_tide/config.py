@@ -72,6 +72,12 @@ class TrainConfig(_Section):
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         1e-3, description="Peak learning rate of AdamW."
     )
+    drop_worse: bool = Field(
+        True,
+        description="Drop a candidate that a cycle made worse than the live draft, and "
+        "go on from that one with half the learning rate, until a cycle helps or "
+        "traffic shifts.",
+    )
     weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Decoupled weight decay of AdamW."
     )

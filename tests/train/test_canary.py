@@ -236,6 +236,19 @@ def test_publishing_waits_for_the_verdict_and_for_the_backoff():
     assert waited == 2
 
 
+def test_a_trial_that_can_say_nothing_does_not_hold_a_better_draft_up():
+    rng = np.random.default_rng(0)
+    machine = canary(canary_requests=8)
+    window(machine, rng, engine="a")
+    machine.begin("a", 2)
+    for _ in range(8):  # of another group: there is nothing to compare them with
+        assert not machine.may_publish
+        other = make_request(rng, 0.5, version=2, engine="a")
+        machine.observe(replace(other, group=99))
+    assert machine.undecided
+    assert machine.may_publish
+
+
 def test_backoff_doubles_and_a_kept_draft_resets_it():
     rng = np.random.default_rng(0)
     machine = canary(backoff_cycles=2)

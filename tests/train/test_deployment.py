@@ -245,7 +245,7 @@ def test_gated_mode_asks_for_light_records_until_something_shifts(engine):
 
 
 def test_a_purge_is_answered_and_leaves_nothing(engine):
-    from vllm_tide.train import purge
+    from vllm_tide.transport import purge
 
     engine.serve(60)
     sidecar = attach(engine)

@@ -16,13 +16,15 @@ import torch
 
 from tests.train.toys import HIDDEN
 from tests.transport.samples import make_record, make_spec
-from tests.transport.spool_toys import CONFIG
+from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import purge as command
 from vllm_tide.config import TrainConfig
-from vllm_tide.train import purge
-from vllm_tide.train.purge import PurgeInbox
+from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.transport import purge
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
 from vllm_tide.transport.spool import EngineFolder
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import SpoolWriter
@@ -93,8 +95,8 @@ def test_nothing_of_a_purged_tenant_remains_in_memory():
     assert {s.tenant for s in buffer.holdout} == {1}
 
 
-def test_a_request_is_answered_once_by_every_trainer(tmp_path):
-    first, second = PurgeInbox(tmp_path), PurgeInbox(tmp_path)
+def test_a_request_is_answered_once_by_every_keeper(tmp_path):
+    first, second = PurgeInbox(tmp_path), PurgeInbox(tmp_path, "relay")
     assert first.pending() == []
     old = purge.ask(tmp_path, 7)
     new = purge.ask(tmp_path, None)
@@ -102,7 +104,11 @@ def test_a_request_is_answered_once_by_every_trainer(tmp_path):
     first.done(old, {"tokens": 3})
     assert first.pending() == [new]
     assert second.pending() == [old, new]
-    assert purge.answers(tmp_path, old) == {os.getpid(): {"tokens": 3}}
+    trainer = Keeper("trainer", os.getpid())
+    assert purge.answers(tmp_path, old) == {trainer: {"tokens": 3}}
+    second.done(old, {})
+    relay = Keeper("relay", os.getpid())
+    assert purge.answers(tmp_path, old) == {trainer: {"tokens": 3}, relay: {}}
     assert purge.answers(tmp_path, new) == {}
     for path in tmp_path.iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
@@ -115,7 +121,7 @@ def test_a_request_is_answered_once_by_every_trainer(tmp_path):
 def test_a_forgotten_request_is_removed_in_the_end(tmp_path, monkeypatch):
     purge.ask(tmp_path, 7)
     later = time.time() + purge.MAX_AGE_S + 1
-    monkeypatch.setattr(purge.time, "time", lambda: later)
+    monkeypatch.setattr(time, "time", lambda: later)
     assert PurgeInbox(tmp_path).pending() == []
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +159,30 @@ def test_live_trainers_are_those_that_say_so(tmp_path):
     status(tmp_path, "b", pid=2, state="stopped")
     status(tmp_path, "c", pid=3, age_s=purge.FRESH_S + 1)
     (tmp_path / "trainer-d.json").write_text("{")
-    assert purge.live_trainers(tmp_path) == {1}
+    assert purge.live_keepers(tmp_path) == {Keeper("trainer", 1)}
+
+
+def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path):
+    announce_relay(tmp_path, "e")
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    me, found = Keeper("relay", os.getpid()), json.loads(path.read_text())
+
+    def said(**changes):
+        path.write_text(json.dumps({**found, **changes}))
+        return purge.live_keepers(tmp_path)
+
+    assert said() == {me}
+    assert said(updated_unix=0) == {me}  # it hangs, and still holds rows
+    assert said(namespace=1) == {me}
+    assert said(namespace=1, updated_unix=0) == set()
+    assert said(start=1) == set()
+    assert not path.exists()  # a dead one's word is removed
+    path.write_text("{")
+    assert purge.live_keepers(tmp_path) == set()
+    announce_relay(tmp_path, "e")
+    retract_relay(tmp_path, "e")
+    assert list(tmp_path.iterdir()) == []
 
 
 def call(run_dir, *more):
@@ -163,10 +192,10 @@ def call(run_dir, *more):
     return command.run(args)
 
 
-def answering(run_dir, seen):
-    """A trainer's loop: answers one request."""
+def answering(run_dir, seen, times=1):
+    """A trainer's loop: answers so many requests."""
     inbox = PurgeInbox(run_dir)
-    while not seen:
+    while len(seen) < times:
         for request in inbox.pending():
             seen.append(request.tenant)
             inbox.done(request, {"samples": 2, "tokens": 40})
@@ -212,9 +241,150 @@ def test_the_command_removes_shards_of_a_spool(tmp_path, capsys):
     assert "spool: removed 2 shards" in capsys.readouterr().out
 
 
+def served(tmp_path, name="e1"):
+    """An engine with records of the tenants 7, 8 and 255, its relay and the spool."""
+    engine = ToyEngine(tmp_path, name)
+    store = open_store(str(tmp_path / "spool"))
+    for tenant in (7, 255, 8, 255):
+        record = replace(make_record(engine.spec, tenant), tenant=tenant)
+        assert engine.ring.try_write(record)
+    return engine, engine.relay(store), store
+
+
+def tenants_in(store, name="e1"):
+    """Tenants of the shards of a spool, by their manifests."""
+    folder = EngineFolder(store, name)
+    names = [n for n in store.sizes(folder.path("records")) if n.endswith(".json")]
+    return {t for n in names for t in folder.read_json(f"records/{n}")["tenants"]}
+
+
+def background(function, *args):
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("held", ["ring", "open", "blocked"])
+def test_the_command_waits_for_the_relay_and_nothing_comes_after(
+    tmp_path, capsys, held
+):
+    engine, relay, store = served(tmp_path)
+    write, announced = store.write, threading.Event()
+    if held != "ring":
+        relay._writer._config = CONFIG.model_copy(update={"shard_seconds": 1e9})
+        relay.tick()
+    if held == "blocked":
+
+        def full(name, *parts, durable=True):
+            if "records" in name and name.endswith(".json"):
+                raise TransportError("no space left")
+            write(name, *parts, durable=durable)
+
+        store.write = full
+        with pytest.raises(TransportError):
+            relay._writer.flush()
+        assert relay._writer.blocked
+        store.write = write
+    announce_relay(engine.run_dir, "e1")
+
+    def relaying():
+        announced.wait()
+        relay.run()
+
+    thread = background(relaying)
+    try:
+        threading.Timer(0.3, announced.set).start()
+        more = ["--tenant-id", "ff", "--spool", str(tmp_path / "spool")]
+        assert call(engine.run_dir, *more) == 0
+    finally:
+        relay.stop()
+        thread.join()
+        engine.close()
+    out = capsys.readouterr().out
+    assert f"relay {os.getpid()}: removed 2 records" in out
+    assert "vllm-tide purge --tenant-id 00000000000000ff" in out
+    assert tenants_in(store) == {7, 8}
+    assert "spool: removed 0 shards" in out  # the relay had written nothing of it
+    assert not list(engine.run_dir.glob("purge*"))
+    assert not list(engine.run_dir.glob("relay-*.json"))
+
+
+def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path):
+    engine, relay, store = served(tmp_path)
+    relay.tick()
+    relay._writer.flush()
+    run_dir, left = tmp_path / "trainer", []
+    run_dir.mkdir()
+    status(run_dir)
+
+    def trainer():
+        inbox = PurgeInbox(run_dir)
+        for _ in range(2):
+            while not (asked := inbox.pending()):
+                time.sleep(0.01)
+            left.append(tenants_in(store))  # what it may read before it answers
+            inbox.done(asked[0], {"records": 1})
+
+    thread = background(trainer)
+    more = ["--tenant-id", "ff", "--spool", str(tmp_path / "spool")]
+    assert call(run_dir, *more, "--timeout", "20") == 0
+    thread.join(timeout=5)
+    assert left == [{7, 8, 255}, set()]
+    relay.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("tenant", [255, None])
+def test_a_feed_forgets_what_it_fetched_ahead(tmp_path, tenant):
+    engine, relay, store = served(tmp_path)
+    relay.tick()
+    relay._writer.flush()
+    relay._next_poll = 0.0
+    relay.tick()
+    feed = SpoolFeed(store, "e1", threaded=False)
+    feed.heartbeat()
+    (first,) = feed.read(1)
+    assert first.tenant == 7
+    assert feed.purge(tenant) == (2 if tenant else 3)
+    # The cursor counts what was purged: the others keep their places in the shard.
+    assert [r.tenant for r in feed.read(1)] == ([8] if tenant else [])
+    assert feed._cursor == ((1, 3) if tenant else (2, 0))
+    feed.close()
+    relay.close()
+    engine.close()
+
+
+def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
+    tmp_path, monkeypatch
+):
+    engine, relay, store = served(tmp_path)
+    relay.tick()
+    relay._writer.flush()
+    relay._next_poll = 0.0
+    relay.tick()
+    feed = SpoolFeed(store, "e1", threaded=False)
+    read, purged = store.read, []
+
+    def slow(name):
+        body = read(name)
+        if name.endswith(".safetensors") and not purged:
+            purged.append(feed.purge(255))
+        return body
+
+    monkeypatch.setattr(store, "read", slow)
+    feed.heartbeat()
+    assert purged == [0]
+    assert [r.tenant for r in feed.read(9)] == [7, 8]
+    feed.close()
+    relay.close()
+    engine.close()
+
+
 def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
     assert call(tmp_path) == command.EXIT_UNANSWERED
-    assert "no trainer is running" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "no trainer is running" in err
+    assert "no relay" in err
     assert len(PurgeInbox(tmp_path).pending()) == 1
 
 

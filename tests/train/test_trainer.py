@@ -144,6 +144,35 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch)
     assert "held-out requests got worse" in result.reason
 
 
+def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
+    trainer = _trainer(40)
+    before = _weights(trainer.live)
+    gains = iter([-1.0, -1.0, 0.001, 1.0, -1.0])
+
+    def judged(new, old, form="greedy"):
+        return (current, 0.1)
+
+    monkeypatch.setattr("vllm_tide.train.trainer.gain", judged)
+    rates = []
+    for current in gains:
+        result = trainer.train_cycle()
+        rates.append(trainer.rate)
+        harmed = current < -0.5
+        assert torch.equal(_weights(trainer.draft), before) == harmed
+        assert not (harmed and result.publish)
+        if result.publish:
+            trainer.published()
+            before = _weights(trainer.live)
+    assert rates == [0.5, 0.25, 0.25, 0.5, 0.25]
+    trainer.shifted()
+    assert trainer.rate == 1.0
+    kept = _trainer(40, drop_worse=False)
+    current = -1.0
+    kept.train_cycle()
+    assert kept.rate == 1.0
+    assert not torch.equal(_weights(kept.draft), _weights(kept.live))
+
+
 @pytest.mark.parametrize("when", [0, 1, 4, 7])
 def test_a_draft_put_back_during_a_cycle_is_not_judged_by_it(when):
     """At any call of `progress`: the fresh requests, the steps, the held-out ones."""

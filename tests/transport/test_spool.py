@@ -761,7 +761,8 @@ def relay_command(*argv):
     return cli_relay.run(parser.parse_args(["relay", *argv]))
 
 
-def test_the_command_says_what_is_missing(engines, tmp_path, capsys):
+def test_the_command_says_what_is_missing(engines, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_relay, "_prepare", lambda _config: None)
     assert relay_command("--run-dir", str(tmp_path / "none")) == 2
     assert "no live engine" in capsys.readouterr().err
     engine = engines()

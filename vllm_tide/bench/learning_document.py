@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.json_text import json_text
+
 from .client import RequestResult
 from .learning_options import SuiteOptions
 
@@ -18,8 +20,7 @@ def write_json(path: Path, data: Any) -> None:
     """Replace a file as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
-    text = json.dumps(data, indent=1, allow_nan=False)
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(json_text(data), encoding="utf-8")
     os.replace(partial, path)
 
 

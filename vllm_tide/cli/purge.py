@@ -1,12 +1,24 @@
-"""`vllm-tide purge`: make running trainers, and a spool, forget captured data."""
+"""`vllm-tide purge`: make running trainers, relays and a spool forget captured data.
+
+Every trainer and relay of the run directory answers. A relay may have written what it
+held a moment before it answered, so the spool is purged after that; a trainer may have
+read it a moment before that, so trainers are then asked once more.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_tide.transport.purge import Keeper
+    from vllm_tide.transport.spool_store import Store
 
 POLL_S = 0.2
 EXIT_ERROR, EXIT_UNANSWERED = 2, 1
@@ -15,7 +27,7 @@ EXIT_ERROR, EXIT_UNANSWERED = 2, 1
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
     parser = subparsers.add_parser(
-        "purge", help="make the running trainers forget captured data"
+        "purge", help="make the running trainers and relays forget captured data"
     )
     who = parser.add_mutually_exclusive_group()
     who.add_argument(
@@ -29,19 +41,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="the same by id, for a trainer on another host: the id is printed by "
         "`purge --tenant` on the engine's",
     )
-    parser.add_argument("--run-dir", type=Path, help="run directory of the trainers")
+    parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
     parser.add_argument(
         "--spool",
         help="directory or fsspec URL: also remove the shards that hold such data",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds to wait for the trainers"
+        "--timeout", type=float, default=60.0, help="seconds to wait for the answers"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 0 when every trainer has answered, 1 when one has not."""
+    """Run the command; 0 when all have answered, 1 when one has not."""
     from vllm_tide.transport.header import TransportError
 
     try:
@@ -52,44 +64,71 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.train import purge
     from vllm_tide.transport.rendezvous import default_run_dir
+    from vllm_tide.transport.spool_store import open_store
 
     run_dir = args.run_dir or default_run_dir()
     tenant = _tenant(args, run_dir)
-    request = purge.ask(run_dir, tenant)
+    store = None if args.spool is None else open_store(args.spool)
     print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
-    if args.spool is not None:
-        print(f"spool: removed {_purge_spool(args.spool, tenant)} shards")
-    deadline = time.monotonic() + args.timeout
+    counts: dict[Keeper, Counter[str]] = {}
+    missing = _ask(run_dir, tenant, args.timeout, counts)
+    if store is not None:
+        print(f"spool: removed {_purge_spool(store, tenant)} shards")
+        if not missing and any(keeper.kind == "trainer" for keeper in counts):
+            missing = _ask(run_dir, tenant, args.timeout, counts)
+    for keeper, found in sorted(counts.items()):
+        said = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
+        print(f"{keeper}: removed {said or 'nothing'}")
+    if missing:
+        print(missing, file=sys.stderr)
+        return EXIT_UNANSWERED
+    if all(keeper.kind == "relay" for keeper in counts):
+        which = "" if tenant is None else f" --tenant-id {tenant:016x}"
+        print(f"next, where a trainer reads the spool: vllm-tide purge{which}")
+    return 0
+
+
+def _ask(
+    run_dir: Path,
+    tenant: int | None,
+    timeout_s: float,
+    counts: dict[Keeper, Counter[str]],
+) -> str:
+    """Ask all once, and add up what they removed; who is missing, empty if nobody."""
+    from vllm_tide.transport import purge
+
+    request = purge.ask(run_dir, tenant)
+    deadline = time.monotonic() + timeout_s
     while True:
-        live, answered = purge.live_trainers(run_dir), purge.answers(run_dir, request)
-        if answered and live <= set(answered):
-            break
-        if not live or time.monotonic() >= deadline:
+        live = purge.live_keepers(run_dir)
+        answered = purge.answers(run_dir, request)
+        silent = live - set(answered)
+        if not silent or time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
-    for pid, counts in sorted(answered.items()):
-        removed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
-        print(f"trainer {pid}: removed {removed or 'nothing'}")
-    if answered and live <= set(answered):
-        purge.withdraw(run_dir, request)
-        return 0
-    who = (
-        f"trainer {min(live - set(answered))} has not answered"
-        if live
-        else (f"no trainer is running in {run_dir}")
-    )
-    print(f"{who}; the request stays for the next trainer", file=sys.stderr)
-    return EXIT_UNANSWERED
+    for keeper, found in answered.items():
+        counts.setdefault(keeper, Counter()).update(found)
+    if silent:
+        return (
+            f"{min(silent)} has not answered; the request stays for it, or for the "
+            "next one: purge again then, what it holds may get further"
+        )
+    if not answered:
+        return (
+            f"no trainer is running in {run_dir}, and no relay; the request stays for "
+            "the next one"
+        )
+    purge.withdraw(run_dir, request)
+    return ""
 
 
-def _purge_spool(url: str, tenant: int | None) -> int:
-    from vllm_tide.transport.spool_store import open_store
+def _purge_spool(store: Store, tenant: int | None) -> int:
     from vllm_tide.transport.spool_writer import purge_records
 
-    now = time.time() if tenant is None else None
-    return purge_records(open_store(url), tenant=tenant, before_unix=now)
+    # Everything: clocks of two hosts may differ.
+    before = math.inf if tenant is None else None
+    return purge_records(store, tenant=tenant, before_unix=before)
 
 
 def _tenant(args: argparse.Namespace, run_dir: Path) -> int | None:

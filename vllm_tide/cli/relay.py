@@ -13,12 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_tide.config import ConfigError, TrainConfig, parse_tide
+from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
 
 if TYPE_CHECKING:
     from vllm_tide.transport.rendezvous import EngineManifest
+    from vllm_tide.transport.spool_relay import Relay
 
 POLL_S = 0.5
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+"""A spool that cannot be reached is tried again after this long, twice that, ..."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -54,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from vllm_tide.transport.purge import announce_relay, retract_relay
     from vllm_tide.transport.rendezvous import default_run_dir
-    from vllm_tide.transport.spool_relay import Relay, logger
-    from vllm_tide.transport.spool_store import open_store
+    from vllm_tide.transport.spool_relay import logger
 
     run_dir = args.run_dir or default_run_dir()
     prepared = False
@@ -69,24 +72,79 @@ def _run(args: argparse.Namespace) -> int:
                 "tide.spool.url: is not set for engine "
                 f"{manifest.engine_id}; give --spool URL."
             )
-        store = open_store(url)
         if not prepared:
             _prepare(config.train)
             prepared = True
-        relay = Relay(manifest, run_dir, store, config.spool)
-
-        def handle(
-            _number: int, _frame: FrameType | None, relay: Relay = relay
-        ) -> None:
-            relay.stop()
-
-        signal.signal(signal.SIGTERM, handle)
-        signal.signal(signal.SIGINT, handle)
-        logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
-        state = relay.run()
+        # The ring may hold rows that a purge asks for while the spool is out of reach.
+        announce_relay(run_dir, manifest.engine_id)
+        try:
+            relay = _connect(manifest, run_dir, url, config.spool)
+            state = "engine_gone" if relay is None else _relay(relay)
+        finally:
+            retract_relay(run_dir, manifest.engine_id)
         logger.info("engine %s: %s", manifest.engine_id, state)
         if not (args.wait and state == "engine_gone"):
             return 0
+
+
+def _connect(
+    manifest: EngineManifest, run_dir: Path, url: str, config: SpoolConfig
+) -> Relay | None:
+    """A relay, as soon as the spool can be reached; None if the engine goes first.
+
+    Raises:
+        TransportError: If it never will be, or the engine has a relay or a trainer.
+    """
+    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.purge import announce_relay
+    from vllm_tide.transport.spool_relay import Relay, logger
+    from vllm_tide.transport.spool_store import StoreError, open_store
+
+    pause = FIRST_PAUSE_S
+    said: set[str] = set()
+    while True:
+        try:
+            store = open_store(url)
+            relay = Relay(manifest, run_dir, store, config)
+            logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
+            return relay
+        except StoreError as error:
+            sentence = str(error)
+            if sentence not in said:
+                logger.error(
+                    "engine %s: %s; it is tried again while the engine lives",
+                    manifest.engine_id,
+                    sentence,
+                )
+            said.add(sentence)
+        except TransportError:
+            if _lives(manifest, run_dir):
+                raise
+        if not _lives(manifest, run_dir):
+            return None
+        announce_relay(run_dir, manifest.engine_id)
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE_S)
+
+
+def _lives(manifest: EngineManifest, run_dir: Path) -> bool:
+    from vllm_tide.transport.rendezvous import read_manifests
+
+    return any(other.ring == manifest.ring for other in read_manifests(run_dir))
+
+
+def _relay(relay: Relay) -> str:
+    """Run it; SIGTERM and SIGINT end it after the current round."""
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        relay.stop()
+
+    before = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return relay.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prepare(config: TrainConfig) -> None:

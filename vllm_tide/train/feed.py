@@ -82,6 +82,13 @@ class Feed(Protocol):
     def set_collect(self, wanted: bool) -> None:
         """Ask the engine for full rows, or for light records only."""
 
+    def purge(self, tenant: int | None = None) -> int:
+        """Forget what was fetched ahead of :meth:`read`; the records dropped.
+
+        Args:
+            tenant: Only this tenant's; None is everybody's.
+        """
+
     def stats(self) -> dict[str, int]:
         """Counters for the status: rows dropped, shards skipped, and so on."""
 

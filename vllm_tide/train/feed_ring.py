@@ -139,6 +139,10 @@ class RingFeed:
         """See ``feed.Feed``."""
         self._reader.set_collect(wanted)
 
+    def purge(self, tenant: int | None = None) -> int:
+        """See ``feed.Feed``: nothing is fetched ahead."""
+        return 0
+
     def stats(self) -> dict[str, int]:
         """See ``feed.Feed``."""
         held = self._reader.stats()

@@ -54,10 +54,10 @@ _CLOSE_S, _CLOSE_WITH_HEAD_S = 5.0, 60.0
 
 @dataclass
 class _Fetched:
-    """A shard whose first `taken` records were handed out."""
+    """A shard whose first `taken` records were handed out; None was purged."""
 
     number: int
-    records: deque[Record]
+    records: deque[Record | None]
     taken: int
 
 
@@ -109,6 +109,8 @@ class SpoolFeed:
         self._latest = max(latest_head(self._folder), self._state.published_version)
         self._lock = threading.Lock()
         self._queue: deque[_Fetched] = deque()
+        # Purges since the last fetch began: its shard may come from before them.
+        self._purges: list[int | None] = []
         self._cursor = (before.shard, before.index)
         self._collect = True
         self._pending: EncodedHead | None = None
@@ -144,11 +146,28 @@ class SpoolFeed:
                 if not self._queue:
                     break
                 shard = self._queue[0]
-                records.append(shard.records.popleft())
-                rows += max(records[-1].num_rows, 1)
+                record = shard.records.popleft()
                 shard.taken += 1
                 self._cursor = (shard.number, shard.taken)
+                if record is not None:
+                    records.append(record)
+                    rows += max(record.num_rows, 1)
         return records
+
+    def purge(self, tenant: int | None = None) -> int:
+        """Forget what was fetched ahead, or is being fetched; never waits.
+
+        What the spool still holds will be read: `vllm-tide purge --spool` removes it.
+
+        Args:
+            tenant: Only this tenant's; None is everybody's.
+
+        Returns:
+            Records removed; those of a fetch under way are not counted.
+        """
+        with self._lock:
+            self._purges.append(tenant)
+            return sum(_forget(shard.records, tenant) for shard in self._queue)
 
     def heartbeat(self) -> None:
         """See ``feed.Feed``."""
@@ -279,11 +298,15 @@ class SpoolFeed:
             self._say(running=not closing, force=closing)
 
     def _fetch(self) -> bool:
+        with self._lock:
+            self._purges.clear()
         shard = self._reader.fetch(self._state)
         if shard is None:
             return False
-        records = deque(shard.records)
+        records: deque[Record | None] = deque(shard.records)
         with self._lock:
+            for tenant in self._purges:
+                _forget(records, tenant)
             number, index = self._cursor
             taken = index if number == shard.number and not self._queue else 0
             for _ in range(min(taken, len(records))):
@@ -331,6 +354,18 @@ class SpoolFeed:
                     "died"
                 )
         return found.get(self._name, ReaderState(me))
+
+
+def _forget(records: deque[Record | None], tenant: int | None) -> int:
+    """Put None for the records of a tenant, so that the others keep their places."""
+    removed = 0
+    for _ in range(len(records)):
+        record = records.popleft()
+        if record is not None and tenant in (None, record.tenant):
+            removed += 1
+            record = None
+        records.append(record)
+    return removed
 
 
 def _lives(state: ReaderState) -> bool:

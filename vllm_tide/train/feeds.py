@@ -301,6 +301,13 @@ class Feeds:
                     self._send(member, self._head)
         return newest
 
+    def purge(self, tenant: int | None = None) -> int:
+        """Forget what was fetched ahead of `read`; the records dropped."""
+        dropped = 0
+        for member in list(self._members.values()):
+            dropped += self._try(member, partial(member.feed.purge, tenant)) or 0
+        return dropped
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of each feed."""
         return {name: member.feed.stats() for name, member in self._members.items()}

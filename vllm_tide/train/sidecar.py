@@ -28,13 +28,13 @@ from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
-from vllm_tide.train.purge import PurgeInbox
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.status import StatusFile, TrainerStatus
 from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.transport.purge import PurgeInbox
 
 __all__ = ["Sidecar", "as_wire", "describe", "install_signal_handlers"]
 
@@ -165,6 +165,7 @@ class Sidecar:
         shifts = self.schedule.shifts
         self.schedule.observe(request)
         if self.schedule.shifts != shifts:
+            self.trainer.shifted()
             self._events.add("shift", reason=self.schedule.reason)
         self.deployment.observe(request, now)
 
@@ -229,6 +230,7 @@ class Sidecar:
             if not self._intake.emptied:  # what is asked about may still be in there
                 return
             counts = self.trainer.purge(request.tenant)
+            counts["fetched_records"] = self.feeds.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)
             self._purges.done(request, counts)
             self._events.add("purge", **counts)

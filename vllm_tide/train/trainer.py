@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
 WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
+LEAST_RATE = 1 / 16
+"""Share of the learning rate that is kept however often a cycle does harm."""
 MIN_HOLDOUT_REQUESTS = 2
 # Called between steps; False ends the cycle early.
 Progress = Callable[[], bool]
@@ -161,6 +163,7 @@ class Trainer:
         self._position = (0, 0)  # steps done and planned of the cycle being run
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
+        self.rate = 1.0
         self._target_rows: Tensor | None = None
         self.last_terms: dict[str, float] = {}
 
@@ -258,7 +261,7 @@ class Trainer:
         losses: list[float] = []
         for index in range(first, total if watch.going else first):
             self._position = (index + 1, total)
-            loss = self._one_step(cycle_lr_scale(index, total))
+            loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
@@ -277,6 +280,7 @@ class Trainer:
             judged = self._judge(len(losses), mean, watch, ahead)
             # Neither half an evaluation counts nor one of a draft that is gone.
             if watch.going and self._restored == restored:
+                self._adapt_rate(judged)
                 return judged
         if self._restored != restored:
             result = replace(result, reason="another draft was put in place")
@@ -412,6 +416,25 @@ class Trainer:
                 self._queue = queue
                 self._position = (state.cycle_step, state.cycle_total)
         return state
+
+    def shifted(self) -> None:
+        """Traffic is another: what is to be learnt may need large steps again."""
+        self.rate = 1.0
+
+    def _adapt_rate(self, result: CycleResult) -> None:
+        """Smaller steps, from the live draft again, after a cycle that did harm.
+
+        A draft that already fits its traffic is thrown off by steps that a shift needs,
+        and takes many cycles to come back; those are cycles in which a shift is not
+        learnt either.
+        """
+        if result.improved and result.gain > 0:
+            self.rate = min(1.0, 2.0 * self.rate)
+        elif self.config.drop_worse and result.gain < -max(
+            result.gain_error, self.config.min_gain
+        ):
+            self.rate = max(LEAST_RATE, 0.5 * self.rate)
+            self.restore(self.snapshot())
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""

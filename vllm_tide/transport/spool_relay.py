@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.purge import (
+    ANNOUNCE_S,
+    PurgeInbox,
+    PurgeRequest,
+    announce_relay,
+    retract_relay,
+)
 from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.spool import (
@@ -36,6 +45,8 @@ POLL_S = 0.5
 """How often heads and trainers are looked for (s)."""
 _DRAIN_BATCH = 256
 _DRAIN_LIMIT_S = 1.0
+# What is served while the relay ends, or purges, may come without end.
+_EMPTY_LIMIT_S = 2.0
 
 
 class Relay:
@@ -75,6 +86,9 @@ class Relay:
         except BaseException:
             self.close()
             raise
+        self._purges = PurgeInbox(run_dir, "relay")
+        self._purged: Counter[str] = Counter()
+        self._next_announcement = 0.0
         self._state = EngineState()
         self._said = 0.0
         self._next_poll = 0.0
@@ -113,18 +127,14 @@ class Relay:
             TransportError: If another process took the ring or the segment over. A
                 spool that fails is only logged: it is tried again.
         """
-        self._reader.heartbeat()
-        self._weights.heartbeat()
+        self._hold()
         taken = self._drain()
         now = time.monotonic()
         full = self._writer.due() and not self._writer.blocked
         if full or now >= self._next_poll:
             self._next_poll = now + POLL_S
-            try:
-                self._exchange()
-            except TransportError as error:
-                self._spool_failed(error)
-            else:
+            # Purges first: what is asked for must not be written any more.
+            if self._storage_works(self._answer_purges, self._exchange):
                 self._failing = ""
         return taken
 
@@ -132,6 +142,12 @@ class Relay:
         """Let the ring and the weights segment go. Idempotent."""
         self._reader.close()
         self._weights.close()
+        retract_relay(self._run_dir, self._folder.engine_id)
+
+    def _hold(self) -> None:
+        """Say that the relay lives; raises TransportError if the claim was lost."""
+        self._reader.heartbeat()
+        self._weights.heartbeat()
 
     def _drain(self) -> int:
         until = time.monotonic() + _DRAIN_LIMIT_S
@@ -149,6 +165,46 @@ class Relay:
             if self._writer.due():
                 break
         return taken
+
+    def _empty_ring(self, purge: PurgeRequest | None = None) -> bool:
+        """Take all that is in the ring now, however large the open shard gets.
+
+        That is bounded by the ring, and by what an engine writes in two seconds.
+
+        Args:
+            purge: Forget the records that it names.
+
+        Returns:
+            False if the engine wrote faster than this could read.
+        """
+        until = time.monotonic() + _EMPTY_LIMIT_S
+        while time.monotonic() < until:
+            record = self._reader.read()
+            if record is None:
+                return True
+            if purge is not None and purge.tenant in (None, record.tenant):
+                self._purged[purge.id] += 1
+            else:
+                self._writer.add(record)
+        return False
+
+    def _answer_purges(self) -> None:
+        """Forget what is asked for, in the ring and here; the spool is the asker's."""
+        now = time.monotonic()
+        if now >= self._next_announcement:
+            self._next_announcement = now + ANNOUNCE_S
+            announce_relay(self._run_dir, self._folder.engine_id)
+        for request in self._purges.pending():
+            self._purged[request.id] += self._writer.purge(request.tenant)
+            if not self._empty_ring(request):
+                continue  # at the next look
+            removed = self._purged.pop(request.id)
+            self._purges.done(request, {"records": removed})
+            logger.info(
+                "engine %s: a purge removed %d records",
+                self._folder.engine_id,
+                removed,
+            )
 
     def _exchange(self) -> None:
         """Everything that needs the storage."""
@@ -235,15 +291,36 @@ class Relay:
     def _finish(self) -> None:
         """Bring in what is left; a spool that fails now loses it."""
         try:
-            while self._drain():
-                self._writer.flush()
-            self._writer.flush()
-            self._say(running=False)
+            self._hold()
         except TransportError as error:
-            self._spool_failed(error)
+            # Another relay writes to this engine's part of the spool now.
+            logger.warning(
+                "engine %s: %s; what this relay still held is lost",
+                self._folder.engine_id,
+                error,
+            )
+            return
+        self._storage_works(self._answer_purges, self._flush_all, self._say_ended)
 
-    def _spool_failed(self, error: TransportError) -> None:
-        sentence = str(error)
-        if sentence != self._failing:  # once per cause, not per try
-            logger.error("engine %s: %s", self._folder.engine_id, sentence)
-        self._failing = sentence
+    def _flush_all(self) -> None:
+        if self._writer.blocked:
+            self._writer.flush()
+        self._empty_ring()
+        self._writer.flush()
+
+    def _say_ended(self) -> None:
+        self._say(running=False)
+
+    def _storage_works(self, *steps: Callable[[], None]) -> bool:
+        """Take each step, whether the one before failed or not; whether none did."""
+        works = True
+        for step in steps:
+            try:
+                step()
+            except TransportError as error:
+                works = False
+                sentence = str(error)
+                if sentence != self._failing:  # once per cause, not per try
+                    logger.error("engine %s: %s", self._folder.engine_id, sentence)
+                self._failing = sentence
+        return works

@@ -23,6 +23,7 @@ from vllm_tide.transport.record import (
 )
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool import MALFORMED
+from vllm_tide.transport.tenant import NOBODY
 
 _ALIGN = 8
 
@@ -41,7 +42,8 @@ class ShardBuilder:
     def __init__(self, spec: RingSpec) -> None:
         self._spec = spec
         self._bodies: list[np.ndarray] = []
-        self._tenants: set[int] = set()
+        self._rows: list[int] = []
+        self._tenants: list[int] = []
         self.num_bytes = 0
         self.num_rows = 0
         self.began = time.monotonic()
@@ -64,10 +66,29 @@ class ShardBuilder:
         if not self._bodies:
             self.began = time.monotonic()
         self._bodies.append(body)
+        self._rows.append(record.num_rows)
+        self._tenants.append(record.tenant)
         self.num_bytes += size
         self.num_rows += record.num_rows
-        if record.tenant:
-            self._tenants.add(record.tenant)
+
+    def drop(self, tenant: int | None) -> int:
+        """Forget the records of a tenant, or with None all of them.
+
+        Returns:
+            Records removed.
+        """
+        before = self.num_records
+        kept = [
+            index
+            for index, owner in enumerate(self._tenants)
+            if tenant is not None and owner != tenant
+        ]
+        self._bodies = [self._bodies[index] for index in kept]
+        self._rows = [self._rows[index] for index in kept]
+        self._tenants = [self._tenants[index] for index in kept]
+        self.num_bytes = sum(len(body) for body in self._bodies)
+        self.num_rows = sum(self._rows)
+        return before - len(kept)
 
     def build(
         self, number: int, created_unix: float
@@ -112,7 +133,7 @@ class ShardBuilder:
             "records": len(self._bodies),
             "rows": self.num_rows,
             "created_unix": created_unix,
-            "tenants": sorted(self._tenants),
+            "tenants": sorted(set(self._tenants) - {NOBODY}),
         }
         return manifest, parts
 

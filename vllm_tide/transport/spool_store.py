@@ -30,10 +30,14 @@ _USER_INFO = re.compile(r"://[^/@]*@")
 _Result = TypeVar("_Result")
 
 
+class StoreError(TransportError):
+    """The storage cannot be used just now; it may be later."""
+
+
 class Store(Protocol):
     """A flat set of files under slash-separated names.
 
-    Every method raises TransportError when the store cannot be used just now.
+    Every method raises StoreError when the store cannot be used just now.
     """
 
     url: str
@@ -71,7 +75,10 @@ def open_store(url: str) -> Store:
         url: Directory, ``file://`` or any URL of fsspec (``s3://bucket/prefix``).
 
     Raises:
-        TransportError: One sentence that names ``tide.spool.url``.
+        StoreError: It cannot be used just now; one sentence that names
+            ``tide.spool.url``.
+        TransportError: The same, and it never will be with this address in this
+            process.
     """
     if url.startswith("file://"):
         url = url.removeprefix("file://")
@@ -85,7 +92,7 @@ class LocalStore:
         root: The directory; made with mode 0700 where it does not exist.
 
     Raises:
-        TransportError: If it cannot be used, or is open to every user.
+        StoreError: If it cannot be used, or is open to every user.
     """
 
     def __init__(self, root: Path) -> None:
@@ -97,7 +104,7 @@ class LocalStore:
         except OSError as error:
             raise self._failed("opened", error) from error
         if mode & 0o007:
-            raise TransportError(
+            raise StoreError(
                 f"tide.spool.url: {root} is open to every user and would hold text of "
                 f"requests: chmod o-rwx {root}"
             )
@@ -186,8 +193,8 @@ class LocalStore:
         except OSError as error:
             raise self._failed("cleaned up", error) from error
 
-    def _failed(self, verb: str, error: OSError) -> TransportError:
-        return TransportError(
+    def _failed(self, verb: str, error: OSError) -> StoreError:
+        return StoreError(
             f"tide.spool.url: {self.url} cannot be {verb} ({error.strerror or error}): "
             "check that it exists, is yours and has room"
         )
@@ -202,7 +209,9 @@ class FsspecStore:
         url: Any URL of fsspec.
 
     Raises:
-        TransportError: If fsspec or the protocol's package is missing.
+        StoreError: If it cannot be reached just now.
+        TransportError: If the address is none, or fsspec or the protocol's package is
+            missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -214,8 +223,13 @@ class FsspecStore:
                 f"tide.spool.url: {self.url} needs fsspec: pip install fsspec, or give "
                 "a directory"
             ) from error
-        # ImportError tells which package is missing, ValueError an unknown protocol.
-        self._fs, self._root = self._call("opened", lambda: url_to_fs(url))
+        try:
+            self._fs, self._root = self._call("opened", lambda: url_to_fs(url))
+        except StoreError as error:
+            # A package that is missing, an unknown protocol: time mends neither.
+            if isinstance(error.__cause__, ImportError | ValueError):
+                raise TransportError(str(error)) from error.__cause__
+            raise
 
     def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
         """See :class:`Store`; always durable."""
@@ -299,7 +313,7 @@ class FsspecStore:
         try:
             return function()
         except Exception as error:  # noqa: BLE001 - back ends raise what they like
-            raise TransportError(
+            raise StoreError(
                 f"tide.spool.url: {self.url} cannot be {verb} "
                 f"({type(error).__name__}: {error}): check the address, the access "
                 "rights and that the protocol's package is installed"

@@ -1,12 +1,14 @@
-"""Purge on request: an operator asks through a file, every trainer answers with one.
+"""Purge on request: an operator asks through a file, every keeper answers with one.
 
-In the run directory (0700), written atomically, mode 0600::
+A keeper is a process that holds captured data: a trainer, or the relay to a spool. In
+the run directory (0700), written atomically, mode 0600::
 
     purge-<id>.json            {"tenant": hex or null, "asked_unix_s": s}
-    purged-<id>-<trainer>.json {"pid": pid, "counts": {...}}
+    purged-<id>-<keeper>.json  {"kind": kind, "pid": pid, "counts": {...}}
+    relay-<engine>-<pid>.json  {"pid", "start", "namespace", "updated_unix"}
 
 A request names a tenant by id, never by name. It stays until the one who asked has all
-answers; one that nobody waits for any more serves the next trainer that starts, whose
+answers; one that nobody waits for any more serves the next keeper that starts, whose
 engine's ring may still hold older rows. The head itself keeps what it has learnt.
 """
 
@@ -20,22 +22,45 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import prepare_run_dir, write_private
 
-logger = logging.getLogger("vllm_tide.train")
+logger = logging.getLogger("vllm_tide.purge")
 
 MAX_AGE_S = 30 * 86400.0
 """A request that nobody took back is removed at this age (s)."""
 
 FRESH_S = 60.0
-"""A trainer whose status file is older than this (s) counts as gone."""
+"""A trainer whose status file is older than this (s) counts as gone; a relay's age is
+looked at only where its pid cannot be."""
+
+ANNOUNCE_S = 10.0
+"""How often a relay says that it lives (s)."""
+
+KeeperKind = Literal["trainer", "relay"]
 
 _GONE = ("stopped", "engine_gone")
+
+
+@dataclass(frozen=True, order=True)
+class Keeper:
+    """A process that holds captured data.
+
+    Args:
+        kind: What it is.
+        pid: Its process id.
+    """
+
+    kind: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.pid}"
 
 
 @dataclass(frozen=True)
@@ -54,20 +79,21 @@ class PurgeRequest:
 
 
 class PurgeInbox:
-    """The trainer's end.
+    """A keeper's end.
 
     Args:
         run_dir: Run directory.
+        kind: What the keeper is.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, kind: KeeperKind = "trainer") -> None:
         """Answer nothing yet."""
-        self._run_dir = run_dir
+        self._run_dir, self._kind = run_dir, kind
         self._name = secrets.token_hex(8)
         self._seen: set[str] = set()
 
     def pending(self) -> list[PurgeRequest]:
-        """Requests not answered by this trainer, oldest first (one directory scan)."""
+        """Requests not answered by this keeper, oldest first (one directory scan)."""
         found = []
         for path in sorted(self._run_dir.glob("purge-*.json")):
             name = path.stem.removeprefix("purge-")
@@ -94,7 +120,7 @@ class PurgeInbox:
             counts: What was removed, by name.
         """
         self._seen.add(request.id)
-        answer = {"pid": os.getpid(), "counts": dict(counts)}
+        answer = {"kind": self._kind, "pid": os.getpid(), "counts": dict(counts)}
         path = self._run_dir / f"purged-{request.id}-{self._name}.json"
         try:
             write_private(path, json.dumps(answer))
@@ -106,7 +132,7 @@ def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
     """Request a purge.
 
     Args:
-        run_dir: The trainers' run directory.
+        run_dir: The keepers' run directory.
         tenant: Id (`tenant.tenant_id`); None is everybody.
 
     Raises:
@@ -125,14 +151,14 @@ def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
     return request
 
 
-def answers(run_dir: Path, request: PurgeRequest) -> dict[int, dict[str, int]]:
-    """Counts of every trainer that answered, by its pid."""
+def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]]:
+    """Counts of every keeper that answered."""
     found = {}
     for path in run_dir.glob(f"purged-{request.id}-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             value = json.loads(path.read_text(encoding="utf-8"))
             counts = {str(k): int(v) for k, v in value["counts"].items()}
-            found[int(value["pid"])] = counts
+            found[Keeper(str(value["kind"]), int(value["pid"]))] = counts
     return found
 
 
@@ -144,16 +170,67 @@ def withdraw(run_dir: Path, request: PurgeRequest) -> None:
                 path.unlink()
 
 
-def live_trainers(run_dir: Path) -> set[int]:
-    """Pids of the trainers whose status files say that they work."""
+def announce_relay(run_dir: Path, engine_id: str) -> None:
+    """Say that this process relays, or is about to: a purge waits for its answer.
+
+    A run directory that cannot be written is only logged.
+    """
+    content = {**asdict(Holder.me()), "updated_unix": time.time()}
+    path = _relay_file(run_dir, engine_id)
+    try:
+        write_private(path, json.dumps(content))
+    except OSError as error:
+        logger.warning("cannot write %s: %s", path, error.strerror)
+
+
+def retract_relay(run_dir: Path, engine_id: str) -> None:
+    """Take :func:`announce_relay` back."""
+    with contextlib.suppress(OSError):
+        _relay_file(run_dir, engine_id).unlink()
+
+
+def live_keepers(run_dir: Path) -> set[Keeper]:
+    """Trainers and relays that work, by what they say in the run directory.
+
+    What a relay left that was killed is removed.
+    """
     found = set()
     for path in run_dir.glob("trainer-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             status = json.loads(path.read_text(encoding="utf-8"))
             age_s = time.time() - float(status["updated_unix"])
             if status["state"] not in _GONE and age_s < FRESH_S:
-                found.add(int(status["pid"]))
+                found.add(Keeper("trainer", int(status["pid"])))
+    for path in run_dir.glob("relay-*.json"):
+        with contextlib.suppress(OSError):
+            holder, updated = _announced(path)
+            # One that hangs in its storage still holds rows: its age says nothing.
+            alive = holder.alive()
+            if alive is False:
+                path.unlink()
+            elif alive or time.time() - updated < FRESH_S:
+                found.add(Keeper("relay", holder.pid))
     return found
+
+
+def _relay_file(run_dir: Path, engine_id: str) -> Path:
+    return run_dir / f"relay-{engine_id}-{os.getpid()}.json"
+
+
+def _announced(path: Path) -> tuple[Holder, float]:
+    """Who announced itself in a file, and when (Unix time, s).
+
+    A file that says nothing names nobody: pid 0, which never lives.
+
+    Raises:
+        OSError: If there is none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        holder = Holder(int(value["pid"]), int(value["start"]), int(value["namespace"]))
+        return holder, float(value["updated_unix"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Holder(0, 0, Holder.me().namespace), 0.0
 
 
 def _read(path: Path, name: str) -> PurgeRequest | None:
