@@ -18,7 +18,7 @@ setup(
     ],
     package_dir={"vllm_tide": "vllm_tide", "vllm_tide._patches": "patches"},
     package_data={
-        "vllm_tide": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml"],
+        "vllm_tide": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml", "**/*.yml"],
         "vllm_tide._patches": ["series", "*/*.patch", "*/manifest.json"],
     },
     ext_modules=[

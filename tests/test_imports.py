@@ -13,6 +13,7 @@ LAYERS = {
     "patch_series": 0,
     "patch_install": 0,
     "patching": 0,
+    "dashboards": 0,
     "examples": 0,
     "metrics": 0,
     "_shm": 0,
@@ -29,7 +30,7 @@ LAYERS = {
     "cli": 5,
     "__main__": 6,
 }
-NO_TORCH = ("config", "transport", "patching", "patch_series", "metrics")
+NO_TORCH = ("config", "dashboards", "transport", "patching", "patch_series", "metrics")
 # bench reads the trainer's status files and publishes drafts in its soak, and replays
 # the traces that the simulator reads.
 SIDEWAYS = {("bench", "train"), ("bench", "sim"), ("patching", "patch_series")}

@@ -19,6 +19,7 @@ COMMANDS = (
     ("sim", "Compare speculation policies on a simulated engine."),
     ("bench", "Measure speculation policies on real servers, and report."),
     ("profile", "Measure forward times for speculation control."),
+    ("dashboards", "Write the Grafana dashboard and the Prometheus rules."),
 )
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from vllm_tide.train.status import TrainerStatus
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -125,10 +129,28 @@ def open_metrics(port: int, status: Callable[[], TrainerStatus]) -> None:
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     try:
-        start_http_server(port, "127.0.0.1", registry)
+        server, _ = start_http_server(port, "127.0.0.1", registry)
     except OSError as error:
         logger.error(
             "tide.train.metrics_port: %d cannot be opened (%s); choose another.",
             port,
             error.strerror,
         )
+        return
+    server.set_app(plain_text(server.get_app()))
+
+
+def plain_text(app: WSGIApplication) -> WSGIApplication:
+    """`app` in Prometheus' text format, whatever its reader prefers.
+
+    Prometheus prefers OpenMetrics, in which prometheus_client 0.26 writes an underscore
+    for the colon of a sample's name. vLLM's own `/metrics` is plain text too.
+    """
+
+    def plain(
+        environ: WSGIEnvironment, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        environ["HTTP_ACCEPT"] = "text/plain"
+        return app(environ, start_response)
+
+    return plain

@@ -1,0 +1,319 @@
+r"""Do the dashboard's queries and the alerts' expressions find data on a real server?
+
+Starts a real Prometheus (Debian: `apt-get install prometheus`) that scrapes a server
+and its trainer for some minutes, with the package's rules loaded, then asks it for
+every expression. The server must be under load meanwhile; for every panel to have data
+it needs `tide.control.policy` adaspec, capture, and a trainer that has ended a cycle by
+then (`tide.train.metrics_port`). Example::
+
+    python scripts/bench/prometheus_check.py --server http://localhost:8000 \
+        --trainer http://localhost:8001 --minutes 5 --json prometheus.json
+
+A panel query has data if a series has a number that is finite. An alert has data if
+each of its selectors finds series: its expression itself is empty until it fires.
+Metrics that appear with their first fault may be missing. Exit status 1: something has
+no data, or a target could not be scraped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_tide.dashboards import ALERTS, contents
+from vllm_tide.dashboards.grafana import dashboard
+from vllm_tide.dashboards.promql import filled, metrics_in
+
+JOB = "vllm_tide"
+# Counters by reason that are made with the first fault of that reason.
+NEED_A_FAULT = {"vllm_tide:faults_total", "vllm_tide:refused_drafts_total"}
+_SELECTOR = re.compile(r"(?:vllm|vllm_tide):\w+(?:\{[^}]*\})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        kind: panel, annotation, alert or selector (of the alert before).
+        name: Title and letter of a query, name of an alert.
+        expr: As it was sent.
+        num_series: With a finite number.
+        ok: It has data, or is empty as it should be.
+        note: Why it is ok without data; an alert's state; Prometheus' error.
+    """
+
+    kind: str
+    name: str
+    expr: str
+    num_series: int
+    ok: bool
+    note: str = ""
+
+
+class Prometheus:
+    """The HTTP API of a running one.
+
+    Args:
+        url: Where it listens.
+        began: Unix time of the first scrape.
+        step_s: Resolution of range queries.
+    """
+
+    def __init__(self, url: str, began: float, step_s: int) -> None:
+        self._url = url
+        self._began = began
+        self._step_s = step_s
+
+    def get(self, path: str, **query: str) -> Any:
+        """The `data` of an answer.
+
+        Raises:
+            ValueError: Prometheus says what is wrong with the request.
+        """
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(json.load(error)["error"]) from None
+
+    def series(self, expr: str, newest: bool) -> int:
+        """Number of series with a finite number, now or since the beginning."""
+        if newest:
+            found = self.get("query", query=expr)["result"]
+            samples = [[one["value"]] for one in found]
+        else:
+            found = self.get(
+                "query_range",
+                query=expr,
+                start=f"{self._began:.3f}",
+                end=f"{time.time():.3f}",
+                step=str(self._step_s),
+            )["result"]
+            samples = [one["values"] for one in found]
+        return sum(any(math.isfinite(float(v)) for _, v in one) for one in samples)
+
+    def down(self) -> list[str]:
+        """What could not be scraped last time, and why."""
+        targets = self.get("targets", state="active")["activeTargets"]
+        return [
+            f"{one['scrapeUrl']}: {one['lastError']}"
+            for one in targets
+            if one["health"] != "up"
+        ]
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--server", action="append", required=True, metavar="URL")
+    parser.add_argument("--trainer", action="append", default=[], metavar="URL")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--scrape-seconds", type=int, default=5)
+    parser.add_argument(
+        "--needs-fault",
+        action="append",
+        default=[],
+        metavar="METRIC",
+        help="also may be missing, beside " + ", ".join(sorted(NEED_A_FAULT)),
+    )
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    return parser.parse_args()
+
+
+def targets(urls: list[str]) -> Iterator[dict[str, Any]]:
+    """Scrape configurations; all of one job, as the rules want it."""
+    for place, url in enumerate(urls):
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        path = parts.path.rstrip("/") or "/metrics"
+        labelled = {"targets": [parts.netloc], "labels": {"job": JOB}}
+        yield {
+            "job_name": f"{JOB}_{place}",
+            "scheme": parts.scheme,
+            "metrics_path": path,
+            "static_configs": [labelled],
+        }
+
+
+@contextmanager
+def prometheus(urls: list[str], scrape_s: int) -> Iterator[Prometheus]:
+    """A Prometheus of its own, gone with all it wrote afterwards."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        sys.exit("error: no prometheus in PATH; Debian has it (prometheus).")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / ALERTS).write_text(contents()[ALERTS], encoding="utf-8")
+        period = f"{scrape_s}s"
+        config = {
+            "global": {
+                "scrape_interval": period,
+                "scrape_timeout": period,
+                "evaluation_interval": period,
+            },
+            "rule_files": [ALERTS],
+            "scrape_configs": list(targets(urls)),
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        address = f"127.0.0.1:{free_port()}"
+        command = [
+            binary,
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={address}",
+            "--log.level=warn",
+        ]
+        # Not a pipe: nobody would read it.
+        process = subprocess.Popen(command)
+        try:
+            wait_until_ready(process, f"http://{address}/-/ready")
+            yield Prometheus(f"http://{address}", time.time(), scrape_s)
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    """Wait until Prometheus answers."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    sys.exit("error: Prometheus did not start; its last lines are above.")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check(
+    server: Prometheus, minutes: float, scrape_s: int, excused: set[str]
+) -> list[Line]:
+    """A line for every query of the dashboard and every rule."""
+    window = f"{4 * scrape_s}s"  # as Grafana chooses it
+    shown = f"{max(1, round(minutes))}m"
+    lines = []
+    for name, expr, newest in panel_queries():
+        sent = filled(expr, __rate_interval=window, __range=shown)
+        lines.append(judged(server, "panel", name, sent, newest, excused))
+    for item in dashboard()["annotations"]["list"]:
+        sent = filled(item["expr"])
+        number, error = ask(server, sent, newest=False)
+        note = error or "needs an event"
+        lines.append(Line("annotation", item["name"], sent, number, not error, note))
+    states = {
+        rule["name"]: rule["state"]
+        for group in server.get("rules", type="alert")["groups"]
+        for rule in group["rules"]
+    }
+    for group in yaml.safe_load(contents()[ALERTS])["groups"]:
+        for rule in group["rules"]:
+            name, expr = rule["alert"], rule["expr"].strip()
+            number, error = ask(server, expr, newest=True)
+            note = error or states[name]
+            lines.append(Line("alert", name, expr, number, not error, note))
+            for part in dict.fromkeys(_SELECTOR.findall(expr)):
+                lines.append(judged(server, "selector", name, part, False, excused))
+    return lines
+
+
+def panel_queries() -> Iterator[tuple[str, str, bool]]:
+    """Title and letter, expression, whether only its newest value is shown."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            name = f"{panel['title']} {target['refId']}"
+            yield name, target["expr"], target["instant"]
+
+
+def judged(
+    server: Prometheus,
+    kind: str,
+    name: str,
+    expr: str,
+    newest: bool,
+    excused: set[str],
+) -> Line:
+    """What must have data unless it waits for a fault."""
+    number, error = ask(server, expr, newest)
+    waits = sorted(metrics_in(expr) & excused)
+    note = error or (f"needs a fault ({waits[0]})" if waits and not number else "")
+    return Line(kind, name, expr, number, not error and bool(number or waits), note)
+
+
+def ask(server: Prometheus, expr: str, newest: bool) -> tuple[int, str]:
+    """Number of series, and what Prometheus says against the expression."""
+    try:
+        return server.series(expr, newest), ""
+    except ValueError as error:
+        return 0, str(error)
+
+
+def show(lines: list[Line]) -> None:
+    """Print the table; an expression only where something is wrong with it."""
+    width = max(len(line.name) for line in lines)
+    for line in lines:
+        name = line.name
+        if line.kind == "selector":
+            if line.ok and not line.note:
+                continue
+            name = f"  {line.expr}"
+        ok = "ok" if line.ok else "NO DATA"
+        print(f"{line.kind:10}  {name:{width}}  {line.num_series:4}  {ok}  {line.note}")
+        if not line.ok and line.kind != "selector":
+            print(f"            {' '.join(line.expr.split())}")
+
+
+def main() -> int:
+    """Scrape, ask, print."""
+    args = parse_args()
+    with prometheus(args.server + args.trainer, args.scrape_seconds) as server:
+        print(f"scraping for {args.minutes:g} minutes", file=sys.stderr)
+        time.sleep(60 * args.minutes)
+        down = server.down()
+        excused = NEED_A_FAULT | set(args.needs_fault)
+        lines = check(server, args.minutes, args.scrape_seconds, excused)
+    show(lines)
+    for target in down:
+        print(f"NOT SCRAPED {target}")
+    if args.json is not None:
+        table = {"not_scraped": down, "lines": [asdict(line) for line in lines]}
+        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    missing = [line for line in lines if not line.ok]
+    kinds = [line.kind for line in lines]
+    print(
+        f"{kinds.count('panel')} panel queries, {kinds.count('alert')} alerts with "
+        f"{kinds.count('selector')} selectors: {len(missing)} without data, "
+        f"{len(down)} targets not scraped"
+    )
+    return 1 if missing or down else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Names of the samples that a server and a trainer expose."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vllm_tide import metrics as serving
+from vllm_tide.train import metrics as training
+
+# vLLM 0.32: attribute that makes a metric -> endings of its samples
+_ENDINGS = {
+    "_counter_cls": ("_total",),
+    "_gauge_cls": ("",),
+    "_histogram_cls": ("_bucket", "_sum", "_count"),
+}
+_BY_KIND = {"histogram": _ENDINGS["_histogram_cls"], "gauge": ("",)}
+# Of prometheus_client, in every process on Linux.
+PROCESS = {"process_start_time_seconds"}
+
+
+def of_serving() -> set[str]:
+    counters = (*serving.COUNTERS, *serving.COUNTERS_BY_LABEL)
+    swaps = {
+        name + ending
+        for name, kind, _ in serving.SWAP_METRICS
+        for ending in _BY_KIND[kind]
+    }
+    return _totals(counters) | set(serving.GAUGES) | swaps
+
+
+def of_training() -> set[str]:
+    counters = _totals((*training.COUNTERS, *training.SCHEDULE_COUNTERS))
+    gauges = {*training.GAUGES, *training.SCHEDULE, training.ENGINE_VERSION[0]}
+    return counters | gauges
+
+
+def of_vllm() -> set[str] | None:
+    """From vLLM's source, without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    v1 = Path(spec.origin).parent / "v1"
+    found = set()
+    for node in _nodes(v1 / "metrics/loggers.py"):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            endings = _ENDINGS.get(node.func.attr, ())
+            names = [word.value for word in node.keywords if word.arg == "name"]
+            found |= {name + end for name in _texts(names) for end in endings}
+    # All of these are counters, with names from a table.
+    return found | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def _texts(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names of metrics among constants."""
+    found = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return {text for text in found if re.fullmatch(r"vllm:\w+", text)}
+
+
+def _totals(names: Iterable[str]) -> set[str]:
+    return {f"{name}_total" for name in names}

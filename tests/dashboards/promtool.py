@@ -1,0 +1,31 @@
+"""Prometheus' own checker, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)"
+)
+
+
+def promtool(folder: Path, action: str, document: dict[str, Any]) -> str:
+    """What promtool says about a document; JSON is YAML to it.
+
+    Raises:
+        AssertionError: It finds fault with it.
+    """
+    file = folder / "promtool.yml"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    command = [str(PROMTOOL), action, "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said

@@ -1,0 +1,109 @@
+"""Each alert fires on its planted fault, and on nothing healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from math import nan
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.dashboards import known, plants
+from tests.dashboards.promtool import needs_promtool, promtool
+from vllm_tide.dashboards import ALERTS
+from vllm_tide.dashboards.promql import metrics_in
+
+FILE = Path(str(files("vllm_tide.dashboards").joinpath(ALERTS)))
+RULES = [
+    rule
+    for group in yaml.safe_load(FILE.read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+]
+NAMES = [rule["alert"] for rule in RULES]
+
+
+def check_fired(folder: Path, series: plants.Series, expected: Iterable[str]) -> None:
+    """Ask promtool which alerts fired at any time."""
+    fired = 'group by (alertname) (max_over_time(ALERTS{alertstate="firing"}[8h]))'
+    samples = [
+        {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(expected)
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": plants.values(value)}
+            for name, value in series.items()
+        ],
+        "promql_expr_test": [
+            {"expr": fired, "eval_time": "8h", "exp_samples": samples},
+        ],
+    }
+    promtool(
+        folder,
+        "test",
+        {
+            "rule_files": [str(FILE)],
+            "evaluation_interval": "5m",
+            "tests": [test],
+        },
+    )
+
+
+def test_every_alert_has_a_plant():
+    assert sorted(plants.PLANTS) == sorted(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_alert_says_what_it_is_and_what_to_do(rule):
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+    assert all(text.endswith(".") for text in rule["annotations"].values())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_alert_reads_known_metrics_only(rule):
+    read = metrics_in(rule["expr"])
+    assert read
+    ours = known.of_serving() | known.of_training()
+    assert {name for name in read if name.startswith("vllm_tide:")} <= ours
+    theirs = known.of_vllm()
+    if theirs is not None:
+        assert read <= ours | theirs
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules(tmp_path):
+    document = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    assert f"{len(RULES)} rules found" in promtool(tmp_path, "check", document)
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", NAMES)
+def test_alert_fires_on_its_fault(name, tmp_path):
+    planted, others = plants.PLANTS[name]
+    check_fired(tmp_path, {**plants.HEALTHY, **planted}, {name, *others})
+
+
+@needs_promtool
+def test_a_loss_that_grows_is_divergence_too(tmp_path):
+    loss = {plants.trainer("loss"): plants.gauge(1.5, 6)}
+    check_fired(tmp_path, {**plants.HEALTHY, **loss}, {"TideTrainerDiverged"})
+
+
+@needs_promtool
+def test_no_loss_before_the_first_step_is_none(tmp_path):
+    waiting = {
+        plants.trainer("loss"): plants.gauge(nan),
+        plants.trainer("steps_total"): plants.gauge(0),
+        plants.trainer("rows_read_total"): plants.gauge(0),
+    }
+    check_fired(tmp_path, {**plants.HEALTHY, **waiting}, ())
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", plants.SILENT)
+def test_nothing_fires_on_healthy_series(name, tmp_path):
+    check_fired(tmp_path, plants.SILENT[name], ())

@@ -1,0 +1,23 @@
+"""A reader that prefers OpenMetrics, as Prometheus does, gets names as they are."""
+
+from __future__ import annotations
+
+import urllib.request
+
+from tests.dashboards.exporter import free_port
+from vllm_tide.train.metrics import open_metrics
+from vllm_tide.train.status import TrainerStatus
+
+PREFERRED = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+
+
+def test_trainer_keeps_the_colon_of_its_names():
+    port = free_port()
+    open_metrics(port, TrainerStatus)
+    url = f"http://127.0.0.1:{port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": PREFERRED})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        text = answer.read().decode()
+    assert "\nvllm_tide:trainer_cycles_total 0.0\n" in text
+    assert "\nvllm_tide_" not in text
