@@ -27,8 +27,10 @@ LAYERS = {
     "bench": 3,
     "sim": 3,
     "engine": 4,
-    "cli": 5,
-    "__main__": 6,
+    "doctor": 5,
+    "top": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 NO_TORCH = ("config", "dashboards", "transport", "patching", "patch_series", "metrics")
 # bench reads the trainer's status files and publishes drafts in its soak, and replays

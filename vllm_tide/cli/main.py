@@ -11,8 +11,10 @@ from importlib import import_module, metadata
 # `patch` works where torch, vLLM or half of this package cannot be imported.
 COMMANDS = (
     ("patch", "Install, judge and remove the vLLM patches."),
+    ("doctor", "Check installation, configuration and machine."),
     ("config", "Explain and check the tide section of a speculative config."),
     ("train", "Train the draft beside a running engine."),
+    ("top", "Watch engines and trainers live."),
     ("relay", "Carry records and heads between an engine and a spool."),
     ("export", "Write a head as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),

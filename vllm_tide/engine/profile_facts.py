@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_tide.patch_series import load_manifest, patches_root
+from vllm_tide.engine.machine_facts import (
+    cpu_name,
+    digest,
+    patch_digest,
+    preloaded_libraries,
+)
 
 
 def facts(worker: Any) -> dict[str, Any]:
@@ -41,12 +42,10 @@ def facts(worker: Any) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": _device(config.device_config.device_type),
         "threads": torch.get_num_threads(),
-        "preloaded": sorted(
-            Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":")
-        ),
+        "preloaded": preloaded_libraries(os.environ.get("LD_PRELOAD", "")),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
-        "patches": _patch_digest(),
+        "patches": patch_digest(),
         "graphs": graphs,
         "graph_sizes": [] if graphs == "NONE" else sorted(int(n) for n in sizes),
         "eager": bool(target.enforce_eager),
@@ -56,35 +55,14 @@ def facts(worker: Any) -> dict[str, Any]:
     }
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _model_digest(model_config: Any) -> str:
     """Digest of a model's shape; where it lies and who saved it do not matter."""
     shape = model_config.hf_config.to_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):
         shape.pop(name, None)
-    return _digest(shape)
-
-
-def _patch_digest() -> str:
-    manifest = load_manifest(patches_root())
-    return _digest(sorted(manifest.patches.items()))
+    return digest(shape)
 
 
 def _device(kind: str) -> str:
     """Name of the device the models run on."""
-    if kind == "cuda":
-        return str(torch.cuda.get_device_name())
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [
-        line.partition(":")[2].strip()
-        for line in text.splitlines()
-        if line.startswith(("model name", "Model"))
-    ]
-    return names[0] if names else platform.machine()
+    return str(torch.cuda.get_device_name()) if kind == "cuda" else cpu_name()

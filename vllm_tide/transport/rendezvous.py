@@ -159,6 +159,15 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
     return sorted(found, key=lambda manifest: manifest.created_unix)
 
 
+def inspect_manifests(run_dir: Path) -> list[tuple[Path, EngineManifest | None]]:
+    """Every manifest file, those of dead engines too; None for an unreadable one.
+
+    Changes nothing, and asks nothing of the directory: for tools that look on.
+    """
+    paths = sorted(run_dir.glob(f"{_PREFIX}*{_SUFFIX}"))
+    return [(path, _read(path)) for path in paths]
+
+
 def remove_manifest(run_dir: Path, engine_id: str) -> None:
     """Take an engine's manifest back; fine if it is gone already."""
     with contextlib.suppress(OSError):

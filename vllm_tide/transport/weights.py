@@ -47,7 +47,7 @@ __all__ = [
     "WeightsWriter",
 ]
 
-_MAGIC = b"VTIDEWTS"
+MAGIC = b"VTIDEWTS"
 _READ_ATTEMPTS = 3
 _MANIFEST_AT = 128  # of a slot
 
@@ -116,7 +116,7 @@ class WeightsSegment:
         """
         slot_bytes = max(-(-slot_bytes // PAGE_BYTES), 1) * PAGE_BYTES
         version = publication.FORMAT_VERSION
-        segment = Segment.create("weights", _MAGIC, version, {}, 2 * slot_bytes)
+        segment = Segment.create("weights", MAGIC, version, {}, 2 * slot_bytes)
         segment.store(_Word.WRITER_NAMESPACE, pid_namespace())
         made = cls(segment)
         made.report(0)
@@ -129,7 +129,7 @@ class WeightsSegment:
         Raises:
             TransportError: One sentence: absent, foreign, damaged or another version.
         """
-        return cls(Segment.attach(name, _MAGIC, publication.FORMAT_VERSION))
+        return cls(Segment.attach(name, MAGIC, publication.FORMAT_VERSION))
 
     def latest_version(self) -> int:
         """Version of the latest publication; 0 if there is none (or no memory)."""
@@ -258,7 +258,7 @@ class WeightsWriter:
             TransportError: One sentence: absent, foreign, damaged, another version, or
                 another live trainer.
         """
-        segment = Segment.attach(name, _MAGIC, publication.FORMAT_VERSION)
+        segment = Segment.attach(name, MAGIC, publication.FORMAT_VERSION)
         try:
             segment.claim(_Word.WRITER, "trainer")
         except TransportError:
@@ -371,3 +371,26 @@ class WeightsWriter:
             raise TransportError(
                 f"segment {self.name} is closed or was truncated: restart its engine"
             )
+
+
+def onlooker(words: bytes) -> tuple[int, WeightsFeedback | None]:
+    """What page 1 says to one who only looks on.
+
+    Args:
+        words: The page.
+
+    Returns:
+        The newest version published, and what the engine reported, alive by its
+        heartbeat; None while it is being written.
+    """
+    raw = words[_FEEDBACK_AT - WORDS_AT :][: _FEEDBACK.size]
+    installed, refused, pause, label, crc = _FEEDBACK.unpack(raw)
+    latest, beat = (
+        int.from_bytes(words[word * LINE_BYTES :][:8], "little")
+        for word in (_Word.LATEST, _Word.ENGINE_BEAT)
+    )
+    if crc != _shm.crc32c(raw[:-4]):
+        return latest, None
+    reason = label.rstrip(b"\0").decode("ascii", "replace")
+    alive = heartbeat_is_fresh(beat)
+    return latest, WeightsFeedback(installed, refused, reason, alive, pause)
