@@ -137,7 +137,9 @@ def open_metrics(port: int, status: Callable[[], TrainerStatus]) -> None:
             error.strerror,
         )
         return
-    server.set_app(plain_text(server.get_app()))
+    app = server.get_app()
+    if app is not None:
+        server.set_app(plain_text(app))
 
 
 def plain_text(app: WSGIApplication) -> WSGIApplication:
