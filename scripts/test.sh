@@ -39,12 +39,10 @@ step "ruff check" "$bin/ruff" check .
 step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
-if [ $fast = 1 ]; then
-    step "tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
-        --junitxml "$scratch/fast.xml"
-else
-    step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 -m "not slow and not vllm" \
-        --junitxml "$scratch/fast.xml"
+# Kernels under Triton's interpreter share one process: a group of xdist's.
+step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 --dist loadgroup \
+    -m "not slow and not vllm" --junitxml "$scratch/fast.xml"
+if [ $fast = 0 ]; then
     # Engines spend most of their time starting, on one core; bound to cores by vLLM, two
     # at once would share one.
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

@@ -20,6 +20,7 @@ LAYERS = {
     "transport": 1,
     "json_text": 0,
     "control": 1,
+    "kernels": 1,
     "capture": 2,
     "draft": 2,
     "train": 3,

@@ -1,0 +1,177 @@
+"""Elements beyond 2**31 are addressed right: every kernel at its last row.
+
+No memory of that size is needed: `address_recorder` runs one program of a kernel as
+the row it would have, and the set of addresses it touches is compared with arithmetic
+on Python's integers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.interpreted
+LIMIT = 1 << 31
+
+
+def anchor(dtype):
+    """A pointer to memory that is not there."""
+    return torch.zeros(1, dtype=dtype)
+
+
+def anchors(*dtypes):
+    return [anchor(dtype) for dtype in dtypes]
+
+
+def recorder(monkeypatch, program, *real):
+    # Only importable where triton is, and only right under its interpreter.
+    from tests.kernels.address_recorder import AddressRecorder
+
+    return AddressRecorder(monkeypatch, real, program)
+
+
+def touched(*spans):
+    from tests.kernels.address_recorder import span
+
+    return set().union(*(span(tensor, offsets) for tensor, offsets in spans))
+
+
+def test_the_recorder_sees_a_product_that_overflows(monkeypatch):
+    """A kernel that multiplies in 32 bits is caught."""
+    from tests.kernels.narrow_kernel import narrow_kernel, wide_kernel
+
+    (x,) = anchors(torch.int16)
+    for kernel, right in ((narrow_kernel, False), (wide_kernel, True)):
+        with monkeypatch.context() as patch:
+            seen = recorder(patch, (20_000,))
+            kernel[(1,)](x, 200_000)
+            assert (seen.addresses == touched((x, [20_000 * 200_000]))) is right
+
+
+def test_pack_rows(monkeypatch):
+    from vllm_tide.kernels.pack_rows import _pack_rows_kernel
+
+    row, part, source, width, stride = 200_000, 7, 2_000_000, 8192, 24_576
+    rows = torch.full((row + 1,), source)
+    a, b, c, out = anchors(*[torch.int16] * 4)
+    ids, verdicts, out_ids, out_verdicts = anchors(*[torch.int32] * 4)
+    seen = recorder(monkeypatch, (row, part), rows)
+    _pack_rows_kernel[(1,)](
+        *(a, b, c, stride, stride + 1, stride + 2, ids, verdicts, rows, source + 1),
+        *(out_ids, out_verdicts, out, width),
+        FROM_BF16=True,
+        TO="bits",
+        BLOCK=1024,
+    )
+    columns = range(part * 1024, width)
+    first = row * 3 * width
+    assert min(source * stride, first) > LIMIT
+    assert seen.addresses == touched(
+        (a, [source * stride + i for i in columns]),
+        (b, [source * (stride + 1) + i for i in columns]),
+        (c, [source * (stride + 2) + i for i in columns]),
+        *((out, [first + part * width + i for i in columns]) for part in range(3)),
+    )
+
+
+def test_pack_rows_in_fp8(monkeypatch):
+    from vllm_tide.kernels.pack_rows import _pack_rows_fp8_kernel
+
+    row, source, width, stride = 300_000, 2_000_000, 3000, 24_576
+    rows = torch.full((row + 1,), source)
+    a, b, c = anchors(*[torch.int16] * 3)
+    ids, verdicts, out_ids, out_verdicts = anchors(*[torch.int32] * 4)
+    scales, out = anchor(torch.float32), anchor(torch.uint8)
+    seen = recorder(monkeypatch, (row,), rows)
+    _pack_rows_fp8_kernel[(1,)](
+        *(a, b, c, stride, stride, stride, ids, verdicts, rows, source + 1),
+        *(out_ids, out_verdicts, scales, out, width, 448.0),
+        FROM_BF16=True,
+        FNUZ=False,
+        BLOCK=1024,
+    )
+    first = row * 3 * width
+    assert min(source * stride, first) > LIMIT
+    inputs = [source * stride + i for i in range(width)]
+    assert seen.addresses == touched(
+        *((layer, inputs) for layer in (a, b, c)),
+        (out, range(first, first + 3 * width)),
+        *((narrow, [source]) for narrow in (ids, verdicts)),
+        *((narrow, [row]) for narrow in (out_ids, out_verdicts, scales)),
+    )
+
+
+def test_topk_teacher(monkeypatch):
+    from vllm_tide.kernels.topk_teacher import _merge_kernel, _split_kernel
+
+    row, split, vocab, k, splits, block = 1_000_000, 48, 200_000, 64, 49, 4096
+    logits, keys = anchors(torch.bfloat16, torch.int64)
+    tops, sums, logprobs, tail = anchors(*[torch.float32] * 4)
+    ids = anchor(torch.int32)
+    at, first = row * splits + split, row * splits * k
+    assert min(row * vocab, first) > LIMIT
+    with monkeypatch.context() as patch:
+        seen = recorder(patch, (row, split))
+        sizes = (k, splits)
+        _split_kernel[(1,)](logits, vocab, vocab, keys, tops, sums, *sizes, BLOCK=block)
+        assert seen.addresses == touched(
+            (logits, range(row * vocab + split * block, (row + 1) * vocab)),
+            (tops, [at]),
+            (sums, [at]),
+            (keys, range(at * k, at * k + k)),
+        )
+    seen = recorder(monkeypatch, (row,))
+    _merge_kernel[(1,)](
+        *(keys, tops, sums, ids, logprobs, tail, *sizes), SPLITS=64, CANDIDATES=4096
+    )
+    parts = range(row * splits, (row + 1) * splits)
+    assert seen.addresses == touched(
+        (keys, range(first, first + splits * k)),
+        *((part, parts) for part in (tops, sums)),
+        *((out, range(row * k, row * k + k)) for out in (ids, logprobs)),
+        (tail, [row]),
+    )
+
+
+def test_survivals(monkeypatch):
+    from vllm_tide.kernels.select_tokens import _survival_kernel
+
+    program, requests, stride, steps = 20_000, 3_000_000, 1000, 3
+    chance, survival, drafted = anchors(torch.float32, torch.float32, torch.int64)
+    first = program * 128
+    assert first * stride > LIMIT
+    seen = recorder(monkeypatch, (program,))
+    sizes = (requests, steps)
+    _survival_kernel[(1,)](chance, stride, drafted, survival, *sizes, BLOCK=128)
+    mine = range(first, first + 128)
+    assert seen.addresses == touched(
+        (drafted, mine),
+        *((chance, [r * stride + j for r in mine]) for j in range(steps)),
+        *((survival, [j * requests + r for r in mine]) for j in range(steps)),
+    )
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_kl_loss(monkeypatch, reverse):
+    from vllm_tide.kernels.kl_loss import _kl_kernel
+
+    row, vocab, stride = 20_000, 30_000, 262_144
+    z, t, grad = anchors(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    weights, values = anchors(torch.float32, torch.float32)
+    ids = torch.arange(vocab) * 6  # real: the teacher has 180,000 tokens
+    seen = recorder(monkeypatch, (row,), ids)
+    _kl_kernel[(1,)](
+        *(z, stride, t, stride + 1, ids, weights, values, grad, stride + 2, vocab),
+        REVERSE=reverse,
+        PRUNED=True,
+        GRAD=True,
+        BLOCK=8192,
+    )
+    assert row * stride > LIMIT
+    assert seen.addresses == touched(
+        (z, range(row * stride, row * stride + vocab)),
+        (t, [row * (stride + 1) + 6 * i for i in range(vocab)]),
+        (grad, range(row * (stride + 2), row * (stride + 2) + vocab)),
+        (weights, [row]),
+        (values, [row]),
+    )

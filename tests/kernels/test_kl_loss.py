@@ -1,0 +1,273 @@
+"""KL losses: values and gradients of the definitions in float64, and of training's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.kernels import kl_loss as op
+from vllm_tide.kernels.kl_loss import (
+    FLOOR,
+    KLTeacher,
+    kl_loss,
+    kl_rows,
+    kl_rows_reference,
+)
+from vllm_tide.train import loss_terms
+from vllm_tide.train.loss_terms import LossMix
+from vllm_tide.train.losses import HiddenTeacher, LossTask, fused_head_loss
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Largest relative rounding of a gradient stored in each dtype. The interpreter cuts
+# where a GPU rounds to bfloat16, so it is a whole step.
+STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+KINDS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+
+
+def draw(*shape, scale=2.0, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random) * scale
+
+
+def by_definition(z, t, weights, reverse, ids):
+    """Values, and the gradient by autograd, in float64."""
+    z = z.double().detach().requires_grad_()
+    t = t.double() if ids is None else t.double()[:, ids]
+    p, q = t.softmax(-1), z.softmax(-1)
+    if reverse:
+        values = (q * (q / p.clamp_min(FLOOR)).log()).sum(-1)
+    else:
+        values = (p * (p / q).log()).sum(-1)
+    (grad,) = torch.autograd.grad((values * weights.double()).sum(), z)
+    return values.detach(), grad
+
+
+def check(z, t, weights, reverse, ids=None):
+    grad = torch.empty_like(z)
+    values = kl_rows(z, t, weights, reverse=reverse, target_ids=ids, grad_out=grad)
+    wanted, slope = by_definition(z, t, weights, reverse, ids)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), wanted, rtol=2e-6, atol=1e-5)
+    largest = float(slope.abs().max()) if slope.numel() else 0.0
+    torch.testing.assert_close(
+        grad.double(), slope, rtol=STEP[z.dtype], atol=1e-6 + 2e-6 * largest
+    )
+
+
+@pytest.mark.interpreted
+@KINDS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "size", "all_tokens"),
+    [(1, 1, 1), (3, 131, 131), (4, 77, 200), (1, 64, 64), (2, 65, 300)],
+)
+def test_kernel_is_the_definition(monkeypatch, dtype, reverse, rows, size, all_tokens):
+    monkeypatch.setattr(op, "MAX_BLOCK", 64)
+    monkeypatch.setattr(op, "kl_rows_reference", None)
+    ids = None
+    if all_tokens > size:
+        ids = torch.randperm(all_tokens, generator=torch.Generator().manual_seed(1))
+        ids = ids[:size].sort().values
+    z, t = draw(rows, size).to(dtype), draw(rows, all_tokens, seed=1).to(dtype)
+    check(z, t, torch.linspace(0.1, 1.0, rows), reverse, ids)
+
+
+@pytest.mark.interpreted
+@KINDS
+def test_large_vocabulary(monkeypatch, reverse):
+    monkeypatch.setattr(op, "kl_rows_reference", None)
+    z, t = draw(1, 262_144), draw(1, 262_144, scale=3.0, seed=1)
+    check(z, t, torch.ones(1), reverse)
+
+
+@pytest.mark.interpreted
+@KINDS
+def test_gradient_may_be_left_out(monkeypatch, reverse):
+    monkeypatch.setattr(op, "MAX_BLOCK", 32)
+    monkeypatch.setattr(op, "kl_rows_reference", None)
+    z, t, weights = draw(3, 70), draw(3, 70, seed=1), torch.rand(3)
+    grad = torch.empty_like(z)
+    before = z.clone()
+    with_grad = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
+    assert torch.equal(z, before)
+    assert torch.equal(kl_rows(z, t, weights, reverse=reverse), with_grad)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.interpreted
+@KINDS
+def test_strided_rows_and_no_rows(monkeypatch, reverse):
+    monkeypatch.setattr(op, "kl_rows_reference", None)
+    z, t = draw(6, 50)[::2, 3:44], draw(3, 90, seed=1)[:, 20:61]
+    check(z, t, torch.ones(3), reverse)
+    none = kl_rows(z[:0], t[:0], torch.ones(0), reverse=reverse)
+    assert none.shape == (0,)
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
+def test_impossible_tokens_add_nothing(monkeypatch, interpreted):
+    """Logits of -inf: p = 0 forward, q = 0 reverse, and p = 0 < q at the floor."""
+    if not interpreted:
+        monkeypatch.setattr(op, "runs_triton", lambda *tensors: False)
+    inf = float("inf")
+    z, t = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -inf]])
+    grad = torch.empty_like(z)
+    ones = torch.ones(1)
+    value = kl_rows(z, t, ones, reverse=False, grad_out=grad)
+    assert value.item() == pytest.approx(math.log(1.5), rel=1e-6)
+    assert grad[0].tolist() == pytest.approx([-1 / 6, -1 / 6, 1 / 3], rel=1e-5)
+    value = kl_rows(t, z, ones, reverse=True, grad_out=grad)
+    assert value.item() == pytest.approx(math.log(1.5), rel=1e-6)
+    assert grad[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+    value = kl_rows(z, t, ones, reverse=True, grad_out=grad)
+    wanted = -math.log(3) - (2 * math.log(0.5) + math.log(FLOOR)) / 3
+    assert value.item() == pytest.approx(wanted, rel=1e-6)
+    assert grad.isfinite().all()
+
+
+def problem(pruned):
+    """Rows of a draft, its LM head, a teacher with more rows than one each."""
+    hidden, rows = draw(4, 9, scale=1.0, seed=1), draw(60, 9, scale=0.7, seed=2)
+    vocab = VocabMap.identity(60)
+    if pruned:
+        vocab = VocabMap.from_target_ids(torch.arange(0, 60, 3), 60)
+    head = draw(vocab.target_ids.numel(), 9, scale=0.7, seed=3)
+    index = torch.tensor([0, 1, 2, 3, 1, 0, 3])
+    return draw(7, 9, scale=1.0, seed=4), head, hidden, rows, vocab, index
+
+
+@pytest.mark.interpreted
+@KINDS
+@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+@pytest.mark.parametrize("chunk_bytes", [1, 60 * 4 * 3, 1 << 20])
+def test_loss_and_gradients_are_those_of_training(
+    monkeypatch, reverse, pruned, chunk_bytes
+):
+    """Against train/losses.py: same weights, same rows, same draft head."""
+    monkeypatch.setattr(op, "kl_rows_reference", None)
+    normed, head, hidden, rows, vocab, index = problem(pruned)
+    term = "reverse_kl" if reverse else "forward_kl"
+    weights = torch.linspace(0.1, 1.0, 7)
+    kept = vocab.target_ids
+    task = LossTask(
+        LossMix({term: 1.0}), index, weights[None], torch.full_like(index, -1), 7
+    )
+    target = TargetRows(rows, rows, logit_scale=0.5, logit_softcap=2.0)
+    taught = HiddenTeacher.from_hidden(hidden, target, rows[kept], torch.float32)
+    a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
+    wanted, theirs = fused_head_loss(a, b, b.detach(), taught, task)
+    (wanted * 3).backward()
+
+    for by_ids in (False, True):
+        x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
+        teacher = KLTeacher(
+            hidden,
+            rows if by_ids else rows[kept],
+            index,
+            kept if by_ids else None,
+            logit_scale=0.5,
+            logit_softcap=2.0,
+        )
+        total, values = kl_loss(
+            x @ y.T, teacher, weights, reverse=reverse, chunk_bytes=chunk_bytes
+        )
+        (total * 3).backward()
+        close = {"rtol": 1e-5, "atol": 2e-6}
+        torch.testing.assert_close(total, wanted, **close)
+        torch.testing.assert_close(values, theirs[0], **close)
+        torch.testing.assert_close(x.grad, a.grad, **close)
+        torch.testing.assert_close(y.grad, b.grad, **close)
+        assert not values.requires_grad
+
+
+@KINDS
+def test_reference_passes_gradcheck(reverse):
+    z = draw(3, 7).double().requires_grad_()
+    teacher = KLTeacher(draw(3, 4, seed=1).double(), draw(7, 4, seed=2).double())
+    weights = torch.rand(3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x: kl_loss(x, teacher, weights, reverse=reverse)[0], (z,)
+    )
+
+
+@KINDS
+def test_reference_is_the_definition(reverse):
+    z, t = draw(5, 40).double(), draw(5, 90, seed=1).double()
+    ids, weights = torch.arange(0, 80, 2), torch.rand(5).double()
+    grad = torch.empty_like(z)
+    values = kl_rows_reference(
+        z, t, weights, reverse=reverse, target_ids=ids, grad_out=grad
+    )
+    wanted, slope = by_definition(z, t, weights, reverse, ids)
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-13)
+    torch.testing.assert_close(grad, slope, rtol=0, atol=1e-13)
+
+
+def test_no_gradient_is_computed_for_frozen_logits(monkeypatch):
+    asked = []
+
+    def rows(*args, grad_out, **kwargs):
+        asked.append(grad_out)
+        return torch.zeros(args[0].shape[0])
+
+    monkeypatch.setattr(op, "kl_rows", rows)
+    teacher = KLTeacher(draw(3, 4), draw(7, 4))
+    kl_loss(draw(3, 7), teacher, torch.ones(3))
+    assert asked == [None]
+    kl_loss(draw(3, 7).requires_grad_(), teacher, torch.ones(3))
+    assert asked[1].shape == (3, 7)
+
+
+def test_no_chunk_is_wider_than_asked(monkeypatch):
+    """Teacher logits live a chunk at a time."""
+    seen = []
+    whole = KLTeacher.logits
+
+    def logits(self, start, stop):
+        seen.append((start, stop))
+        return whole(self, start, stop)
+
+    monkeypatch.setattr(KLTeacher, "logits", logits)
+    teacher = KLTeacher(draw(10, 4), draw(7, 4))
+    kl_loss(draw(10, 7), teacher, torch.ones(10), chunk_bytes=4 * 7 * 4)
+    assert seen == [(0, 4), (4, 8), (8, 10)]
+
+
+def test_floor_is_training_s():
+    assert FLOOR == loss_terms.FLOOR
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"draft_logits": torch.zeros(2)}, "draft logits must be"),
+        ({"draft_logits": torch.zeros(4, 2).T}, "neighbouring draft"),
+        ({"teacher_logits": torch.zeros(2, 5)}, "teacher logits must be"),
+        ({"teacher_logits": torch.zeros(2, 4).long()}, "teacher logits must be floats"),
+        ({"weights": torch.ones(3)}, "weights must be"),
+        ({"weights": torch.ones(2).half()}, "weights must be fp32"),
+        ({"target_ids": torch.arange(3)}, "target_ids must be"),
+        ({"grad_out": torch.zeros(2, 3)}, "grad_out must be"),
+    ],
+    ids=["1d", "transposed", "width", "long", "rows", "half", "ids", "grad"],
+)
+def test_wrong_inputs_say_what_is_wrong(change, says):
+    given = {
+        "draft_logits": torch.zeros(2, 4),
+        "teacher_logits": torch.zeros(2, 4),
+        "weights": torch.ones(2),
+    }
+    with pytest.raises(ValueError, match=says):
+        kl_rows(**(given | change), reverse=False)
+
+
+def test_one_teacher_a_row():
+    teacher = KLTeacher(draw(3, 4), draw(7, 4))
+    with pytest.raises(ValueError, match="3 rows teach draft logits"):
+        kl_loss(draw(2, 7), teacher, torch.ones(2))

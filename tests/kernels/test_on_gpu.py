@@ -1,0 +1,140 @@
+"""The compiled kernels on a GPU: the references' answers, at real sizes too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_tide.kernels.fp8 import LARGEST
+from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss, kl_rows, kl_rows_reference
+from vllm_tide.kernels.launch import runs_triton
+from vllm_tide.kernels.pack_layout import PackLayout
+from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
+from vllm_tide.kernels.select_tokens import select_tokens
+from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+VOCAB = 262_144
+BEYOND = (1 << 31) // VOCAB + 2  # rows of that vocabulary with more than 2**31 elements
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def draw(*shape, dtype=torch.float32, scale=2.0, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=random) * scale).to(dtype).cuda()
+
+
+def room_for(gigabytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < gigabytes * (1 << 30):
+        pytest.skip(f"needs {gigabytes} GiB of GPU memory")
+
+
+@pytest.mark.parametrize("stored", (*FLOATS, *LARGEST), ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_pack_rows(given, stored):
+    features = [draw(300, 4100, dtype=given, seed=i)[:, 2:4098] for i in range(3)]
+    ids, verdicts = torch.arange(300), torch.arange(300) % 3 == 0
+    rows = torch.tensor([299, 0, -1, 17, 300, 17])
+    layout = PackLayout(8, 4096, stored)
+    ours = torch.full((layout.num_bytes,), 7, dtype=torch.uint8)
+    block = ours.cuda()
+    assert runs_triton(block)
+    pack_rows(features, ids.cuda(), verdicts.cuda(), rows.cuda(), layout, block)
+    pack_rows_reference([f.cpu() for f in features], ids, verdicts, rows, layout, ours)
+    assert torch.equal(block.cpu(), ours)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("vocab", [7, 4096, 128_256, VOCAB])
+def test_topk_teacher(vocab, dtype):
+    logits = draw(5, vocab, dtype=dtype, scale=3.0)
+    found, wanted = topk_teacher(logits, 64), topk_teacher_reference(logits.cpu(), 64)
+    assert torch.equal(found.ids.cpu(), wanted.ids)
+    close = {"rtol": 2e-6, "atol": 1e-5}
+    torch.testing.assert_close(found.logprobs.cpu(), wanted.logprobs, **close)
+    mass = found.tail_logprob.cpu().exp()
+    torch.testing.assert_close(mass, wanted.tail_logprob.exp(), **close)
+
+
+def test_topk_teacher_beyond_two_gigaelements():
+    room_for(8)
+    logits = torch.zeros(BEYOND, VOCAB, dtype=torch.bfloat16, device="cuda")
+    logits[-1] = draw(VOCAB, dtype=torch.bfloat16)
+    last = topk_teacher(logits, 8).ids[-1].cpu()
+    assert torch.equal(last, topk_teacher_reference(logits[-1:].cpu(), 8).ids[0])
+
+
+@pytest.mark.parametrize("barred", [False, True], ids=["ratio", "bar"])
+@pytest.mark.parametrize(("requests", "steps"), [(1, 1), (37, 5), (512, 8)])
+def test_select_tokens(requests, steps, barred):
+    random = torch.Generator().manual_seed(requests)
+    chance = torch.rand(requests, steps, generator=random) ** 0.3
+    chance[::3] = 0.5  # ties
+    tokens = torch.arange(requests * (steps + 1) + 1)
+    seconds = 1.0 + 0.05 * (tokens // 32).float()
+    bar = 1.2 * requests if barred else None
+    found = select_tokens(chance.cuda(), seconds.cuda(), requests, bar=bar)
+    wanted = select_tokens(chance, seconds, requests, bar=bar)
+    assert torch.equal(found.lengths.cpu(), wanted.lengths)
+    assert found.total.item() == wanted.total.item()
+    assert found.seconds.item() == wanted.seconds.item()
+    assert found.tokens.item() == pytest.approx(wanted.tokens.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize(("vocab", "kept"), [(7, 7), (32_000, 9_000), (VOCAB, VOCAB)])
+def test_kl_rows(vocab, kept, reverse, dtype):
+    z, t = draw(3, kept, dtype=dtype), draw(3, vocab, dtype=dtype, seed=1)
+    weights = torch.tensor([0.2, 1.0, 0.7])
+    ids = None if kept == vocab else torch.arange(kept) * 3
+    grad, wanted_grad = torch.empty_like(z), z.cpu().double()
+    given = None if ids is None else ids.cuda()
+    values = kl_rows(
+        z, t, weights.cuda(), reverse=reverse, target_ids=given, grad_out=grad
+    )
+    wanted = kl_rows_reference(
+        z.cpu().double(),
+        t.cpu().double(),
+        weights.double(),
+        reverse=reverse,
+        target_ids=ids,
+        grad_out=wanted_grad,
+    )
+    torch.testing.assert_close(values.cpu().double(), wanted, rtol=1e-5, atol=1e-4)
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(grad.cpu().double(), wanted_grad, rtol=step, atol=1e-6)
+
+
+def test_kl_rows_beyond_two_gigaelements():
+    room_for(20)
+    z = torch.zeros(BEYOND, VOCAB, dtype=torch.bfloat16, device="cuda")
+    t, grad = torch.zeros_like(z), torch.empty_like(z)
+    t[-1] = draw(VOCAB, dtype=torch.bfloat16)
+    weights = torch.ones(BEYOND, device="cuda")
+    values = kl_rows(z, t, weights, reverse=False, grad_out=grad)
+    alone = torch.empty_like(z[-1:])
+    one = kl_rows(z[-1:], t[-1:], weights[-1:], reverse=False, grad_out=alone)
+    assert torch.equal(values[-1:], one) and torch.equal(grad[-1:], alone)
+    assert not grad[:-1].any()
+
+
+def test_kl_loss_needs_no_fp32_copy_of_the_logits():
+    rows, vocab, hidden = 2048, 65_536, 64
+    logits = draw(rows, vocab, dtype=torch.bfloat16).requires_grad_()
+    taught = draw(rows, hidden, dtype=torch.bfloat16, scale=1.0, seed=1)
+    target = draw(vocab, hidden, dtype=torch.bfloat16, scale=1.0, seed=2)
+    weights = torch.full((rows,), 1.0 / rows, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chunk = 16 << 20
+    loss, _ = kl_loss(logits, KLTeacher(taught, target), weights, chunk_bytes=chunk)
+    grown = torch.cuda.max_memory_allocated() - before
+    # The gradient in bfloat16 and two chunks; fp32 alone would be twice the gradient.
+    assert grown < logits.numel() * 2 + 3 * chunk
+    assert loss.isfinite()

@@ -1,0 +1,414 @@
+"""KL losses against the target's distribution, without probabilities in memory.
+
+    p = softmax(t), t the teacher's logits over the draft vocabulary;  q = softmax(z)
+
+    forward  KL(p || q) = sum p (log p - log q)             d/dz = q - p
+    reverse  KL(q || p) = sum q (log q - log max(p, FLOOR)) d/dz = q (log q/p - KL)
+
+`forward_kl` and `reverse_kl` of `vllm_tide.train.loss_terms`: p is renormalised over
+the draft vocabulary, values are nats per row, and rows are summed with weights that the
+caller has normalised.
+
+Runs in the trainer. `kl_loss` walks over chunks of rows: a chunk's teacher logits come
+from one GEMM of hidden states and output rows, live for that chunk and are never
+softmaxed in memory; per row, one program streams over both rows of logits for the two
+log-sum-exps, then for the loss, then writes the gradient in the draft's dtype. Nothing
+in fp32 is as wide as the vocabulary.
+
+Numerics: sums in fp32 whatever the dtype of the logits; the gradient is computed with
+the loss and scaled by what arrives in the backward pass.
+Lineage: the gradient in the forward pass as in Liger-Kernel's fused cross entropy.
+Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from vllm_tide.kernels.launch import Variant, power_of_two, runs_triton, tl, triton
+
+FLOOR = 1e-30
+"""Smallest teacher probability whose logarithm is taken, as in `loss_terms`."""
+CHUNK_BYTES = 64 << 20
+"""Teacher logits of one chunk of rows."""
+MAX_BLOCK = 8192
+
+_LOG_FLOOR = tl.constexpr(math.log(FLOOR))
+_LOWEST = tl.constexpr(-3.0e38)  # a maximum of nothing; finite, so no inf - inf
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def kl_rows_reference(
+    draft_logits: Tensor,
+    teacher_logits: Tensor,
+    weights: Tensor,
+    *,
+    reverse: bool,
+    target_ids: Tensor | None = None,
+    grad_out: Tensor | None = None,
+) -> Tensor:
+    """`kl_rows` in Torch, the same arguments (and float64)."""
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    if target_ids is not None:
+        teacher_logits = teacher_logits[:, target_ids]
+    log_p = torch.log_softmax(teacher_logits.to(wide), dim=-1)
+    log_q = torch.log_softmax(draft_logits.to(wide), dim=-1)
+    p, q = log_p.exp(), log_q.exp()
+    if reverse:
+        ratio = log_q - log_p.clamp_min(math.log(FLOOR))
+        pull = torch.where(q == 0, 0.0, q * ratio)
+        values = pull.sum(-1)
+        grad = pull - q * values[:, None]
+    else:
+        values = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1)
+        grad = q - p
+    if grad_out is not None:
+        grad_out.copy_(grad * weights[:, None])
+    return values
+
+
+@triton.jit
+def _load_pair(
+    z_row,
+    t_row,
+    target_ids,
+    start,
+    vocab,
+    PRUNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    z = tl.load(z_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    if PRUNED:
+        columns = tl.load(target_ids + columns, mask=inside, other=0)
+    t = tl.load(t_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    return z, t
+
+
+@triton.jit
+def _grow(top, total, x):
+    """Maximum and sum of exp(x - maximum), after one more block."""
+    new = tl.maximum(top, tl.max(x, axis=0))
+    return new, total * tl.exp(top - new) + tl.sum(tl.exp(x - new), axis=0)
+
+
+@triton.jit
+def _kl_kernel(
+    draft_logits,
+    draft_stride,
+    teacher_logits,
+    teacher_stride,
+    target_ids,
+    weights,
+    values,
+    grad,
+    grad_stride,
+    vocab,
+    REVERSE: tl.constexpr,
+    PRUNED: tl.constexpr,
+    GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One program per row.
+    row = tl.program_id(0).to(tl.int64)
+    z_row = draft_logits + row * draft_stride
+    t_row = teacher_logits + row * teacher_stride
+    g_row = grad + row * grad_stride
+    weight = tl.load(weights + row)
+    q_top = _LOWEST
+    q_sum = 0.0
+    p_top = _LOWEST
+    p_sum = 0.0
+    for start in range(0, vocab, BLOCK):
+        z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+        q_top, q_sum = _grow(q_top, q_sum, z)
+        p_top, p_sum = _grow(p_top, p_sum, t)
+    q_lse = q_top + tl.log(q_sum)
+    p_lse = p_top + tl.log(p_sum)
+    parts = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+        log_q = z - q_lse
+        log_p = t - p_lse
+        q = tl.exp(log_q)
+        if REVERSE:
+            ratio = log_q - tl.maximum(log_p, _LOG_FLOOR)
+            parts += tl.where(q == 0.0, 0.0, q * ratio)
+        else:
+            p = tl.exp(log_p)
+            parts += tl.where(p == 0.0, 0.0, p * (log_p - log_q))
+            if GRAD:
+                columns = start + tl.arange(0, BLOCK)
+                inside = columns < vocab
+                slope = (weight * (q - p)).to(grad.dtype.element_ty)
+                tl.store(g_row + columns, slope, mask=inside)
+    value = tl.sum(parts, axis=0)
+    tl.store(values + row, value)
+    if REVERSE and GRAD:
+        # Only now is the row's KL known, which its gradient needs.
+        for start in range(0, vocab, BLOCK):
+            z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+            log_q = z - q_lse
+            q = tl.exp(log_q)
+            ratio = log_q - tl.maximum(t - p_lse, _LOG_FLOOR)
+            pull = tl.where(q == 0.0, 0.0, q * (ratio - value))
+            columns = start + tl.arange(0, BLOCK)
+            slope = (weight * pull).to(grad.dtype.element_ty)
+            tl.store(g_row + columns, slope, mask=columns < vocab)
+
+
+def kl_rows(
+    draft_logits: Tensor,
+    teacher_logits: Tensor,
+    weights: Tensor,
+    *,
+    reverse: bool,
+    target_ids: Tensor | None = None,
+    grad_out: Tensor | None = None,
+) -> Tensor:
+    """KL of n rows of logits that are already there, and its gradient.
+
+    Args:
+        draft_logits: [n, V_d], bfloat16, float16 or float32 (float64 in the
+            reference); rows may be strided.
+        teacher_logits: [n, V_d], the same dtypes; [n, V_t] with `target_ids`.
+        weights: fp32 [n], weight of each row in the loss.
+        reverse: KL(q || p) instead of KL(p || q).
+        target_ids: int64 [V_d], target id of each draft id (`VocabMap.target_ids`).
+        grad_out: [n, V_d], receives the gradient of the weighted sum with respect to
+            `draft_logits`; a tensor of its own (warps of a program may read and
+            write in different layouts).
+
+    Returns:
+        fp32 [n], unweighted values (nats).
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    _check_rows(draft_logits, teacher_logits, weights, target_ids, grad_out)
+    count, vocab = draft_logits.shape
+    exact = torch.float64 in (draft_logits.dtype, teacher_logits.dtype)
+    if exact or not runs_triton(draft_logits, teacher_logits, weights):
+        return kl_rows_reference(
+            draft_logits,
+            teacher_logits,
+            weights,
+            reverse=reverse,
+            target_ids=target_ids,
+            grad_out=grad_out,
+        )
+    values = torch.empty(count, dtype=torch.float32, device=draft_logits.device)
+    if not count:
+        return values
+    block = min(MAX_BLOCK, power_of_two(vocab))
+    # What a variant does not use is any pointer.
+    grad = draft_logits if grad_out is None else grad_out
+    _kl_kernel[(count,)](
+        draft_logits,
+        draft_logits.stride(0),
+        teacher_logits,
+        teacher_logits.stride(0),
+        weights if target_ids is None else target_ids,
+        weights,
+        values,
+        grad,
+        grad.stride(0),
+        vocab,
+        REVERSE=reverse,
+        PRUNED=target_ids is not None,
+        GRAD=grad_out is not None,
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
+    return values
+
+
+@dataclass(frozen=True)
+class KLTeacher:
+    """Where a teacher's logits come from.
+
+    Attributes:
+        hidden: [M, H] of the target, after its final norm.
+        rows: [V_d, H] output rows of the draft vocabulary; all [V_t, H] of them with
+            `target_ids`. dtype of `hidden`.
+        index: int64 [N], the row of `hidden` that teaches each row; None means one
+            each.
+        target_ids: int64 [V_d], see `kl_rows`.
+        logit_scale: Factor on the logits (`TargetRows.logit_scale`).
+        logit_softcap: Gemma's soft cap, or None (`TargetRows.logit_softcap`).
+    """
+
+    hidden: Tensor
+    rows: Tensor
+    index: Tensor | None = None
+    target_ids: Tensor | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """Teacher logits of rows start..stop-1, [n, V_d] or [n, V_t]."""
+        if self.index is None:
+            hidden = self.hidden[start:stop]
+        else:
+            hidden = self.hidden[self.index[start:stop]]
+        t = F.linear(hidden, self.rows)
+        if self.logit_softcap is not None:
+            t = torch.tanh(t / self.logit_softcap) * self.logit_softcap
+        return t if self.logit_scale == 1.0 else t * self.logit_scale
+
+
+class _KLLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        draft_logits: Tensor,
+        weights: Tensor,
+        teacher: KLTeacher,
+        reverse: bool,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See `kl_loss`."""
+        count = draft_logits.shape[0]
+        row_bytes = teacher.rows.shape[0] * teacher.hidden.element_size()
+        chunk = max(1, chunk_bytes // row_bytes)
+        grad = torch.empty_like(draft_logits) if ctx.needs_input_grad[0] else None
+        values = torch.empty(count, dtype=weights.dtype, device=draft_logits.device)
+        for start in range(0, count, chunk):
+            stop = min(count, start + chunk)
+            values[start:stop] = kl_rows(
+                draft_logits[start:stop],
+                teacher.logits(start, stop),
+                weights[start:stop],
+                reverse=reverse,
+                target_ids=teacher.target_ids,
+                grad_out=None if grad is None else grad[start:stop],
+            )
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(values)
+        return (values * weights).sum(), values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradient computed in the forward pass."""
+        (grad,) = ctx.saved_tensors
+        if grad is not None:
+            grad = (grad * grads[0]).to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def kl_loss(
+    draft_logits: Tensor,
+    teacher: KLTeacher,
+    weights: Tensor,
+    *,
+    reverse: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the KL of N rows, differentiable in the draft's logits.
+
+    Args:
+        draft_logits: [N, V_d], see `kl_rows`.
+        teacher: Gives the teacher's logits chunk by chunk; not differentiated.
+        weights: fp32 [N] (float64 beside float64 logits), normalised by the caller;
+            not differentiated.
+        reverse: KL(q || p) instead of KL(p || q).
+        chunk_bytes: Teacher logits of one chunk; at least one row is taken.
+
+    Returns:
+        Scalar loss; unweighted values [N] in nats (not differentiable).
+
+    Raises:
+        ValueError: A shape, dtype or stride is not as above.
+    """
+    taught = teacher.hidden if teacher.index is None else teacher.index
+    if draft_logits.ndim != 2 or taught.shape[0] != draft_logits.shape[0]:
+        raise ValueError(
+            f"{taught.shape[0]} rows teach draft logits of shape "
+            f"{list(draft_logits.shape)}; it must be [N, V_d] with one teacher a row."
+        )
+    total, values = _KLLoss.apply(draft_logits, weights, teacher, reverse, chunk_bytes)
+    return total, values
+
+
+def _check_rows(
+    draft_logits: Tensor,
+    teacher_logits: Tensor,
+    weights: Tensor,
+    target_ids: Tensor | None,
+    grad_out: Tensor | None,
+) -> None:
+    floats = (*_NAMES, torch.float64)
+    for name, logits in (("draft", draft_logits), ("teacher", teacher_logits)):
+        if logits.ndim != 2 or logits.dtype not in floats or not logits.shape[1]:
+            raise ValueError(
+                f"{name} logits must be floats [n, V], not {logits.dtype} "
+                f"{list(logits.shape)}."
+            )
+        if logits.stride(1) != 1 and logits.shape[1] > 1:
+            raise ValueError(f"neighbouring {name} logits must be so in memory.")
+    count, vocab = draft_logits.shape
+    wanted = (count, vocab if target_ids is None else teacher_logits.shape[1])
+    if tuple(teacher_logits.shape) != wanted:
+        raise ValueError(
+            f"teacher logits must be {list(wanted)}, not {list(teacher_logits.shape)}."
+        )
+    if target_ids is not None and (
+        target_ids.dtype != torch.int64
+        or tuple(target_ids.shape) != (vocab,)
+        or not target_ids.is_contiguous()
+    ):
+        raise ValueError(f"target_ids must be int64 [{vocab}] and contiguous.")
+    if tuple(weights.shape) != (count,) or not weights.is_contiguous():
+        raise ValueError(f"weights must be [{count}] and contiguous.")
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    if weights.dtype not in (torch.float32, wide):
+        raise ValueError(f"weights must be fp32, not {weights.dtype}.")
+    if grad_out is not None and (
+        grad_out.shape != draft_logits.shape
+        or (vocab > 1 and grad_out.stride(1) != 1)
+        or grad_out.dtype not in floats
+    ):
+        raise ValueError("grad_out must be as draft_logits are.")
+
+
+def _num_warps(block: int) -> int:
+    """16 elements for each of 32 threads; 16 warps of 64 are a full block on ROCm."""
+    return max(1, min(16, block // 512))
+
+
+def variants() -> list[Variant]:
+    """What `compile_all` compiles: vocabularies of `MAX_BLOCK` and more."""
+    out = []
+    for dtype, reverse, pruned, grad in (
+        ("bf16", False, False, True),
+        ("bf16", True, False, True),
+        ("bf16", False, True, True),
+        ("bf16", True, True, True),
+        ("bf16", False, False, False),
+        ("fp16", False, False, True),
+        ("fp32", False, False, True),
+        ("fp32", True, False, True),
+    ):
+        types = {"draft_logits": f"*{dtype}", "draft_stride": "i32"}
+        types |= {"teacher_logits": f"*{dtype}", "teacher_stride": "i32"}
+        types |= {"target_ids": "*i64" if pruned else "*fp32", "weights": "*fp32"}
+        types |= {"values": "*fp32", "grad": f"*{dtype}", "grad_stride": "i32"}
+        types["vocab"] = "i32"
+        constants = {
+            "REVERSE": reverse,
+            "PRUNED": pruned,
+            "GRAD": grad,
+            "BLOCK": MAX_BLOCK,
+        }
+        name = f"{dtype}-{'reverse' if reverse else 'forward'}"
+        name += ("-pruned" if pruned else "") + ("" if grad else "-loss")
+        warps = _num_warps(MAX_BLOCK)
+        out.append(Variant(_kl_kernel, name, types, constants, warps))
+    return out

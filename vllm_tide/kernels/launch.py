@@ -1,0 +1,92 @@
+"""What every kernel file shares: Triton if there is one, and who runs an op."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = [
+    "HAVE_TRITON",
+    "INTERPRETED",
+    "Variant",
+    "cdiv",
+    "power_of_two",
+    "runs_triton",
+    "tl",
+    "triton",
+]
+
+try:
+    import triton  # type: ignore[import-untyped,import-not-found]
+    import triton.language as tl  # type: ignore[import-untyped,import-not-found]
+
+    HAVE_TRITON = True
+    # Read when kernels are defined, which is when `triton.jit` itself reads it.
+    _wish = os.environ.get("TRITON_INTERPRET", "0").lower()
+    INTERPRETED = _wish in ("1", "true", "on", "yes", "y")
+except ImportError:
+
+    class _Absent:
+        """Lets kernels be defined, never run, where Triton is missing."""
+
+        @staticmethod
+        def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+            return function
+
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
+
+    triton = tl = _Absent()
+    HAVE_TRITON = INTERPRETED = False
+
+
+def runs_triton(*tensors: Tensor) -> bool:
+    """Whether the kernels can run on these tensors.
+
+    True on a GPU (ROCm's device type is "cuda" too) and under Triton's interpreter
+    (`TRITON_INTERPRET=1` before Triton is first imported).
+    """
+    if not HAVE_TRITON:
+        return False
+    return INTERPRETED or all(t.device.type == "cuda" for t in tensors)
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n; 1 for n < 2."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way a kernel is launched, for `compile_all`.
+
+    Attributes:
+        kernel: The `triton.jit` function.
+        name: Tells it from the kernel's other variants.
+        types: Type of each argument that is no constant ("*fp32", "i64", ...).
+        constants: Value of each `tl.constexpr` argument.
+        num_warps: Warps of a program, 32 or 64 threads each.
+        fp_fusion: Whether a product and a sum may become one operation.
+    """
+
+    kernel: Any
+    name: str
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    fp_fusion: bool = True
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel's name in its file."""
+        return str(self.kernel.__name__)

@@ -1,0 +1,249 @@
+"""Top-k teacher: the k likeliest tokens of each row of logits, and the rest in sum.
+
+    logprobs = log_softmax(logits)[ids],  tail = log(1 - sum exp(logprobs))
+
+What `vllm_tide.engine.capture_v1` keeps of a step on a CPU; among equal logits the
+lower id comes first, so every chip lists the same tokens.
+
+Runs in the vLLM worker before sampling. V is split over programs: each finds the k best
+of its own run of tokens and its part of the log-sum-exp, then one program per row
+merges at most 64 lists. The logits are read once and no [M, V] tensor is made.
+
+A token is one int64: its logit, mapped so that integers order as floats do, above the
+complement of its id. The largest integer is then the best token with ties settled, and
+k best ones are k maxima. (Not `tl.topk`: its sorting network moves whole blocks through
+shared memory for every stage, and k maxima need one number each.)
+
+Numerics: fp32. A row with a NaN has NaN log-probabilities and no meaningful ids, like
+a row that is -inf throughout.
+Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_tide.kernels.launch import (
+    Variant,
+    cdiv,
+    power_of_two,
+    runs_triton,
+    tl,
+    triton,
+)
+
+MAX_K = 64
+MAX_VOCAB = 1 << 20
+MAX_SPLITS = 64
+MIN_BLOCK = 1024
+
+_EMPTY = tl.constexpr(-(1 << 63))  # below every token
+_LOW_BITS = tl.constexpr(0x7FFFFFFF)
+_FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class TopKRows(NamedTuple):
+    """A teacher for M rows.
+
+    Attributes:
+        ids: int32 [M, k], likeliest first.
+        logprobs: fp32 [M, k].
+        tail_logprob: fp32 [M], log of the mass outside the list; -inf if none is left.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    tail_logprob: Tensor
+
+
+def topk_teacher_reference(logits: Tensor, k: int) -> TopKRows:
+    """`topk_teacher` in Torch, the same arguments."""
+    wide = logits.float()
+    ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    top = torch.log_softmax(wide, dim=-1).gather(-1, ids)
+    tail = torch.log1p(-top.exp().sum(dim=-1).clamp(max=1.0))
+    return TopKRows(ids.to(torch.int32), top, tail)
+
+
+@triton.jit
+def _token_key(z, ids):
+    z = tl.where(z == 0.0, 0.0, z)  # -0.0 is equal to 0.0, its bits are not
+    bits = z.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & _LOW_BITS)
+    return (order.to(tl.int64) << 32) | (ids ^ _LOW_BITS).to(tl.int64)
+
+
+@triton.jit
+def _split_kernel(
+    logits,
+    stride,
+    vocab,
+    keys,
+    tops,
+    sums,
+    k,
+    splits,
+    BLOCK: tl.constexpr,
+):
+    # One program per row and run of BLOCK tokens.
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    ids = split * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    z = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
+    z = z.to(tl.float32)
+    top = tl.max(z, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    at = row * splits + split
+    tl.store(tops + at, top)
+    tl.store(sums + at, tl.sum(tl.exp(z - base), axis=0))
+    key = tl.where(inside, _token_key(z, ids), _EMPTY)
+    out = keys + at * k
+    for i in range(k):
+        best = tl.max(key, axis=0)
+        tl.store(out + i, best)
+        key = tl.where(key == best, _EMPTY, key)
+
+
+@triton.jit
+def _merge_kernel(
+    keys,
+    tops,
+    sums,
+    out_ids,
+    out_logprobs,
+    out_tail,
+    k,
+    splits,
+    SPLITS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    # One program per row.
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, SPLITS)
+    have = part < splits
+    top = tl.load(tops + row * splits + part, mask=have, other=float("-inf"))
+    total = tl.load(sums + row * splits + part, mask=have, other=0.0)
+    highest = tl.max(top, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    log_total = tl.log(tl.sum(total * tl.exp(top - base), axis=0))
+    number = tl.arange(0, CANDIDATES)
+    count = splits * k
+    key = tl.load(keys + row * count + number, mask=number < count, other=_EMPTY)
+    out = row * k
+    listed = tl.zeros([1], tl.float32)
+    for i in range(k):
+        best = tl.max(key, axis=0)
+        order = (best >> 32).to(tl.int32)
+        bits = order ^ ((order >> 31) & _LOW_BITS)
+        logprob = (bits.to(tl.float32, bitcast=True) - base) - log_total
+        tl.store(out_ids + out + i, ((best & _LOW_BITS) ^ _LOW_BITS).to(tl.int32))
+        tl.store(out_logprobs + out + i, logprob)
+        listed += tl.exp(logprob)
+        key = tl.where(key == best, _EMPTY, key)
+    listed = tl.where(listed > 1.0, 1.0, listed)  # keeps a NaN
+    tl.store(out_tail + row + tl.arange(0, 1), tl.log(1.0 - listed))
+
+
+def topk_teacher(logits: Tensor, k: int) -> TopKRows:
+    """The k likeliest tokens of each row, their log-probabilities and the tail.
+
+    Args:
+        logits: [M, V], bfloat16, float16 or float32; rows may be strided. V up to
+            2**20 in the kernels (the reference runs above).
+        k: Tokens listed, at least 1; V of them if there are fewer. Up to 64 in the
+            kernels (the reference runs above).
+
+    Returns:
+        A `TopKRows`; k becomes min(k, V).
+
+    Raises:
+        ValueError: A shape, dtype or k is not as above.
+    """
+    if logits.ndim != 2 or logits.dtype not in _FLOATS or not logits.shape[1]:
+        raise ValueError(
+            "logits must be bfloat16, float16 or float32 [M, V] with V at least 1, not "
+            f"{logits.dtype} {list(logits.shape)}."
+        )
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError("neighbouring tokens' logits must be neighbours in memory.")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}.")
+    rows, vocab = logits.shape
+    k = min(k, vocab)
+    if k > MAX_K or vocab > MAX_VOCAB or not runs_triton(logits):
+        return topk_teacher_reference(logits, k)
+    device = logits.device
+    ids = torch.empty(rows, k, dtype=torch.int32, device=device)
+    logprobs = torch.empty(rows, k, dtype=torch.float32, device=device)
+    tail = torch.empty(rows, dtype=torch.float32, device=device)
+    if not rows:
+        return TopKRows(ids, logprobs, tail)
+    block = max(MIN_BLOCK, power_of_two(cdiv(vocab, MAX_SPLITS)))
+    splits = cdiv(vocab, block)
+    keys = torch.empty(rows, splits, k, dtype=torch.int64, device=device)
+    tops = torch.empty(rows, splits, dtype=torch.float32, device=device)
+    sums = torch.empty_like(tops)
+    _split_kernel[(rows, splits)](
+        logits,
+        logits.stride(0),
+        vocab,
+        keys,
+        tops,
+        sums,
+        k,
+        splits,
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
+    candidates = power_of_two(splits * k)
+    _merge_kernel[(rows,)](
+        keys,
+        tops,
+        sums,
+        ids,
+        logprobs,
+        tail,
+        k,
+        splits,
+        SPLITS=power_of_two(splits),
+        CANDIDATES=candidates,
+        num_warps=_num_warps(candidates),
+    )
+    return TopKRows(ids, logprobs, tail)
+
+
+def _num_warps(size: int) -> int:
+    """At least 16 elements for each of 32 threads, so that registers suffice."""
+    return max(1, min(8, size // 512))
+
+
+def variants() -> list[Variant]:
+    """What `compile_all` compiles: V of 32k and less, 128k, 256k; k = 64."""
+    scratch = {"keys": "*i64", "tops": "*fp32", "sums": "*fp32"}
+    sizes = {"k": "i32", "splits": "i32"}
+    outs = {"out_ids": "*i32", "out_logprobs": "*fp32", "out_tail": "*fp32"}
+    out = []
+    for dtype, block in (
+        ("bf16", MIN_BLOCK),
+        ("bf16", 2048),
+        ("bf16", 4096),
+        ("fp16", 4096),
+        ("fp32", 4096),
+    ):
+        types = {"logits": f"*{dtype}", "stride": "i32", "vocab": "i32"}
+        types |= scratch | sizes
+        name = f"{dtype}-block{block}"
+        constants = {"BLOCK": block}
+        warps = _num_warps(block)
+        out.append(Variant(_split_kernel, name, types, constants, warps))
+    for splits, candidates in ((32, 2048), (64, 4096)):
+        constants = {"SPLITS": splits, "CANDIDATES": candidates}
+        name = f"splits{splits}-k64"
+        types = {**scratch, **outs, **sizes}
+        warps = _num_warps(candidates)
+        out.append(Variant(_merge_kernel, name, types, constants, warps))
+    return out
