@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess  # noqa: S404 - asks git for the commit
@@ -81,15 +82,18 @@ class Document:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a report.
+    """Read a report, also one that was compressed with gzip.
 
     Raises:
         BenchError: The file is none.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        if path.suffix == ".gz":
+            raw = gzip.decompress(raw)
+        data = json.loads(raw)
     except OSError as error:
-        raise BenchError(f"{path} cannot be read ({error.strerror})") from None
+        raise BenchError(f"{path} cannot be read ({error})") from None
     except ValueError as error:
         raise BenchError(f"{path} is not JSON ({error})") from None
     if not isinstance(data, dict) or not {"cells", "environment"} <= data.keys():
