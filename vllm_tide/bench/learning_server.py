@@ -58,7 +58,7 @@ def trained_section(
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
             "min_new_tokens": 512,
-            "steps_per_cycle": 32,
+            "steps_per_cycle": 12,
             "holdout_share": 0.15,
             "seed": options.seed,
         },

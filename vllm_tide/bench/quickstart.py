@@ -46,9 +46,10 @@ def tide_section(run_dir: Path, trainer_cpus: Sequence[int]) -> dict[str, Any]:
             "learning_rate": 1e-3,
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
-            # The trainer has a core: a new cycle as soon as a few requests came.
+            # A new cycle as soon as a few requests came; few steps, since more of them
+            # on so few requests only cost the core that the client needs too.
             "min_new_tokens": 512,
-            "steps_per_cycle": 32,
+            "steps_per_cycle": 12,
             "holdout_share": 0.15,
         },
     }
