@@ -75,8 +75,8 @@ class TrainConfig(_Section):
     drop_worse: bool = Field(
         True,
         description="Drop a candidate that a cycle made worse than the live draft, and "
-        "go on from that one with half the learning rate, until a cycle helps or "
-        "traffic shifts.",
+        "go on from that one with half the learning rate, which grows again with "
+        "every cycle that does no harm.",
     )
     weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Decoupled weight decay of AdamW."

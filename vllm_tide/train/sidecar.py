@@ -165,7 +165,6 @@ class Sidecar:
         shifts = self.schedule.shifts
         self.schedule.observe(request)
         if self.schedule.shifts != shifts:
-            self.trainer.shifted()
             self._events.add("shift", reason=self.schedule.reason)
         self.deployment.observe(request, now)
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
 LEAST_RATE = 1 / 16
 """Share of the learning rate that is kept however often a cycle does harm."""
+REGROWTH = 2.0**0.25
+"""Growth of the learning rate after a cycle that neither helped nor did harm."""
 MIN_HOLDOUT_REQUESTS = 2
 # Called between steps; False ends the cycle early.
 Progress = Callable[[], bool]
@@ -417,24 +419,22 @@ class Trainer:
                 self._position = (state.cycle_step, state.cycle_total)
         return state
 
-    def shifted(self) -> None:
-        """Traffic is another: what is to be learnt may need large steps again."""
-        self.rate = 1.0
-
     def _adapt_rate(self, result: CycleResult) -> None:
         """Smaller steps, from the live draft again, after a cycle that did harm.
 
         A draft that already fits its traffic is thrown off by steps that a shift needs,
         and takes many cycles to come back; those are cycles in which a shift is not
-        learnt either.
+        learnt either. Steps grow again with every cycle that does no harm. Not with a
+        shift: a gate that pauses after a useless cycle sees the shift again right
+        after, and would have every cycle start over with steps that are too large.
         """
-        if result.improved and result.gain > 0:
-            self.rate = min(1.0, 2.0 * self.rate)
-        elif self.config.drop_worse and result.gain < -max(
-            result.gain_error, self.config.min_gain
-        ):
+        worse = result.gain < -max(result.gain_error, self.config.min_gain)
+        if self.config.drop_worse and worse:
             self.rate = max(LEAST_RATE, 0.5 * self.rate)
             self.restore(self.snapshot())
+        else:
+            helped = result.improved and result.gain > 0
+            self.rate = min(1.0, self.rate * (2.0 if helped else REGROWTH))
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
