@@ -69,6 +69,7 @@ def test_high_acceptance_pays_and_low_does_not_hurt(rows):
     assert low["static7"] < low["adaspec"]
 
 
+@pytest.mark.slow
 def test_same_seed_same_rows(rows):
     cells = suite_cells("quick", [TRACE], regimes=["high"])
     arms = ("none", "adaspec")

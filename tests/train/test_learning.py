@@ -13,7 +13,9 @@ from vllm_tide.train.sample import Sample, TopK
 from vllm_tide.train.trainer import Trainer
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_training_raises_held_out_acceptance(dtype: str) -> None:
     """A fresh draft accepts next to nothing; two cycles later most of it."""
     toy, rng = ToyTarget(), random.Random(0)
