@@ -166,7 +166,7 @@ class TrainConfig(_Section):
     checkpoint_cycles: Annotated[int, Field(ge=0)] = Field(
         0,
         description="Cycles between two checkpoints of the trainer (weights, moments, "
-        "place in the data); 0 writes none.",
+        "step size); 0 writes none.",
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0, description="Port of the trainer's own /metrics on localhost; 0 opens none."

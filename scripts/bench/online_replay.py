@@ -139,8 +139,11 @@ def main() -> None:
         for part, figures in out[name]["parts"].items():
             print(f"  gains in {part}: {figures['gains']}", flush=True)
     if args.json is not None:
-        args.json.write_text(json_text({"options": vars(args) | {"cases": dict(cases)},
-                                        "cases": out}, ), encoding="utf-8")  # fmt: skip
+        options = {
+            k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()
+        }
+        data = {"options": options, "cases": out}
+        args.json.write_text(json_text(data), encoding="utf-8")
 
 
 if __name__ == "__main__":

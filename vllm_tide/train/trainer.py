@@ -396,7 +396,11 @@ class Trainer:
             cycle_total=total,
             published_version=published_version,
             data=DataCursor.of(self.buffer, self._queue).to_json(),
-            extra={"train_tokens": self.train_tokens, "live": self.live_digest()},
+            extra={
+                "train_tokens": self.train_tokens,
+                "live": self.live_digest(),
+                "rate": self.rate,
+            },
         )
         return self.stepper.save(directory, state)
 
@@ -410,6 +414,7 @@ class Trainer:
         state.restore_random()
         self.steps, self.cycles = state.steps, state.cycles
         self.train_tokens = int(state.extra.get("train_tokens", 0))
+        self.rate = float(state.extra.get("rate", 1.0))
         self._position = (0, 0)
         self._differs = True
         if state.data:
@@ -511,7 +516,6 @@ class Trainer:
         samples = [replace(sample, in_vocab=None) for sample in unseen]
         new = self.evaluate(self.draft, progress, samples)
         live = self.evaluate(self.live, progress, samples)
-        # Documents that came meanwhile are not part of it: they stay fresh.
         return samples, new, live
 
     def _judge(
