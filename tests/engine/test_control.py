@@ -26,6 +26,10 @@ PROMPTS = [
 ]
 # Chunked prefill beside decoding: prompts of more than 32 tokens take several steps.
 ENGINE = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "block_size": 32}
+DEMO_CASE = {
+    "params": {"max_tokens": 48},
+    "engine": {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
     target = toys.make_target(folder / "target")
     return target, toys.make_draft(folder / "draft", target)
+
+
+@pytest.fixture(scope="module")
+def plain(toy, tmp_path_factory) -> list[list[int]]:
+    """The toy target's greedy tokens without speculation."""
+    return run(toy, tmp_path_factory.mktemp("plain"))["tokens"]
 
 
 def run(models: tuple[Path, Path], run_dir: Path, **case: Any) -> dict[str, Any]:
@@ -96,32 +106,33 @@ def test_a_probe_sees_what_drafting_would_have_seen(toy, tmp_path):
         assert any(abs(confidence - value) < 2e-4 for value in seen)
 
 
-def test_without_memory_for_it_a_pause_leaves_holes_and_right_outputs(toy, tmp_path):
-    plain = run(toy, tmp_path)
+def test_without_memory_for_it_a_pause_leaves_holes_and_right_outputs(
+    toy, plain, tmp_path
+):
     holes = run(
         toy,
         tmp_path,
         script=[[0, 0, 0], [0, 0, 1], [3, 3, 0]],
         control={"catchup_mib": 0},
     )
-    assert holes["tokens"] == plain["tokens"]
+    assert holes["tokens"] == plain
     assert holes["holes"] > 0 and not holes["lost"]
 
 
+@pytest.fixture(scope="module")
+def plain_demo(tmp_path_factory) -> list[list[int]]:
+    """The demo target's greedy tokens: in fp32 the same compiled or not."""
+    demo = (DEMO / "target", DEMO / "draft")
+    return run(demo, tmp_path_factory.mktemp("plain"), **DEMO_CASE)["tokens"]
+
+
 @pytest.mark.parametrize("eager", [True, False])
-def test_any_lengths_give_the_targets_own_greedy_tokens(tmp_path, eager):
+def test_any_lengths_give_the_targets_own_greedy_tokens(plain_demo, tmp_path, eager):
     """A trained draft, so that tokens are accepted; random steps, prefixes, pauses."""
     demo = (DEMO / "target", DEMO / "draft")
-    engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32}
-    shared = {
-        "params": {"max_tokens": 48},
-        "engine": engine,
-        "eager": eager,
-    }
-    plain = run(demo, tmp_path, **shared)
     script = [[5, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [5, 5, 0], [2, -1, 0]]
-    steered = run(demo, tmp_path, script=script, most=5, **shared)
-    assert steered["tokens"] == plain["tokens"]
+    steered = run(demo, tmp_path, script=script, most=5, eager=eager, **DEMO_CASE)
+    assert steered["tokens"] == plain_demo
     assert steered["outcomes"]["accepted"] > 10
     assert steered["faults"] == {} and not steered["lost"]
 
@@ -162,12 +173,11 @@ def test_preempted_requests_keep_their_outputs(toy, tmp_path):
     assert steered["tokens"] == plain["tokens"] and not steered["lost"]
 
 
-def test_all_tensor_parallel_ranks_follow_the_leader(toy, tmp_path, monkeypatch):
-    plain = run(toy, tmp_path)
+def test_all_tensor_parallel_ranks_follow_the_leader(toy, plain, tmp_path, monkeypatch):
     # The workers are processes of their own: they measure, and the real policy decides.
     engine = ENGINE | {"tensor_parallel_size": 2}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     steered = run(toy, tmp_path, script=[], engine=engine)
-    assert steered["tokens"] == plain["tokens"]
+    assert steered["tokens"] == plain
     assert list((tmp_path / "cache" / "vllm_tide" / "profiles").glob("*.json"))

@@ -84,38 +84,43 @@ def publish(
     )
 
 
+@pytest.fixture(scope="module")
+def from_disk(models, tmp_path_factory) -> tuple[Any, list]:
+    """What draft b gives when it is loaded from disk: the same compiled or not."""
+    folder = tmp_path_factory.mktemp("b")
+    with OfflineEngine(case(models, "b", folder, eager=True)) as engine:
+        reader = RingReader.attach(only_manifest(folder).ring)
+        report = engine.work(PROMPTS, params={"max_tokens": 16})
+        return report["tokens"], drafted(reader)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
-    models, tmp_path, eager
+    models, from_disk, tmp_path, eager
 ):
-    runs = {}
-    for name in ("a", "b"):
-        # What disk gives is the same compiled or not, and compiling takes minutes.
-        run = case(models, name, tmp_path / name, eager=eager or name == "b")
-        with OfflineEngine(run) as engine:
-            manifest = only_manifest(tmp_path / name)
-            reader = RingReader.attach(manifest.ring)
-            report = engine.work(PROMPTS, params={"max_tokens": 16})
-            runs[name] = (report["tokens"], drafted(reader))
-            if name == "b":
-                continue
-            writer = WeightsWriter.attach(manifest.weights)
-            publish(writer, load_file(models["b"] / "model.safetensors"), 1)
-            report = settled(engine)
-            assert report["version"] == 1
-            assert report["refused"] == {}
-            assert report["faults"] == {}
-            drafted(reader)
-            report = engine.work(PROMPTS, params={"max_tokens": 16})
-            runs["swapped"] = (report["tokens"], drafted(reader))
-            assert writer.feedback().installed_version == 1
-            # And back: the target was not touched by either.
-            publish(writer, load_file(models["a"] / "model.safetensors"), 2)
-            assert settled(engine)["version"] == 2
-            drafted(reader)
-            report = engine.work(PROMPTS, params={"max_tokens": 16})
-            runs["back"] = (report["tokens"], drafted(reader))
+    runs = {"b": from_disk}
+    with OfflineEngine(case(models, "a", tmp_path / "a", eager=eager)) as engine:
+        manifest = only_manifest(tmp_path / "a")
+        reader = RingReader.attach(manifest.ring)
+        report = engine.work(PROMPTS, params={"max_tokens": 16})
+        runs["a"] = (report["tokens"], drafted(reader))
+        writer = WeightsWriter.attach(manifest.weights)
+        publish(writer, load_file(models["b"] / "model.safetensors"), 1)
+        report = settled(engine)
+        assert report["version"] == 1
+        assert report["refused"] == {}
+        assert report["faults"] == {}
+        drafted(reader)
+        report = engine.work(PROMPTS, params={"max_tokens": 16})
+        runs["swapped"] = (report["tokens"], drafted(reader))
+        assert writer.feedback().installed_version == 1
+        # And back: the target was not touched by either.
+        publish(writer, load_file(models["a"] / "model.safetensors"), 2)
+        assert settled(engine)["version"] == 2
+        drafted(reader)
+        report = engine.work(PROMPTS, params={"max_tokens": 16})
+        runs["back"] = (report["tokens"], drafted(reader))
     assert runs["a"][0] == runs["b"][0] == runs["swapped"][0] == runs["back"][0]
     assert [t for t, _ in runs["a"][1]] != [t for t, _ in runs["b"][1]]
     for got, want in (("swapped", "b"), ("back", "a")):
