@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""What control costs while it keeps speculation off, step by step against a plain engine.
+"""What control costs while it keeps speculation off, step by step.
 
 Two engines live in one process on the same target, one plain, one with a draft and
 `tide.control` that never finds speculation worth it. They step in turns, on the same
-requests, so a change of the machine's speed falls on both alike. Where an engine's weights
-come to lie in memory changes its speed by more than control does, so engines are built
-several times, the plain one first and last in turn; the figure is over all of these.
+requests, so a change of the machine's speed falls on both alike. Where an engine's
+weights come to lie in memory changes its speed by more than control does, so engines
+are built several times, the plain one first and last in turn; the figure is over all
+of these.
 
-    scripts/bench/off_cost.py --target DIR [--draft DIR] [--batches 1,4,16] [--json FILE]
+    scripts/bench/off_cost.py --target DIR [--batches 1,4,16] [--json FILE]
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def engine(target: str, draft: str | None, batch: int, run_dir: str):
+    """A plain engine, or one with a draft that is never used."""
     from vllm import LLM
 
     speculation = {}
@@ -59,6 +61,7 @@ def engine(target: str, draft: str | None, batch: int, run_dir: str):
 
 
 def begin(engine, batch: int, tokens: int) -> None:
+    """Queue `batch` greedy requests of 40 tokens that generate `tokens` more."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
@@ -68,6 +71,7 @@ def begin(engine, batch: int, tokens: int) -> None:
 
 
 def finish(engine) -> None:
+    """Step until nothing is left."""
     while engine.has_unfinished_requests():
         engine.step()
 
@@ -100,6 +104,7 @@ def measure(plain, off, batch: int, steps: int, warm_up: int) -> dict[str, float
 def one_build(
     options: argparse.Namespace, batches: list[int]
 ) -> list[dict[str, float]]:
+    """Build both engines and measure each batch size."""
     with tempfile.TemporaryDirectory() as run_dir:
         drafts = {"plain": None, "off": options.draft}
         names = ["plain", "off"] if options.build % 2 == 0 else ["off", "plain"]
@@ -113,7 +118,7 @@ def one_build(
 
 
 def over_builds(builds: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Per batch: medians of times, the geometric mean of the ratios and their extremes."""
+    """Medians of times, the geometric mean of the ratios and their extremes."""
     rows = []
     for same in zip(*builds, strict=True):
         ratios = [row["ratio"] for row in same]
@@ -132,6 +137,7 @@ def over_builds(builds: list[list[dict[str, float]]]) -> list[dict[str, float]]:
 
 
 def main() -> int:
+    """Run the builds and print; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default=str(HERE / "demo" / "target"))
     parser.add_argument("--draft", default=str(HERE / "demo" / "draft"))
@@ -165,9 +171,10 @@ def main() -> int:
     rows = over_builds(builds)
     for row in rows:
         print(
-            "batch %(batch)3d: plain %(plain_ms).2f ms, off %(off_ms).2f ms a step; ratio "
-            "%(ratio).4f [%(ratio_low).4f, %(ratio_high).4f] over %(builds)d builds"
-            % row
+            f"batch {row['batch']:3d}: plain {row['plain_ms']:.2f} ms, off "
+            f"{row['off_ms']:.2f} ms a step; ratio {row['ratio']:.4f} "
+            f"[{row['ratio_low']:.4f}, {row['ratio_high']:.4f}] "
+            f"over {row['builds']} builds"
         )
     if options.json:
         from vllm_tide.bench.report import environment

@@ -5,6 +5,7 @@ import pytest
 
 from tests.bench.learning_toys import arm_run, options_for
 from vllm_tide.bench import learning_run, learning_session
+from vllm_tide.bench.control_arms import BenchError
 from vllm_tide.bench.learning_arms import ARMS, arms_of, config_of
 from vllm_tide.bench.learning_run import LearningOptions, run
 from vllm_tide.bench.server import ServerError
@@ -66,6 +67,22 @@ def test_every_arms_configuration_is_valid(arm, tmp_path):
 
 def test_arms_come_in_the_order_given_and_once():
     assert [a.name for a in arms_of(["gated", "none", "gated"])] == ["gated", "none"]
+
+
+def test_an_arm_may_say_how_lazily_heads_are_published(tmp_path):
+    lazy, auto = arms_of(["gated@32", "always@auto"])
+    deploy = parse_tide(config_of(lazy, options(tmp_path), tmp_path)["tide"]).deploy
+    assert (lazy.mode, deploy.min_requests, deploy.min_seconds) == ("gated", 32, 0.0)
+    deploy = parse_tide(config_of(auto, options(tmp_path), tmp_path)["tide"]).deploy
+    assert deploy.min_requests is None and deploy.min_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("frozen@8", "trained"), ("gated@soon", "number of requests")]
+)
+def test_a_spacing_that_makes_no_sense_is_refused(name, says):
+    with pytest.raises(BenchError, match=says):
+        arms_of([name])
 
 
 def test_both_kinds_of_traffic_are_served_and_compared(tmp_path, served):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ class LearningArm:
         name: As on the command line.
         drafts: A draft is served.
         mode: `tide.schedule.mode` of its trainer; None: it is never trained.
+        spacing: `tide.deploy.min_requests`, the laziness of synchronisation (Aurora,
+            figure 5): a number, or "auto" for the trainer's own choice, which sets
+            `min_seconds` too; None: as configured.
     """
 
     name: str
     drafts: bool
     mode: str | None = None
+    spacing: int | str | None = None
 
 
 ARMS = (
@@ -43,15 +47,27 @@ def arms_of(names: Sequence[str]) -> list[LearningArm]:
     Raises:
         BenchError: An arm is unknown, or none was given.
     """
-    known = {arm.name: arm for arm in ARMS}
-    for name in names:
-        if name not in known:
-            raise BenchError(
-                f"--arms: there is no arm {name!r}; known: {', '.join(known)}"
-            )
     if not names:
         raise BenchError("--arms names no arm")
-    return [known[name] for name in dict.fromkeys(names)]
+    return [_arm_of(name) for name in dict.fromkeys(names)]
+
+
+def _arm_of(name: str) -> LearningArm:
+    known = {arm.name: arm for arm in ARMS}
+    base, at, spacing = name.partition("@")
+    if base not in known:
+        raise BenchError(f"--arms: there is no arm {name!r}; known: {', '.join(known)}")
+    if not at:
+        return known[base]
+    if known[base].mode is None:
+        raise BenchError(f"--arms: {name!r}: only arms that are trained take @REQUESTS")
+    if spacing != "auto" and not spacing.isdecimal():
+        raise BenchError(
+            f"--arms: {name!r}: after @ comes a number of requests between two "
+            "publications, or auto"
+        )
+    chosen = spacing if spacing == "auto" else int(spacing)
+    return replace(known[base], name=name, spacing=chosen)
 
 
 def config_of(
@@ -66,4 +82,9 @@ def config_of(
     section = trained_section(options, run_dir)
     # After the user's own knobs: the mode is what the arm is.
     section = merged(section, {"schedule": {"mode": arm.mode}})
+    if arm.spacing == "auto":
+        chosen = {"min_requests": None, "min_seconds": None}
+        section = merged(section, {"deploy": chosen})
+    elif arm.spacing is not None:
+        section = merged(section, {"deploy": {"min_requests": arm.spacing}})
     return draft_config(options, draft, section)

@@ -151,8 +151,10 @@ def _one(
 def _close(session: Session, kind: str) -> None:
     """Compare the arms of one kind of traffic, those of earlier runs included."""
     results, options = session.document.results, session.options
-    order = {name: place for place, name in enumerate(ARM_NAMES)}
-    arms = dict(sorted(results[kind].items(), key=lambda item: order[item[0]]))
+    places = {name: place for place, name in enumerate(ARM_NAMES)}
+    # Stable: arms of one kind but another spacing stay as they were given.
+    order = sorted(results[kind], key=lambda name: places[name.partition("@")[0]])
+    arms = {name: results[kind][name] for name in order}
     results[kind] = arms
     outputs = {name: session.outputs.load(f"{kind}-{name}") for name in arms}
     with all_cores(options):
