@@ -202,7 +202,9 @@ class ScheduleConfig(_Section):
         8, description="Groups of similar requests watched by `gated` (1 to 64)."
     )
     patience: Annotated[int, Field(ge=1)] = Field(
-        2, description="Cycles without improvement after which training pauses."
+        3,
+        description="Cycles without improvement after which training pauses; with "
+        "`gated` each waits for twice the tokens of the one before.",
     )
 
 

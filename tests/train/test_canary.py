@@ -10,7 +10,7 @@ import pytest
 
 from scripts.bench.schedule_sim import make_request
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.canary import MAX_OUTDONE, PATIENCE, Canary
+from vllm_tide.train.canary import MAX_OUTDONE, MIN_COMPARED, PATIENCE, Canary
 from vllm_tide.train.comparison import compare, mixture_bound
 from vllm_tide.train.served import ServedRequest
 
@@ -234,6 +234,23 @@ def test_publishing_waits_for_the_verdict_and_for_the_backoff():
         machine.cycle_done()
         waited += 1
     assert waited == 2
+
+
+def test_a_trial_that_shows_no_harm_so_far_does_not_hold_a_better_draft_up():
+    rng = np.random.default_rng(0)
+    held_up = []
+    for level in (0.58, 0.05):  # hardly worse than 0.6, and far worse
+        machine = canary()
+        window(machine, rng, 0.6)
+        machine.begin("", 2)
+        waited = 0
+        while not machine.may_publish and machine.undecided:
+            machine.observe(make_request(rng, level, version=2))
+            waited += 1
+        held_up.append((waited, machine.undecided))
+    (waited, undecided), (_, still) = held_up
+    assert waited == MIN_COMPARED and undecided
+    assert not still
 
 
 def test_a_trial_that_can_say_nothing_does_not_hold_a_better_draft_up():

@@ -233,6 +233,38 @@ def test_one_improvement_starts_the_patience_anew():
     assert not machine.collecting
 
 
+def test_a_cycle_without_improvement_makes_the_next_wait_for_twice_the_tokens():
+    machine = schedule("gated", patience=4)
+    base = machine.min_new_tokens
+    feed(machine, [0.5] * NEW_GROUP_REQUESTS)
+    for doublings in range(3):
+        assert machine.tokens_needed == base << doublings
+        assert not machine.should_train((base << doublings) - 1)
+        assert machine.should_train(base << doublings)
+        machine.cycle_done(False)
+    machine.cycle_done(True)
+    assert machine.should_train(base)
+
+
+def test_a_shift_of_one_group_does_not_wait_for_another_that_is_nearly_saturated():
+    machine = schedule("gated", patience=4)
+    feed_all(machine, 0.5, 0, NEW_GROUP_REQUESTS)
+    for _ in range(3):
+        machine.cycle_done(False)
+    assert machine.tokens_needed == machine.min_new_tokens << 3
+    feed_all(machine, 0.5, 1, NEW_GROUP_REQUESTS)
+    assert machine.wanted_groups() == {0, 1}
+    assert machine.tokens_needed == machine.min_new_tokens
+
+
+@pytest.mark.parametrize("mode", ["always", "tide"])
+def test_other_modes_never_wait_for_more_tokens(mode):
+    machine = schedule(mode)
+    for _ in range(5):
+        machine.cycle_done(False)
+    assert machine.tokens_needed == machine.min_new_tokens
+
+
 def test_groups_saturate_one_by_one():
     machine = schedule("gated", patience=1)
     for group in (0, 1):

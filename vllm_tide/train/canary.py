@@ -84,22 +84,20 @@ class Canary:
     def may_publish(self) -> bool:
         """Whether a better draft may be published now.
 
-        Also during a trial that goes well so far, or that has had its requests and can
-        say nothing (few are like those before): it then goes on with the newer draft
-        against the same window. After a shift every draft is soon outdone, and waiting
-        for a verdict on each would hold adaptation up. With none ever decided there
-        would be nothing to go back to, so `MAX_OUTDONE` times in a row.
+        Also during a trial that shows no harm so far, or that has had its requests and
+        can say nothing (few are like those before): it then goes on with the newer
+        draft against the same window. After a shift every draft is soon outdone, and
+        waiting for a verdict on each would hold adaptation up. With none ever decided
+        there would be nothing to go back to, so `MAX_OUTDONE` times in a row.
         """
         if self.backoff or not self.undecided:
             return not self.backoff
         if self._outdone >= MAX_OUTDONE:
             return False
         found = self.comparison
-        long = len(self._after) >= self.config.canary_requests
         if found is None or found.requests < MIN_COMPARED:
-            return long
-        worse = found.change + found.error < -self.config.canary_tolerance
-        return found.change >= 0.0 or (long and not worse)
+            return len(self._after) >= self.config.canary_requests
+        return found.change + found.error >= -self.config.canary_tolerance
 
     def begin(self, engine: str, version: int) -> None:
         """An engine reports a new draft as installed.
