@@ -79,6 +79,10 @@ class CaptureV1:
         self.dropped: Counter[str] = Counter()
         self.draft_version = 0
 
+    def use_ring(self, ring: RingWriter) -> None:
+        """Write to another ring from now on: the one before was cut short."""
+        self._ring = ring
+
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """Keep the probability of each drafted token.
 

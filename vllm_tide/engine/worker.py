@@ -24,6 +24,7 @@ from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import rendezvous
+from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.ring import RingSpec, RingWriter
 from vllm_tide.transport.tenant import tenant_key
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_tide")
 
 REPORT_SECONDS = 0.5
+REPLACE_SECONDS = 2.0
+"""Between two attempts to replace a segment that something cut short (s)."""
 
 
 def make_worker(worker: Any) -> WorkerTide | None:
@@ -77,6 +80,9 @@ class WorkerTide:
         self._trainer: TrainerProcess | None = None
         self._reported = 0.0
         self._sent_staged = 0
+        self._replaced = 0.0
+        self._losses: Counter[str] = Counter()
+        self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
@@ -207,16 +213,7 @@ class WorkerTide:
 
     def _open_capture(self, worker: Any) -> None:
         facts, capture = self._facts, self._config.capture
-        spec = RingSpec(
-            engine_id=self._engine_id,
-            hidden_size=facts.hidden_size,
-            aux_layer_ids=facts.aux_layer_ids,
-            vocab_size=facts.vocab_size,
-            feature_dtype=capture.feature_dtype,
-            teacher=capture.teacher,
-            teacher_topk=capture.teacher_topk,
-        )
-        self._ring = RingWriter.create(spec, capture.ring_mib * MIB)
+        self._ring = self._create_ring()
         self.capture = CaptureV1(
             worker.model_runner,
             self._ring,
@@ -226,16 +223,72 @@ class WorkerTide:
             tenant_key=tenant_key(self._run_dir),
         )
 
+    def _create_ring(self) -> RingWriter:
+        facts, capture = self._facts, self._config.capture
+        spec = RingSpec(
+            engine_id=self._engine_id,
+            hidden_size=facts.hidden_size,
+            aux_layer_ids=facts.aux_layer_ids,
+            vocab_size=facts.vocab_size,
+            feature_dtype=capture.feature_dtype,
+            teacher=capture.teacher,
+            teacher_topk=capture.teacher_topk,
+        )
+        return RingWriter.create(spec, capture.ring_mib * MIB)
+
+    def _create_weights(self) -> WeightsSegment:
+        held = checkpoint_tensors(self._facts.draft_path).values()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        # Twice: a trainer may publish fp32 where the checkpoint is bf16.
+        return WeightsSegment.create(2 * size + MIB)
+
+    def _replace_lost(self, now: float) -> None:
+        """Replace segments that something cut short, and announce the new ones.
+
+        The trainer sees it in the manifest. Several ranks would have to agree on a new
+        weights segment at one step; with them it stays lost until a restart.
+        """
+        ring = self._ring is not None and self._ring.lost
+        weights = self._segment is not None and self._segment.lost
+        weights = weights and self._group is None
+        if not (ring or weights) or now - self._replaced < REPLACE_SECONDS:
+            return
+        self._replaced = now
+        try:
+            if ring:
+                self._replace_ring()
+            if weights:
+                self._replace_weights()
+            self._announce()
+        except (TransportError, OSError) as error:
+            logger.error("vllm_tide: a lost segment is not replaced yet: %s", error)
+
+    def _replace_ring(self) -> None:
+        assert self._ring is not None and self.capture is not None  # noqa: S101
+        made, old = self._create_ring(), self._ring
+        self._ring = made
+        self.capture.use_ring(made)
+        self._lost_drops += old.dropped_rows
+        self._losses["header"] += old.mended
+        self._losses["ring_lost"] += 1
+        old.close()
+
+    def _replace_weights(self) -> None:
+        assert self._segment is not None and self.swapper is not None  # noqa: S101
+        made, old = self._create_weights(), self._segment
+        self._segment = made
+        self.swapper.use_segment(made)
+        self._losses["header"] += old.mended
+        self._losses["weights_lost"] += 1
+        old.close()
+
     def _open_swap(self, worker: Any, cores: set[int]) -> None:
         from vllm.distributed import get_tp_group
 
         facts = self._facts
         name = ""
         if self._leader:
-            held = checkpoint_tensors(facts.draft_path).values()
-            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-            # Twice: a trainer may publish fp32 where the checkpoint is bf16.
-            self._segment = WeightsSegment.create(2 * size + MIB)
+            self._segment = self._create_weights()
             name = self._segment.name
         if self._group is not None:
             name = get_tp_group().broadcast_object(name, src=0)
@@ -314,7 +367,11 @@ class WorkerTide:
         if staged == self._sent_staged and now - self._reported < REPORT_SECONDS:
             return None
         self._reported, self._sent_staged = now, staged
-        faults = Counter(self._guard.faults)
+        self._replace_lost(now)
+        faults = Counter(self._guard.faults) + self._losses
+        parts = (self._ring, self._segment)
+        mended = sum(part.mended for part in parts if part is not None)
+        faults += Counter(header=mended)
         if self.control is not None:
             faults += self.control.faults
         report: dict[str, Any] = {"staged": staged, "faults": dict(faults)}
@@ -335,11 +392,12 @@ class WorkerTide:
             swapper.seconds = []
         return report
 
-    @staticmethod
-    def _capture_report(capture: CaptureV1, ring: RingWriter) -> dict[str, Any]:
+    def _capture_report(self, capture: CaptureV1, ring: RingWriter) -> dict[str, Any]:
         stats = ring.stats()
         dropped = dict(capture.dropped)
-        dropped["ring_full"] = stats.dropped_rows
+        dropped["ring_full"] = 0
+        for reason, rows in (ring.dropped_rows + self._lost_drops).items():
+            dropped[f"ring_{reason}"] = rows
         return {
             "rows": capture.rows,
             "requests": capture.requests,

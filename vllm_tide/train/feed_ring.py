@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ from vllm_tide.transport.weights import (
 
 logger = logging.getLogger("vllm_tide.train")
 
+LOST_S = 30.0
+"""An engine that has not replaced a lost segment after this (s) is given up."""
+LOOK_S = 0.5
+"""How often its manifest is looked at meanwhile (s)."""
+FAR = 1 << 32
+"""Versions further ahead than this were never published."""
+
 _SPEC = ("hidden_size", "vocab_size", "feature_dtype", "teacher", "aux_layer_ids")
 
 
@@ -31,12 +39,22 @@ class RingFeed:
 
     Args:
         manifest: The engine.
+        announced: Gives what it announces now; an engine whose segment was cut short
+            replaces it.
 
     Raises:
         TransportError: A segment cannot be attached, or is not as announced.
     """
 
-    def __init__(self, manifest: EngineManifest) -> None:
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        announced: Callable[[], EngineManifest | None] = lambda: None,
+    ) -> None:
+        self._announced = announced
+        self._told = WeightsFeedback(0, 0, "", True, 0.0)
+        self._lost_at = self._looked = 0.0
+        self._collect = True
         self.id = manifest.engine_id
         self.manifest = manifest
         for name, knob in (("ring", "capture"), ("weights", "swap")):
@@ -57,6 +75,7 @@ class RingFeed:
                         f"manifest {told!r}: restart it"
                     )
             self._writer = WeightsWriter.attach(manifest.weights)
+            self._told = self._writer.feedback()
         except BaseException:
             self._reader.close()
             raise
@@ -72,8 +91,14 @@ class RingFeed:
 
     @property
     def latest_version(self) -> int:
-        """See ``feed.Feed``."""
-        return self._writer.latest_version
+        """See ``feed.Feed``. Numbers that the engine has seen are not given again.
+
+        It looks at each number once, and a damaged publication, or one in a segment
+        that is lost, has one too. A number out of all reason was damage.
+        """
+        latest, told = self._writer.latest_version, self._told
+        seen = (told.installed_version, told.refused_version)
+        return max([latest, *(v for v in seen if v - latest < FAR)])
 
     def models(self) -> tuple[Path, Path]:
         """See ``feed.Feed``: the engine's own directories."""
@@ -93,7 +118,13 @@ class RingFeed:
         return records
 
     def heartbeat(self) -> None:
-        """See ``feed.Feed``."""
+        """See ``feed.Feed``. Follows an engine that replaced a segment.
+
+        Raises:
+            TransportError: If it has not for `LOST_S`.
+        """
+        if self._reader.lost or self._writer.lost:
+            self._follow(time.monotonic())
         self._reader.heartbeat()
         self._writer.heartbeat()
 
@@ -106,8 +137,10 @@ class RingFeed:
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        """See ``feed.Feed``."""
-        return self._writer.feedback()
+        """See ``feed.Feed``; the last one while the segment is lost."""
+        if not self._writer.lost:
+            self._told = self._writer.feedback()
+        return self._told
 
     def publish(
         self,
@@ -131,12 +164,13 @@ class RingFeed:
             return segment.read()
         except WeightsRefused as refusal:
             logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
-            return None
+            return segment.read_version(self.feedback().installed_version)
         finally:
             segment.close()
 
     def set_collect(self, wanted: bool) -> None:
         """See ``feed.Feed``."""
+        self._collect = wanted
         self._reader.set_collect(wanted)
 
     def purge(self, tenant: int | None = None) -> int:
@@ -156,3 +190,28 @@ class RingFeed:
         """See ``feed.Feed``."""
         self._reader.close()
         self._writer.close()
+
+    def _follow(self, now: float) -> None:
+        """Attach to the segments that replace lost ones, once they are announced."""
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._lost_at = self._lost_at or now
+        manifest = self._announced()
+        if manifest is not None:
+            before, self.manifest = self.manifest, manifest
+            if self._reader.lost and manifest.ring != before.ring:
+                self._reader.close()
+                self._reader = RingReader.attach(manifest.ring)
+                self._reader.set_collect(self._collect)
+            if self._writer.lost and manifest.weights != before.weights:
+                self._writer.close()
+                self._writer = WeightsWriter.attach(manifest.weights)
+        if not (self._reader.lost or self._writer.lost):
+            self._lost_at = 0.0
+            logger.info("engine %s replaced a segment that was cut short", self.id)
+        elif now - self._lost_at > LOST_S:
+            raise TransportError(
+                f"a segment of engine {self.id} was cut short and is not replaced: "
+                "restart the engine"
+            )

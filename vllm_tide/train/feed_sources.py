@@ -88,7 +88,12 @@ class RunDirSource:
 
     def open(self, engine_id: str) -> Feed:
         """See :class:`Source`."""
-        return RingFeed(self._manifests[engine_id])
+
+        def announced() -> EngineManifest | None:
+            found = read_manifests(self._run_dir)
+            return next((m for m in found if m.engine_id == engine_id), None)
+
+        return RingFeed(self._manifests[engine_id], announced)
 
     def gone(self, engine_id: str) -> None:
         """An engine killed outright could not unlink its segments."""

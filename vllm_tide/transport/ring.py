@@ -67,12 +67,16 @@ class RingWriter:
         self.drops: Counter[str] = Counter()
         """Dropped records by reason: full, too_large, invalid, cursor, truncated,
         closed."""
+        self.dropped_rows: Counter[str] = Counter()
+        """Rows of dropped records, by the same reasons."""
+        self.mended = 0
+        """Times that the header was damaged and written again."""
         self._segment = segment
         self._capacity = segment.header.size_bytes - DATA_AT
         self._head = 0
         self._tail = 0
         self._disabled = ""
-        self._written_records = self._written_rows = self._dropped_rows = 0
+        self._written_records = self._written_rows = 0
         # Both pids usually live here; the first consumer corrects it.
         segment.store(Word.CONSUMER_NAMESPACE, pid_namespace())
         # What comes before the first consumer is worth training on.
@@ -115,17 +119,24 @@ class RingWriter:
             )
             return True
         self.drops[reason] += 1
-        self._dropped_rows += num_rows
-        self._mirror(Word.DROPPED_RECORDS, self.drops.total(), self._dropped_rows)
+        self.dropped_rows[reason] += num_rows
+        rows = self.dropped_rows.total()
+        self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
         return False
 
     def heartbeat(self) -> None:
-        """Say that the engine lives; also repairs a head damaged in memory."""
+        """Say that the engine lives; also repairs header and head damaged in memory."""
         # ValueError: another thread closed the ring between the check and the store.
         with contextlib.suppress(ValueError):
             if not self._unusable():
+                self.mended += self._segment.mend_header()
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
                 self._segment.store(Word.HEAD, self._head)
+
+    @property
+    def lost(self) -> bool:
+        """Whether something cut the ring short: it stays unusable and needs another."""
+        return self._unusable() == "truncated"
 
     @property
     def collect(self) -> bool:
@@ -153,7 +164,7 @@ class RingWriter:
             written_records=self._written_records,
             written_rows=self._written_rows,
             dropped_records=self.drops.total(),
-            dropped_rows=self._dropped_rows,
+            dropped_rows=self.dropped_rows.total(),
             corrupt_records=corrupt,
             consumer_alive=alive,
         )
@@ -298,6 +309,11 @@ class RingReader:
         self._collect = wanted
         if not self._lost and self._segment.intact():
             self._segment.store(Word.COLLECT, int(wanted))
+
+    @property
+    def lost(self) -> bool:
+        """Whether something cut the ring short."""
+        return not self._segment.intact()
 
     def producer_alive(self) -> bool:
         """Whether the engine that owns the ring lives."""

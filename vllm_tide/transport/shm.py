@@ -53,6 +53,7 @@ class Segment:
         self._map = mmap.mmap(fd, header.size_bytes, flags)
         self.buf: memoryview = memoryview(self._map)
         self.closed = False
+        self._page = header.encode().ljust(PAGE_BYTES, b"\0") if owned else b""
 
     @classmethod
     def create(
@@ -78,7 +79,7 @@ class Segment:
         name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
         size = DATA_AT + data_bytes
         header = Header(magic, version, size, Holder.me(), spec)
-        page = header.encode()
+        header.encode()  # refuses what does not fit before anything is made
         try:
             fd = _shm.shm_create("/" + name, size)
         except OSError as error:
@@ -93,7 +94,7 @@ class Segment:
             _unlink(name)
             os.close(fd)
             raise TransportError(f"cannot map segment {name}: {error}") from error
-        segment.buf[: len(page)] = page
+        segment.mend_header()
         _owned.add(segment)
         return segment
 
@@ -137,6 +138,17 @@ class Segment:
     def store(self, word: int, value: int) -> None:
         """Store word number `word` of page 1 (release)."""
         _shm.store(self.buf, WORDS_AT + word * LINE_BYTES, value)
+
+    def mend_header(self) -> bool:
+        """Write page 0 again if it is not what its owner wrote; whether it was not.
+
+        Both sides read it once, but a trainer that starts later has to, and a segment
+        without a header would be taken for an unfinished one and removed.
+        """
+        if not self._page or self.buf[:PAGE_BYTES] == self._page:
+            return False
+        self.buf[:PAGE_BYTES] = self._page
+        return True
 
     def owner_alive(self) -> bool | None:
         """Whether the creator lives; None where its pid cannot be looked up."""

@@ -102,6 +102,13 @@ class WeightsSegment:
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
         self._last_read = 0
+        self.mended = 0
+        """Times that the header was damaged and written again."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether something cut the segment short: it needs another."""
+        return not self._segment.closed and not self._segment.intact()
 
     @classmethod
     def create(cls, slot_bytes: int) -> WeightsSegment:
@@ -152,6 +159,19 @@ class WeightsSegment:
                 "truncated", f"segment {self.name} was closed: {error}"
             ) from error
 
+    def read_version(self, version: int) -> Publication | None:
+        """Copy a version out, the latest or not; None if no slot holds it whole.
+
+        For one who goes on where the latest publication is damaged.
+        """
+        # ValueError: closed by another thread meanwhile.
+        with contextlib.suppress(ValueError, WeightsRefused):
+            for slot in (0, 1) if self._segment.intact() else ():
+                found = self._read_slot(slot, version)
+                if found is not None:
+                    return found
+        return None
+
     def _read(self) -> Publication:
         for _ in range(_READ_ATTEMPTS):
             version = self.latest_version()
@@ -194,6 +214,7 @@ class WeightsSegment:
         """Say that the engine lives (needed where its pid cannot be looked up)."""
         with contextlib.suppress(ValueError):  # as in latest_version
             if self._segment.intact():
+                self.mended += self._segment.mend_header()
                 self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
 
     def writer_alive(self) -> bool:
@@ -248,7 +269,15 @@ class WeightsWriter:
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
         self._feedback = WeightsFeedback(0, 0, "", True, 0.0)
-        self._last_published = segment.load(_Word.LATEST)
+        # A number that no slot holds is damage: versions do not go on from it.
+        held = [self._version_in(slot) for slot in (0, 1)]
+        latest = segment.load(_Word.LATEST)
+        self._last_published = latest if latest in held else max(held)
+
+    @property
+    def lost(self) -> bool:
+        """Whether something cut the segment short."""
+        return not self._segment.intact()
 
     @classmethod
     def attach(cls, name: str) -> WeightsWriter:

@@ -1,0 +1,189 @@
+"""Segments that are cut short or lose their header, and what each end makes of it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.transport.samples import make_record, make_spec
+from tests.transport.test_weights import publish
+from vllm_tide.train import feed_ring
+from vllm_tide.train.feed_ring import RingFeed
+from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsSegment
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, WORDS_AT
+from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.shm import SHM_DIR, orphaned
+from vllm_tide.transport.weights import WeightsWriter
+
+SPEC = make_spec()
+
+
+def test_the_owner_mends_a_damaged_header(ring_pair, weights_pair):
+    for end in (ring_pair(SPEC)[0], weights_pair()[0]):
+        end.heartbeat()
+        assert end.mended == 0
+        path = f"{SHM_DIR}/{end.name}"
+        with open(path, "r+b") as file:
+            good = file.read(PAGE_BYTES)
+            file.seek(3)
+            file.write(os.urandom(200))
+        os.utime(path, (0, 0))  # a minute old: without a header it counts as left over
+        assert orphaned(end.name)
+        end.heartbeat()
+        assert end.mended == 1
+        assert Path(path).read_bytes()[:PAGE_BYTES] == good
+        assert not orphaned(end.name)
+
+
+def test_a_number_that_no_slot_holds_is_not_gone_on_from(weights_pair):
+    segment, writer = weights_pair()
+    publish(writer, 1)
+    publish(writer, 2)
+    writer.close()
+    at = WORDS_AT
+    segment._segment.buf[at : at + 8] = (2**64 - 1).to_bytes(8, "little")
+    again = WeightsWriter.attach(segment.name)
+    assert again.latest_version == 2
+    publish(again, 3)
+    assert segment.read().version == 3
+    again.close()
+
+
+def test_rows_that_a_lost_ring_drops_say_so(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    assert not writer.lost and not reader.lost
+    os.truncate(f"{SHM_DIR}/{writer.name}", 100)
+    assert not writer.try_write(make_record(SPEC, 1))
+    assert writer.lost and reader.lost
+    assert writer.dropped_rows == {"truncated": 4}
+    writer.close()
+    assert writer.lost  # it stays what it was
+
+
+class Engine:
+    """An engine that replaces what it lost, as the worker does."""
+
+    def __init__(self):
+        self.made = []
+        self.ring, self.weights = self.new_ring(), self.new_weights()
+        self.manifest = EngineManifest(
+            engine_id="e",
+            pid=os.getpid(),
+            pid_start=0,
+            ring=self.ring.name,
+            weights=self.weights.name,
+            target_path="",
+            draft_path="",
+            target_dtype="float32",
+            hidden_size=SPEC.hidden_size,
+            vocab_size=SPEC.vocab_size,
+            draft_vocab_size=SPEC.vocab_size,
+            aux_layer_ids=SPEC.aux_layer_ids,
+            teacher=SPEC.teacher,
+            teacher_topk=SPEC.teacher_topk,
+            feature_dtype=SPEC.feature_dtype,
+            num_speculative_tokens=3,
+            tide={},
+            created_unix=0.0,
+        )
+
+    def new_ring(self):
+        self.made.append(RingWriter.create(SPEC, 1 << 16))
+        return self.made[-1]
+
+    def new_weights(self):
+        self.made.append(WeightsSegment.create(1 << 16))
+        return self.made[-1]
+
+    def replace(self, **names):
+        self.manifest = replace(self.manifest, **names)
+
+
+@pytest.fixture
+def engine():
+    made = Engine()
+    yield made
+    for end in made.made:
+        end.close()
+
+
+@pytest.fixture
+def feed(engine, monkeypatch):
+    monkeypatch.setattr(feed_ring, "LOOK_S", 0.0)
+    made = RingFeed(engine.manifest, lambda: engine.manifest)
+    yield made
+    made.close()
+
+
+def test_a_feed_follows_its_engine_to_another_ring(engine, feed):
+    feed.set_collect(False)
+    os.truncate(f"{SHM_DIR}/{engine.ring.name}", 0)
+    feed.heartbeat()
+    assert feed.read(8) == [] and feed.alive()
+    ring = engine.new_ring()
+    engine.replace(ring=ring.name)
+    feed.heartbeat()
+    assert ring.stats().consumer_alive and not ring.collect
+    assert ring.try_write(make_record(SPEC, 5))
+    assert [record.draft_version for record in feed.read(8)] == [5]
+
+
+def test_a_feed_follows_its_engine_to_other_weights(engine, feed):
+    publish(feed._writer, 1)
+    engine.weights.report(1, swap_pause_ms=3.0)
+    assert feed.feedback().installed_version == 1
+    os.truncate(f"{SHM_DIR}/{engine.weights.name}", PAGE_BYTES)
+    assert feed.feedback().installed_version == 1
+    with pytest.raises(TransportError, match="truncated"):
+        publish(feed._writer, 2)
+    weights = engine.new_weights()
+    engine.replace(weights=weights.name)
+    feed.heartbeat()
+    publish(feed._writer, 2)
+    assert weights.read().version == 2
+
+
+def test_an_engine_that_replaces_nothing_is_given_up(engine, feed, monkeypatch):
+    os.truncate(f"{SHM_DIR}/{engine.weights.name}", 0)
+    feed.heartbeat()
+    monkeypatch.setattr(feed_ring, "LOST_S", -1.0)
+    with pytest.raises(TransportError, match="restart the engine"):
+        feed.heartbeat()
+
+
+def test_a_refused_number_is_not_given_again(engine, feed):
+    publish(feed._writer, 1)
+    engine.weights.report(1, 2, "sha256")  # 2 was damage: nobody published it
+    feed.feedback()
+    assert feed.latest_version == 2
+    engine.weights.report(1, 2**63, "torn")
+    feed.feedback()
+    assert feed.latest_version == 1
+
+
+def test_a_reader_attaches_to_a_mended_ring(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    reader.close()
+    writer._segment.buf[:LINE_BYTES] = bytes(LINE_BYTES)
+    with pytest.raises(TransportError, match="damaged header"):
+        RingReader.attach(writer.name)
+    writer.heartbeat()
+    RingReader.attach(writer.name).close()
+
+
+def test_a_restarted_trainer_goes_on_from_the_served_head_where_the_newest_is_damaged(
+    engine, feed
+):
+    publish(feed._writer, 1)
+    publish(feed._writer, 2)
+    engine.weights.report(1)
+    segment = engine.weights._segment
+    slot_bytes = feed._writer._slot_bytes
+    slot = [feed._writer._version_in(s) for s in (0, 1)].index(2)
+    segment.buf[DATA_AT + slot * slot_bytes + 200] ^= 1
+    found = feed.latest()
+    assert found is not None and found.version == 1
+    engine.weights.report(7)
+    assert feed.latest() is None
+    assert feed.latest_version == 7
