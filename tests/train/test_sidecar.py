@@ -234,8 +234,7 @@ def test_command_stops_gracefully_on_sigterm(engine):
     assert engine.status()["state"] == "stopped"
 
 
-@pytest.mark.slow
-def test_command_ends_when_its_engine_is_killed(tmp_path):
+def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
     code = (
         "import sys, time; from pathlib import Path; "
         "from tests.train.test_sidecar import Engine; "
@@ -247,12 +246,33 @@ def test_command_ends_when_its_engine_is_killed(tmp_path):
     )
     assert engine.stdout is not None
     assert engine.stdout.readline() == "up\n"
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir", str(run_dir)]
-    trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    path, deadline = run_dir / "trainer-test.json", time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
+    return engine
+
+
+def _trainer_until(path: Path, state: str, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
+    trainer = subprocess.Popen(
+        [*command, str(path.parent), *more], stderr=subprocess.PIPE, text=True
+    )
+    _wait_for_state(path, state)
+    return trainer
+
+
+def _wait_for_state(path: Path, state: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and json.loads(path.read_text())["state"] == state:
+            return
         time.sleep(0.1)
+    raise AssertionError(f"never {state}")
+
+
+@pytest.mark.slow
+def test_command_ends_when_its_engine_is_killed(tmp_path):
+    engine = _engine_in_a_process(tmp_path)
+    run_dir = tmp_path / "run"
+    path = run_dir / "trainer-test.json"
+    trainer = _trainer_until(path, "waiting")
     engine.kill()
     engine.wait()
     _, errors = trainer.communicate(timeout=60)
@@ -261,6 +281,20 @@ def test_command_ends_when_its_engine_is_killed(tmp_path):
     # The trainer reclaimed what the killed engine left: nothing is left to reclaim.
     assert reclaim_orphans(run_dir) == []
     assert not list(run_dir.glob("engine-*.json"))
+
+
+@pytest.mark.slow
+def test_a_trainer_that_waits_for_its_next_engine_still_stops(tmp_path):
+    engine = _engine_in_a_process(tmp_path)
+    path = tmp_path / "run" / "trainer-test.json"
+    trainer = _trainer_until(path, "waiting", "--wait")
+    engine.kill()
+    engine.wait()
+    _wait_for_state(path, "engine_gone")
+    time.sleep(1.0)  # it has begun to wait
+    assert trainer.poll() is None
+    trainer.terminate()
+    trainer.communicate(timeout=20)
 
 
 @pytest.mark.slow

@@ -82,8 +82,8 @@ def _lead(
     from vllm_tide.train.sidecar import (
         Sidecar,
         describe,
-        install_signal_handlers,
         logger,
+        stopped_by_signals,
     )
     from vllm_tide.train.status import TrainerStatus
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
@@ -106,12 +106,13 @@ def _lead(
             prepared = True
         sidecar = Sidecar(feeds, run_dir, config, ranks)
         current[0] = sidecar.status
-        install_signal_handlers(sidecar)
         logger.info("engine %s: %s", manifest.engine_id, describe(sidecar))
-        state = sidecar.run(once=args.once)
+        with stopped_by_signals(sidecar):
+            state = sidecar.run(once=args.once)
         logger.info("engine %s: %s", manifest.engine_id, state)
         # Other ranks were told to end: torchrun starts them all anew.
-        if not (args.wait and state == "engine_gone" and ranks is None):
+        wait = args.wait and ranks is None and not sidecar.stopping
+        if not (wait and state == "engine_gone"):
             return 0
 
 

@@ -6,6 +6,7 @@ half is dropped.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,21 +38,34 @@ class EventLog:
 
         Args:
             event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
-                joined, left, restored or purge.
+                joined, left, restored, purge, paused or resumed.
             facts: JSON-able; a number that is not finite becomes null.
         """
         line = {"unix": round(time.time(), 3), "event": event}
         line |= finite(facts)
         logger.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if k != "unix"))
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(fd, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-                size = file.tell()
-            if size > MAX_BYTES:
+            if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:
                 self._halve()
         except OSError:
             self.failed_writes += 1
+
+    def _append(self, line: bytes) -> int:
+        """Append a whole line or nothing; the file's size then.
+
+        Raises:
+            OSError: The disk took nothing, or only a part, which is taken back: the
+                next line would be glued to it.
+        """
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            if os.write(fd, line) < len(line):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        return size + len(line)
 
     def _halve(self) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)

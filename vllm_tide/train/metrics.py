@@ -37,6 +37,10 @@ COUNTERS = {
     "vllm_tide:trainer_publications": ("Heads published.", "publications"),
     "vllm_tide:trainer_rollbacks": ("Heads taken back by the canary.", "rollbacks"),
     "vllm_tide:trainer_refused": ("Heads that no engine took.", "refused_versions"),
+    "vllm_tide:trainer_failed_writes": (
+        "Status files and events that could not be written.",
+        "failed_writes",
+    ),
 }
 GAUGES = {
     "vllm_tide:trainer_loss": ("Loss of the last optimizer step.", "loss"),

@@ -32,6 +32,7 @@ class TrainerStatus:
         engines: Per engine: version published, installed, refused.
         feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
+        failed_writes: Status files and events that could not be written.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -63,6 +64,7 @@ class TrainerStatus:
     terms: dict[str, float] = field(default_factory=dict)
     last_publish_unix: float | None = None
     rows_skipped: dict[str, int] = field(default_factory=dict)
+    failed_writes: int = 0
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
 
