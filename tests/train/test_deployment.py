@@ -299,3 +299,18 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     assert all(f"{name} " in text for name in metrics.GAUGES)
     assert 'vllm_tide:trainer_engine_version{engine_id="test"} 0.0' in text
     sidecar.feeds.close()
+
+
+def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
+    engine.weights.report(5)  # and the segment is empty
+    sidecar = attach(engine)
+    assert engine.weights.latest_version() == 6
+    first = sidecar.trainer.snapshot()
+    sent = master_of(engine.weights.read())
+    assert all(torch.equal(t, first[n].to(t.dtype)) for n, t in sent.items())
+    (told,) = [e for e in events(engine) if e["event"] == "restored"]
+    assert (told["version"], told["stored"]) == (6, 0)
+    engine.weights.report(6, 0, "", 2.0)
+    assert sidecar._tick()
+    assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
+    sidecar.feeds.close()

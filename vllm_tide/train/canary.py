@@ -147,6 +147,13 @@ class Canary:
         if not self._engines:
             self._after = []
 
+    def overruled(self, version: int) -> None:
+        """A draft was taken back by order: as if a trial had found it worse."""
+        self.rollbacks += 1
+        self.backoff = max(self.backoff, self.config.backoff_cycles)
+        self._bad.add(version)
+        self._engines, self._after, self._verdict = set(), [], None
+
     def restart(self) -> None:
         """Forget the window before and any trial: another draft was put in place."""
         self._before.clear()

@@ -76,6 +76,7 @@ class Deployment:
         self._masters: dict[int, Master] = {0: trainer.snapshot()}
         self._figures: dict[int, dict[str, Any]] = {}
         self.good = 0  # the version to go back to: the last one kept and installed
+        self._outdone: tuple[int, Master] | None = None  # good before the good one
         self._put_back: set[int] = set()
         self._stored: dict[int, StoredHead] = {}
         self._seen: dict[str, EngineVersions] = {}
@@ -86,8 +87,8 @@ class Deployment:
     def adopt(self) -> None:
         """After a restart: go on from what the engines hold, else from the store.
 
-        Raises:
-            DraftError: An engine serves a version whose weights are nowhere.
+        Where an engine serves a version whose weights are nowhere, the last stored head
+        is put in its place, or the checkpoint's: what is served has to be known.
         """
         newest = self._feeds.latest()
         serving = max((v.installed for v in self._feeds.versions().values()), default=0)
@@ -95,21 +96,23 @@ class Deployment:
             self._take_over(newest.version, master_of(newest))
             return
         stored = None if self._store is None else self._store.newest()
-        if stored is not None and serving in (0, stored.version):
+        if stored is None and not serving:
+            return
+        if serving and (stored is None or stored.version != serving):
+            logger.warning("the weights of version %d are lost", serving)
+        if stored is None:
+            tensors, number = self._masters[0], 0
+        else:
             tensors = {canonical_name(n): t for n, t in stored.tensors.items()}
-            facts = {"restored": stored.version}
-            try:
-                version = self.put_back(tensors, facts)
-            except TransportError as error:
-                self._events.add("unpublished", **facts, reason=str(error))
-                return
+            number = stored.version
+        try:
+            version = self.put_back(tensors, {"restored": number})
+        except TransportError as error:
+            self._events.add("unpublished", restored=number, reason=str(error))
+            return
+        if stored is not None:
             self._stored[version] = stored
-            self._events.add("restored", version=version, stored=stored.version)
-        elif serving:
-            raise DraftError(
-                f"an engine serves version {serving} and its weights are in no "
-                "segment and no store: restart the engine to train it again."
-            )
+        self._events.add("restored", version=version, stored=number)
 
     def put_back(self, master: Master, facts: dict[str, Any]) -> int:
         """Publish weights that have been tried before, and go on from them.
@@ -192,6 +195,56 @@ class Deployment:
             self._publish(facts)
         except TransportError as error:
             self._events.add("unpublished", reason=str(error))
+
+    def go_back(self, reason: str) -> dict[str, int]:
+        """An operator's order: serve the head before the newest one again.
+
+        A head on trial gives way to the one that was kept before it; a kept one to the
+        one before that, as far as it is known or stored. What is gone back from is not
+        offered at the next start either, and publishing waits as after any rollback.
+
+        Returns:
+            `version` gone back from, `to` it went, and the number it is `served_as`.
+
+        Raises:
+            TransportError: There is nothing to go back to, or no engine could be sent
+                it; nothing is changed.
+        """
+        bad = self.published
+        to, master = self._before(bad)
+        served_as = self.put_back(
+            master, {"rollback_of": bad, "to": to, "reason": reason}
+        )
+        self._undone = self._outdone = None
+        self._masters.pop(bad, None)
+        self.canary.overruled(bad)
+        if self._store is not None:
+            for head in list(self._store.heads()):
+                if head.version == bad:
+                    self._store.drop(head)
+        self._events.add("rollback", version=bad, to=to, requests=0, reason=reason)
+        return {"version": bad, "to": to, "served_as": served_as}
+
+    def _before(self, version: int) -> tuple[int, Master]:
+        """The head that a version took the place of.
+
+        Raises:
+            TransportError: It is not known.
+        """
+        if self.good != version and self.good in self._masters:
+            return self.good, self._masters[self.good]
+        if self._outdone is not None:
+            return self._outdone
+        stored = () if self._store is None else self._store.heads()
+        for head in stored:
+            if head.version < version:
+                tensors = {canonical_name(n): t for n, t in head.tensors.items()}
+                return head.version, tensors
+        raise TransportError(
+            f"no head from before version {version} is known: nothing was rolled back"
+            if version
+            else "no head has been published: the checkpoint's is served"
+        )
 
     @property
     def waiting_for(self) -> str:
@@ -292,6 +345,8 @@ class Deployment:
     def _keep(self, version: int, reason: str) -> None:
         if version not in self._masters:  # refused by another engine, or outdone
             return
+        if self.good != version and self.good in self._masters:
+            self._outdone = self.good, self._masters[self.good]
         self.good = version
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]

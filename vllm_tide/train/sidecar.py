@@ -7,10 +7,12 @@ cycle. One engine's end is not the others' business; the last one's ends the pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -28,15 +30,24 @@ from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
+from vllm_tide.train.orders import Orders
+from vllm_tide.train.pause import Pause
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.status import StatusFile, TrainerStatus
 from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.purge import PurgeInbox
 
-__all__ = ["Sidecar", "as_wire", "describe", "install_signal_handlers"]
+__all__ = [
+    "Sidecar",
+    "as_wire",
+    "describe",
+    "install_signal_handlers",
+    "stopped_by_signals",
+]
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -104,17 +115,31 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        feeds.set_collect(self.schedule.collecting)
+        self._pause = Pause(run_dir)
+        self._set_collect()
         self._intake = Intake(feeds, self.trainer, self._served)
         self.deployment = Deployment(
             feeds, self.trainer, self.tide, self._open_store(), self._events
         )
         self.deployment.adopt()
         self._resume()
+        self._operator = Orders(
+            lambda: self.status,
+            self._pause,
+            self.deployment,
+            self._events,
+            self._set_collect,
+        )
+        self._admin = AdminSocket(run_dir)
 
     def stop(self) -> None:
         """Ask the loop to end after the current step."""
         self._stopping = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to."""
+        return self._stopping
 
     def run(self, *, once: bool = False) -> str:
         """Work until stopped, or no engine is left; returns the last state.
@@ -125,7 +150,7 @@ class Sidecar:
         try:
             while self._tick():
                 if not self._may_train():
-                    self.status.state = "waiting"
+                    self.status.state = "paused" if self._pause.on else "waiting"
                     time.sleep(IDLE_SLEEP_S)
                     continue
                 self.status.state = "training"
@@ -135,6 +160,7 @@ class Sidecar:
         finally:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"
             self._update_status(force=True)
+            self._admin.close()
             self.trainer.stepper.close()
             self.feeds.close()
         return self.status.state
@@ -157,6 +183,7 @@ class Sidecar:
         self.deployment.tick()
         self.trainer.stepper.idle()
         self._answer_purges(now)
+        self._admin.poll(self._operator.carry_out)
         self._update_status()
         return not self._stopping and len(self.feeds) > 0
 
@@ -168,23 +195,33 @@ class Sidecar:
             self._events.add("shift", reason=self.schedule.reason)
         self.deployment.observe(request, now)
 
+    def _set_collect(self) -> None:
+        self.feeds.set_collect(self.schedule.collecting and not self._pause.on)
+
     def _collect_changed(self) -> None:
-        wanted = self.schedule.collecting
-        self.feeds.set_collect(wanted)
-        if not wanted:
+        self._set_collect()
+        if not self.schedule.collecting:
             self._events.add("pause", reason=self.schedule.reason)
 
     def _may_train(self) -> bool:
+        if self._pause.on:
+            return False
         buffer = self.trainer.buffer
         enough = self.schedule.should_train(buffer.new_tokens)
         return enough and buffer.train_tokens > 0
 
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
-        result = self.trainer.train_cycle(self._tick, self.schedule.wanted_groups())
+        result = self.trainer.train_cycle(
+            self._tick_in_cycle, self.schedule.wanted_groups()
+        )
         seconds = time.monotonic() - began
         self._trained_s, self._cycle_began = self._trained_s + seconds, None
         self._finish_cycle(result, seconds)
+
+    def _tick_in_cycle(self) -> bool:
+        """Whether the cycle goes on: a pause ends it."""
+        return self._tick() and not self._pause.on
 
     def _finish_cycle(self, result: CycleResult, seconds: float) -> None:
         status = self.status
@@ -332,6 +369,7 @@ class Sidecar:
         status.canary, status.spacing = found["canary"], found["spacing"]
         status.engines = found["engines"]
         status.feeds = self.feeds.stats()
+        status.failed_writes = self._file.failed_writes + self._events.failed_writes
         self._file.write(status, force=True)
 
 
@@ -343,6 +381,23 @@ def install_signal_handlers(sidecar: Sidecar) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(sidecar: Sidecar) -> Iterator[None]:
+    """SIGTERM and SIGINT end the loop; afterwards they do again what they did before.
+
+    A trainer that waits for its next engine has no loop to end.
+    """
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    install_signal_handlers(sidecar)
+    try:
+        yield
+    finally:
+        for number, handler in zip(
+            (signal.SIGTERM, signal.SIGINT), before, strict=True
+        ):
+            signal.signal(number, handler)
 
 
 def describe(sidecar: Sidecar) -> str:

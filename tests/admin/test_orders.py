@@ -1,0 +1,130 @@
+"""Status, pause, resume and rollback on a trainer with a real ring."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from tests.train.test_deployment import events, published_once, serve
+from tests.train.test_sidecar import Engine, attach
+from vllm_tide.cli.main import main
+from vllm_tide.train.deployment import master_of
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def order(sidecar, what):
+    return sidecar._operator.carry_out({"do": what})
+
+
+def weights_of(engine):
+    return {n: t.clone() for n, t in master_of(engine.weights.read()).items()}
+
+
+def equal(sent, master):
+    return all(torch.equal(t, master[name].to(t.dtype)) for name, t in sent.items())
+
+
+def test_a_head_on_trial_is_rolled_back_to_the_one_before(engine):
+    sidecar = published_once(engine)
+    first = sidecar.deployment._masters[0]
+    assert order(sidecar, "rollback") == {
+        "ok": True, "version": 1, "to": 0, "served_as": 2,
+    }  # fmt: skip
+    assert equal(weights_of(engine), first)
+    engine.weights.report(2)
+    assert sidecar._tick()
+    assert not sidecar.deployment.canary.undecided
+    assert "after a rollback" in sidecar.deployment.waiting_for
+    assert sidecar.status.rollbacks == 1 or sidecar.deployment.canary.rollbacks == 1
+    (told,) = [e for e in events(engine) if e["event"] == "rollback"]
+    assert (told["version"], told["to"], told["reason"]) == (1, 0, "ordered")
+    sidecar.feeds.close()
+
+
+def test_a_kept_head_is_rolled_back_and_does_not_return(engine):
+    sidecar = published_once(engine)
+    first = sidecar.deployment._masters[0]
+    serve(engine, 40, 1, 4)
+    assert sidecar._tick()  # kept, and stored
+    store = engine.run_dir / "heads"
+    assert list(store.glob("*.safetensors"))
+    assert order(sidecar, "rollback")["to"] == 0
+    assert equal(weights_of(engine), first)
+    assert not list(store.glob("*.safetensors"))
+    again = order(sidecar, "rollback")
+    assert not again["ok"] and "nothing was rolled back" in again["error"]
+    sidecar.feeds.close()
+
+
+def test_without_a_head_there_is_nothing_to_roll_back(engine):
+    sidecar = attach(engine)
+    answer = order(sidecar, "rollback")
+    assert not answer["ok"] and "no head has been published" in answer["error"]
+    assert engine.weights.latest_version() == 0
+    sidecar.feeds.close()
+
+
+def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick() and sidecar._may_train()
+    assert order(sidecar, "pause") == {"ok": True, "paused": True, "was_paused": False}
+    assert not sidecar._may_train() and not sidecar._tick_in_cycle()
+    assert not engine.ring.collect
+    sidecar.feeds.close()
+    again = attach(engine)
+    assert again._tick() and not again._may_train() and not engine.ring.collect
+    answer = order(again, "resume")
+    assert answer == {"ok": True, "paused": False, "was_paused": True}
+    assert engine.ring.collect
+    kinds = [e["event"] for e in events(engine)]
+    assert kinds.count("paused") == kinds.count("resumed") == 1
+    again.feeds.close()
+
+
+def test_a_pause_that_cannot_be_kept_says_so(engine):
+    sidecar = attach(engine)
+    (engine.run_dir / "paused.json").mkdir()
+    answer = order(sidecar, "pause")
+    assert answer["paused"] and "cannot be changed" in answer["note"]
+    sidecar.feeds.close()
+
+
+def test_an_unknown_order_is_answered_with_those_there_are(engine):
+    sidecar = attach(engine)
+    assert order(sidecar, "dance")["error"] == (
+        "'dance' is no order; give one of status, pause, resume, rollback"
+    )
+    sidecar.feeds.close()
+
+
+def test_the_commands_reach_a_running_trainer(engine, capsys):
+    sidecar = attach(engine)
+    loop = threading.Thread(target=sidecar.run)
+    loop.start()
+    where = ["--run-dir", str(engine.run_dir)]
+    try:
+        assert main(["status", *where]) == 0
+        assert main(["pause", *where]) == main(["pause", *where]) == 0
+        assert main(["status", "--json", *where]) == 0
+        assert main(["resume", *where]) == 0
+        assert main(["rollback", *where]) == 1
+    finally:
+        sidecar.stop()
+        loop.join(20)
+    said = capsys.readouterr()
+    name = f"trainer {os.getpid()}"
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"{name}: ") and "version 0 served" in lines[0]
+    assert lines[1:3] == [f"{name}: paused", f"{name}: was paused"]
+    assert '"state"' in lines[3] and lines[4] == f"{name}: resumed"
+    assert "no head has been published" in said.err
+    assert main(["status", *where]) == 2
+    assert "no trainer is running" in capsys.readouterr().err

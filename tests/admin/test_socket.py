@@ -1,0 +1,122 @@
+"""Orders through the Unix socket: what arrives, what is refused, who may ask."""
+
+import json
+import os
+import socket
+import stat
+import threading
+
+import pytest
+
+from vllm_tide.transport import admin
+from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
+from vllm_tide.transport.header import TransportError
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    # Longer than a socket's name may be.
+    return tmp_path / ("x" * 100) / "run"
+
+
+@pytest.fixture
+def served(run_dir):
+    """A socket that is polled as a trainer does."""
+    run_dir.parent.mkdir()
+    trainer, ending = AdminSocket(run_dir), threading.Event()
+    asked = []
+
+    def carry_out(request):
+        asked.append(request)
+        return {"ok": True, "did": request["do"]}
+
+    def loop():
+        while not ending.wait(0.005):
+            trainer.poll(carry_out)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    yield trainer, asked
+    ending.set()
+    thread.join()
+    trainer.close()
+
+
+def raw(path, data):
+    """What a client is answered that sends these bytes."""
+    fd = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        client.connect(f"/proc/self/fd/{fd}/{path.name}")
+        os.close(fd)
+        client.sendall(data)
+        return client.recv(1 << 16)
+
+
+def test_an_order_is_carried_out_and_answered(served, run_dir):
+    trainer, asked = served
+    answers = ask_all(run_dir, {"do": "pause"}, 5)
+    assert answers == {f"trainer {os.getpid()}": {"ok": True, "did": "pause"}}
+    assert asked == [{"do": "pause"}]
+
+
+def test_only_its_user_may_open_it(served, run_dir):
+    trainer, _ = served
+    assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "said", [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000]
+)
+def test_what_is_no_request_is_answered_with_a_sentence(served, said):
+    trainer, asked = served
+    if not said.endswith(b"\n"):
+        said = said[:4000] + b"x" * 1000
+    answer = json.loads(raw(trainer.path, said))
+    assert not answer["ok"] and answer["error"].startswith("a request is")
+    assert asked == []
+
+
+def test_silent_clients_hold_nothing_up(served, run_dir, monkeypatch):
+    trainer, _ = served
+    monkeypatch.setattr(admin, "PATIENCE_S", 0.05)
+    fd = os.open(run_dir, os.O_RDONLY)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(admin.MAX_CLIENTS)]
+    for client in silent:
+        client.connect(f"/proc/self/fd/{fd}/{trainer.path.name}")
+    os.close(fd)
+    assert send(trainer.path, {"do": "status"}, 5) == {"ok": True, "did": "status"}
+    for client in silent:
+        client.close()
+
+
+def test_a_killed_trainers_socket_is_nobody_and_is_swept(run_dir):
+    run_dir.parent.mkdir()
+    run_dir.mkdir()
+    dead = run_dir / "admin-1.sock"
+    fd = os.open(run_dir, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"/proc/self/fd/{fd}/{dead.name}")
+    os.close(fd)
+    with pytest.raises(TransportError, match="no trainer is running"):
+        ask_all(run_dir, {"do": "status"}, 1)
+    trainer = AdminSocket(run_dir)
+    assert trainer_sockets(run_dir) == [trainer.path]
+    trainer.close()
+    assert trainer_sockets(run_dir) == []
+
+
+def test_a_trainer_that_hangs_is_named(run_dir):
+    run_dir.parent.mkdir()
+    trainer = AdminSocket(run_dir)  # nobody polls it
+    (answer,) = ask_all(run_dir, {"do": "status"}, 0.05).values()
+    assert "has not answered in 0.05 s" in answer["error"]
+    trainer.close()
+
+
+def test_a_place_without_sockets_stops_no_trainer(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = AdminSocket(tmp_path / "file")
+    trainer.poll(lambda _: {})
+    trainer.close()

@@ -1,0 +1,58 @@
+"""What `status`, `rollback`, `pause` and `resume` have in common: asking trainers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Say = Callable[[dict[str, Any]], str]
+"""An answer in words."""
+
+EXIT_REFUSED, EXIT_ERROR = 1, 2
+
+
+def add_order(
+    subparsers: argparse._SubParsersAction, name: str, text: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command that asks every trainer of a run directory.
+
+    Args:
+        subparsers: Of the command line.
+        name: Of the command, and what the trainers are told.
+        text: Of the help.
+        epilog: Of the help.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog
+    )
+    parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, help="seconds to wait for an answer"
+    )
+    return parser
+
+
+def give_order(args: argparse.Namespace, what: str, say: Say) -> int:
+    """Ask all, and print what each says.
+
+    Returns:
+        0 when all did it, 1 when one refused or was silent, 2 when nobody is there.
+    """
+    from vllm_tide.transport.admin import ask_all
+    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.rendezvous import default_run_dir
+
+    try:
+        answers = ask_all(args.run_dir or default_run_dir(), {"do": what}, args.timeout)
+    except TransportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    for name, answer in sorted(answers.items()):
+        if answer.get("ok"):
+            print(f"{name}: {say(answer)}")
+        else:
+            print(f"{name}: error: {answer.get('error')}", file=sys.stderr)
+    return 0 if all(a.get("ok") for a in answers.values()) else EXIT_REFUSED

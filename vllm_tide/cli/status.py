@@ -1,0 +1,42 @@
+"""`vllm-tide status`: what the trainers do, in one line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from vllm_tide.cli.orders import add_order, give_order
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    parser = add_order(
+        subparsers,
+        "status",
+        "say what the running trainers do",
+        "The trainer itself answers, so its loop turns. `top` watches engines and "
+        "servers too.",
+    )
+    parser.add_argument("--json", action="store_true", help="all figures, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; see `give_order`."""
+    return give_order(args, "status", json_text if args.json else _words)
+
+
+def json_text(answer: dict[str, Any]) -> str:
+    """The figures as one line of JSON."""
+    return json.dumps(answer["status"], sort_keys=True)
+
+
+def _words(answer: dict[str, Any]) -> str:
+    status = answer["status"]
+    waiting = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
+    return (
+        f"{status['state']}, {len(status['engines'])} engines, {status['cycles']} "
+        f"cycles, {status['publications']} heads published, {status['rollbacks']} "
+        f"rolled back, version {status['installed_version']} served{waiting}"
+    )

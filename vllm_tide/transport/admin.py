@@ -1,0 +1,246 @@
+"""Orders to a trainer, through a Unix socket of mode 0600 in the run directory.
+
+One line of JSON each way: ``{"do": "pause"}``, answered with ``{"ok": true, ...}`` or
+``{"ok": false, "error": sentence}``. The trainer looks between two steps and never
+waits for a client. Whoever may open the socket may give orders: the run directory
+(0700) and the file's mode keep others out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import prepare_run_dir
+
+logger = logging.getLogger("vllm_tide.admin")
+
+MAX_LINE = 4096
+"""Longest request (bytes)."""
+MAX_CLIENTS = 8
+PATIENCE_S = 5.0
+"""A client that has not said a whole line after this (s) is dropped."""
+_PREFIX, _SUFFIX = "admin-", ".sock"
+
+Answer = dict[str, Any]
+
+
+class AdminSocket:
+    """The trainer's end. Nothing here raises after it was made, or waits.
+
+    Args:
+        run_dir: Run directory. Where no socket can be made (the reason is logged) the
+            trainer works without one.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+        self._clients: dict[socket.socket, tuple[float, bytes]] = {}
+        self._listener: socket.socket | None = None
+        try:
+            prepare_run_dir(run_dir)
+            _sweep(run_dir)
+            self.path.unlink(missing_ok=True)
+            self._listener = _bound(self.path)
+        except (OSError, TransportError) as error:
+            logger.warning("no admin socket at %s: %s", self.path, error)
+
+    def poll(self, carry_out: Callable[[dict[str, Any]], Answer]) -> None:
+        """Answer what has arrived.
+
+        Args:
+            carry_out: Given a request; what it returns is the answer.
+        """
+        if self._listener is None:
+            return
+        while len(self._clients) < MAX_CLIENTS:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                break
+            client.setblocking(False)
+            self._clients[client] = (time.monotonic(), b"")
+        for client in list(self._clients):
+            self._serve(client, carry_out)
+
+    def close(self) -> None:
+        """Stop listening and remove the file. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        listener.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _serve(
+        self, client: socket.socket, carry_out: Callable[[dict[str, Any]], Answer]
+    ) -> None:
+        came, said = self._clients[client]
+        try:
+            said += client.recv(MAX_LINE + 1 - len(said))
+        except BlockingIOError:
+            if time.monotonic() - came > PATIENCE_S:
+                self._drop(client)
+            return
+        except OSError:
+            self._drop(client)
+            return
+        if b"\n" in said:
+            self._reply(client, _answered(said.partition(b"\n")[0], carry_out))
+        elif len(said) > MAX_LINE:
+            error = f"a request is one line of at most {MAX_LINE} bytes"
+            self._reply(client, {"ok": False, "error": error})
+        elif said == self._clients[client][1]:  # it hung up
+            self._drop(client)
+        else:
+            self._clients[client] = (came, said)
+
+    def _reply(self, client: socket.socket, answer: Answer) -> None:
+        with contextlib.suppress(OSError):  # it does not listen: its loss
+            client.send(json.dumps(answer).encode() + b"\n")
+        self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        del self._clients[client]
+        client.close()
+
+
+def _answered(line: bytes, carry_out: Callable[[dict[str, Any]], Answer]) -> Answer:
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        return {"ok": False, "error": "a request is one line of JSON"}
+    if not isinstance(request, dict) or not isinstance(request.get("do"), str):
+        return {"ok": False, "error": 'a request is an object with a text "do"'}
+    return carry_out(request)
+
+
+def trainer_sockets(run_dir: Path) -> list[Path]:
+    """Sockets in a run directory; of live trainers and of killed ones."""
+    return sorted(run_dir.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def send(path: Path, request: dict[str, Any], timeout_s: float) -> Answer | None:
+    """Ask one trainer.
+
+    Args:
+        path: Its socket.
+        request: JSON-able, with `do`.
+        timeout_s: Longest wait for the answer (s): a trainer looks between two steps.
+
+    Returns:
+        Its answer; None if it was killed and only its socket is left.
+
+    Raises:
+        TransportError: It does not answer, or not in our language.
+    """
+    with socket.socket(socket.AF_UNIX) as client, _reachable(path) as name:
+        client.settimeout(timeout_s)
+        try:
+            client.connect(name)
+            client.sendall(json.dumps(request).encode() + b"\n")
+            said = b""
+            while not said.endswith(b"\n"):
+                part = client.recv(1 << 16)
+                if not part:
+                    raise TransportError(f"{path.name} hung up without an answer")
+                said += part
+            answer = json.loads(said)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except TimeoutError:
+            raise TransportError(
+                f"{path.name} has not answered in {timeout_s:g} s; is its trainer "
+                "stopped? Give --timeout more seconds if its steps are long"
+            ) from None
+        except OSError as error:
+            raise TransportError(f"{path}: {error.strerror}") from None
+        except ValueError:
+            raise TransportError(f"{path.name} answered with no JSON") from None
+    if not isinstance(answer, dict):
+        raise TransportError(f"{path.name} answered with no object")
+    return answer
+
+
+def ask_all(
+    run_dir: Path, request: dict[str, Any], timeout_s: float
+) -> dict[str, Answer]:
+    """Ask every live trainer of a run directory.
+
+    Returns:
+        Answers by trainer (``trainer <pid>``); one that cannot be asked answers with an
+        error.
+
+    Raises:
+        TransportError: No trainer is there.
+    """
+    found: dict[str, Answer] = {}
+    for path in trainer_sockets(run_dir):
+        name = f"trainer {path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
+        try:
+            answer = send(path, request, timeout_s)
+        except TransportError as error:
+            answer = {"ok": False, "error": str(error)}
+        if answer is not None:
+            found[name] = answer
+    if not found:
+        raise TransportError(
+            f"no trainer is running in {run_dir}: start `vllm-tide train`, or give "
+            "--run-dir"
+        )
+    return found
+
+
+def _bound(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with _reachable(path) as name:
+            listener.bind(name)
+        path.chmod(0o600)
+        listener.listen(MAX_CLIENTS)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def _reachable(path: Path) -> Iterator[str]:
+    """A short name for a socket: the system takes 107 bytes at most.
+
+    Raises:
+        TransportError: If there is no such directory.
+    """
+    try:
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"{path.parent}: {error.strerror}") from error
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
+
+
+def _sweep(run_dir: Path) -> None:
+    """Remove what killed trainers left."""
+    for path in trainer_sockets(run_dir):
+        with socket.socket(socket.AF_UNIX) as client, _reachable(path) as name:
+            try:
+                client.settimeout(0.2)
+                client.connect(name)
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue
