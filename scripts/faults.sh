@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Injects faults into a real server and a real trainer under load.
+#
+#   scripts/faults.sh --count 500 --json faults.json [--seed N] [--kinds A,B] [--resume]
+#
+# One row per fault in the JSON: kind, outcome, recovery_s. --help says the rest.
+# Environment: TIDE_VENV (default: .venv in the checkout).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export TIDE_VENV=${TIDE_VENV:-$here/.venv}
+[ -x "$TIDE_VENV/bin/vllm" ] || {
+    echo "error: TIDE_VENV: $TIDE_VENV has no vllm; run scripts/install.sh --venv first" >&2
+    exit 2
+}
+# shellcheck source=scripts/env.sh
+. "$here/scripts/env.sh"
+exec "$TIDE_VENV/bin/python" -m vllm_tide.faults "$@"

@@ -1,0 +1,173 @@
+"""`python -m vllm_tide.faults`: see scripts/faults.sh."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.bench.control_arms import BenchError
+from vllm_tide.bench.progress import clock_text
+from vllm_tide.bench.report import environment
+from vllm_tide.bench.server import ServerError
+
+from .reference import known_outputs
+from .report import by_kind, read_rows, table, write
+from .scene import Places
+from .suite import FAULTS, OK, Row, Suite, plan
+
+DOMAINS = ("python", "c", "docs_en")
+PROMPTS = 32
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="scripts/faults.sh",
+        description="Injects faults into a real server and trainer under load.",
+        epilog="Exit status: 0 when all was well, 1 when a fault did harm, 2 when the "
+        "suite could not run.",
+    )
+    demo = Path(__file__).parents[2] / "scripts" / "demo"
+    p.add_argument("--count", type=int, default=500, help="faults (500)")
+    p.add_argument("--json", type=Path, help="where the result goes")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--kinds", help="only these, comma-separated; " + ", ".join(_kinds())
+    )
+    p.add_argument("--without", default="", help="all but these, comma-separated")
+    p.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no fault after this time"
+    )
+    p.add_argument(
+        "--resume", action="store_true", help="go on with the run that is in --json"
+    )
+    p.add_argument("--venv", type=Path, default=Path(sys.executable).parents[1])
+    p.add_argument("--target", type=Path, default=demo / "target")
+    p.add_argument("--draft", type=Path, default=demo / "draft")
+    p.add_argument("--prompts", type=Path, default=demo / "prompts")
+    p.add_argument("--work", type=Path, help="logs; default: a folder that is removed")
+    return p
+
+
+def _kinds() -> list[str]:
+    return [fault.kind for fault in FAULTS]
+
+
+def _chosen(args: argparse.Namespace) -> list[Any]:
+    """The kinds of faults that were asked for.
+
+    Raises:
+        BenchError: One of them does not exist.
+    """
+    wanted = args.kinds.split(",") if args.kinds else _kinds()
+    without = args.without.split(",") if args.without else []
+    for option, names in (("--kinds", wanted), ("--without", without)):
+        unknown = [name for name in names if name not in _kinds()]
+        if unknown:
+            known = ", ".join(_kinds())
+            raise BenchError(
+                f"{option}: {unknown[0]!r} is no fault; give one of {known}"
+            )
+    return [f for f in FAULTS if f.kind in wanted and f.kind not in without]
+
+
+def main() -> int:
+    """Run the command."""
+    args = _parser().parse_args()
+    # Also where a shell started us with SIGINT ignored: we stop what we started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    work = args.work or Path(tempfile.mkdtemp(prefix="vllm_tide_faults_"))
+    work.mkdir(parents=True, exist_ok=True)
+    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_run_"))
+    try:
+        return _run(args, Places(args.venv, args.target, args.draft, work, run_dir))
+    except (BenchError, ServerError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if args.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(args: argparse.Namespace, places: Places) -> int:
+    faults = plan(args.count, args.seed, _chosen(args))
+    earlier: dict[str, Any] = {}
+    rows: list[Row] = []
+    if args.resume and args.json is not None and args.json.exists():
+        earlier, rows = read_rows(args.json)
+        if [r.kind for r in rows] != [f.kind for f in faults[: len(rows)]]:
+            raise BenchError(
+                f"--resume: {args.json} is of another plan; use its --seed"
+            )
+    done, began = len(rows), time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{clock_text(time.monotonic() - began)}] {text}", flush=True)
+
+    say("computing the outputs that are right")
+    known = known_outputs(places.target, args.prompts, DOMAINS, PROMPTS, args.seed)
+    say(f"{len(known)} prompts; starting the server")
+    suite = Suite(places, known, args.seed + done, say)
+
+    def on_row(row: Row) -> None:
+        rows.append(row)
+        place = f"{len(rows)}/{len(faults)}"
+        say(f"{place} {row.kind}: {row.outcome}, {row.recovery_s:.1f} s")
+        if args.json is not None:
+            write(args.json, _document(args, suite, rows, earlier), rows)
+
+    # The engine has the first core for itself.
+    cpus = sorted(os.sched_getaffinity(0))
+    try:
+        asyncio.run(suite.run(faults[done:], on_row, args.minutes))
+    finally:
+        os.sched_setaffinity(0, cpus)
+    document = _document(args, suite, rows, earlier)
+    if args.json is not None:
+        write(args.json, document, rows)
+    print(table(document["kinds"]))
+    for problem in document["problems"]:
+        print(f"problem: {problem}")
+    bad = [row for row in rows if row.outcome != OK]
+    print(
+        f"{len(rows)} faults, {len(bad)} with harm; {document['right_answers']} right "
+        f"answers, {sum(document['unanswered'].values())} unanswered by killed servers"
+    )
+    return int(bool(bad or document["problems"]))
+
+
+def _document(
+    args: argparse.Namespace, suite: Suite, rows: list[Row], earlier: dict[str, Any]
+) -> dict[str, Any]:
+    load = suite.load
+    unanswered = Counter(earlier.get("unanswered", {}))
+    unanswered.update(load.excused if load is not None else {})
+    return {
+        "what": "faults injected into a real server and trainer under load",
+        "count": len(rows),
+        "seed": args.seed,
+        "harm": sum(row.outcome != OK for row in rows),
+        "right_answers": earlier.get("right_answers", 0) + (load.right if load else 0),
+        "unanswered": dict(unanswered),
+        "problems": earlier.get("problems", []) + suite.problems,
+        "kinds": by_kind(rows),
+        "processes": (earlier.get("processes", []) + suite.leaks.report())[-40:],
+        "environment": environment({}),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

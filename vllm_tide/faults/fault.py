@@ -1,0 +1,31 @@
+"""What a fault is: its name, how often it is injected, what must count it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from .scene import Scene
+
+Strike = Callable[[Scene, random.Random], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One kind of fault.
+
+    Attributes:
+        kind: Its name.
+        strike: Injects it and returns when the system has recovered.
+        counter: What must have moved by then, as `Scene.reading` names it; a gauge
+            that `strike` saw fall and rise again counts as moved.
+        weight: How often it is drawn, against the others.
+        gauge: Whether the counter is such a gauge.
+    """
+
+    kind: str
+    strike: Strike
+    counter: str
+    weight: float = 1.0
+    gauge: bool = False

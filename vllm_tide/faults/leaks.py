@@ -1,0 +1,85 @@
+"""What a process must not gather: memory, file descriptors, segments."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # no stubs needed for this
+
+from vllm_tide.transport.shm import SHM_DIR
+
+MORE_FDS = 48
+MORE_MIB = 128.0
+MORE_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one process.
+
+    Attributes:
+        rss_mib: Resident memory that is no shared segment (MiB).
+        fds: Open file descriptors.
+    """
+
+    rss_mib: float
+    fds: int
+
+
+def usage_of(process: psutil.Process) -> Usage | None:
+    """What a process holds; None if it is gone."""
+    try:
+        memory = process.memory_info()
+        return Usage(round((memory.rss - memory.shared) / 2**20, 1), process.num_fds())
+    except psutil.Error:
+        return None
+
+
+class LeakWatch:
+    """Compares every process with what it held at the end of its first minutes.
+
+    Before that it fills buffers of a fixed size, and kernels get their workspaces.
+
+    Args:
+        warm_s: Age up to which a process may grow (s).
+    """
+
+    def __init__(self, warm_s: float = 180.0) -> None:
+        self._warm_s = warm_s
+        self._first: dict[tuple[int, float], tuple[str, Usage]] = {}
+        self._last: dict[tuple[int, float], Usage] = {}
+
+    def look(self, role: str, process: psutil.Process) -> str:
+        """Look at a process.
+
+        Returns:
+            What has grown too much; empty if nothing.
+        """
+        now = usage_of(process)
+        if now is None:
+            return ""
+        key = (process.pid, process.create_time())
+        if time.time() - key[1] < self._warm_s:
+            self._first[key] = (role, now)
+        _, first = self._first.setdefault(key, (role, now))
+        self._last[key] = now
+        if now.fds > first.fds + MORE_FDS:
+            return f"{role} has {now.fds} file descriptors, {first.fds} at first"
+        if now.rss_mib > first.rss_mib * (1 + MORE_SHARE) + MORE_MIB:
+            return f"{role} has {now.rss_mib} MiB, {first.rss_mib} at first"
+        return ""
+
+    def report(self) -> list[dict[str, Any]]:
+        """Each process when it was warm, and at the last look."""
+        return [
+            {"role": role, "first": asdict(first), "last": asdict(self._last[key])}
+            for key, (role, first) in self._first.items()
+        ]
+
+
+def left_behind(made: set[str], in_use: set[str]) -> list[str]:
+    """Segments that nobody uses any more and that are still there."""
+    return sorted(n for n in made - in_use if n and (Path(SHM_DIR) / n).exists())

@@ -1,0 +1,168 @@
+"""Clients that never stop, and the judgement of every answer they get.
+
+A request that the server accepted must end with the right tokens; one that it did not
+accept must have been refused with a reason. Anything else is a problem.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from vllm_tide.bench.client import RequestResult, send
+from vllm_tide.bench.server import SERVED_NAME
+
+from .reference import Known
+
+HANG_S = 60.0
+"""A request that takes longer than this (s) hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, as `bench.client.send` wants it."""
+
+    index: int
+    prompt: tuple[int, ...]
+    right: tuple[int, ...]
+    segment: str = "faults"
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens wanted."""
+        return len(self.right)
+
+
+class Load:
+    """Steady requests, a few at a time.
+
+    Args:
+        session: For all requests.
+        known: Prompts and their outputs.
+        seed: Of lengths and order.
+        clients: Requests at a time.
+
+    Attributes:
+        url: Of the server; None while there is none.
+        right: Answers that were complete and right.
+        excused: Requests that a killed server did not answer, by what it said instead.
+        clients: Requests at a time.
+        problems: Sentences about wrong answers; whoever reads them takes them out.
+        latencies: End (seconds, monotonic clock) and duration (s) of right answers.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        known: Sequence[Known],
+        seed: int,
+        clients: int = 3,
+    ) -> None:
+        self._session, self._known = session, known
+        self._rng = random.Random(seed)  # noqa: S311 - not cryptographic
+        self.clients, self._number = clients, 0
+        self._open: dict[int, float] = {}
+        self._origin_s = time.perf_counter()
+        self.url: str | None = None
+        self.excused: Counter[str] = Counter()
+        self.right = 0
+        self.problems: list[str] = []
+        self.latencies: list[tuple[float, float]] = []
+
+    def ask(self, tokens: tuple[int, int] = (8, 32)) -> Ask:
+        """A request with a known answer.
+
+        Args:
+            tokens: Fewest and most output tokens; prompts without a clear answer of
+                that many are passed over where there are others.
+        """
+        low, high = tokens
+        long = [k for k in self._known if len(k.output) >= low] or self._known
+        known = self._rng.choice(long)
+        count = min(self._rng.randint(low, high), len(known.output))
+        self._number += 1
+        return Ask(self._number, known.prompt, known.output[:count])
+
+    async def request(self, ask: Ask, extra: dict[str, object] | None = None) -> str:
+        """Send one request and judge the answer.
+
+        Returns:
+            What was wrong with it; empty if it was complete and right.
+        """
+        url = self.url
+        if url is None:
+            return "no server"
+        self._open[ask.index] = began = time.monotonic()
+        try:
+            async with asyncio.timeout(HANG_S):
+                result = await send(
+                    self._session, url, SERVED_NAME, ask, self._origin_s, extra
+                )
+        except TimeoutError:
+            return f"no end after {HANG_S:.0f} s"
+        finally:
+            del self._open[ask.index]
+        wrong = judged(ask, result)
+        if not wrong:
+            self.right += 1
+            now = time.monotonic()
+            self.latencies.append((now, now - began))
+        elif self.url != url:  # the server was killed on purpose meanwhile
+            self.excused[wrong.split(":")[0]] += 1
+            return ""
+        return wrong
+
+    async def run(self) -> None:
+        """Keep the clients busy until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.clients):
+                group.create_task(self._client())
+
+    async def settle(self) -> str:
+        """Wait until what is in flight has ended and a later request was right.
+
+        Returns:
+            What did not happen; empty if all did.
+        """
+        began, right, number = time.monotonic(), self.right, self._number
+        while time.monotonic() - began < HANG_S + 5:
+            if self.right > right and not any(n <= number for n in self._open):
+                return ""
+            if self.problems:
+                return ""
+            await asyncio.sleep(0.02)
+        return f"no request was right in {HANG_S:.0f} s"
+
+    def take_problems(self) -> list[str]:
+        """The problems since the last call."""
+        found, self.problems = self.problems, []
+        return found
+
+    async def _client(self) -> None:
+        while True:
+            if self.url is None:
+                await asyncio.sleep(0.05)
+                continue
+            wrong = await self.request(self.ask())
+            if wrong:
+                self.problems.append(wrong)
+                await asyncio.sleep(0.2)
+
+
+def judged(ask: Ask, result: RequestResult) -> str:
+    """What is wrong with an answer; empty if nothing."""
+    if result.error is not None:
+        return result.error
+    got = tuple(result.token_ids)
+    if got == ask.right:
+        return ""
+    place = next(
+        i for i, (a, b) in enumerate(zip(got, ask.right, strict=True)) if a != b
+    )
+    return f"wrong token: number {place} of {len(got)} is {got[place]}"

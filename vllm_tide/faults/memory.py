@@ -1,0 +1,204 @@
+"""Shared memory that is full, damaged or cut short."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, WORDS_AT
+from vllm_tide.transport.publication import SLOT_HEAD
+from vllm_tide.transport.ring_format import Word
+from vllm_tide.transport.shm import SHM_DIR
+
+from .fault import Fault
+from .scene import Scene
+
+_LATEST, _SEQUENCE = 0, 1  # words of a weights segment
+DAMAGED_BYTES = 4096
+
+
+def poke(name: str, at: int, data: bytes) -> None:
+    """Overwrite bytes of a segment without joining it."""
+    fd = os.open(f"{SHM_DIR}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, data, at)
+    finally:
+        os.close(fd)
+
+
+def peek(name: str, at: int, count: int) -> bytes:
+    """Bytes of a segment, read without joining it."""
+    fd = os.open(f"{SHM_DIR}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, count, at)
+    finally:
+        os.close(fd)
+
+
+def word(name: str, number: int) -> int:
+    """A word of page 1."""
+    return int.from_bytes(peek(name, WORDS_AT + number * LINE_BYTES, 8), "little")
+
+
+def set_word(name: str, number: int, value: int) -> None:
+    """Overwrite a word of page 1."""
+    poke(name, WORDS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
+
+
+async def fill_ring(scene: Scene, rng: random.Random) -> None:
+    """Nobody reads until the ring is full; then somebody does again."""
+    trainer = scene.trainer
+    key = "vllm_tide:dropped_rows_total{ring_full}"
+    before = (await scene.reading()).get(key, 0)
+    scene.struck()
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        await scene.until("a full ring", lambda r: r.get(key, 0) > before)
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    await scene.until("an empty ring", lambda r: r.get("ring:used_bytes", 9e9) < 2**20)
+
+
+async def damage_ring(scene: Scene, rng: random.Random) -> None:
+    """Random bytes over records that nobody has read yet."""
+    trainer, ring = scene.trainer, scene.manifest().ring
+    before = (await scene.reading()).get("ring:corrupt_records", 0)
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        await scene.until(
+            "unread records", lambda r: r.get("ring:used_bytes", 0) > 4 * DAMAGED_BYTES
+        )
+        scene.struck()
+        capacity = os.stat(f"{SHM_DIR}/{ring}").st_size - DATA_AT
+        place = word(ring, Word.TAIL) + rng.randrange(DAMAGED_BYTES)
+        at = min(place % capacity, capacity - DAMAGED_BYTES)
+        poke(ring, DATA_AT + at, rng.randbytes(DAMAGED_BYTES))
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    await scene.until(
+        "a counted record", lambda r: r.get("ring:corrupt_records", 0) > before
+    )
+    await _rows_flow(scene)
+
+
+async def damage_words(scene: Scene, rng: random.Random) -> None:
+    """A random value over one of the words that both sides steer by."""
+    ring = scene.manifest().ring
+    chosen = rng.choice([w for w in Word if w != Word.CORRUPT])
+    scene.struck()
+    set_word(ring, chosen, rng.getrandbits(rng.choice((8, 32, 64))))
+    await _rows_flow(scene)
+
+
+async def damage_header(scene: Scene, rng: random.Random) -> None:
+    """Random bytes over the first page of a segment, which says what it is."""
+    manifest = scene.manifest()
+    name = rng.choice((manifest.ring, manifest.weights))
+    good = peek(name, 0, PAGE_BYTES)
+    at = rng.randrange(200)
+    scene.struck()
+    poke(name, at, rng.randbytes(64))
+    await scene.until("a repaired header", lambda _: peek(name, 0, PAGE_BYTES) == good)
+
+
+async def shrink_ring(scene: Scene, rng: random.Random) -> None:
+    """The ring loses its end, or all of it."""
+    await _shrink(scene, rng, scene.manifest().ring)
+    await _rows_flow(scene)
+
+
+async def shrink_weights(scene: Scene, rng: random.Random) -> None:
+    """The weights segment loses its end, or all of it."""
+    await _shrink(scene, rng, scene.manifest().weights)
+    await scene.good_head()
+
+
+async def _shrink(scene: Scene, rng: random.Random, name: str) -> None:
+    path = f"{SHM_DIR}/{name}"
+    size = os.stat(path).st_size
+    scene.struck()
+    os.truncate(path, rng.choice((0, rng.randrange(size))))
+    manifest = scene.manifest
+    await scene.until(
+        "another segment", lambda _: name not in (manifest().ring, manifest().weights)
+    )
+    scene.note_segments()
+
+
+async def damage_weights(scene: Scene, rng: random.Random) -> None:
+    """A new version appears whose bytes are not what its sums say."""
+    name = scene.manifest().weights
+    if not word(name, _LATEST):
+        await scene.good_head()
+    latest = word(name, _LATEST)
+    slot_bytes = (os.stat(f"{SHM_DIR}/{name}").st_size - DATA_AT) // 2
+    starts = [DATA_AT, DATA_AT + slot_bytes]
+    heads = [SLOT_HEAD.unpack(peek(name, at, SLOT_HEAD.size)) for at in starts]
+    slot = 0 if heads[0][1] == latest else 1
+    magic, _, manifest_bytes, body_bytes, digest = heads[slot]
+    body = bytearray(peek(name, starts[slot], 128 + manifest_bytes + body_bytes))
+    forged = SLOT_HEAD.pack(magic, latest + 1, manifest_bytes, body_bytes, digest)
+    body[: SLOT_HEAD.size] = forged
+    for _ in range(rng.randint(1, 64)):
+        body[rng.randrange(SLOT_HEAD.size, len(body))] ^= rng.randint(1, 255)
+    refused = await _refusals(scene)
+    scene.struck()
+    poke(name, starts[1 - slot], bytes(body))
+    set_word(name, _LATEST, latest + 1)
+    await _refused_and_mended(scene, refused)
+
+
+async def garbage_version(scene: Scene, rng: random.Random) -> None:
+    """The number of the newest version is any number."""
+    refused = await _refusals(scene)
+    scene.struck()
+    set_word(scene.manifest().weights, _LATEST, rng.getrandbits(64) | 1 << 20)
+    await _refused_and_mended(scene, refused)
+
+
+async def older_version(scene: Scene, rng: random.Random) -> None:
+    """The newest version is one that is older than what was served."""
+    name = scene.manifest().weights
+    while word(name, _LATEST) < 2:
+        await scene.good_head()
+    refused = await _refusals(scene)
+    scene.struck()
+    set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
+    await _refused_and_mended(scene, refused)
+
+
+REFUSED = "vllm_tide:refused_drafts_total"
+
+
+async def _refusals(scene: Scene) -> float:
+    return sum(v for k, v in (await scene.reading()).items() if k.startswith(REFUSED))
+
+
+async def _refused_and_mended(scene: Scene, before: float) -> None:
+    await scene.until(
+        "a refusal",
+        lambda r: sum(v for k, v in r.items() if k.startswith(REFUSED)) > before,
+    )
+    await scene.good_head()
+
+
+async def _rows_flow(scene: Scene) -> None:
+    """Rows are written and read again."""
+    first = await scene.reading()
+    for key in ("vllm_tide:captured_rows_total", "trainer:rows_read"):
+        start = first.get(key, 0)
+        await scene.until(key, lambda r, k=key, s=start: r.get(k, 0) > s)  # type: ignore[misc]
+
+
+FAULTS = (
+    Fault("fill_ring", fill_ring, "vllm_tide:dropped_rows_total{ring_full}"),
+    Fault("damage_ring", damage_ring, "ring:corrupt_records"),
+    Fault("damage_words", damage_words, "trainer:rows_read"),
+    Fault("damage_header", damage_header, "vllm_tide:faults_total{header}"),
+    Fault("shrink_ring", shrink_ring, "vllm_tide:faults_total{ring_lost}"),
+    Fault("shrink_weights", shrink_weights, "vllm_tide:faults_total{weights_lost}"),
+    Fault("damage_weights", damage_weights, REFUSED),
+    Fault("garbage_version", garbage_version, REFUSED),
+    Fault("older_version", older_version, REFUSED),
+)

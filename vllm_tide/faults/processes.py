@@ -1,0 +1,88 @@
+"""Processes that die, hang or lose their clock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import psutil  # type: ignore[import-untyped]  # no stubs needed for this
+
+from vllm_tide.transport.header import LINE_BYTES, WORDS_AT
+from vllm_tide.transport.ring_format import Word
+
+from .fault import Fault
+from .memory import poke
+from .scene import TRAINER_ALIVE, NotRecovered, Scene
+
+GONE_S = 40.0
+"""A server whose engine was killed has to end by itself in this time (s)."""
+
+
+async def kill_trainer(scene: Scene, rng: random.Random) -> None:
+    """SIGKILL the trainer, wherever it is; start another."""
+    scene.struck()
+    scene.kill_trainer()
+    await scene.until("the loss of the trainer", lambda r: r.get(TRAINER_ALIVE) == 0)
+    scene.start_trainer()
+    await scene.trainer_reads()
+
+
+async def stop_heartbeat(scene: Scene, rng: random.Random) -> None:
+    """The trainer hangs and its heartbeat grows old; later it goes on.
+
+    Its last beat is set to the boot of the machine, so that nobody waits ten seconds.
+    """
+    trainer, ring = scene.trainer, scene.manifest().ring
+    scene.struck()
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        poke(
+            ring, WORDS_AT + Word.CONSUMER_BEAT * LINE_BYTES, (1).to_bytes(8, "little")
+        )
+        await scene.until("a stale heartbeat", lambda r: r.get(TRAINER_ALIVE) == 0)
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    await scene.trainer_reads()
+
+
+async def hang_engine(scene: Scene, rng: random.Random) -> None:
+    """The engine stands still for up to a second."""
+    engine = scene.engine()
+    before = await scene.reading()
+    scene.struck()
+    engine.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(rng.uniform(0.1, 1.0))
+    finally:
+        engine.send_signal(signal.SIGCONT)
+    name = "vllm:generation_tokens_total"
+    await scene.until("a token", lambda r: r.get(name, 0) > before.get(name, 0))
+
+
+async def kill_server(scene: Scene, rng: random.Random) -> None:
+    """SIGKILL the engine or the API server; start another one."""
+    server, load = scene.server, scene.load
+    family = [p for some in server.processes().values() for p in some]
+    engine = rng.random() < 0.5
+    load.url = None
+    scene.struck()
+    os.kill(scene.manifest().pid if engine else server.pid, signal.SIGKILL)
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, GONE_S)
+    if left:
+        await asyncio.to_thread(server.stop)
+        raise NotRecovered(
+            f"{len(left)} of {len(family)} processes outlived the server"
+        )
+    await asyncio.to_thread(server.stop)
+    await scene.start_server()
+    await scene.trainer_reads()
+
+
+FAULTS = (
+    Fault("kill_trainer", kill_trainer, TRAINER_ALIVE, weight=0.5, gauge=True),
+    Fault("stop_heartbeat", stop_heartbeat, TRAINER_ALIVE, gauge=True),
+    Fault("hang_engine", hang_engine, "vllm:generation_tokens_total"),
+    Fault("kill_server", kill_server, "event:left", weight=0.2),
+)

@@ -1,0 +1,292 @@
+"""The scene of the faults: one server, its trainer, their run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess  # noqa: S404 - starts the trainer under test
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil  # type: ignore[import-untyped]
+
+from vllm_tide.bench.server import ServerOptions, VllmServer
+from vllm_tide.transport.peek import peek_ring
+from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+
+from .counters import EventCounts, Reading, read_metrics, read_status
+from .load import Load
+from .trainer import order
+
+TRAINER_ALIVE = "vllm_tide:ring_consumer_alive"
+POLL_S = 0.05
+START_S = 90.0
+"""Longest start of a trainer (s), on a machine that does other things too."""
+KV_BYTES = 9 << 20
+"""KV cache (bytes): the steady load fits, a burst of long requests does not."""
+MAX_MODEL_LEN = 320
+MAX_SEQS = 8
+
+
+class NotRecovered(Exception):  # noqa: N818 - an outcome, not a fault of ours
+    """What was waited for did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Folders.
+
+    Attributes:
+        venv: Virtual environment with patched vLLM.
+        target: Served model.
+        draft: EAGLE-3 draft.
+        work: Logs and configurations.
+        run_dir: Where server and trainer meet; mode 0700.
+    """
+
+    venv: Path
+    target: Path
+    draft: Path
+    work: Path
+    run_dir: Path
+
+
+def tide_section(run_dir: Path, cpus: tuple[int, ...]) -> dict[str, object]:
+    """The `tide` section: a small ring, short cycles, trials that end soon."""
+    return {
+        "run_dir": str(run_dir),
+        "capture": {"ring_mib": 2},
+        "train": {
+            "cpus": list(cpus),
+            "min_new_tokens": 2048,
+            "steps_per_cycle": 3,
+            "batch_tokens": 384,
+            "max_sample_tokens": 256,
+            "buffer_tokens": 16384,
+            "holdout_tokens": 1024,
+            "holdout_share": 0.2,
+            "learning_rate": 2e-4,
+        },
+        "deploy": {"canary_requests": 12, "backoff_cycles": 0},
+    }
+
+
+class Scene:
+    """Starts, watches and hurts one server and one trainer.
+
+    Args:
+        places: Folders.
+        session: For metrics.
+        load: Told of the server's address.
+        say: Prints a line.
+
+    Attributes:
+        engine_cpus: Cores of the engine; everything else has `other_cpus`.
+        segments: Every segment that engines of this scene have made.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        session: aiohttp.ClientSession,
+        load: Load,
+        say: Callable[[str], None],
+    ) -> None:
+        self.places, self._session, self.load, self._say = places, session, load, say
+        cpus = sorted(os.sched_getaffinity(0))
+        self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
+        self._events = EventCounts(places.run_dir)
+        self._server: VllmServer | None = None
+        self._trainer: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self.segments: set[str] = set()
+        self.struck_at = 0.0
+
+    @property
+    def server(self) -> VllmServer:
+        """The running server.
+
+        Raises:
+            NotRecovered: There is none.
+        """
+        if self._server is None:
+            raise NotRecovered("there is no server")
+        return self._server
+
+    @property
+    def run_dir(self) -> Path:
+        """Where server and trainer meet."""
+        return self.places.run_dir
+
+    def struck(self) -> None:
+        """The fault happens now: recovery is timed from here."""
+        self.struck_at = time.monotonic()
+
+    async def start_server(self) -> None:
+        """Start a server and wait until it is ready.
+
+        Raises:
+            ServerError: It does not start.
+        """
+        places = self.places
+        self._starts += 1
+        config = places.work / "tide.json"
+        section = tide_section(places.run_dir, self.other_cpus)
+        draft = {"method": "eagle3", "model": str(places.draft)}
+        spec = {**draft, "num_speculative_tokens": 3, "tide": section}
+        config.write_text(json.dumps(spec, indent=2), encoding="utf-8")
+        server = VllmServer(
+            ServerOptions(
+                venv=places.venv,
+                model=places.target,
+                log_path=places.work / f"server-{self._starts}.log",
+                speculative_config=str(config),
+                engine_cpus=self.engine_cpus,
+                other_cpus=self.other_cpus,
+                kv_cache_bytes=KV_BYTES,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=MAX_SEQS,
+                extra_args=("--no-enable-prefix-caching",),
+            )
+        )
+        self._server = server
+        server.__enter__()
+        await asyncio.to_thread(server.wait_ready, lambda _: None)
+        server.processes()
+        self.note_segments()
+        self.load.url = server.url
+
+    def start_trainer(self) -> None:
+        """Start a trainer; it waits for engines and outlives them."""
+        places = self.places
+        log = places.work / "trainer.log"
+        keep = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+        command = [
+            str(places.venv / "bin" / "python"),
+            "-m",
+            "vllm_tide.faults.trainer",
+        ]
+        command += ["--wait", "--run-dir", str(places.run_dir)]
+        with log.open("ab") as out:
+            self._trainer = subprocess.Popen(  # noqa: S603 - our own command
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=keep
+            )
+
+    @property
+    def trainer(self) -> psutil.Process:
+        """The trainer's process."""
+        if self._trainer is None or self._trainer.poll() is not None:
+            raise NotRecovered("the trainer died")
+        return psutil.Process(self._trainer.pid)
+
+    def kill_trainer(self) -> None:
+        """SIGKILL the trainer and reap it."""
+        if self._trainer is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._trainer.send_signal(signal.SIGCONT)
+                self._trainer.kill()
+            self._trainer.wait()
+            self._trainer = None
+
+    def engine(self) -> psutil.Process:
+        """The process that runs the model."""
+        return psutil.Process(self.manifest().pid)
+
+    def manifest(self) -> EngineManifest:
+        """What the engine announced.
+
+        Raises:
+            NotRecovered: No engine is announced.
+        """
+        found = read_manifests(self.run_dir)
+        if not found:
+            raise NotRecovered("no engine is announced in the run directory")
+        return found[-1]
+
+    def note_segments(self) -> None:
+        """Remember the segments of the engine, to see later that they are gone."""
+        manifest = self.manifest()
+        self.segments |= {manifest.ring, manifest.weights}
+
+    async def stop(self) -> bool:
+        """Stop everything; whether the server went without force."""
+        self.load.url = None
+        clean = True
+        if self._server is not None:
+            clean = await asyncio.to_thread(self._server.stop)
+            self._server = None
+        if self._trainer is not None and self._trainer.poll() is None:
+            self._trainer.terminate()
+            try:
+                await asyncio.to_thread(self._trainer.wait, 20)
+            except subprocess.TimeoutExpired:
+                clean = False
+                self.kill_trainer()
+        return clean
+
+    async def reading(self) -> Reading:
+        """Everything that counts; without a server its metrics are absent."""
+        found = read_status(self.run_dir) | self._events.read()
+        found["event:broken"] = float(self._events.broken)
+        if self.load.url is None:
+            return found
+        for manifest in read_manifests(self.run_dir)[-1:]:
+            ring = peek_ring(manifest.ring)
+            if ring is not None:
+                found["ring:corrupt_records"] = float(ring.corrupt_records)
+                found["ring:used_bytes"] = float(ring.used_bytes)
+        timeout = aiohttp.ClientTimeout(total=20)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.get(
+                self.load.url + "/metrics", timeout=timeout
+            ) as response:
+                found |= read_metrics(await response.text())
+        return found
+
+    async def until(
+        self, what: str, check: Callable[[Reading], bool], timeout_s: float = 40.0
+    ) -> Reading:
+        """Wait for a reading.
+
+        Args:
+            what: Waited for; for the sentence when it does not come.
+            check: Of a reading.
+            timeout_s: Longest wait (s).
+
+        Raises:
+            NotRecovered: It did not come.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            now = await self.reading()
+            if check(now):
+                return now
+            if self._trainer is not None and self._trainer.poll() is not None:
+                raise NotRecovered("the trainer died")
+            if time.monotonic() > until:
+                raise NotRecovered(f"{what} did not come in {timeout_s:.0f} s")
+            await asyncio.sleep(POLL_S)
+
+    async def trainer_reads(self) -> None:
+        """Wait until a trainer reads the ring."""
+        await self.until("a trainer", lambda r: r.get(TRAINER_ALIVE) == 1, START_S)
+
+    async def good_head(self) -> None:
+        """Order the good head once more, and wait until the engine serves it."""
+        swaps = (await self.reading()).get("vllm_tide:swaps_total", 0)
+        path = order(self.run_dir, "again", 0)
+        try:
+            await self.until(
+                "a good head",
+                lambda r: (
+                    not path.exists() and r.get("vllm_tide:swaps_total", 0) > swaps
+                ),
+            )
+        finally:
+            path.unlink(missing_ok=True)

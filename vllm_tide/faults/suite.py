@@ -1,0 +1,207 @@
+"""Injects faults one after another, at random times, and judges each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_tide.bench.client import make_session
+from vllm_tide.bench.server import ServerError
+
+from . import disk, heads, memory, processes, requests
+from .counters import total
+from .fault import Fault
+from .leaks import LeakWatch, left_behind
+from .load import Load
+from .reference import Known
+from .scene import NotRecovered, Places, Scene
+
+FAULTS: tuple[Fault, ...] = (
+    *processes.FAULTS,
+    *memory.FAULTS,
+    *heads.FAULTS,
+    *requests.FAULTS,
+    *disk.FAULTS,
+)
+STRIKE_S = 150.0
+"""Longest time from a fault to recovery (s), a new server's start included."""
+COUNTED_S = 6.0
+"""A counter has to move in this time after recovery (s)."""
+OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault.
+
+    Attributes:
+        kind: Its name.
+        outcome: `ok`, or a sentence.
+        recovery_s: From the fault until all works again (s).
+        moved: How much the fault's counter moved.
+    """
+
+    kind: str
+    outcome: str
+    recovery_s: float
+    moved: float
+
+
+def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]:
+    """The faults to inject: every kind once, as far as they go, then by weight.
+
+    Args:
+        count: How many.
+        seed: Of the order; a longer plan begins as a shorter one does.
+        faults: Kinds to choose from.
+    """
+    rng = random.Random(seed)  # noqa: S311 - not cryptographic
+    first = rng.sample(list(faults), len(faults))
+    more = rng.choices(faults, [f.weight for f in faults], k=max(0, count - len(first)))
+    return [*first, *more][:count]
+
+
+class Suite:
+    """One run.
+
+    Args:
+        places: Folders.
+        known: What the load asks.
+        seed: Of everything random.
+        say: Prints a line.
+
+    Attributes:
+        rows: One for each fault so far.
+        load: Its tallies.
+        leaks: Of every process.
+        clean: Whether the server stopped without force at the end.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        known: Sequence[Known],
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._places, self._known, self._say = places, known, say
+        self._seed = seed
+        self._rng = random.Random(f"times:{seed}")  # noqa: S311 - not cryptographic
+        self.rows: list[Row] = []
+        self.leaks = LeakWatch()
+        self.load: Load | None = None
+        self.problems: list[str] = []
+        self.clean = False
+
+    async def run(
+        self, faults: Sequence[Fault], on_row: Callable[[Row], None], minutes: float
+    ) -> None:
+        """Inject them all.
+
+        Args:
+            faults: In this order.
+            on_row: Told of each outcome.
+            minutes: Begin none after this time.
+
+        Raises:
+            ServerError: The first server does not start.
+        """
+        until = time.monotonic() + 60 * minutes
+        async with make_session() as session:
+            load = self.load = Load(session, self._known, self._seed)
+            scene = Scene(self._places, session, load, self._say)
+            try:
+                await scene.start_server()
+                scene.start_trainer()
+                busy = asyncio.create_task(load.run())
+                try:
+                    await scene.trainer_reads()
+                    for fault in faults:
+                        if time.monotonic() > until:
+                            break
+                        row = await self._inject(scene, fault)
+                        self.rows.append(row)
+                        on_row(row)
+                        if not await self._mend(scene, row):
+                            break
+                finally:
+                    busy.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await busy
+            finally:
+                self.clean = await scene.stop()
+            left = left_behind(scene.segments, set())
+            if left:
+                self.problems.append(f"segments left after the end: {', '.join(left)}")
+            if not self.clean:
+                self.problems.append("the server or the trainer had to be killed")
+
+    async def _inject(self, scene: Scene, fault: Fault) -> Row:
+        rng, load = self._rng, scene.load
+        strike_rng = random.Random(rng.getrandbits(64))  # noqa: S311
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+        before = await scene.reading()
+        scene.struck()
+        outcome = ""
+        try:
+            async with asyncio.timeout(STRIKE_S):
+                await fault.strike(scene, strike_rng)
+        except NotRecovered as error:
+            outcome = str(error)
+        except TimeoutError:
+            outcome = f"no recovery in {STRIKE_S:.0f} s"
+        except ServerError as error:
+            outcome = f"the next server did not start: {str(error).splitlines()[0]}"
+        seconds = time.monotonic() - scene.struck_at
+        outcome = outcome or await load.settle()
+        moved = 1.0 if fault.gauge else 0.0
+        if not outcome and not fault.gauge:
+            moved, outcome = await self._counted(scene, fault, before)
+        outcome = "; ".join([outcome] * bool(outcome) + load.take_problems())
+        outcome = outcome or self._leaks(scene)
+        return Row(fault.kind, outcome or OK, round(seconds, 2), moved)
+
+    async def _counted(
+        self, scene: Scene, fault: Fault, before: dict[str, float]
+    ) -> tuple[float, str]:
+        start = total(before, fault.counter)
+        try:
+            now = await scene.until(
+                fault.counter, lambda r: total(r, fault.counter) != start, COUNTED_S
+            )
+        except NotRecovered:
+            return 0.0, f"{fault.counter} did not move"
+        return total(now, fault.counter) - start, ""
+
+    def _leaks(self, scene: Scene) -> str:
+        scene.note_segments()
+        manifest = scene.manifest()
+        left = left_behind(scene.segments, {manifest.ring, manifest.weights})
+        found = [f"segments left behind: {', '.join(left)}"] if left else []
+        for role, some in scene.server.processes().items():
+            found += [self.leaks.look(role, process) for process in some]
+        found.append(self.leaks.look("trainer", scene.trainer))
+        return "; ".join(filter(None, found))
+
+    async def _mend(self, scene: Scene, row: Row) -> bool:
+        """After harm: start anew, so that the next fault is judged alone.
+
+        Returns:
+            Whether the scene stands.
+        """
+        if row.outcome == OK:
+            return True
+        try:
+            await scene.stop()
+            await scene.start_server()
+            scene.start_trainer()
+            await scene.trainer_reads()
+        except (ServerError, NotRecovered) as error:
+            self.problems.append(f"no new start: {error}")
+            return False
+        scene.load.take_problems()
+        return True
