@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 from vllm_tide import metrics
 from vllm_tide.cli import config
+from vllm_tide.faults.report import markdown
 
 README = Path(__file__).parent.parent / "README.md"
-TABLES = {"knobs": config.reference, "metrics": metrics.reference}
+FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json"
+
+
+def faults() -> list[str]:
+    """What became of each kind of fault, from the stored run."""
+    return markdown(json.loads(FAULTS.read_text(encoding="utf-8"))["kinds"])
+
+
+TABLES = {
+    "knobs": config.reference,
+    "metrics": metrics.reference,
+    "faults": faults,
+}
 
 
 def rewritten(text: str) -> str:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         log_path=folder / "server.log",
         speculative_config=str(folder / "tide.json"),
         max_model_len=256,
+        extra_env={"VLLM_PLUGINS": "vllm_tide"},
     )
     started = VllmServer(options)
     with started:
@@ -155,6 +157,36 @@ def test_opt_out_travels_over_http(server):
     time.sleep(0.6)
     complete(server.url, PROMPTS[2])
     assert metrics(server.url)["vllm_tide:dropped_rows_total/opted_out"] == 1
+
+
+def ask_admin(server: VllmServer, name: str, token: str | None) -> tuple[int, Any]:
+    """Status and answer of an admin route."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    method = "GET" if name == "status" else "POST"
+    url = f"{server.url}/plugins/vllm_tide/{name}"
+    request = urllib.request.Request(url, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_admin_routes_reach_the_trainer_with_their_token_only(server):
+    run_dir = server.options.model.parent / "run"
+    token = (run_dir / "admin.token").read_text().strip()
+    for name in ("status", "pause", "resume", "rollback"):
+        assert ask_admin(server, name, None)[0] == 401
+        assert ask_admin(server, name, token[:-1])[0] == 401
+    code, said = ask_admin(server, "status", token)
+    (answer,) = said["trainers"].values()
+    assert code == 200 and answer["status"]["published_version"] >= 2
+    assert ask_admin(server, "pause", token)[0] == 200
+    assert (run_dir / "paused.json").exists()
+    before = complete(server.url, PROMPTS[3])
+    assert complete(server.url, PROMPTS[3]) == before
+    assert ask_admin(server, "resume", token)[0] == 200
+    assert not (run_dir / "paused.json").exists()
 
 
 def test_a_killed_trainer_never_affects_serving(server):

@@ -314,3 +314,14 @@ def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
     sidecar.feeds.close()
+
+
+def test_a_head_put_back_during_a_trial_ends_it(engine):
+    sidecar = published_once(engine)
+    deployment = sidecar.deployment
+    assert deployment.canary.undecided
+    deployment.put_back(deployment._masters[0], {})
+    engine.weights.report(2, 0, "", 2.0)
+    assert sidecar._tick()
+    assert not deployment.canary.undecided and deployment.canary.may_publish
+    sidecar.feeds.close()

@@ -5,27 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.progress import clock_text
 from vllm_tide.bench.report import environment
-from vllm_tide.bench.server import ServerError
 
-from .reference import known_outputs
+from .command import add_places, run_command, say_since
+from .fault import Fault
+from .reference import Known
 from .report import by_kind, read_rows, table, write
 from .scene import Places
 from .suite import FAULTS, OK, Row, Suite, plan
-
-DOMAINS = ("python", "c", "docs_en")
-PROMPTS = 32
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,10 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 when all was well, 1 when a fault did harm, 2 when the "
         "suite could not run.",
     )
-    demo = Path(__file__).parents[2] / "scripts" / "demo"
     p.add_argument("--count", type=int, default=500, help="faults (500)")
-    p.add_argument("--json", type=Path, help="where the result goes")
-    p.add_argument("--seed", type=int, default=0)
     p.add_argument(
         "--kinds", help="only these, comma-separated; " + ", ".join(_kinds())
     )
@@ -49,11 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--resume", action="store_true", help="go on with the run that is in --json"
     )
-    p.add_argument("--venv", type=Path, default=Path(sys.executable).parents[1])
-    p.add_argument("--target", type=Path, default=demo / "target")
-    p.add_argument("--draft", type=Path, default=demo / "draft")
-    p.add_argument("--prompts", type=Path, default=demo / "prompts")
-    p.add_argument("--work", type=Path, help="logs; default: a folder that is removed")
+    add_places(p)
     return p
 
 
@@ -61,7 +48,7 @@ def _kinds() -> list[str]:
     return [fault.kind for fault in FAULTS]
 
 
-def _chosen(args: argparse.Namespace) -> list[Any]:
+def _chosen(args: argparse.Namespace) -> list[Fault]:
     """The kinds of faults that were asked for.
 
     Raises:
@@ -79,30 +66,7 @@ def _chosen(args: argparse.Namespace) -> list[Any]:
     return [f for f in FAULTS if f.kind in wanted and f.kind not in without]
 
 
-def main() -> int:
-    """Run the command."""
-    args = _parser().parse_args()
-    # Also where a shell started us with SIGINT ignored: we stop what we started.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    work = args.work or Path(tempfile.mkdtemp(prefix="vllm_tide_faults_"))
-    work.mkdir(parents=True, exist_ok=True)
-    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_run_"))
-    try:
-        return _run(args, Places(args.venv, args.target, args.draft, work, run_dir))
-    except (BenchError, ServerError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        if args.work is None:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def _run(args: argparse.Namespace, places: Places) -> int:
+def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> int:
     faults = plan(args.count, args.seed, _chosen(args))
     earlier: dict[str, Any] = {}
     rows: list[Row] = []
@@ -112,15 +76,8 @@ def _run(args: argparse.Namespace, places: Places) -> int:
             raise BenchError(
                 f"--resume: {args.json} is of another plan; use its --seed"
             )
-    done, began = len(rows), time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{clock_text(time.monotonic() - began)}] {text}", flush=True)
-
-    say("computing the outputs that are right")
-    known = known_outputs(places.target, args.prompts, DOMAINS, PROMPTS, args.seed)
-    say(f"{len(known)} prompts; starting the server")
-    suite = Suite(places, known, args.seed + done, say)
+    done, say = len(rows), say_since(time.monotonic())
+    suite = Suite(places, known, args.seed + done)
 
     def on_row(row: Row) -> None:
         rows.append(row)
@@ -167,6 +124,11 @@ def _document(
         "processes": (earlier.get("processes", []) + suite.leaks.report())[-40:],
         "environment": environment({}),
     }
+
+
+def main() -> int:
+    """Run the command."""
+    return run_command(_parser().parse_args(), _run)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Load:
         known: Prompts and their outputs.
         seed: Of lengths and order.
         clients: Requests at a time.
+        tokens: Fewest and most output tokens of a request.
 
     Attributes:
         url: Of the server; None while there is none.
@@ -63,10 +64,11 @@ class Load:
         known: Sequence[Known],
         seed: int,
         clients: int = 3,
+        tokens: tuple[int, int] = (8, 32),
     ) -> None:
         self._session, self._known = session, known
         self._rng = random.Random(seed)  # noqa: S311 - not cryptographic
-        self.clients, self._number = clients, 0
+        self.clients, self._number, self._tokens = clients, 0, tokens
         self._open: dict[int, float] = {}
         self._origin_s = time.perf_counter()
         self.url: str | None = None
@@ -75,14 +77,14 @@ class Load:
         self.problems: list[str] = []
         self.latencies: list[tuple[float, float]] = []
 
-    def ask(self, tokens: tuple[int, int] = (8, 32)) -> Ask:
+    def ask(self, tokens: tuple[int, int] | None = None) -> Ask:
         """A request with a known answer.
 
         Args:
             tokens: Fewest and most output tokens; prompts without a clear answer of
                 that many are passed over where there are others.
         """
-        low, high = tokens
+        low, high = tokens or self._tokens
         long = [k for k in self._known if len(k.output) >= low] or self._known
         known = self._rng.choice(long)
         count = min(self._rng.randint(low, high), len(known.output))

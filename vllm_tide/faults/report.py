@@ -42,6 +42,21 @@ def table(kinds: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The same as lines of a Markdown table."""
+    lines = [
+        "| fault | recovered | recovery p50 / max (s) | counted by |",
+        "| --- | --- | --- | --- |",
+    ]
+    for kind, found in kinds.items():
+        lines.append(
+            f"| `{kind}` | {found['ok']} of {found['count']} | "
+            f"{found['recovery_s_p50']:.1f} / {found['recovery_s_max']:.1f} | "
+            f"`{found['counter']}` |"
+        )
+    return lines
+
+
 def write(path: Path, document: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Write the document with its rows, one a line."""
     head = json.dumps(document, indent=1)[:-2]

@@ -25,7 +25,7 @@ from .load import Load
 from .trainer import order
 
 TRAINER_ALIVE = "vllm_tide:ring_consumer_alive"
-POLL_S = 0.05
+POLL_S = 0.1
 START_S = 90.0
 """Longest start of a trainer (s), on a machine that does other things too."""
 KV_BYTES = 9 << 20
@@ -84,7 +84,6 @@ class Scene:
         places: Folders.
         session: For metrics.
         load: Told of the server's address.
-        say: Prints a line.
 
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
@@ -96,9 +95,8 @@ class Scene:
         places: Places,
         session: aiohttp.ClientSession,
         load: Load,
-        say: Callable[[str], None],
     ) -> None:
-        self.places, self._session, self.load, self._say = places, session, load, say
+        self.places, self._session, self.load = places, session, load
         cpus = sorted(os.sched_getaffinity(0))
         self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
         self._events = EventCounts(places.run_dir)

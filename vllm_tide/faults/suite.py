@@ -72,7 +72,6 @@ class Suite:
         places: Folders.
         known: What the load asks.
         seed: Of everything random.
-        say: Prints a line.
 
     Attributes:
         rows: One for each fault so far.
@@ -86,9 +85,8 @@ class Suite:
         places: Places,
         known: Sequence[Known],
         seed: int,
-        say: Callable[[str], None],
     ) -> None:
-        self._places, self._known, self._say = places, known, say
+        self._places, self._known = places, known
         self._seed = seed
         self._rng = random.Random(f"times:{seed}")  # noqa: S311 - not cryptographic
         self.rows: list[Row] = []
@@ -113,7 +111,7 @@ class Suite:
         until = time.monotonic() + 60 * minutes
         async with make_session() as session:
             load = self.load = Load(session, self._known, self._seed)
-            scene = Scene(self._places, session, load, self._say)
+            scene = Scene(self._places, session, load)
             try:
                 await scene.start_server()
                 scene.start_trainer()

@@ -142,7 +142,10 @@ class Canary:
         return verdict
 
     def forget(self, engine: str) -> None:
-        """An engine is gone; the last one ends the trial without a verdict."""
+        """An engine is gone, or serves an older head again.
+
+        The last one ends the trial without a verdict.
+        """
         self._engines.discard(engine)
         if not self._engines:
             self._after = []

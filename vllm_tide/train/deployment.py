@@ -335,6 +335,8 @@ class Deployment:
         self._trainer.buffer.set_version(self.installed)
         if version in self._put_back:
             self.good = version
+            # No request will begin with a head that was on trial here.
+            self.canary.forget(engine)
         if version == 0 or first or version in self._put_back:
             return
         if self._canary_on:

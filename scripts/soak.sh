@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Serves a steady load with a swap every few seconds, and says whether memory, file
+# descriptors, shared memory and latency stay flat.
+#
+#   scripts/soak.sh --minutes 30 --json soak.json [--swap-s 3] [--clients 3]
+#
+# --help states the criterion. Environment: TIDE_VENV (default: .venv in the checkout).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export TIDE_VENV=${TIDE_VENV:-$here/.venv}
+[ -x "$TIDE_VENV/bin/vllm" ] || {
+    echo "error: TIDE_VENV: $TIDE_VENV has no vllm; run scripts/install.sh --venv first" >&2
+    exit 2
+}
+# shellcheck source=scripts/env.sh
+. "$here/scripts/env.sh"
+exec "$TIDE_VENV/bin/python" -m vllm_tide.faults.soak "$@"

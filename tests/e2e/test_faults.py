@@ -1,0 +1,33 @@
+"""The fault suite in small: every kind of fault but a killed server, once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_tide.faults.suite import FAULTS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(400)
+def test_every_fault_is_recovered_from(tmp_path):
+    kinds = [fault.kind for fault in FAULTS if fault.kind != "kill_server"]
+    path = tmp_path / "faults.json"
+    command = [sys.executable, "-m", "vllm_tide.faults", "--json", str(path)]
+    command += ["--count", str(len(kinds)), "--without", "kill_server"]
+    done = subprocess.run(
+        [*command, "--work", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    result = json.loads(path.read_text())
+    assert sorted(row["kind"] for row in result["rows"]) == sorted(kinds)
+    assert {row["outcome"] for row in result["rows"]} == {"ok"}
+    assert result["right_answers"] > 50
+    assert not result["unanswered"]

@@ -1,0 +1,80 @@
+"""What the two commands have in common: folders, known outputs, signals."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_tide.bench.control_arms import BenchError
+from vllm_tide.bench.progress import clock_text
+from vllm_tide.bench.server import ServerError
+
+from .reference import Known, known_outputs
+from .scene import Places
+
+DOMAINS = ("python", "c", "docs_en")
+PROMPTS = 32
+
+Run = Callable[[argparse.Namespace, Places, Sequence[Known]], int]
+
+
+def add_places(p: argparse.ArgumentParser) -> None:
+    """Add the options that say where everything is; the demo by default."""
+    demo = Path(__file__).parents[2] / "scripts" / "demo"
+    p.add_argument("--json", type=Path, help="where the result goes")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--venv", type=Path, default=Path(sys.executable).parents[1])
+    p.add_argument("--target", type=Path, default=demo / "target")
+    p.add_argument("--draft", type=Path, default=demo / "draft")
+    p.add_argument("--prompts", type=Path, default=demo / "prompts")
+    p.add_argument("--work", type=Path, help="logs; default: a folder that is removed")
+
+
+def say_since(began: float) -> Callable[[str], None]:
+    """A printer of lines with the time since `began` (monotonic clock, s)."""
+
+    def say(text: str) -> None:
+        print(f"[{clock_text(time.monotonic() - began)}] {text}", flush=True)
+
+    return say
+
+
+def run_command(args: argparse.Namespace, run: Run) -> int:
+    """Prepare folders and known outputs, run, clean up.
+
+    Args:
+        args: With the options of :func:`add_places`.
+        run: Returns the exit status.
+
+    Returns:
+        2 where it could not run, 130 where it was stopped.
+    """
+    # Also where a shell started us with SIGINT ignored: we stop what we started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    work = args.work or Path(tempfile.mkdtemp(prefix="vllm_tide_faults_"))
+    work.mkdir(parents=True, exist_ok=True)
+    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_run_"))
+    say = say_since(time.monotonic())
+    try:
+        say("computing the outputs that are right")
+        known = known_outputs(args.target, args.prompts, DOMAINS, PROMPTS, args.seed)
+        say(f"{len(known)} prompts; starting server and trainer")
+        places = Places(args.venv, args.target, args.draft, work, run_dir)
+        return run(args, places, known)
+    except (BenchError, ServerError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if args.work is None:
+            shutil.rmtree(work, ignore_errors=True)
