@@ -81,6 +81,7 @@ class WorkerTide:
         self._reported = 0.0
         self._sent_staged = 0
         self._replaced = 0.0
+        self._unannounced = False
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
@@ -251,7 +252,8 @@ class WorkerTide:
         ring = self._ring is not None and self._ring.lost
         weights = self._segment is not None and self._segment.lost
         weights = weights and self._group is None
-        if not (ring or weights) or now - self._replaced < REPLACE_SECONDS:
+        self._unannounced = self._unannounced or ring or weights
+        if not self._unannounced or now - self._replaced < REPLACE_SECONDS:
             return
         self._replaced = now
         try:
@@ -260,6 +262,7 @@ class WorkerTide:
             if weights:
                 self._replace_weights()
             self._announce()
+            self._unannounced = False
         except (TransportError, OSError) as error:
             logger.error("vllm_tide: a lost segment is not replaced yet: %s", error)
 
@@ -367,7 +370,7 @@ class WorkerTide:
         if staged == self._sent_staged and now - self._reported < REPORT_SECONDS:
             return None
         self._reported, self._sent_staged = now, staged
-        self._replace_lost(now)
+        self._guard.run("replace", self._replace_lost, now)
         faults = Counter(self._guard.faults) + self._losses
         parts = (self._ring, self._segment)
         mended = sum(part.mended for part in parts if part is not None)
