@@ -1,0 +1,239 @@
+"""Turns one request's rows of one step into a record: the same for both model runners.
+
+An adapter says where the rows lie and what the target decided; everything that a
+trainer will read off a record is decided here, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_tide.capture.policy import CapturePolicy, Ticket
+from vllm_tide.config import CaptureConfig
+from vllm_tide.transport.record import Phase, Record
+from vllm_tide.transport.ring import RingWriter
+
+_NO_FLOATS = np.empty(0, np.float32)
+_NO_TOKENS = np.empty(0, np.int32)
+
+TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(slots=True)
+class StepRows:
+    """What a step computed, in wire types.
+
+    Attributes:
+        features: [>= rows, num_aux * H]; any number of rows and 0 columns while
+            records are light.
+        hidden: [>= rows, H], or None if not stored.
+        topk: ids int32 [logits, k], log-probabilities float32 [logits, k] and tail
+            float32 [logits] of the sampled rows; None if not stored.
+        full: False while the trainer collects ids and counts only.
+        version: The draft that was live.
+    """
+
+    features: np.ndarray
+    hidden: np.ndarray | None
+    topk: TopK | None
+    full: bool
+    version: int
+
+
+@dataclass(slots=True)
+class RequestRows:
+    """One request's part of a step.
+
+    Attributes:
+        low: First row.
+        high: End of its rows; the last `num_drafts` of them hold drafted tokens.
+        num_drafts: Drafted tokens that were scheduled, placeholders included.
+        padding: How many of them are placeholders, which are no tokens.
+        start: Position of the first row.
+        num_prompt_tokens: Of the request.
+        token_ids: int32 [>= high - low], input token of each row.
+        sampled: Tokens committed; empty for a prefill chunk that is not the last.
+        logit_end: End of the request's rows in the logits.
+    """
+
+    low: int
+    high: int
+    num_drafts: int
+    padding: int
+    start: int
+    num_prompt_tokens: int
+    token_ids: np.ndarray
+    sampled: Sequence[int]
+    logit_end: int
+
+
+class Recorder:
+    """Writes rows of live traffic into the ring.
+
+    Args:
+        ring: Where records go; it drops and counts what does not fit.
+        config: `tide.capture`.
+        features_like: [0, num_aux * H] in the wire's type, for records without rows.
+        hidden_like: [0, H] in the wire's type, or None if no hidden state is stored.
+        tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
+
+    Attributes:
+        rows: Rows written to the ring so far, those of light records left out.
+        requests: Requests with at least one record.
+        dropped: Rows (requests for `opted_out`, `not_sampled`, `malformed_opt_out`,
+            `malformed_tenant`, `unsupported_input`) that were not written, by reason;
+            `paused` are the rows of light records.
+        draft_version: Version of the live draft; set by the owner at each swap.
+    """
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        config: CaptureConfig,
+        features_like: np.ndarray,
+        hidden_like: np.ndarray | None,
+        tenant_key: bytes | None = None,
+    ) -> None:
+        self._ring = ring
+        self._topk = config.teacher_topk if config.teacher != "hidden" else 0
+        self._policy = CapturePolicy(config.sample_rate, tenant_key=tenant_key)
+        self._features_like = features_like
+        self._hidden_like = hidden_like
+        self._tickets: dict[str, Ticket] = {}
+        # What the previous step drafted: request id -> (probabilities, version).
+        self._drafted: dict[str, tuple[np.ndarray, int]] = {}
+        self.rows = 0
+        self.requests = 0
+        self.dropped: Counter[str] = Counter()
+        self.draft_version = 0
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        """Requests ended (finished or aborted): say so to the trainer, drop state."""
+        for req_id in req_ids:
+            ticket = self._tickets.pop(req_id, None)
+            self._drafted.pop(req_id, None)
+            if ticket is not None and ticket.started:
+                self._ring.try_write(self._farewell(ticket))
+
+    def _admit(
+        self, req_id: str, extra: dict[str, Any] | None, supported: bool
+    ) -> Ticket:
+        """Decide about a new request, and count why it is not captured."""
+        ticket = self._policy.admit(extra, supported)
+        self._tickets[req_id] = ticket
+        if ticket.refusal is not None:
+            self.dropped[ticket.refusal] += 1
+        return ticket
+
+    def _write(
+        self,
+        ticket: Ticket,
+        rows: RequestRows,
+        drafted: tuple[np.ndarray, int] | None,
+        step: StepRows,
+    ) -> None:
+        """Write one record.
+
+        Args:
+            ticket: The request's.
+            rows: Its rows.
+            drafted: Probabilities float32 [>= drafts] of its drafted tokens and the
+                version of the draft that gave them; None if unknown.
+            step: What the step computed.
+        """
+        low, full = rows.low, step.full
+        if rows.padding:
+            self.dropped["placeholder"] += rows.padding
+        high = rows.high - rows.padding
+        count = high - low
+        committed = count - 1 - (rows.num_drafts - rows.padding)
+        num_accepted = committed + max(len(rows.sampled) - 1, 0)
+        if not ticket.started:
+            ticket.started = True
+            self.requests += 1
+            # A prefix-cache hit never computes these rows: they are missing, and
+            # the record's start says so.
+            if full:
+                self.dropped["prefix_cached"] += rows.start
+        verify = rows.num_drafts > rows.padding or (count == 1 and committed == 0)
+        probs, version = self._probs(count - 1, drafted) if verify else (None, None)
+        teacher_start, topk = (
+            self._teacher(count, rows, step) if full else (count, None)
+        )
+        hidden = step.hidden if full else None
+        record = Record(
+            key=ticket.key,
+            phase=Phase.VERIFY if verify else Phase.PREFILL,
+            start=rows.start,
+            num_prompt_tokens=rows.num_prompt_tokens,
+            num_accepted=min(num_accepted, count - 1),
+            next_token=rows.sampled[-1] if rows.sampled else -1,
+            draft_version=step.version if version is None else version,
+            token_ids=rows.token_ids[:count],
+            draft_probs=_NO_FLOATS if probs is None else probs,
+            features=step.features[low:high],
+            teacher_start=teacher_start,
+            teacher_hidden=(
+                None if hidden is None else hidden[low + teacher_start : high]
+            ),
+            teacher_topk_ids=None if topk is None else topk[0],
+            teacher_topk_logprobs=None if topk is None else topk[1],
+            teacher_tail_logprob=None if topk is None else topk[2],
+            tenant=ticket.tenant,
+        )
+        if self._ring.try_write(record):
+            if full:
+                self.rows += count
+            else:
+                self.dropped["paused"] += count
+
+    @staticmethod
+    def _probs(
+        num_drafts: int, drafted: tuple[np.ndarray, int] | None
+    ) -> tuple[np.ndarray, int | None]:
+        if drafted is None or drafted[0].shape[0] < num_drafts:
+            return np.full(num_drafts, np.nan, np.float32), None
+        return drafted[0][:num_drafts].astype(np.float32, copy=False), drafted[1]
+
+    def _teacher(
+        self, count: int, rows: RequestRows, step: StepRows
+    ) -> tuple[int, TopK | None]:
+        """First row with a teacher, and the rows' top-k slices.
+
+        Only sampled rows have logits (the last of a prefill, all of a verification),
+        so a top-k teacher starts later than a hidden one; with both kinds stored the
+        record starts where both exist.
+        """
+        if step.topk is None:
+            return (0, None) if not self._topk else (count, None)
+        have = min(1 + rows.num_drafts - rows.padding, count)
+        end = rows.logit_end - rows.padding
+        ids, top, tail = (array[end - have : end] for array in step.topk)
+        return count - have, (ids, top, tail)
+
+    def _farewell(self, ticket: Ticket) -> Record:
+        topk = self._topk
+        return Record(
+            key=ticket.key,
+            phase=Phase.VERIFY,
+            start=0,
+            num_prompt_tokens=0,
+            num_accepted=0,
+            next_token=-1,
+            draft_version=self.draft_version,
+            token_ids=_NO_TOKENS,
+            draft_probs=_NO_FLOATS,
+            features=self._features_like,
+            teacher_start=0,
+            teacher_hidden=self._hidden_like,
+            teacher_topk_ids=np.empty((0, topk), np.int32) if topk else None,
+            teacher_topk_logprobs=np.empty((0, topk), np.float32) if topk else None,
+            teacher_tail_logprob=_NO_FLOATS if topk else None,
+            finished=True,
+            tenant=ticket.tenant,
+        )
