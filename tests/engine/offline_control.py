@@ -145,7 +145,7 @@ def main() -> None:
             "holes": control._backlog.holes,
             "lost": control.policy is None,
             "faults": dict(control.faults),
-            "malformed_slo": control._malformed_slo,
+            "malformed_slo": control._book.malformed_slo,
         }
     print("REPORT " + json.dumps(report), flush=True)
 

@@ -22,9 +22,8 @@ from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.policies import Policy
-from vllm_tide.control.slo import SloBook
 from vllm_tide.engine.catchup import DraftBacklog
-from vllm_tide.engine.requests import RequestTable
+from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.round_timer import RoundTimer
 
 logger = logging.getLogger("vllm_tide")
@@ -72,11 +71,10 @@ class ControlV1:
         self.leader = leader
         self.faults: Counter[str] = Counter()
         self._forced: int | None = None
-        self._table = RequestTable(capacity)
-        self._slo = SloBook(capacity)
-        self._default_slo = (
-            None if config.slo_tpot_ms is None else config.slo_tpot_ms / 1e3
+        self._book = RequestBook(
+            capacity, int(runner.max_model_len), config.slo_tpot_ms
         )
+        self._table, self._slo = self._book.table, self._book.slo
         self._backlog = DraftBacklog(
             runner, config.catchup_mib, num_aux, hidden_size, capacity
         )
@@ -96,7 +94,6 @@ class ControlV1:
         self._off_ids: list[str] = []
         self._newest = np.empty(0, np.int64)
         self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._malformed_slo = 0
         self._told = (0, 0)
 
     def force(self, steps: int | None) -> None:
@@ -249,16 +246,13 @@ class ControlV1:
                 )
             )
         self._sample = None
-        # `context + 1` tokens exist; the target adds one more by itself.
-        room = np.minimum(
-            self._table.most_tokens[slots] - context - 2, self.num_speculative_tokens
-        )
+        room = self._book.room(slots, context, self.num_speculative_tokens)
         room[emitted == 0] = 0
         plan = self.policy.plan(
             Batch(
                 slots=slots,
                 context=context,
-                room=np.maximum(room, 0),
+                room=room,
                 sampled=self._table.sampled[slots],
                 limit=self._slo.limits(slots, now),
                 first_rows=num_rows,
@@ -378,7 +372,7 @@ class ControlV1:
             "off_rounds": off,
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
-            "malformed_slo": self._malformed_slo,
+            "malformed_slo": self._book.malformed_slo,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 
@@ -394,33 +388,11 @@ class ControlV1:
         return table.slots(req_ids)
 
     def _admit(self, slot: int, state: Any) -> None:
-        params = state.sampling_params
-        table = self._table
-        longest = int(self._runner.max_model_len)
-        wanted = longest
-        if params is not None and params.max_tokens is not None:
-            wanted = state.num_prompt_tokens + params.max_tokens
-        table.most_tokens[slot] = min(wanted, longest)
-        table.sampled[slot] = params is not None and params.temperature > 1e-5
+        self._book.admit(slot, state.num_prompt_tokens, state.sampling_params)
         self._backlog.forget(slot)
-        self._slo.add(slot, self._slo_seconds(params))
         if self.policy is not None:
-            self.policy.add(slot, bool(table.sampled[slot]), time.monotonic())
-
-    def _slo_seconds(self, params: Any) -> float | None:
-        """The request's own limit, else the server's; nonsense is counted."""
-        extra = (params.extra_args or {}) if params is not None else {}
-        given = extra.get("tide_slo_tpot_ms")
-        if given is None:
-            return self._default_slo
-        try:
-            limit = float(given)
-        except (TypeError, ValueError):
-            limit = 0.0
-        if not 0 < limit < float("inf"):
-            self._malformed_slo += 1
-            return self._default_slo
-        return limit / 1e3
+            sampled = bool(self._table.sampled[slot])
+            self.policy.add(slot, sampled, time.monotonic())
 
     def _end(self, slot: int) -> None:
         self._backlog.forget(slot)
