@@ -1,11 +1,12 @@
 """Runs vLLM offline with an EAGLE-3 draft and reports what it did, as JSON.
 
-Argument: JSON with target, draft, and optional keys of the speculative config.
+Argument: JSON with target, draft, and optionally "runner": "v2".
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -18,10 +19,15 @@ os.environ |= {
 
 def main() -> None:
     """Generate greedily and with a seed; print one JSON line."""
+    case = json.loads(sys.argv[1])
+    if case.get("runner") == "v2":
+        sys.path.append(str(Path(__file__).parents[1] / "engine"))
+        from v2_on_cpu import prepare
+
+        prepare(asynchronous=False)
     import vllm
     from vllm import LLM, SamplingParams
 
-    case = json.loads(sys.argv[1])
     llm = LLM(
         case["target"],
         speculative_config={
@@ -42,13 +48,14 @@ def main() -> None:
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
     runner = worker.model_runner
+    proposer = getattr(runner, "drafter", None) or runner.speculator
     metrics = {metric.name for metric in llm.get_metrics()}
     report = {
         "file": vllm.__file__,
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],
         "tide": [
             getattr(owner, "tide", None) is None
-            for owner in (worker, runner, runner.drafter, core.scheduler)
+            for owner in (worker, runner, proposer, core.scheduler)
         ],
         "imported": [name for name in sys.modules if name.startswith("vllm_tide")],
         "metrics": sorted(metrics),

@@ -36,13 +36,18 @@ def run_probe(case: dict[str, str], pythonpath: Path | None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reports(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("neutral")
+def case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
     target = toys.make_target(folder / "target")
     draft = toys.make_draft(folder / "draft", target)
-    case = {"target": str(target), "draft": str(draft)}
+    return {"target": str(target), "draft": str(draft)}
+
+
+@pytest.fixture(scope="module")
+def reports(
+    case: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("neutral")
     pristine = make_pristine(folder / "pristine")
     upstream = run_probe(case, pristine)
     assert upstream["file"].startswith(str(pristine))
@@ -57,6 +62,15 @@ def test_outputs_are_upstreams_token_for_token(reports):
 def test_worker_patch_leaves_everything_none(reports):
     _, patched = reports
     assert patched["tide"] == [True, True, True, True]
+
+
+def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, case):
+    """Greedy tokens do not depend on the runner: upstream's V1 gives the reference."""
+    upstream, _ = reports
+    patched = run_probe(case | {"runner": "v2"}, None)
+    assert patched["tokens"] == upstream["tokens"]
+    assert patched["tide"] == [True, True, True, True]
+    assert patched["imported"] == []
 
 
 def test_capture_patch_never_imports_the_package(reports):
