@@ -19,9 +19,22 @@ os.environ |= {
 
 def main() -> None:
     """Run the case."""
+    case = json.loads(sys.argv[1])
+    if case.get("runner", "v1") != "v1":
+        from v2_on_cpu import prepare
+
+        prepare(asynchronous=case["runner"] == "v2-async")
     from vllm import LLM, SamplingParams
 
-    case = json.loads(sys.argv[1])
+    policy = None
+    if "script" in case:
+        from offline_control import Scripted
+
+        import vllm_tide.engine.worker_v2 as worker_v2
+
+        policy = Scripted(case["script"], 0)
+        worker_v2.ThresholdPolicy = lambda *_: policy
+
     llm = LLM(
         case["target"],
         speculative_config=case["speculative_config"],
@@ -36,6 +49,8 @@ def main() -> None:
         work = json.loads(line)
         if work is None:
             break
+        if policy is not None and "script" in work:
+            policy.script, policy.round = work["script"], -1
         params = [
             SamplingParams(
                 **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},
@@ -65,6 +80,21 @@ def main() -> None:
             report["version"] = tide.swapper.version
             report["refused"] = dict(tide.swapper.stager.refused)
             report["swaps"] = tide.swapper.num_swaps
+        if policy is not None:
+            report["outcomes"] = policy.outcomes
+            report["probes"] = policy.probes
+            report["control_faults"] = dict(tide.control.faults)
+        if driver is not None:
+            runner = driver.worker.model_runner
+            config = llm.llm_engine.vllm_config
+            report["runner"] = type(runner).__module__
+            report["async"] = config.scheduler_config.async_scheduling
+            draft = runner.get_draft_model()
+            report["addresses"] = {
+                name: parameter.data_ptr()
+                for name, parameter in draft.named_parameters()
+                if parameter.numel()
+            }
         print("REPORT " + json.dumps(report), flush=True)
 
 

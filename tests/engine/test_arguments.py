@@ -146,3 +146,49 @@ def test_what_control_cannot_work_with_is_refused(
     tide = {"control": {"policy": "adaspec", **control}}
     config = {"method": "eagle3", "model": str(draft), "tide": tide, **extra}
     assert refusal(config, target).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [
+        ({"enable_adaptive_verification": True}, "enable_adaptive_verification: it"),
+        ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction: tide"),
+        (
+            {"tide": {"control": {"policy": "adaspec"}}},
+            "tide.control.policy: 'adaspec' needs forward times",
+        ),
+        (
+            {"tide": {"control": {"policy": "tide_gate"}}},
+            "tide.control.policy: 'tide_gate' needs forward times",
+        ),
+        ({"tide": {"control": {"policy": "threshold"}}}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
+    change, start, asynchronous
+):
+    from types import SimpleNamespace as Config
+
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    off = {"enable_adaptive_verification": False, "use_local_argmax_reduction": False}
+    config = Config(
+        device_config=Config(device_type="cpu"),
+        parallel_config=Config(pipeline_parallel_size=1),
+        lora_config=None,
+        use_v2_model_runner=True,
+        scheduler_config=Config(async_scheduling=asynchronous),
+        speculative_config=Config(**{"tide": {}, **off, **change}),
+    )
+    if start is None:
+        check_engine_config(config)
+        config.use_v2_model_runner = False
+        if not asynchronous:
+            return
+        start = "--async-scheduling: tide needs synchronous scheduling with Model"
+    with pytest.raises(ConfigError) as refused:
+        check_engine_config(config)
+    assert str(refused.value).startswith(start)

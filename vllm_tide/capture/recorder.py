@@ -112,6 +112,10 @@ class Recorder:
         self.dropped: Counter[str] = Counter()
         self.draft_version = 0
 
+    def use_ring(self, ring: RingWriter) -> None:
+        """Write to another ring from now on: the one before was cut short."""
+        self._ring = ring
+
     def forget(self, req_ids: Sequence[str]) -> None:
         """Requests ended (finished or aborted): say so to the trainer, drop state."""
         for req_id in req_ids:

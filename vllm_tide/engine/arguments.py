@@ -117,14 +117,33 @@ def check_engine_config(vllm_config: Any) -> None:
             "switch LoRA off or remove the tide section."
         )
     if vllm_config.use_v2_model_runner:
+        _check_v2(vllm_config)
+    elif vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
-            "VLLM_USE_V2_MODEL_RUNNER: tide supports Model Runner V1 in this "
-            "version; set it to 0."
+            "--async-scheduling: tide needs synchronous scheduling with Model Runner "
+            "V1; add --no-async-scheduling, or set VLLM_USE_V2_MODEL_RUNNER to 1."
         )
-    if vllm_config.scheduler_config.async_scheduling:
+
+
+def _check_v2(vllm_config: Any) -> None:
+    """What Model Runner V2 can do that tide cannot do with it yet."""
+    speculative = vllm_config.speculative_config
+    if speculative.enable_adaptive_verification:
         raise ConfigError(
-            "--async-scheduling: tide needs synchronous scheduling in this version; "
-            "add --no-async-scheduling."
+            "enable_adaptive_verification: it cuts drafts on the device, where "
+            "tide.capture cannot see which rows remain; set it to false."
+        )
+    if speculative.use_local_argmax_reduction:
+        raise ConfigError(
+            "use_local_argmax_reduction: tide reads the draft's logits, which it "
+            "leaves out; set it to false."
+        )
+    policy = parse_tide(speculative.tide).control.policy
+    if policy not in ("static", "threshold"):
+        raise ConfigError(
+            f"tide.control.policy: {policy!r} needs forward times, which tide cannot "
+            "measure on Model Runner V2 in this version; set it to 'threshold' or "
+            "'static', or VLLM_USE_V2_MODEL_RUNNER to 0."
         )
 
 

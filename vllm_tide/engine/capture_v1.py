@@ -65,10 +65,6 @@ class CaptureV1(Recorder):
         self._draft_probs: list[torch.Tensor] = []
         self._logits_topk: TopK | None = None
 
-    def use_ring(self, ring: RingWriter) -> None:
-        """Write to another ring from now on: the one before was cut short."""
-        self._ring = ring
-
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """Keep the probability of each drafted token.
 

@@ -66,7 +66,14 @@ def draft_facts(worker: Any) -> DraftFacts:
     speculative = config.speculative_config
     draft, target = speculative.draft_model_config, config.model_config
     runner = worker.model_runner
-    ids = runner._get_eagle3_aux_layers_from_config()
+    if worker.use_v2_model_runner:
+        from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+            get_eagle3_aux_layers_from_config,
+        )
+
+        ids = get_eagle3_aux_layers_from_config(speculative)
+    else:
+        ids = runner._get_eagle3_aux_layers_from_config()
     if not ids:
         ids = runner.get_model().get_eagle3_default_aux_hidden_state_layers()
     draft_vocab = getattr(draft.hf_config, "draft_vocab_size", None)

@@ -22,6 +22,7 @@ class SchedulerTide:
     def __init__(self) -> None:
         self._staged = 0
         self._ordered = 0
+        self._depth: int | None = None
         self._stats: dict[str, Any] | None = None
         self._swap_seconds: list[float] = []
 
@@ -32,6 +33,17 @@ class SchedulerTide:
         self._ordered = self._staged
         return {"install": self._staged}
 
+    def draft_depth(self, most: int) -> int:
+        """Draft steps of the step that is being scheduled.
+
+        Model Runner V2's worker predicts them (`ControlV2.depth`); V1's decides for
+        itself when the step has come that far.
+
+        Args:
+            most: What vLLM would draft.
+        """
+        return most if self._depth is None else min(self._depth, most)
+
     def observe(self, report: dict[str, Any] | None) -> None:
         """Take a worker's report (`ModelRunnerOutput.tide`).
 
@@ -40,6 +52,9 @@ class SchedulerTide:
         """
         if report is None:
             return
+        self._depth = report.get("depth")
+        if "staged" not in report:
+            return  # no numbers this time
         if report["staged"] == self._ordered:
             self._ordered = 0
         self._staged = report["staged"]

@@ -50,7 +50,14 @@ def make_worker(worker: Any) -> WorkerTide | None:
     speculative = worker.vllm_config.speculative_config
     if speculative is None or speculative.tide is None:
         return None
-    return WorkerTide(worker, parse_tide(speculative.tide))
+    made = WorkerTide
+    if worker.use_v2_model_runner:
+        from vllm_tide.engine.worker_v2 import WorkerTideV2
+
+        made = WorkerTideV2
+    tide = made(worker, parse_tide(speculative.tide))
+    tide.attach()
+    return tide
 
 
 class WorkerTide:
@@ -90,7 +97,7 @@ class WorkerTide:
         cores = given_cores()
         rendezvous.reclaim_orphans(self._run_dir)
         if config.capture.enabled and self._leader:
-            self._open_capture(worker)
+            self._open_capture()
         if config.swap.enabled:
             self._open_swap(worker, cores)
         if config.control.policy != "static":
@@ -105,18 +112,16 @@ class WorkerTide:
         if self.swapper is not None:
             self.swapper.stager.start()
 
+    def attach(self) -> None:
+        """Let the seams of the runner and its proposer see this object."""
+        runner = self._worker.model_runner
+        runner.tide = runner.drafter.tide = self
+
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
-        order = scheduler_output.tide
         if self.control is not None:
             self.control.begin(scheduler_output)
-        if order is not None and self.swapper is not None:
-            before = self.swapper.version
-            self.swapper.install_ordered(order["install"])
-            if self.capture is not None:
-                self.capture.draft_version = self.swapper.version
-            if self.control is not None and self.swapper.version != before:
-                self.control.draft_swapped()
+        self._install_ordered(scheduler_output.tide)
         if self.capture is not None and scheduler_output.finished_req_ids:
             self._guard.run(
                 "forget", self.capture.forget, tuple(scheduler_output.finished_req_ids)
@@ -212,16 +217,29 @@ class WorkerTide:
         if self._leader:
             rendezvous.remove_manifest(self._run_dir, self._engine_id)
 
-    def _open_capture(self, worker: Any) -> None:
-        facts, capture = self._facts, self._config.capture
+    def _install_ordered(self, order: dict[str, int] | None) -> None:
+        if order is None or self.swapper is None:
+            return
+        before = self.swapper.version
+        self.swapper.install_ordered(order["install"])
+        if self.capture is not None:
+            self.capture.draft_version = self.swapper.version
+        if self.control is not None and self.swapper.version != before:
+            self.control.draft_swapped()
+
+    def _open_capture(self) -> None:
         self._ring = self._create_ring()
-        self.capture = CaptureV1(
-            worker.model_runner,
-            self._ring,
-            capture,
+        self.capture = self._make_capture(self._ring, tenant_key(self._run_dir))
+
+    def _make_capture(self, ring: RingWriter, tenant_key: bytes) -> CaptureV1:
+        facts = self._facts
+        return CaptureV1(
+            self._worker.model_runner,
+            ring,
+            self._config.capture,
             len(facts.aux_layer_ids),
             facts.hidden_size,
-            tenant_key=tenant_key(self._run_dir),
+            tenant_key=tenant_key,
         )
 
     def _create_ring(self) -> RingWriter:
@@ -298,7 +316,7 @@ class WorkerTide:
         if self._segment is None:
             self._segment = WeightsSegment.attach(name)
         self.swapper = Swapper(
-            worker.model_runner.drafter.model,
+            worker.model_runner.get_draft_model(),
             worker.model_runner.get_model(),
             worker.vllm_config,
             facts.draft_path,

@@ -1,0 +1,124 @@
+"""Control of Model Runner V2 on made-up steps: what a landed step decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.policies import ThresholdPolicy
+from vllm_tide.engine.control_v2 import ControlV2
+from vllm_tide.engine.step_log import Step
+
+K = 4
+
+
+def begun(trims: bool = True) -> ControlV2:
+    control = ControlV2(8, 1000, ControlConfig(policy="threshold"), K, trims)
+    control.policy = ThresholdPolicy(K, 0.6)
+    params = SimpleNamespace(max_tokens=500, temperature=0.0, extra_args=None)
+    new = [
+        SimpleNamespace(req_id=name, prompt_len=9, sampling_params=params)
+        for name in ("a", "b")
+    ]
+    control.admit(
+        SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={"a": 1, "b": 1})
+    )
+    return control
+
+
+def landed(confidence: list[float], steps: int, **change: Any) -> Step:
+    """Two requests that verified two drafts each: one accepted, both rejected."""
+    values: dict[str, Any] = {
+        "req_ids": ["a", "b"],
+        "bounds": np.array([0, 3, 6]),
+        "drafts": np.array([2, 2]),
+        "padded": np.array([False, False]),
+        "logit_ends": np.array([3, 6]),
+        "num_prompt_tokens": np.array([9, 9]),
+        "steps": steps,
+        "version": 0,
+        "place": None,
+        "start": np.array([20, 40]),
+        "emitted": np.array([2, 1]),
+        "sampled": np.array([[5, 6, -1], [7, -1, -1]]),
+        "token_ids": np.arange(6),
+        "confidence": np.tile(np.array(confidence, np.float32), (2, 1)),
+        "drafted": np.array([1, 2]),
+    }
+    return Step(**values | change)
+
+
+SURE, UNSURE = [0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.3, 0.9]
+
+
+def test_before_anything_landed_the_length_is_static():
+    control = begun()
+    assert control.depth == K
+    assert control.choose(["a"], [[-1] * K]) == [[-1] * K]
+
+
+def test_a_sure_draft_goes_one_step_deeper_each_time_and_no_deeper_than_k():
+    control = begun()
+    for steps, then in ((1, 2), (2, 3), (3, 4), (4, 4)):
+        control.learn(landed(SURE, steps))
+        assert control.depth == then
+    assert control.policy.stats()["verified_tokens"] == 16
+    assert control.policy.stats()["accepted_tokens"] == 4
+
+
+def test_an_unsure_step_is_where_the_next_draft_ends():
+    control = begun()
+    step = landed(UNSURE, 4)
+    control.learn(step)
+    assert control.depth == 3
+    assert control.choose(step.req_ids, [[-1] * 4, [-1] * 4]) == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_only_drafts_of_the_step_that_landed_are_cut(trims):
+    control = begun(trims)
+    step = landed(UNSURE, 4)
+    control.learn(step)
+    later = list(step.req_ids)
+    assert control.choose(later, [[-1] * 4] * 2) == [[-1] * 4] * 2
+    cut = [[-1] * 3] * 2 if trims else [[-1] * 4] * 2
+    assert control.choose(step.req_ids, [[-1] * 4] * 2) == cut
+
+
+def test_a_batch_of_prefill_chunks_says_nothing_about_depth():
+    control = begun()
+    control.learn(landed(UNSURE, 4))
+    none = np.array([0, 0])
+    control.learn(landed(UNSURE, 3, drafts=none, emitted=none))
+    assert control.depth == 3
+
+
+def test_ended_and_unknown_requests_are_left_out():
+    control = begun()
+    control.end(["a", "never seen"])
+    control.learn(landed(SURE, 4))
+    assert control.policy.stats()["verified_tokens"] == 2
+    control.end(["b"])
+    control.learn(landed(SURE, 4))
+    assert control.faults == {}
+
+
+def test_placeholders_are_no_verified_tokens():
+    control = begun()
+    control.learn(landed(SURE, 4, padded=np.array([True, False])))
+    assert control.policy.stats()["verified_tokens"] == 2
+
+
+def test_after_a_fault_the_length_is_static_for_good():
+    control = begun()
+    control.learn(landed(UNSURE, 4))
+    control.learn(landed(UNSURE, 4, sampled=None))
+    assert control.policy is None and control.depth == K
+    assert control.faults == {"control": 1}
+    step = landed(UNSURE, 4)
+    control.learn(step)
+    assert control.choose(step.req_ids, [[-1] * 4] * 2) == [[-1] * 4] * 2

@@ -1,0 +1,128 @@
+"""Steps of Model Runner V2 are read in order, once landed, and never waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tide.engine.step_log import PLACES, Step, StepLog
+
+K, REQS, ROWS = 3, 4, 16
+
+
+class Later:
+    """An event that happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def record(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@pytest.fixture
+def log() -> StepLog:
+    log = StepLog(ROWS, REQS, K, torch.device("cpu"))
+    for place in log.places:
+        place._event = Later()
+    return log
+
+
+def batch(**change) -> SimpleNamespace:
+    """Request a prefills 5 rows from position 2; b verifies two drafts at 20."""
+    return SimpleNamespace(
+        **{
+            "req_ids": ["a", "b"],
+            "num_reqs": 2,
+            "num_tokens": 8,
+            "query_start_loc_np": np.array([0, 5, 8, 8], np.int32),
+            "num_draft_tokens_per_req": np.array([0, 2], np.int32),
+            "is_prefilling_np": np.array([True, False]),
+            "cu_num_logits_np": np.array([0, 1, 4], np.int32),
+            "idx_mapping_np": np.array([3, 1]),
+            "seq_lens": torch.tensor([7, 23, 0], dtype=torch.int32),
+            "input_ids": torch.arange(ROWS, dtype=torch.int32),
+            **change,
+        }
+    )
+
+
+def record(log: StepLog, of: SimpleNamespace | None = None) -> Step | None:
+    output = SimpleNamespace(
+        num_sampled=torch.tensor([0, 2], dtype=torch.int32),
+        sampled_token_ids=torch.arange(8).view(2, 4),
+    )
+    step = log.record(
+        of or batch(),
+        np.array([0, 11, 0, 9], np.int32),
+        output,
+        torch.full((REQS, K), 0.5),
+        torch.arange(REQS),
+        K,
+        4,
+    )
+    if step is not None:
+        step.place.seal()
+    return step
+
+
+def land(step: Step) -> None:
+    step.place._event.happened = True
+
+
+def test_a_landed_step_says_what_the_device_decided(log):
+    step = record(log)
+    assert list(log.landed()) == []
+    land(step)
+    assert list(log.landed()) == [step]
+    assert step.start.tolist() == [2, 20]
+    assert step.emitted.tolist() == [0, 2]
+    assert step.sampled[1, :2].tolist() == [4, 5]
+    assert step.token_ids.tolist() == list(range(8))
+    assert step.num_prompt_tokens.tolist() == [9, 11]
+    assert step.drafts.tolist() == [0, 2] and step.padded.tolist() == [False, False]
+    assert step.logit_ends.tolist() == [1, 4]
+    assert list(log.landed()) == []
+
+
+def test_drafts_of_a_prefilling_request_are_placeholders(log):
+    step = record(log, batch(num_draft_tokens_per_req=np.array([3, 2], np.int32)))
+    assert step.padded.tolist() == [True, False]
+    assert record(log, batch(num_draft_tokens_per_req=None)).drafts.tolist() == [0, 0]
+
+
+def test_steps_come_in_order_even_if_a_later_one_lands_first(log):
+    first, second = record(log), record(log)
+    land(second)
+    assert list(log.landed()) == []
+    land(first)
+    assert list(log.landed()) == [first, second]
+
+
+def test_a_step_without_a_place_is_left_out_and_places_come_back(log):
+    steps = [record(log) for _ in range(PLACES)]
+    assert record(log) is None and log.lost == 1
+    land(steps[0])
+    assert len(list(log.landed())) == 1
+    assert record(log) is None
+    assert list(log.done(wait_for_next=False)) == [steps[0]]
+    assert record(log) is not None
+
+
+def test_ends_belong_to_the_newest_step_under_way(log):
+    assert not log.begin(["x"])
+    first, second = record(log), record(log)
+    assert log.begin(["a"]) and log.begin(["b"])
+    assert first.ended is None and second.ended == ("a", "b")
+    for step in (first, second):
+        land(step)
+    list(log.landed())
+    assert list(log.done(wait_for_next=True)) == []  # nobody said what ended after it
+    assert list(log.done(wait_for_next=False)) == [first, second]
+    assert not log.begin(["c"])

@@ -1,0 +1,169 @@
+"""Capture on Model Runner V2: rows are staged behind the step, written when landed.
+
+The row meaning is V1's (`capture_v1.py`), and so are the records: `Recorder` makes
+both. What differs is that the host never sees a tensor of the step it launches: `stage`
+enqueues copies, `write` runs when they have landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows
+from vllm_tide.capture.topk import top_k_teacher
+from vllm_tide.config import CaptureConfig
+from vllm_tide.engine.row_stage import RowStage
+from vllm_tide.engine.step_log import Place, Step
+from vllm_tide.transport.ring import RingWriter
+
+
+class CaptureV2(Recorder):
+    """Copies rows of live traffic into the ring; see `Recorder` for what it counts.
+
+    Args:
+        runner: vLLM's `GPUModelRunner` (V2) or its CPU subclass.
+        ring: Where records go; it drops and counts what does not fit.
+        config: `tide.capture`.
+        num_aux: Number of captured layers.
+        hidden_size: H of the target.
+        places: Of the step log; each gets a stage of its own.
+        tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        ring: RingWriter,
+        config: CaptureConfig,
+        num_aux: int,
+        hidden_size: int,
+        places: Sequence[Place],
+        tenant_key: bytes | None = None,
+    ) -> None:
+        keeps_hidden = config.teacher in ("hidden", "both")
+        topk = config.teacher_topk if config.teacher != "hidden" else 0
+        logits = min(
+            runner.max_num_tokens,
+            runner.max_num_reqs * (runner.num_speculative_steps + 1),
+        )
+        self._stages = {
+            id(place): RowStage(
+                runner.max_num_tokens,
+                num_aux,
+                hidden_size,
+                config.feature_dtype,
+                keeps_hidden,
+                logits,
+                min(topk, runner.vocab_size),
+                runner.device,
+            )
+            for place in places
+        }
+        like = next(iter(self._stages.values()))
+        super().__init__(
+            ring,
+            config,
+            like.features[:0],
+            None if like.hidden is None else like.hidden[:0],
+            tenant_key,
+        )
+        self._no_features = like.features[:, :0]
+        self._logits_topk: tuple[torch.Tensor, ...] | None = None
+
+    def admit(self, scheduler_output: Any) -> None:
+        """Decide about the requests that this step brings.
+
+        A preempted request comes back as a new one and keeps its ticket.
+        """
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in self._tickets:
+                continue
+            params = new.sampling_params
+            supported = not new.mm_features and new.prompt_embeds is None
+            extra = params.extra_args if params is not None else None
+            self._admit(new.req_id, extra, supported)
+
+    def on_logits(self, logits: torch.Tensor) -> None:
+        """Keep the top-k teacher: before sampling, which may work on them in place.
+
+        Args:
+            logits: [num_logits, V], raw logits of the target.
+        """
+        self._logits_topk = None
+        if self._topk and logits.shape[0] and self._ring.collect:
+            self._logits_topk = top_k_teacher(logits, self._topk)
+
+    def stage(
+        self,
+        step: Step,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+    ) -> None:
+        """Enqueue the copies of a step's rows, unless nobody wants them.
+
+        Args:
+            step: The step.
+            hidden_states: [>= rows, H], after the final norm.
+            aux_hidden_states: num_aux tensors [>= rows, H].
+        """
+        topk, self._logits_topk = self._logits_topk, None
+        if not any(self._wanted(req_id) for req_id in step.req_ids):
+            return
+        full = self._ring.collect
+        if full:
+            stage = self._stages[id(step.place)]
+            stage.fill(aux_hidden_states, hidden_states, step.rows, topk)
+        step.full = full
+
+    def write(self, step: Step, overrun: Sequence[str] = ()) -> None:
+        """Write the records of a step that has landed.
+
+        Args:
+            step: The step.
+            overrun: Requests that had ended before it ran: their rows are no traffic.
+        """
+        stage, full = self._stages[id(step.place)], step.full
+        drafted, self._drafted = self._drafted, {}
+        if full is None:
+            return
+        rows_of = StepRows(
+            features=stage.features if full else self._no_features,
+            hidden=stage.hidden,
+            topk=stage.topk if full else None,
+            full=full,
+            version=step.version,
+        )
+        for i, req_id in enumerate(step.req_ids):
+            if not self._wanted(req_id) or req_id in overrun:
+                continue
+            rows = self._rows(step, i)
+            self._write(self._tickets[req_id], rows, drafted.get(req_id), rows_of)
+            if step.steps and step.confidence is not None:
+                probs = step.confidence[i, : step.steps].copy()
+                self._drafted[req_id] = (probs, step.version)
+
+    def _wanted(self, req_id: str) -> bool:
+        ticket = self._tickets.get(req_id)
+        return ticket is not None and ticket.refusal is None
+
+    @staticmethod
+    def _rows(step: Step, i: int) -> RequestRows:
+        low, high = int(step.bounds[i]), int(step.bounds[i + 1])
+        num_drafts = int(step.drafts[i])
+        landed = (step.start, step.emitted, step.sampled, step.token_ids)
+        start, emitted, sampled, token_ids = (np.asarray(part) for part in landed)
+        return RequestRows(
+            low=low,
+            high=high,
+            num_drafts=num_drafts,
+            padding=num_drafts if step.padded[i] else 0,
+            start=int(start[i]),
+            num_prompt_tokens=int(step.num_prompt_tokens[i]),
+            token_ids=token_ids[low:high],
+            sampled=sampled[i, : emitted[i]].tolist(),
+            logit_end=int(step.logit_ends[i]),
+        )

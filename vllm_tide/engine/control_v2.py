@@ -1,0 +1,250 @@
+"""Control of the speculative length on Model Runner V2.
+
+On V2 the host launches a step before it knows what the last one decided, so the length
+is predicted: when a step has landed, its verdicts and its confidences say how deep the
+step after the one under way drafts (`depth`, which the scheduler broadcasts), and, with
+synchronous scheduling, which prefix of each request's drafts is verified. Nothing is
+waited for, and no draft step is stopped half-way.
+
+The policies are V1's. A policy that would have drafted on gets one more step in the
+next round; one that would have stopped gets as many as it wanted. With depth 0 upstream
+still runs the draft's first pass, which keeps its KV cache without holes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.policies import Policy
+from vllm_tide.engine.request_book import RequestBook
+from vllm_tide.engine.step_log import Step
+
+logger = logging.getLogger("vllm_tide")
+
+
+class ControlV2:
+    """Predicts how far the draft runs and chooses which of its tokens are verified.
+
+    Args:
+        capacity: Most requests of one step.
+        longest: Most tokens of any request (`max_model_len`).
+        config: `tide.control`.
+        most: num_speculative_tokens, the longest length.
+        trims: Whether `choose` is asked: with synchronous scheduling.
+
+    Attributes:
+        policy: Who decides; None before it is given and after a fault: then the length
+            is static.
+        depth: Draft steps of steps that are scheduled from now on.
+        faults: Contained faults by place.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        longest: int,
+        config: ControlConfig,
+        most: int,
+        trims: bool,
+    ) -> None:
+        self.capacity = capacity
+        self.num_speculative_tokens = most
+        self.policy: Policy | None = None
+        self.depth = most
+        self.faults: Counter[str] = Counter()
+        self._trims = trims
+        self._book = RequestBook(capacity, longest, config.slo_tpot_ms)
+        self._lengths: dict[str, int] = {}
+        self._of_step: Sequence[str] | None = None
+        # Drafted by the last step, not verified: slots, confidences, first tokens.
+        self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._told = (0, 0)
+
+    def admit(self, scheduler_output: Any) -> None:
+        """Take the requests that a step brings; a preempted one keeps its slot."""
+        table = self._book.table
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in table.slot_of:
+                continue
+            running = set(scheduler_output.num_scheduled_tokens)
+            slot, given_up = table.begin(new.req_id, running)
+            if given_up is not None:
+                self._end(given_up)
+            self._book.admit(slot, new.prompt_len, new.sampling_params)
+            if self.policy is not None:
+                sampled = bool(table.sampled[slot])
+                self.policy.add(slot, sampled, time.monotonic())
+
+    def end(self, req_ids: Sequence[str]) -> None:
+        """Requests ended."""
+        for req_id in req_ids:
+            slot = self._book.table.end(req_id)
+            if slot is not None:
+                self._end(slot)
+
+    def learn(self, step: Step) -> None:
+        """A step has landed: observe it, and decide what follows.
+
+        Args:
+            step: The step, in order.
+        """
+        if self.policy is None:
+            return
+        try:
+            self._decide(self.policy, step, time.monotonic())
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self._lose(error)
+
+    def choose(
+        self, req_ids: Sequence[str], draft_token_ids: list[list[int]]
+    ) -> list[list[int]]:
+        """The prefix of each request's drafts that is verified.
+
+        Args:
+            req_ids: Requests of the step that drafted.
+            draft_token_ids: Its drafts; V2 gives placeholders, only lengths count.
+        """
+        # The list itself names the step: one that has not landed is not cut.
+        if self.policy is None or not self._trims or self._of_step is not req_ids:
+            return draft_token_ids
+        lengths = self._lengths
+        return [
+            tokens[: lengths.get(req_id, len(tokens))]
+            for req_id, tokens in zip(req_ids, draft_token_ids, strict=True)
+        ]
+
+    def draft_swapped(self) -> None:
+        """Another draft is live: what was learnt of the old one counts less."""
+        self._probed = None
+        if self.policy is not None:
+            self.policy.draft_swapped()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals and values for the metrics (`vllm_tide.metrics`)."""
+        if self.policy is None:
+            return {}
+        stats = self.policy.stats()
+        rounds, steps = stats["rounds"], stats["draft_steps"]
+        new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
+        self._told = (rounds, steps)
+        slo = self._book.slo
+        return stats | {
+            "draft_length": new_steps / new_rounds if new_rounds else None,
+            "rounds_by_length": dict(enumerate(stats["length_hist"])),
+            "hole_tokens": 0,
+            "malformed_slo": self._book.malformed_slo,
+            "slo_requests": {"met": slo.met, "missed": slo.missed},
+        }
+
+    def _decide(self, policy: Policy, step: Step, now: float) -> None:
+        known = np.array(self._book.known(step.req_ids), np.int64)
+        slots = self._book.table.slots([step.req_ids[i] for i in known])
+        emitted = np.asarray(step.emitted, np.int64)[known]
+        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
+        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
+        rows = np.diff(step.bounds)[known] - (step.drafts[known] - accepted)
+        context = np.asarray(step.start)[known] + rows
+        newest = np.asarray(step.sampled)[known, 0]
+        self._book.slo.advance(slots, emitted, now)
+        policy.observe(
+            Outcome(
+                slots=slots,
+                verified=drafts,
+                accepted=accepted,
+                emitted=emitted,
+                now=now,
+                probe=self._probe_result(slots, emitted, newest),
+            )
+        )
+        room = self._book.room(slots, context, self.num_speculative_tokens)
+        room[emitted == 0] = 0
+        plan = policy.plan(
+            Batch(
+                slots=slots,
+                context=context,
+                room=room,
+                sampled=self._book.table.sampled[slots],
+                limit=self._book.slo.limits(slots, now),
+                first_rows=step.rows,
+            ),
+            now,
+        )
+        confidence = np.asarray(step.confidence)[known]
+        depth, lengths = self._follow(policy, plan.steps, step.steps, confidence)
+        if not plan.steps:
+            if plan.reason == "no_room":  # says nothing about the requests to come
+                depth = self.depth
+            elif plan.probe:
+                depth = 1
+            if step.steps:
+                first = np.asarray(step.drafted)[known]
+                able = emitted > 0
+                self._probed = (slots[able], confidence[able, 0], first[able])
+        self.depth = min(depth, self.num_speculative_tokens)
+        names = [step.req_ids[i] for i in known]
+        self._lengths = dict(zip(names, lengths.tolist(), strict=True))
+        self._of_step = step.req_ids
+
+    @staticmethod
+    def _follow(
+        policy: Policy, planned: int, drafted: int, confidence: np.ndarray
+    ) -> tuple[int, np.ndarray]:
+        """Show the policy the steps that were drafted.
+
+        Args:
+            policy: The policy, after its plan.
+            planned: Most steps of its plan.
+            drafted: Steps that ran.
+            confidence: float32 [n, K].
+
+        Returns:
+            Steps to draft in the next round; int64 [n] tokens to verify now.
+        """
+        if not planned:
+            return 0, np.zeros(len(confidence), np.int64)
+        step, more = 0, True
+        while more and step < min(planned, drafted):
+            step += 1
+            more = policy.go_on(step, confidence[:, step - 1])
+        return step + (more and step < planned), policy.choose()
+
+    def _probe_result(
+        self, slots: np.ndarray, emitted: np.ndarray, newest: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """What the target sampled where the last step drafted in vain."""
+        if self._probed is None:
+            return None
+        probed, confidence, token = self._probed
+        self._probed = None
+        place = {int(slot): i for i, slot in enumerate(slots) if emitted[i]}
+        found = [i for i, slot in enumerate(probed) if int(slot) in place]
+        here = [place[int(probed[i])] for i in found]
+        return probed[found], confidence[found], token[found] == newest[here]
+
+    def _end(self, slot: int) -> None:
+        self._book.slo.finish(slot)
+        if self._probed is not None and slot in self._probed[0]:
+            self._probed = None  # the slot's next request is another
+        if self.policy is not None:
+            self.policy.drop(slot)
+
+    def _lose(self, error: Exception) -> None:
+        """A fault of the policy's: from now on the length is vLLM's static one."""
+        self.faults["control"] += 1
+        self.policy = None
+        self.depth = self.num_speculative_tokens
+        # The type, not the message: a message may quote content.
+        logger.error(
+            "vllm_tide: control failed (%s); the speculative length is static from now "
+            "on. Restart the server to control it again.",
+            type(error).__name__,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )

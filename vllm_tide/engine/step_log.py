@@ -1,0 +1,258 @@
+"""What a step of Model Runner V2 decided, brought to the host without waiting for it.
+
+On V2 tokens, verdicts and confidences live on the device, and the host runs ahead of
+it. A step's numbers are copied to pinned memory behind the step itself; they are read
+once they have landed, a step or two later, in the order of the steps. Nothing here ever
+waits: a step that finds no free place is left out and counted.
+
+The small arrays are copied on the model's stream, before the next step overwrites what
+they are read from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+# Steps under way: two that the scheduler queues, one whose rows are being written.
+PLACES = 3
+
+
+class Place:
+    """Host memory for one step, and the event that says it is filled.
+
+    Args:
+        max_rows: Most rows of a step.
+        max_reqs: Most requests of a step.
+        depth: num_speculative_tokens.
+        device: Where the model runs.
+    """
+
+    def __init__(
+        self, max_rows: int, max_reqs: int, depth: int, device: torch.device
+    ) -> None:
+        self._on_host = device.type == "cpu"
+        pinned = {"pin_memory": not self._on_host}
+        self._seq_lens = torch.empty(max_reqs, dtype=torch.int32, **pinned)
+        self._emitted = torch.empty(max_reqs, dtype=torch.int32, **pinned)
+        self._sampled = torch.empty(max_reqs, depth + 1, dtype=torch.int64, **pinned)
+        self._token_ids = torch.empty(max_rows, dtype=torch.int32, **pinned)
+        self._confidence = torch.empty(max_reqs, depth, **pinned)
+        self._drafted = torch.empty(max_reqs, dtype=torch.int64, **pinned)
+        self._event = None if self._on_host else torch.cuda.Event()
+
+    def fill(
+        self,
+        batch: Any,
+        sampler_output: Any,
+        confidence: torch.Tensor,
+        first_drafted: torch.Tensor,
+    ) -> None:
+        """Enqueue the copies; the arguments are those of `StepLog.record`."""
+        n, rows = batch.num_reqs, batch.num_tokens
+        width = sampler_output.sampled_token_ids.shape[1]
+        for host, source in (
+            (self._seq_lens[:n], batch.seq_lens[:n]),
+            (self._emitted[:n], sampler_output.num_sampled[:n]),
+            (self._sampled[:n, :width], sampler_output.sampled_token_ids[:n]),
+            (self._token_ids[:rows], batch.input_ids[:rows]),
+            (self._confidence[:n], confidence[:n]),
+            (self._drafted[:n], first_drafted[:n]),
+        ):
+            host.copy_(source, non_blocking=True)
+
+    def seal(self) -> None:
+        """Everything that belongs to the step was enqueued on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def filled(self) -> bool:
+        """Whether the copies have landed; never waits."""
+        return self._event is None or bool(self._event.query())
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """seq_lens, emitted, sampled, token_ids, confidence, first drafted tokens."""
+        return (
+            self._seq_lens.numpy(),
+            self._emitted.numpy(),
+            self._sampled.numpy(),
+            self._token_ids.numpy(),
+            self._confidence.numpy(),
+            self._drafted.numpy(),
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """One step. What the host knew at once, and, once landed, what the device decided.
+
+    Attributes:
+        req_ids: Requests in the order of the batch.
+        bounds: int32 [n + 1], their rows.
+        drafts: int32 [n], drafted tokens that were scheduled, placeholders included.
+        padded: bool [n], whether a request's drafts are placeholders: nothing had been
+            drafted for it yet.
+        logit_ends: int32 [n], end of each request's rows in the logits.
+        num_prompt_tokens: int32 [n].
+        steps: Draft steps that ran, for the next step's verification.
+        version: Version of the draft that ran them.
+        place: Its host memory.
+        full: For capture: True if its rows were staged, False if it asks for ids and
+            counts only, None if it is left out.
+        ended: Requests that were known to have ended when the next step began; None
+            before that.
+    """
+
+    req_ids: Sequence[str]
+    bounds: np.ndarray
+    drafts: np.ndarray
+    padded: np.ndarray
+    logit_ends: np.ndarray
+    num_prompt_tokens: np.ndarray
+    steps: int
+    version: int
+    place: Place
+    full: bool | None = None
+    ended: tuple[str, ...] | None = None
+    seen: bool = False
+    start: np.ndarray | None = None
+    emitted: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    token_ids: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+    drafted: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return int(self.bounds[-1])
+
+    def read(self) -> None:
+        """Take the landed numbers: views of the place, good until it is given back.
+
+        Sets `start` int64 [n] position of each request's first row, `emitted` int32
+        [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
+        int64 [n, K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K] and
+        `drafted` int64 [n], the first drafted token.
+        """
+        n = len(self.req_ids)
+        seq_lens, emitted, sampled, token_ids, confidence, drafted = self.place.arrays()
+        self.start = seq_lens[:n].astype(np.int64) - np.diff(self.bounds)
+        self.emitted, self.sampled = emitted[:n], sampled[:n]
+        self.token_ids = token_ids[: self.rows]
+        self.confidence, self.drafted = confidence[:n], drafted[:n]
+
+
+class StepLog:
+    """Steps under way, in order.
+
+    Args:
+        max_rows: Most rows of a step.
+        max_reqs: Most requests of a step.
+        depth: num_speculative_tokens.
+        device: Where the model runs.
+
+    Attributes:
+        lost: Steps that found no place.
+    """
+
+    def __init__(
+        self, max_rows: int, max_reqs: int, depth: int, device: torch.device
+    ) -> None:
+        self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(PLACES)]
+        self.places = tuple(self._free)
+        self._steps: deque[Step] = deque()
+        self.lost = 0
+
+    def record(
+        self,
+        batch: Any,
+        prompt_len: np.ndarray,
+        sampler_output: Any,
+        confidence: torch.Tensor,
+        first_drafted: torch.Tensor,
+        steps: int,
+        version: int,
+    ) -> Step | None:
+        """A step was enqueued: note it and enqueue the copies.
+
+        Args:
+            batch: vLLM's `InputBatch` (V2), not trimmed on the device.
+            prompt_len: int32, prompt length by request slot.
+            sampler_output: vLLM's `SamplerOutput` (V2).
+            confidence: float32 [>= n, K], probabilities of the drafted tokens.
+            first_drafted: int64 [>= n], first drafted token.
+            steps: Draft steps of this step.
+            version: Version of the draft.
+
+        Returns:
+            The step, or None if no place was free.
+        """
+        if not self._free:
+            self.lost += 1
+            return None
+        place, n = self._free.pop(), batch.num_reqs
+        place.fill(batch, sampler_output, confidence, first_drafted)
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            drafts = np.zeros(n, np.int32)
+        step = Step(
+            req_ids=batch.req_ids,
+            bounds=batch.query_start_loc_np[: n + 1],
+            drafts=drafts,
+            # Drafts are made only after the last row of a prefill.
+            padded=batch.is_prefilling_np & (drafts > 0),
+            logit_ends=batch.cu_num_logits_np[1:],
+            num_prompt_tokens=prompt_len[batch.idx_mapping_np],
+            steps=steps,
+            version=version,
+            place=place,
+        )
+        self._steps.append(step)
+        return step
+
+    def begin(self, ended: Sequence[str]) -> bool:
+        """The next step begins.
+
+        Args:
+            ended: Requests that ended since the step before.
+
+        Returns:
+            Whether a step under way took note of them; else nothing is under way.
+        """
+        if not self._steps:
+            return False
+        newest = self._steps[-1]
+        newest.ended = (*(newest.ended or ()), *ended)
+        return True
+
+    def landed(self) -> Iterator[Step]:
+        """Steps whose numbers have landed since the last call, in order."""
+        for step in self._steps:
+            if step.seen:
+                continue
+            if not step.place.filled():
+                return
+            step.seen = True
+            step.read()
+            yield step
+
+    def done(self, wait_for_next: bool) -> Iterator[Step]:
+        """Landed steps that nobody else will look at; their places are free after.
+
+        Args:
+            wait_for_next: Only those after which another step has begun.
+        """
+        while self._steps and self._steps[0].seen:
+            if wait_for_next and self._steps[0].ended is None:
+                return
+            step = self._steps.popleft()
+            try:
+                yield step
+            finally:
+                self._free.append(step.place)

@@ -1,0 +1,198 @@
+"""What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
+
+In one step, in order: `begin_step`, `on_logits`, `on_draft_logits` in each draft step
+(on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
+`choose_drafts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_tide.config import TideConfig
+from vllm_tide.control.policies import ThresholdPolicy
+from vllm_tide.engine.capture_v2 import CaptureV2
+from vllm_tide.engine.control_v2 import ControlV2
+from vllm_tide.engine.step_log import StepLog
+from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.transport.ring import RingWriter
+
+
+class WorkerTideV2(WorkerTide):
+    """TIDE in one worker with Model Runner V2.
+
+    Args:
+        worker: vLLM's worker.
+        config: The parsed `tide` section.
+    """
+
+    capture: CaptureV2 | None  # type: ignore[assignment]
+    control: ControlV2 | None  # type: ignore[assignment]
+
+    def __init__(self, worker: Any, config: TideConfig) -> None:
+        runner = worker.model_runner
+        depth = runner.num_speculative_steps
+        self._runner = runner
+        self._async = bool(worker.vllm_config.scheduler_config.async_scheduling)
+        self._log = StepLog(
+            runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
+        )
+        self._confidence = torch.zeros(runner.max_num_reqs, depth, device=runner.device)
+        super().__init__(worker, config)
+
+    def attach(self) -> None:
+        """Let the seams of the runner and its speculator see this object."""
+        self._runner.tide = self
+        self._runner.speculator.tide = self
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Between two steps: install an ordered draft, forget ended requests."""
+        self._install_ordered(scheduler_output.tide)
+        ended = tuple(scheduler_output.finished_req_ids)
+        if self._log.begin(ended):
+            self._take_landed()
+        else:
+            self._forget(ended)
+        if self.control is not None:
+            self.control.end(ended)
+        if scheduler_output.scheduled_new_reqs:
+            if self.control is not None:
+                self.control.admit(scheduler_output)
+            if self.capture is not None:
+                self._guard.run("admit", self.capture.admit, scheduler_output)
+
+    def on_draft_logits(
+        self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
+    ) -> None:
+        """Seam: the draft's logits of one draft step.
+
+        Args:
+            logits: [n, V], one row for each request of the batch, or padding.
+            draft_step: int64 [], which step; on the device, as graphs are replayed.
+        """
+        if draft_step is None or (self.capture is None and self.control is None):
+            return
+        confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
+        where = draft_step.expand(len(confidence), 1)
+        self._confidence[: len(confidence)].scatter_(1, where, confidence)
+
+    def on_step(
+        self,
+        output: Any,
+        batch: Any,
+        sampler_output: Any,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+        num_drafted: int,
+    ) -> None:
+        """Seam: the step was enqueued whole. Attaches our report to `output.tide`.
+
+        Args:
+            output: vLLM's `ModelRunnerOutput`.
+            batch: vLLM's `InputBatch`.
+            sampler_output: vLLM's `SamplerOutput`.
+            hidden_states: [>= rows, H], after the final norm.
+            aux_hidden_states: num_aux tensors [>= rows, H].
+            num_drafted: Draft steps that ran.
+        """
+        self._guard.run(
+            "step",
+            self._record,
+            batch,
+            sampler_output,
+            hidden_states,
+            aux_hidden_states,
+            num_drafted,
+        )
+        if self._leader:
+            output.tide = self._report()
+            if self.control is not None:
+                # Each step: the scheduler broadcasts it with the next one.
+                output.tide = {**(output.tide or {}), "depth": self.control.depth}
+
+    def choose_drafts(
+        self, req_ids: list[str], draft_token_ids: list[list[int]]
+    ) -> list[list[int]]:
+        """Seam: the prefix of each request's drafts that is verified."""
+        if self.control is None:
+            return draft_token_ids
+        return self.control.choose(req_ids, draft_token_ids)
+
+    def warm_up(self) -> None:
+        """Seam: the KV cache exists. Nothing is measured on V2."""
+
+    def _record(
+        self,
+        batch: Any,
+        sampler_output: Any,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+        num_drafted: int,
+    ) -> None:
+        if self.capture is None and self.control is None:
+            return
+        step = self._log.record(
+            batch,
+            self._runner.req_states.prompt_len.np,
+            sampler_output,
+            self._confidence,
+            self._runner.speculator.draft_tokens[:, 0],
+            num_drafted,
+            0 if self.swapper is None else self.swapper.version,
+        )
+        if step is not None:
+            if self.capture is not None:
+                self.capture.stage(step, hidden_states, aux_hidden_states)
+            step.place.seal()
+        self._take_landed()
+
+    def _take_landed(self) -> None:
+        """Learn from what has landed and write it: on a CPU, this very step.
+
+        With asynchronous scheduling a request's end is known one step late, so a step
+        waits for the next one to say which of its rows came after an end.
+        """
+        for step in self._log.landed():
+            if self.control is not None:
+                self.control.learn(step)
+        for step in self._log.done(wait_for_next=self._async):
+            overrun = step.ended or ()
+            if self.capture is not None:
+                skipped = overrun if self._async else ()
+                self._guard.run("write", self.capture.write, step, skipped)
+            self._forget(overrun)
+
+    def _forget(self, req_ids: Sequence[str]) -> None:
+        if self.capture is not None and req_ids:
+            self._guard.run("forget", self.capture.forget, req_ids)
+
+    def _open_control(self, worker: Any) -> None:
+        control, runner = self._config.control, self._runner
+        self.control = ControlV2(
+            runner.max_num_reqs,
+            runner.max_model_len,
+            control,
+            runner.num_speculative_steps,
+            trims=not self._async,
+        )
+        if self._leader:
+            self.control.policy = ThresholdPolicy(
+                runner.num_speculative_steps, control.threshold
+            )
+
+    def _make_capture(  # type: ignore[override]
+        self, ring: RingWriter, tenant_key: bytes
+    ) -> CaptureV2:
+        facts = self._facts
+        return CaptureV2(
+            self._runner,
+            ring,
+            self._config.capture,
+            len(facts.aux_layer_ids),
+            facts.hidden_size,
+            self._log.places,
+            tenant_key,
+        )
