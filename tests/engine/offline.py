@@ -30,10 +30,14 @@ def main() -> None:
     if "script" in case:
         from offline_control import Scripted
 
-        import vllm_tide.engine.worker_v2 as worker_v2
+        import vllm_tide.engine.policy_start as policy_start
 
         policy = Scripted(case["script"], 0)
-        worker_v2.ThresholdPolicy = lambda *_: policy
+
+        def start(worker, control, config):
+            control.policy = policy
+
+        policy_start.start_predicting = start
 
     llm = LLM(
         case["target"],

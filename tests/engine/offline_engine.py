@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from typing import Any
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
 SCRIPT = Path(__file__).with_name("offline.py")
+# "v1", "v2" or "v2-async", for tests that do not choose: the whole suite on V2 by hand.
+RUNNER = os.environ.get("VLLM_TIDE_TEST_RUNNER", "v1")
 
 
 class OfflineEngine:
@@ -19,6 +22,7 @@ class OfflineEngine:
 
     def __init__(self, case: dict[str, Any]) -> None:
         """Start it and wait until its models are loaded."""
+        case = {"runner": RUNNER, **case}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with us
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(case)],

@@ -155,13 +155,14 @@ def test_what_control_cannot_work_with_is_refused(
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction: tide"),
         (
             {"tide": {"control": {"policy": "adaspec"}}},
-            "tide.control.policy: 'adaspec' needs forward times",
+            "tide.control.profile: 'adaspec' needs forward times",
         ),
         (
             {"tide": {"control": {"policy": "tide_gate"}}},
-            "tide.control.policy: 'tide_gate' needs forward times",
+            "tide.control.profile: 'tide_gate' needs forward times",
         ),
         ({"tide": {"control": {"policy": "threshold"}}}, None),
+        ({"tide": {"control": {"policy": "adaspec", "profile": "x"}}}, None),
         ({}, None),
     ],
 )

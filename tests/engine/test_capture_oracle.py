@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import toys
 from tests.engine.offline_engine import OfflineEngine, only_manifest
+from tests.engine.records import counted, drain, floats
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingReader
 
@@ -57,19 +58,6 @@ def case(models: tuple[Path, Path], run_dir: Path, **capture: Any) -> dict[str, 
     }
 
 
-def drain(reader: RingReader) -> list[Record]:
-    records = []
-    while (record := reader.read()) is not None:
-        records.append(record)
-    return records
-
-
-def floats(array: np.ndarray) -> torch.Tensor:
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(array.astype(np.float32))
-
-
 class Oracle:
     """Transformers' own forward in fp32."""
 
@@ -83,14 +71,6 @@ class Oracle:
         states = out.hidden_states
         features = torch.cat([states[i][0] for i in toys.AUX_LAYERS], dim=-1)
         return features, states[-1][0], torch.log_softmax(out.logits[0], dim=-1)
-
-
-def counted(records: list[Record]) -> Counter[tuple[Any, ...]]:
-    """What a record says besides features and teacher, whichever request it is of."""
-    return Counter(
-        (r.phase, r.start, r.num_accepted, r.next_token, tuple(r.token_ids))
-        for r in records
-    )
 
 
 def check_record(record: Record, committed: dict[int, int], oracle: Oracle) -> None:

@@ -27,6 +27,16 @@ def begun(trims: bool = True) -> ControlV2:
     control.admit(
         SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={"a": 1, "b": 1})
     )
+    going_on = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[20, 40])
+    control.begin(
+        SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=going_on,
+            scheduled_spec_decode_tokens={"a": [-1, -1], "b": [-1, -1]},
+            num_scheduled_tokens={"a": 3, "b": 3},
+            total_num_scheduled_tokens=6,
+        )
+    )
     return control
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.offline_engine import OfflineEngine, only_manifest
-from tests.engine.test_capture_oracle import counted, drain, floats
+from tests.engine.records import counted, drain, floats
 from tests.engine.test_swap import publish, settled
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingReader
@@ -31,7 +31,6 @@ DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 PROMPTS = [
     list(b"hello world"),
     list(b"def main(argv):\n    return 0 " * 2),
-    list(b"abc abc abc"),
     [7],
 ]
 WORK = {"params": {"max_tokens": 12}}

@@ -138,12 +138,12 @@ def _check_v2(vllm_config: Any) -> None:
             "use_local_argmax_reduction: tide reads the draft's logits, which it "
             "leaves out; set it to false."
         )
-    policy = parse_tide(speculative.tide).control.policy
-    if policy not in ("static", "threshold"):
+    control = parse_tide(speculative.tide).control
+    if control.policy not in ("static", "threshold") and control.profile is None:
         raise ConfigError(
-            f"tide.control.policy: {policy!r} needs forward times, which tide cannot "
-            "measure on Model Runner V2 in this version; set it to 'threshold' or "
-            "'static', or VLLM_USE_V2_MODEL_RUNNER to 0."
+            f"tide.control.profile: {control.policy!r} needs forward times, which "
+            "tide does not measure on Model Runner V2; make a file with `vllm-tide "
+            "profile` under VLLM_USE_V2_MODEL_RUNNER=0 and name it here."
         )
 
 

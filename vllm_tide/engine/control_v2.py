@@ -23,8 +23,10 @@ import numpy as np
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.request_book import RequestBook
+from vllm_tide.engine.round_timer import RoundTimer
 from vllm_tide.engine.step_log import Step
 
 logger = logging.getLogger("vllm_tide")
@@ -67,6 +69,41 @@ class ControlV2:
         # Drafted by the last step, not verified: slots, confidences, first tokens.
         self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._told = (0, 0)
+        # Clocks: right where the host is the device, as everywhere in this version.
+        self._timer = RoundTimer()
+        self._shape = (0, 0, 0, 0)
+        self._sample: RoundSample | None = None
+        self._continues = False
+
+    def begin(self, scheduler_output: Any) -> None:
+        """A step begins: take its new requests, start the clock."""
+        self.admit(scheduler_output)
+        cached, new = (
+            scheduler_output.scheduled_cached_reqs,
+            scheduler_output.scheduled_new_reqs,
+        )
+        # With a request that goes on, the engine had work all the time since.
+        self._continues = bool(cached.req_ids)
+        spec = scheduler_output.scheduled_spec_decode_tokens
+        requests = len(scheduler_output.num_scheduled_tokens)
+        verified = sum(map(len, spec.values()))
+        rows = scheduler_output.total_num_scheduled_tokens
+        context = sum(cached.num_computed_tokens)
+        context += sum(request.num_computed_tokens for request in new)
+        self._shape = (requests, context, verified, rows - requests - verified)
+        self._timer.begin(self._continues)
+
+    def target_ran(self) -> None:
+        """The target's logits exist."""
+        self._timer.planned(*self._shape)
+
+    def draft_ran(self) -> None:
+        """A draft pass has its logits; the first one runs in every step."""
+        self._timer.drafted()
+
+    def step_ends(self) -> None:
+        """Everything of the step was launched."""
+        self._sample = self._timer.end()
 
     def admit(self, scheduler_output: Any) -> None:
         """Take the requests that a step brings; a preempted one keeps its slot."""
@@ -154,16 +191,22 @@ class ControlV2:
         context = np.asarray(step.start)[known] + rows
         newest = np.asarray(step.sampled)[known, 0]
         self._book.slo.advance(slots, emitted, now)
-        policy.observe(
-            Outcome(
-                slots=slots,
-                verified=drafts,
-                accepted=accepted,
-                emitted=emitted,
-                now=now,
-                probe=self._probe_result(slots, emitted, newest),
+        probe = self._probe_result(slots, emitted, newest)
+        if self._continues:
+            # After idling nothing of the last round is left to learn from, and the
+            # time since is not its time.
+            policy.observe(
+                Outcome(
+                    slots=slots,
+                    verified=drafts,
+                    accepted=accepted,
+                    emitted=emitted,
+                    now=now,
+                    sample=self._sample,
+                    probe=probe,
+                )
             )
-        )
+        self._sample = None
         room = self._book.room(slots, context, self.num_speculative_tokens)
         room[emitted == 0] = 0
         plan = policy.plan(

@@ -8,8 +8,9 @@ from typing import Any
 
 from vllm_tide.config import ConfigError, ControlConfig
 from vllm_tide.control.fit import fit
+from vllm_tide.control.kept_pass import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import make_policy
+from vllm_tide.control.policies import ThresholdPolicy, make_policy
 from vllm_tide.control.profile_store import (
     ProfileMismatch,
     StoredProfile,
@@ -20,6 +21,7 @@ from vllm_tide.control.profile_store import (
 )
 from vllm_tide.control.settings import ControlSettings
 from vllm_tide.engine.control_v1 import ControlV1
+from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.profiler import facts as timing_facts
 from vllm_tide.engine.profiler import measure
 
@@ -49,8 +51,38 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
             stored = _fitted(samples, facts)
     if stored is None:
         return
-    model = stored.model
-    settings = ControlSettings(
+    policy = make_policy(
+        config.policy, _settings(control, config), OnlineTime(stored.model)
+    )
+    control.policy = policy
+
+
+def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> None:
+    """The same on Model Runner V2, where nothing is measured before serving.
+
+    The forwards that a profile holds are the same modules' on both runners; what V2
+    spends around them is learnt while it serves.
+
+    Args:
+        worker: vLLM's `Worker`.
+        control: Gets its policy.
+        config: `tide.control`, with a profile unless the policy needs no times.
+
+    Raises:
+        ConfigError: `tide.control.profile` cannot be used.
+    """
+    settings = _settings(control, config)
+    if config.policy == "threshold":
+        control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+        return
+    stored = _stored(config, timing_facts(worker))
+    if stored is not None:
+        times = KeptPassTimes(OnlineTime(stored.model))
+        control.policy = make_policy(config.policy, settings, times)
+
+
+def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlSettings:
+    return ControlSettings(
         policy=config.policy,
         k_max=control.num_speculative_tokens,
         min_gain=config.min_gain,
@@ -62,7 +94,6 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
         half_life_tokens=config.half_life_tokens,
         max_requests=control.capacity,
     )
-    control.policy = make_policy(config.policy, settings, OnlineTime(model))
 
 
 def _stored(config: ControlConfig, facts: dict[str, Any]) -> StoredProfile | None:

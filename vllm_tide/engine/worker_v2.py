@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from vllm_tide.config import TideConfig
-from vllm_tide.control.policies import ThresholdPolicy
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.step_log import StepLog
@@ -56,13 +55,17 @@ class WorkerTideV2(WorkerTide):
             self._take_landed()
         else:
             self._forget(ended)
+        if self.capture is not None and scheduler_output.scheduled_new_reqs:
+            self._guard.run("admit", self.capture.admit, scheduler_output)
         if self.control is not None:
             self.control.end(ended)
-        if scheduler_output.scheduled_new_reqs:
-            if self.control is not None:
-                self.control.admit(scheduler_output)
-            if self.capture is not None:
-                self._guard.run("admit", self.capture.admit, scheduler_output)
+            self.control.begin(scheduler_output)
+
+    def on_logits(self, logits: torch.Tensor) -> None:
+        """Seam: the target's raw logits, before sampling."""
+        if self.control is not None:
+            self.control.target_ran()
+        super().on_logits(logits)
 
     def on_draft_logits(
         self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
@@ -78,6 +81,8 @@ class WorkerTideV2(WorkerTide):
         confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
         where = draft_step.expand(len(confidence), 1)
         self._confidence[: len(confidence)].scatter_(1, where, confidence)
+        if self.control is not None:
+            self.control.draft_ran()
 
     def on_step(
         self,
@@ -98,6 +103,8 @@ class WorkerTideV2(WorkerTide):
             aux_hidden_states: num_aux tensors [>= rows, H].
             num_drafted: Draft steps that ran.
         """
+        if self.control is not None:
+            self.control.step_ends()
         self._guard.run(
             "step",
             self._record,
@@ -122,7 +129,11 @@ class WorkerTideV2(WorkerTide):
         return self.control.choose(req_ids, draft_token_ids)
 
     def warm_up(self) -> None:
-        """Seam: the KV cache exists. Nothing is measured on V2."""
+        """Seam: the KV cache exists and nothing is served yet."""
+        if self.control is not None and self._leader:
+            from vllm_tide.engine.policy_start import start_predicting
+
+            start_predicting(self._worker, self.control, self._config.control)
 
     def _record(
         self,
@@ -178,10 +189,6 @@ class WorkerTideV2(WorkerTide):
             runner.num_speculative_steps,
             trims=not self._async,
         )
-        if self._leader:
-            self.control.policy = ThresholdPolicy(
-                runner.num_speculative_steps, control.threshold
-            )
 
     def _make_capture(  # type: ignore[override]
         self, ring: RingWriter, tenant_key: bytes

@@ -1,0 +1,158 @@
+"""AdaSpec one step late, as on Model Runner V2, on an engine made of numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.kept_pass import KeptPass, KeptPassTimes
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import make_policy
+from vllm_tide.control.settings import ControlSettings
+from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.engine import control_v2
+from vllm_tide.engine.control_v2 import ControlV2
+from vllm_tide.engine.step_log import Step
+
+K, REQUESTS = 4, 3
+DRAFT = ForwardModel((1, 64), (3e-4, 4e-4), 0.0)
+FLAT = TimeModel(ForwardModel((1, 64), (1e-2, 1.02e-2), 0.0), DRAFT, DRAFT)
+MIDDLE = TimeModel(ForwardModel((1, 64), (1e-2, 6e-2), 0.0), DRAFT, DRAFT)
+STEEP = TimeModel(ForwardModel((1, 64), (1e-3, 64e-3), 0.0), DRAFT, DRAFT)
+
+
+class Engine:
+    """Drafts as deep as it was told a step ago and accepts as confidence says."""
+
+    def __init__(self, monkeypatch, model: TimeModel, policy: str) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(
+            control_v2, "time", SimpleNamespace(monotonic=lambda: self.now)
+        )
+        self.random = np.random.default_rng(0)
+        self.names = [str(i) for i in range(REQUESTS)]
+        self.time = KeptPass(model)
+        settings = ControlSettings(policy=policy, k_max=K, max_requests=REQUESTS)
+        self.control = ControlV2(
+            REQUESTS, 10**6, ControlConfig(policy=policy), K, trims=True
+        )
+        self.control.policy = make_policy(
+            policy, settings, KeptPassTimes(OnlineTime(model))
+        )
+        params = SimpleNamespace(max_tokens=None, temperature=0.0, extra_args=None)
+        self.control.admit(
+            SimpleNamespace(
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=n, prompt_len=9, sampling_params=params)
+                    for n in self.names
+                ],
+                num_scheduled_tokens=dict.fromkeys(self.names, 1),
+            )
+        )
+        self.control._continues = True
+        self.drafted = np.full((REQUESTS, 0), 0.5)  # chances of what is verified next
+        self.newest = np.zeros(REQUESTS, np.int64)
+        self.context = np.full(REQUESTS, 20)
+        self.depths: list[int] = []
+        self.verified = 0
+
+    def run(self, rounds: int, mean: float) -> None:
+        """So many rounds with drafts that are right with this mean chance."""
+        for _ in range(rounds):
+            self._round(mean)
+
+    def _round(self, mean: float) -> None:
+        control, n = self.control, REQUESTS
+        depth = control.depth
+        drafts = np.array([len(row) for row in self.drafted])
+        accepted = np.array(
+            [_prefix(self.random.random(len(row)) < row) for row in self.drafted]
+        )
+        low, high = max(mean - 0.1, 0.01), min(mean + 0.1, 0.99)
+        confidence = self.random.uniform(low, high, (n, K)).astype(np.float32)
+        token = (self.random.random(n) < confidence[:, 0]).astype(np.int64)
+        sampled = np.full((n, K + 1), -1)
+        sampled[:, 0] = self.newest  # a probe that drafted 1 was right if this is 1
+        step = Step(
+            req_ids=list(self.names),
+            bounds=np.append(0, np.cumsum(1 + drafts)),
+            drafts=drafts,
+            padded=np.zeros(n, bool),
+            logit_ends=np.cumsum(1 + drafts),
+            num_prompt_tokens=np.full(n, 9),
+            steps=depth,
+            version=0,
+            place=None,
+            start=self.context,
+            emitted=accepted + 1,
+            sampled=sampled,
+            token_ids=np.arange(n + drafts.sum()),
+            confidence=confidence,
+            drafted=np.ones(n, np.int64),
+        )
+        total = int(drafts.sum())
+        self.now += float(self.time.target_curve(n, 60, total)[total])
+        self.now += float(self.time.draft_curve(n, 60, n + total, K)[depth])
+        control.learn(step)
+        self.context = self.context + accepted + 1
+        self.newest = token
+        cut = control.choose(step.req_ids, [[-1] * depth for _ in range(n)])
+        self.drafted = [confidence[i, : len(tokens)] for i, tokens in enumerate(cut)]
+        self.depths.append(depth)
+        self.verified += total
+
+
+def _prefix(right: np.ndarray) -> int:
+    return int(np.argmin(np.append(right, False)))
+
+
+def test_the_first_pass_is_part_of_the_plain_step():
+    apart, kept = FLAT, KeptPass(OnlineTime(FLAT).model)
+    first = apart.draft_curve(3, 60, 3, 1)[1]
+    np.testing.assert_allclose(
+        kept.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
+    )
+    beside = kept.draft_curve(3, 60, 9, 4)
+    assert beside[0] == beside[1] == 0.0
+    np.testing.assert_allclose(
+        np.diff(beside[1:]), np.diff(apart.draft_curve(3, 60, 9, 4))[1:]
+    )
+    assert kept.draft_curve(3, 60, 9, 0).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
+def test_where_drafts_are_good_and_verifying_is_cheap_it_drafts_deep(
+    monkeypatch, policy
+):
+    engine = Engine(monkeypatch, FLAT, policy)
+    engine.run(200, 0.9)
+    assert engine.control.faults == {}
+    assert np.mean(engine.depths[100:]) > K - 0.5
+    assert engine.verified > 200 * REQUESTS * (K - 1) * 0.8
+
+
+@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
+def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch, policy):
+    engine = Engine(monkeypatch, STEEP, policy)
+    engine.run(300, 0.2)
+    before = engine.verified
+    engine.run(100, 0.2)
+    assert engine.control.faults == {}
+    assert min(engine.depths[300:]) == 0
+    assert np.mean(engine.depths[300:]) < 0.5
+    assert engine.verified - before < 0.05 * 100 * REQUESTS
+
+
+def test_while_off_it_looks_and_comes_back_when_drafts_become_good(monkeypatch):
+    engine = Engine(monkeypatch, MIDDLE, "adaspec")
+    engine.run(300, 0.02)
+    off = engine.verified
+    engine.run(60, 0.02)
+    assert engine.verified - off < 20
+    assert engine.control.stats()["probes"] > 0
+    engine.run(900, 0.95)
+    assert engine.control.faults == {}
+    assert np.mean(engine.depths[-100:]) > K - 1.5
