@@ -7,8 +7,9 @@ Who runs what is the first question; the packages answer it.
 2. Each vLLM worker makes its `engine/worker.py`: ring, weights segment, capture,
    swapper; rank 0 announces them in the run directory (`transport/rendezvous.py`).
 3. In every step the patched model runner shows the worker the tensors it already
-   holds; `engine/capture_v1.py` turns rows into records (`transport/record.py`) and
-   `capture/` says whose rows may leave.
+   holds; an adapter for each of vLLM's two runners (`engine/capture_v1.py`,
+   `engine/capture_v2.py`) says where a request's rows lie, `capture/` whose rows may
+   leave and what their record (`transport/record.py`) says.
 4. Records go into the signal ring (`transport/ring.py`): shared memory, never
    blocking.
 5. The sidecar (`vllm-tide train`, `train/sidecar.py`) drains the ring, assembles

@@ -79,7 +79,7 @@ def main() -> None:
         if tide is not None and tide.capture is not None:
             report["rows"] = tide.capture.rows
             report["dropped"] = dict(tide.capture.dropped)
-            report["faults"] = dict(tide._guard.faults)
+            report["faults"] = dict(tide._faults())
         if tide is not None and tide.swapper is not None:
             report["version"] = tide.swapper.version
             report["refused"] = dict(tide.swapper.stager.refused)

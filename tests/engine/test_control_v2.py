@@ -99,6 +99,17 @@ def test_only_drafts_of_the_step_that_landed_are_cut(trims):
     assert control.choose(step.req_ids, [[-1] * 4] * 2) == cut
 
 
+def test_metrics_say_what_ran_and_not_what_the_policy_looked_at():
+    control = begun()
+    control.learn(landed(UNSURE, 4))
+    control.learn(landed(SURE, 0))
+    stats = control.stats()
+    assert (stats["rounds"], stats["draft_steps"], stats["draft_length"]) == (2, 4, 2)
+    assert (stats["drafted_tokens"], stats["trimmed_tokens"]) == (8, 2)
+    assert stats["rounds_by_length"] == {0: 1, 1: 0, 2: 0, 3: 0, 4: 1}
+    assert control.stats()["draft_length"] is None
+
+
 def test_a_batch_of_prefill_chunks_says_nothing_about_depth():
     control = begun()
     control.learn(landed(UNSURE, 4))
@@ -121,6 +132,14 @@ def test_placeholders_are_no_verified_tokens():
     control = begun()
     control.learn(landed(SURE, 4, padded=np.array([True, False])))
     assert control.policy.stats()["verified_tokens"] == 2
+
+
+def test_a_step_after_a_lost_one_teaches_nothing_and_is_planned_for():
+    control = begun()
+    control.learn(landed(SURE, 4))
+    control.learn(landed(UNSURE, 4, after_gap=True))
+    assert control.policy.stats()["verified_tokens"] == 4
+    assert control.depth == 3
 
 
 def test_after_a_fault_the_length_is_static_for_good():

@@ -112,7 +112,11 @@ def test_a_step_without_a_place_is_left_out_and_places_come_back(log):
     assert len(list(log.landed())) == 1
     assert record(log) is None
     assert list(log.done(wait_for_next=False)) == [steps[0]]
-    assert record(log) is not None
+    after = record(log)
+    assert after.after_gap and not any(step.after_gap for step in steps)
+    land(steps[1])
+    list(log.landed()), list(log.done(wait_for_next=False))
+    assert not record(log).after_gap
 
 
 def test_ends_belong_to_the_newest_step_under_way(log):

@@ -128,6 +128,8 @@ class CaptureV2(Recorder):
         """
         stage, full = self._stages[id(step.place)], step.full
         drafted, self._drafted = self._drafted, {}
+        if step.after_gap:
+            drafted = {}
         if full is None:
             return
         rows_of = StepRows(

@@ -69,6 +69,9 @@ class ControlV2:
         # Drafted by the last step, not verified: slots, confidences, first tokens.
         self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._told = (0, 0)
+        # What ran, which may be more than the policy looked at.
+        self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
+        self._drafted = self._trimmed = 0
         # Clocks: right where the host is the device, as everywhere in this version.
         self._timer = RoundTimer()
         self._shape = (0, 0, 0, 0)
@@ -77,7 +80,10 @@ class ControlV2:
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: take its new requests, start the clock."""
-        self.admit(scheduler_output)
+        try:
+            self.admit(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self._lose(error)
         cached, new = (
             scheduler_output.scheduled_cached_reqs,
             scheduler_output.scheduled_new_reqs,
@@ -158,6 +164,11 @@ class ControlV2:
             for req_id, tokens in zip(req_ids, draft_token_ids, strict=True)
         ]
 
+    def stop(self) -> None:
+        """From now on the length is vLLM's static one."""
+        self.policy = None
+        self.depth = self.num_speculative_tokens
+
     def draft_swapped(self) -> None:
         """Another draft is live: what was learnt of the old one counts less."""
         self._probed = None
@@ -169,13 +180,18 @@ class ControlV2:
         if self.policy is None:
             return {}
         stats = self.policy.stats()
-        rounds, steps = stats["rounds"], stats["draft_steps"]
+        by_depth = self._by_depth
+        rounds, steps = int(by_depth.sum()), int(by_depth @ np.arange(len(by_depth)))
         new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
         self._told = (rounds, steps)
         slo = self._book.slo
         return stats | {
             "draft_length": new_steps / new_rounds if new_rounds else None,
-            "rounds_by_length": dict(enumerate(stats["length_hist"])),
+            "rounds": rounds,
+            "draft_steps": steps,
+            "drafted_tokens": self._drafted,
+            "trimmed_tokens": self._trimmed,
+            "rounds_by_length": dict(enumerate(by_depth.tolist())),
             "hole_tokens": 0,
             "malformed_slo": self._book.malformed_slo,
             "slo_requests": {"met": slo.met, "missed": slo.missed},
@@ -192,7 +208,7 @@ class ControlV2:
         newest = np.asarray(step.sampled)[known, 0]
         self._book.slo.advance(slots, emitted, now)
         probe = self._probe_result(slots, emitted, newest)
-        if self._continues:
+        if self._continues and not step.after_gap:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             policy.observe(
@@ -232,6 +248,11 @@ class ControlV2:
                 able = emitted > 0
                 self._probed = (slots[able], confidence[able, 0], first[able])
         self.depth = min(depth, self.num_speculative_tokens)
+        drafted = np.where(emitted > 0, step.steps, 0)
+        self._by_depth[step.steps] += 1
+        self._drafted += int(drafted.sum())
+        if self._trims:
+            self._trimmed += int(np.maximum(drafted - lengths, 0).sum())
         names = [step.req_ids[i] for i in known]
         self._lengths = dict(zip(names, lengths.tolist(), strict=True))
         self._of_step = step.req_ids
@@ -282,8 +303,7 @@ class ControlV2:
     def _lose(self, error: Exception) -> None:
         """A fault of the policy's: from now on the length is vLLM's static one."""
         self.faults["control"] += 1
-        self.policy = None
-        self.depth = self.num_speculative_tokens
+        self.stop()
         # The type, not the message: a message may quote content.
         logger.error(
             "vllm_tide: control failed (%s); the speculative length is static from now "

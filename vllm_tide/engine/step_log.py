@@ -102,6 +102,8 @@ class Step:
         steps: Draft steps that ran, for the next step's verification.
         version: Version of the draft that ran them.
         place: Its host memory.
+        after_gap: Whether the step before it was lost: what that one drafted for this
+            one is not known.
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
         ended: Requests that were known to have ended when the next step began; None
@@ -117,6 +119,7 @@ class Step:
     steps: int
     version: int
     place: Place
+    after_gap: bool = False
     full: bool | None = None
     ended: tuple[str, ...] | None = None
     seen: bool = False
@@ -167,6 +170,7 @@ class StepLog:
         self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(PLACES)]
         self.places = tuple(self._free)
         self._steps: deque[Step] = deque()
+        self._gap = False
         self.lost = 0
 
     def record(
@@ -195,6 +199,7 @@ class StepLog:
         """
         if not self._free:
             self.lost += 1
+            self._gap = True
             return None
         place, n = self._free.pop(), batch.num_reqs
         place.fill(batch, sampler_output, confidence, first_drafted)
@@ -212,7 +217,9 @@ class StepLog:
             steps=steps,
             version=version,
             place=place,
+            after_gap=self._gap,
         )
+        self._gap = False
         self._steps.append(step)
         return step
 

@@ -389,13 +389,7 @@ class WorkerTide:
             return None
         self._reported, self._sent_staged = now, staged
         self._guard.run("replace", self._replace_lost, now)
-        faults = Counter(self._guard.faults) + self._losses
-        parts = (self._ring, self._segment)
-        mended = sum(part.mended for part in parts if part is not None)
-        faults += Counter(header=mended)
-        if self.control is not None:
-            faults += self.control.faults
-        report: dict[str, Any] = {"staged": staged, "faults": dict(faults)}
+        report: dict[str, Any] = {"staged": staged, "faults": dict(self._faults())}
         if self.capture is not None and self._ring is not None:
             self._ring.heartbeat()
             report |= self._capture_report(self.capture, self._ring)
@@ -412,6 +406,16 @@ class WorkerTide:
             }
             swapper.seconds = []
         return report
+
+    def _faults(self) -> Counter[str]:
+        """Contained faults by place, and segments and headers that were repaired."""
+        faults = Counter(self._guard.faults) + self._losses
+        parts = (self._ring, self._segment)
+        mended = sum(part.mended for part in parts if part is not None)
+        faults += Counter(header=mended)
+        if self.control is not None:
+            faults += self.control.faults
+        return faults
 
     def _capture_report(self, capture: CaptureV1, ring: RingWriter) -> dict[str, Any]:
         stats = ring.stats()

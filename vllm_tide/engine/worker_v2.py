@@ -7,11 +7,13 @@ In one step, in order: `begin_step`, `on_logits`, `on_draft_logits` in each draf
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from vllm_tide.capture.guard import Guard
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
@@ -40,6 +42,8 @@ class WorkerTideV2(WorkerTide):
             runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
         )
         self._confidence = torch.zeros(runner.max_num_reqs, depth, device=runner.device)
+        # Apart from capture's: control goes on when capture is switched off.
+        self._steps = Guard("reading steps")
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -51,10 +55,7 @@ class WorkerTideV2(WorkerTide):
         """Between two steps: install an ordered draft, forget ended requests."""
         self._install_ordered(scheduler_output.tide)
         ended = tuple(scheduler_output.finished_req_ids)
-        if self._log.begin(ended):
-            self._take_landed()
-        else:
-            self._forget(ended)
+        self._steps.run("begin", self._begin, ended)
         if self.capture is not None and scheduler_output.scheduled_new_reqs:
             self._guard.run("admit", self.capture.admit, scheduler_output)
         if self.control is not None:
@@ -105,7 +106,7 @@ class WorkerTideV2(WorkerTide):
         """
         if self.control is not None:
             self.control.step_ends()
-        self._guard.run(
+        self._steps.run(
             "step",
             self._record,
             batch,
@@ -114,6 +115,8 @@ class WorkerTideV2(WorkerTide):
             aux_hidden_states,
             num_drafted,
         )
+        if self._steps.tripped and self.control is not None:
+            self.control.stop()
         if self._leader:
             output.tide = self._report()
             if self.control is not None:
@@ -135,6 +138,12 @@ class WorkerTideV2(WorkerTide):
 
             start_predicting(self._worker, self.control, self._config.control)
 
+    def _begin(self, ended: tuple[str, ...]) -> None:
+        if self._log.begin(ended):
+            self._take_landed()
+        else:
+            self._forget(ended)
+
     def _record(
         self,
         batch: Any,
@@ -154,9 +163,13 @@ class WorkerTideV2(WorkerTide):
             num_drafted,
             0 if self.swapper is None else self.swapper.version,
         )
-        if step is not None:
+        if step is None:
             if self.capture is not None:
-                self.capture.stage(step, hidden_states, aux_hidden_states)
+                self.capture.dropped["behind"] += batch.num_tokens
+        else:
+            if self.capture is not None:
+                stage = self.capture.stage
+                self._guard.run("stage", stage, step, hidden_states, aux_hidden_states)
             step.place.seal()
         self._take_landed()
 
@@ -179,6 +192,9 @@ class WorkerTideV2(WorkerTide):
     def _forget(self, req_ids: Sequence[str]) -> None:
         if self.capture is not None and req_ids:
             self._guard.run("forget", self.capture.forget, req_ids)
+
+    def _faults(self) -> Counter[str]:
+        return super()._faults() + self._steps.faults
 
     def _open_control(self, worker: Any) -> None:
         control, runner = self._config.control, self._runner
