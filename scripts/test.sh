@@ -43,10 +43,10 @@ step "patch check" "$bin/vllm-tide" patch check
 step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 --dist loadgroup \
     -m "not slow and not vllm" --junitxml "$scratch/fast.xml"
 if [ $fast = 0 ]; then
-    # Engines spend most of their time starting, on one core; bound to cores by vLLM, two
-    # at once would share one.
+    # Engines spend most of their time starting, on one core, and wait in between: three
+    # at once fill two cores. Bound to cores by vLLM they would share one.
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-        "$bin/python" -m pytest -n 2 --dist loadfile -m "slow or vllm" --ignore tests/e2e \
+        "$bin/python" -m pytest -n 3 --dist loadfile -m "slow or vllm" --ignore tests/e2e \
         --durations=15 --junitxml "$scratch/slow.xml"
     # One after the other: servers and trainers on all cores.
     step "tests on servers" env OMP_NUM_THREADS=1 "$bin/python" -m pytest tests/e2e \

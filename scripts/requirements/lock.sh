@@ -3,10 +3,10 @@
 #
 #   PYTHON=python3 scripts/requirements/lock.sh
 #
-# Needs uv for PYTHON (pip install uv). torch and its family are left out: which build is
-# right depends on the machine, and scripts/install.sh chooses. What torch itself needs is
-# locked with the rest. Hashes of every file of a release are kept, so that one lock
-# serves all Python versions.
+# Needs uv and packaging for PYTHON (pip install uv packaging). torch and its family are
+# left out: which build is right depends on the machine, and scripts/install.sh chooses.
+# What torch itself needs is locked with the rest. Hashes of every file of a release that this platform can install
+# are kept, so that one lock serves all Python versions.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -55,6 +55,7 @@ lock() {
         echo "# Written by scripts/requirements/lock.sh; x86-64 Linux, Python >= 3.11."
         cat "$scratch/$name.lock"
     } > "$here/$name.lock"
+    "$python" "$here/linux_hashes.py" "$here/$name.lock"
     echo "$here/$name.lock: $(grep -c '==' "$here/$name.lock") pins"
 }
 

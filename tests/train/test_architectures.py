@@ -57,7 +57,7 @@ def make_target(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -103,7 +103,7 @@ def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypat
             [*trainer, "--run-dir", str(run_dir)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert done.returncode == 0, done.stderr[-3000:]
     (path,) = run_dir.glob("trainer-*.json")
