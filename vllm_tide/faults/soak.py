@@ -137,6 +137,7 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
         minutes.append(figures)
         said = ", ".join(f"{k} {v:g}" for k, v in figures.items())
         say(f"minute {len(minutes)}/{args.minutes}: {said}")
+        _write(args, minutes, ["cut off before its end"])  # if it is
 
     cpus = sorted(os.sched_getaffinity(0))
     try:
@@ -148,6 +149,22 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
     problems += grown(minutes)
     if not growth(minutes):
         problems.append("too short for a verdict: give --minutes 4 or more")
+    _write(args, minutes, problems)
+    for name, (first, last) in growth(minutes).items():
+        print(f"{name:20}{first:>14g}{last:>14g}")
+    for problem in problems:
+        print(f"problem: {problem}")
+    swaps = sum(m["swaps"] for m in minutes)
+    print(f"{'not flat' if problems else 'flat'}: {swaps:.0f} swaps")
+    return int(bool(problems))
+
+
+def _write(
+    args: argparse.Namespace, minutes: list[dict[str, float]], problems: list[str]
+) -> None:
+    """Write the report, the minutes one a line."""
+    if args.json is None:
+        return
     document: dict[str, Any] = {
         "what": "steady load with swaps: memory, descriptors, latency per minute",
         "verdict": "not flat" if problems else "flat",
@@ -164,17 +181,12 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
         },
         "environment": environment({}),
     }
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(document, indent=1)[:-2]
-        rows = ",\n".join(json.dumps(m, separators=(",", ":")) for m in minutes)
-        args.json.write_text(f'{text},\n "per_minute": [\n{rows}\n ]\n}}\n')
-    for name, (first, last) in growth(minutes).items():
-        print(f"{name:20}{first:>14g}{last:>14g}")
-    for problem in problems:
-        print(f"problem: {problem}")
-    print(f"{document['verdict']}: {document['swaps']:.0f} swaps")
-    return int(bool(problems))
+    text = json.dumps(document, indent=1)[:-2]
+    rows = ",\n".join(json.dumps(m, separators=(",", ":")) for m in minutes)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(
+        f'{text},\n "per_minute": [\n{rows}\n ]\n}}\n', encoding="utf-8"
+    )
 
 
 def main() -> int:
