@@ -204,7 +204,8 @@ class ScheduleConfig(_Section):
     patience: Annotated[int, Field(ge=1)] = Field(
         3,
         description="Cycles without improvement after which training pauses; with "
-        "`gated` each waits for twice the tokens of the one before.",
+        "`gated` each waits for twice the tokens of the one before, and one more is "
+        "tried whenever the requests since the shift have doubled.",
     )
 
 

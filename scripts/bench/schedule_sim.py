@@ -190,13 +190,14 @@ def detect(
             was, on_for = False, 0
         domain = int(rng.choice(len(scenario.shares[late]), p=scenario.shares[late]))
         level = scenario.level(domain, index)
+        shifts = schedule.shifts
         schedule.observe(make_request(rng, level, group=domain, rounds=scenario.rounds))
         if index < WARM_REQUESTS:
             _pause(schedule)
             continue
         found.watched += not late
         on = schedule.collecting
-        if on and not was:
+        if schedule.shifts > shifts and not was:
             if late:
                 found.delay = index - scenario.change
                 break

@@ -15,7 +15,8 @@ what is weak in that:
 * One unlucky cycle ends training. Here it takes `patience` of them, counted per group,
   and only groups not yet saturated are trained on. Soon after a shift there is too
   little to learn from, so each of these cycles waits for twice the tokens of the one
-  before.
+  before, and a group that was given up is tried once more whenever its requests since
+  the shift have doubled: the number of such cycles grows with the logarithm of traffic.
 
 Pure: no clock, no torch. Runs in the trainer.
 """
@@ -80,9 +81,9 @@ class Schedule:
         share = request.accepted_share
         moved = share is not None and self.averages.add(share)
         if self._gate is not None:
-            why = self._gate.observe(request)
-            if why is not None:
-                self.shifts += 1
+            why, shift = self._gate.observe(request)
+            if why:
+                self.shifts += shift
                 self.reason = why
                 self._enabled = False  # from now on the groups say what is wanted
             return
@@ -133,7 +134,7 @@ class Schedule:
 
         To weight draws by, not to draw from alone: a draft trained on these forgets
         the others, which then shift in turn (`scripts/bench/schedule_sim.py`, rehearsal
-        0: 0.90 of the gain at 0.98 of the cycles of `always`; 0.5: 1.00 at 0.38).
+        0: 0.90 of the gain at 0.98 of the cycles of `always`; 0.5: all at 0.43).
         """
         if self._gate is None:
             return None if self._enabled else frozenset()
@@ -163,6 +164,8 @@ class _Watched:
     requests: int = 0
     wanted: bool = False
     failures: int = 0
+    since: int = 0  # `requests` at the last shift
+    again: int = 0  # `requests` at which a group that was given up is tried again
 
 
 class _GroupGate:
@@ -185,7 +188,8 @@ class _GroupGate:
         """Cycles in a row without improvement, of the group that had the fewest."""
         return min((self._groups[name].failures for name in self.wanted()), default=0)
 
-    def observe(self, request: ServedRequest) -> str | None:
+    def observe(self, request: ServedRequest) -> tuple[str, bool]:
+        """Take a request; why its group is wanted from now on, and if it shifted."""
         self._clock += 1
         self._follow_version(request)
         group = self._group(request.group)
@@ -197,11 +201,16 @@ class _GroupGate:
             why = group.test.add(value)
         if why is None and group.requests == NEW_GROUP_REQUESTS:
             why = "new kind of requests"
-        if why is None:
-            return None
-        group.test.restart()
-        group.wanted, group.failures = True, 0
-        return f"group {request.group}: {why}"
+        if why is not None:
+            group.test.restart()
+            group.wanted, group.failures = True, 0
+            group.since, group.again = group.requests, 0
+            return f"group {request.group}: {why}", True
+        if group.wanted or not group.again or group.requests < group.again:
+            return "", False
+        # One cycle, with as many tokens as the last one that failed had.
+        group.wanted, group.failures = True, self._config.patience - 1
+        return f"group {request.group}: twice as many requests as at the pause", False
 
     def cycle_done(self, improved: bool, by_group: Mapping[int, bool]) -> str | None:
         saturated = []
@@ -210,6 +219,7 @@ class _GroupGate:
             group.failures = 0 if by_group.get(name, improved) else group.failures + 1
             if group.failures >= self._config.patience:
                 group.wanted = False
+                group.again = 2 * group.requests - group.since
                 saturated.append(name)
         if not saturated:
             return None
