@@ -136,6 +136,7 @@ PLANTS: dict[str, tuple[Series, tuple[str, ...]]] = {
         (),
     ),
     "TideDraftRolledBack": ({trainer("rollbacks_total"): times(FAULT)}, ()),
+    "TideTrainerCannotWrite": ({trainer("failed_writes_total"): times(FAULT)}, ()),
     "TideRollbacksRepeat": (
         {trainer("rollbacks_total"): times(FAULT, FAULT + 60, FAULT + 120)},
         ("TideDraftRolledBack",),

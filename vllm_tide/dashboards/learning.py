@@ -111,8 +111,9 @@ TRAINING = Row(
             ),
         ),
         Panel(
-            "Requests and cycles",
-            "Served requests followed per second; training cycles on the right axis.",
+            "Requests, cycles and lost writes",
+            "Served requests followed per second; training cycles, and status files "
+            "and events that could not be written, on the right axis.",
             "none",
             (
                 Query(
@@ -121,6 +122,12 @@ TRAINING = Row(
                 Query(
                     happened(of_trainer("vllm_tide:trainer_cycles_total")),
                     f"{WHO} cycles",
+                    unit="none",
+                    bars=True,
+                ),
+                Query(
+                    happened(of_trainer("vllm_tide:trainer_failed_writes_total")),
+                    f"{WHO} lost writes",
                     unit="none",
                     bars=True,
                 ),
