@@ -63,6 +63,35 @@ def test_a_kept_head_is_rolled_back_and_does_not_return(engine):
     sidecar.feeds.close()
 
 
+def test_rollback_after_rollback_goes_on_to_older_heads_whatever_their_numbers(engine):
+    sidecar = published_once(engine)
+    store = sidecar.deployment._store
+    live = sidecar.trainer.live_tensors()
+    older = {name: 0.5 * tensor for name, tensor in live.items()}
+    store.put(older, 1)  # of another server: its numbers begin anew
+    serve(engine, 40, 1, 4)
+    assert sidecar._tick()  # version 1 is kept, and stored
+    assert len(list(store.heads())) == 2
+    assert order(sidecar, "rollback")["to"] == 0
+    (left,) = store.heads()
+    assert equal(left.tensors, older)
+    assert order(sidecar, "rollback")["to"] == 1
+    assert equal(weights_of(engine), older)
+    assert not order(sidecar, "rollback")["ok"]
+    sidecar.feeds.close()
+
+
+def test_an_order_that_fails_is_answered_and_ends_nothing():
+    from vllm_tide.transport.admin import _answered
+
+    def broken(request):
+        raise KeyError("content")
+
+    assert _answered(b'{"do": "status"}', broken) == {
+        "ok": False, "error": "it failed (KeyError); see the log",
+    }  # fmt: skip
+
+
 def test_without_a_head_there_is_nothing_to_roll_back(engine):
     sidecar = attach(engine)
     answer = order(sidecar, "rollback")

@@ -144,12 +144,13 @@ def test_a_feed_follows_its_engine_to_other_weights(engine, feed):
     assert weights.read().version == 2
 
 
-def test_an_engine_that_replaces_nothing_is_given_up(engine, feed, monkeypatch):
+def test_an_engine_that_idles_is_waited_for(engine, feed, monkeypatch, caplog):
     os.truncate(f"{SHM_DIR}/{engine.weights.name}", 0)
-    feed.heartbeat()
+    monkeypatch.setattr(feed_ring, "LOOK_S", 0.0)
     monkeypatch.setattr(feed_ring, "LOST_S", -1.0)
-    with pytest.raises(TransportError, match="restart the engine"):
-        feed.heartbeat()
+    for _ in range(3):
+        assert not feed.heartbeat()
+    assert "makes another with its next step" in caplog.text
 
 
 def test_a_refused_number_is_not_given_again(engine, feed):
@@ -187,3 +188,34 @@ def test_a_restarted_trainer_goes_on_from_the_served_head_where_the_newest_is_da
     engine.weights.report(7)
     assert feed.latest() is None
     assert feed.latest_version == 7
+
+
+def test_a_restarted_trainer_goes_on_from_the_served_head_where_the_newest_was_refused(
+    engine, feed
+):
+    publish(feed._writer, 1)
+    publish(feed._writer, 2)
+    engine.weights.report(1, 2, "norm")
+    found = feed.latest()
+    assert found is not None and found.version == 1
+
+
+def test_a_feed_says_once_that_a_head_has_to_be_sent_again(engine, feed):
+    assert not feed.heartbeat()
+    os.truncate(f"{SHM_DIR}/{engine.weights.name}", PAGE_BYTES)
+    assert not feed.heartbeat()
+    engine.replace(weights=engine.new_weights().name)
+    assert feed.heartbeat()
+    assert not feed.heartbeat()
+
+
+def test_a_replacement_that_is_damaged_too_is_not_the_end(engine, feed):
+    os.truncate(f"{SHM_DIR}/{engine.ring.name}", 0)
+    second = engine.new_ring()
+    engine.replace(ring=second.name)
+    os.truncate(f"{SHM_DIR}/{second.name}", 0)
+    feed.heartbeat()
+    third = engine.new_ring()
+    engine.replace(ring=third.name)
+    feed.heartbeat()
+    assert third.stats().consumer_alive

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -210,23 +211,29 @@ class Deployment:
             TransportError: There is nothing to go back to, or no engine could be sent
                 it; nothing is changed.
         """
-        bad = self.published
-        to, master = self._before(bad)
+        bad, live = self.published, self._trainer.live_tensors()
+        to, master = self._before(bad, live)
         served_as = self.put_back(
             master, {"rollback_of": bad, "to": to, "reason": reason}
         )
         self._undone = self._outdone = None
         self._masters.pop(bad, None)
+        self.good = served_as
         self.canary.overruled(bad)
         if self._store is not None:
+            # By what they hold: numbers begin anew with every server.
             for head in list(self._store.heads()):
-                if head.version == bad:
+                if _same(head, live):
                     self._store.drop(head)
         self._events.add("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 
-    def _before(self, version: int) -> tuple[int, Master]:
+    def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
         """The head that a version took the place of.
+
+        Args:
+            version: The one published last.
+            live: Its tensors.
 
         Raises:
             TransportError: It is not known.
@@ -237,7 +244,7 @@ class Deployment:
             return self._outdone
         stored = () if self._store is None else self._store.heads()
         for head in stored:
-            if head.version < version:
+            if not _same(head, live):
                 tensors = {canonical_name(n): t for n, t in head.tensors.items()}
                 return head.version, tensors
         raise TransportError(
@@ -414,6 +421,15 @@ class Deployment:
         stored = self._stored.pop(newest, None)
         if stored is not None and self._store is not None:
             self._store.drop(stored)
+
+
+def _same(head: StoredHead, live: Mapping[str, Tensor]) -> bool:
+    """Whether a stored head holds the weights `live`, by EAGLE-3 names."""
+    stored = {canonical_name(name): tensor for name, tensor in head.tensors.items()}
+    return stored.keys() == live.keys() and all(
+        torch.equal(tensor.to(live[name].dtype), live[name])
+        for name, tensor in stored.items()
+    )
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:

@@ -50,8 +50,12 @@ class Feed(Protocol):
             max_rows: Stop after the record that reaches so many rows.
         """
 
-    def heartbeat(self) -> None:
-        """Say that the trainer lives; call it at least once a second."""
+    def heartbeat(self) -> bool:
+        """Say that the trainer lives; call it at least once a second.
+
+        Returns:
+            True once if what was published last is lost and has to be sent again.
+        """
 
     def alive(self) -> bool:
         """Whether the engine lives, or left records that were not read yet."""

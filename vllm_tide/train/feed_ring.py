@@ -25,7 +25,7 @@ from vllm_tide.transport.weights import (
 logger = logging.getLogger("vllm_tide.train")
 
 LOST_S = 30.0
-"""An engine that has not replaced a lost segment after this (s) is given up."""
+"""After this (s) without a replacement for a lost segment the log says so."""
 LOOK_S = 0.5
 """How often its manifest is looked at meanwhile (s)."""
 FAR = 1 << 32
@@ -117,16 +117,17 @@ class RingFeed:
             rows += max(record.num_rows, 1)
         return records
 
-    def heartbeat(self) -> None:
+    def heartbeat(self) -> bool:
         """See ``feed.Feed``. Follows an engine that replaced a segment.
 
-        Raises:
-            TransportError: If it has not for `LOST_S`.
+        One that idles replaces it with its next step, so it is never given up.
         """
+        resend = False
         if self._reader.lost or self._writer.lost:
-            self._follow(time.monotonic())
+            resend = self._follow(time.monotonic())
         self._reader.heartbeat()
         self._writer.heartbeat()
+        return resend
 
     def alive(self) -> bool:
         """See ``feed.Feed``. What a dead engine left in its ring is read first."""
@@ -159,14 +160,25 @@ class RingFeed:
         """See ``feed.Feed``."""
         if self._writer.latest_version == 0:
             return None
+        told = self.feedback()
         segment = WeightsSegment.attach(self.manifest.weights)
+        try:
+            found = self._whole(segment)
+            # What is served is in the other slot if the newest was not taken, or if
+            # damage made an old one look like the newest.
+            served, refused = told.installed_version, told.refused_version
+            if found is not None and served <= found.version != refused:
+                return found
+            return segment.read_version(served) if served else None
+        finally:
+            segment.close()
+
+    def _whole(self, segment: WeightsSegment) -> Publication | None:
         try:
             return segment.read()
         except WeightsRefused as refusal:
             logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
-            return segment.read_version(self.feedback().installed_version)
-        finally:
-            segment.close()
+            return None
 
     def set_collect(self, wanted: bool) -> None:
         """See ``feed.Feed``."""
@@ -191,27 +203,44 @@ class RingFeed:
         self._reader.close()
         self._writer.close()
 
-    def _follow(self, now: float) -> None:
-        """Attach to the segments that replace lost ones, once they are announced."""
+    def _follow(self, now: float) -> bool:
+        """Attach to the segments that replace lost ones, once they are announced.
+
+        Returns:
+            Whether the weights segment is another now, with nothing in it.
+        """
         if now - self._looked < LOOK_S:
-            return
+            return False
         self._looked = now
         self._lost_at = self._lost_at or now
+        another = False
         manifest = self._announced()
         if manifest is not None:
-            before, self.manifest = self.manifest, manifest
-            if self._reader.lost and manifest.ring != before.ring:
-                self._reader.close()
-                self._reader = RingReader.attach(manifest.ring)
-                self._reader.set_collect(self._collect)
-            if self._writer.lost and manifest.weights != before.weights:
-                self._writer.close()
-                self._writer = WeightsWriter.attach(manifest.weights)
+            try:
+                another = self._attach_again(manifest)
+            except TransportError as error:  # it, too, is damaged: wait for the next
+                logger.warning("engine %s: %s", self.id, error)
         if not (self._reader.lost or self._writer.lost):
             self._lost_at = 0.0
             logger.info("engine %s replaced a segment that was cut short", self.id)
         elif now - self._lost_at > LOST_S:
-            raise TransportError(
-                f"a segment of engine {self.id} was cut short and is not replaced: "
-                "restart the engine"
+            self._lost_at = now
+            logger.warning(
+                "a segment of engine %s was cut short; it makes another with its next "
+                "step, or, with tensor parallelism, when it is restarted",
+                self.id,
             )
+        return another
+
+    def _attach_again(self, manifest: EngineManifest) -> bool:
+        if self._reader.lost and manifest.ring != self._reader.name:
+            reader = RingReader.attach(manifest.ring)
+            reader.set_collect(self._collect)
+            self._reader.close()
+            self._reader, self.manifest = reader, manifest
+        if self._writer.lost and manifest.weights != self._writer.name:
+            writer = WeightsWriter.attach(manifest.weights)
+            self._writer.close()
+            self._writer, self.manifest = writer, manifest
+            return True
+        return False

@@ -169,13 +169,14 @@ class SpoolFeed:
             self._purges.append(tenant)
             return sum(_forget(shard.records, tenant) for shard in self._queue)
 
-    def heartbeat(self) -> None:
+    def heartbeat(self) -> bool:
         """See ``feed.Feed``."""
         if self._lost:
             raise TransportError(self._lost)
         self._beat = time.monotonic()
         if self._thread is None and not self._closing.is_set():
             self.poll()
+        return False
 
     def alive(self) -> bool:
         """See ``feed.Feed``."""

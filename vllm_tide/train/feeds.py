@@ -198,9 +198,11 @@ class Feeds:
         return [(engine_id, records) for engine_id, records in found.items() if records]
 
     def heartbeat(self) -> None:
-        """Say to every engine that the trainer lives."""
+        """Say to every engine that the trainer lives; send again what got lost."""
         for member in list(self._members.values()):
-            self._try(member, member.feed.heartbeat)
+            lost = self._try(member, member.feed.heartbeat)
+            if lost and self._head is not None:
+                self._send(member, self._head)
 
     def set_collect(self, wanted: bool) -> None:
         """Ask every engine, and those that join later, for full rows or light ones."""

@@ -123,7 +123,14 @@ def _answered(line: bytes, carry_out: Callable[[dict[str, Any]], Answer]) -> Ans
         return {"ok": False, "error": "a request is one line of JSON"}
     if not isinstance(request, dict) or not isinstance(request.get("do"), str):
         return {"ok": False, "error": 'a request is an object with a text "do"'}
-    return carry_out(request)
+    try:
+        return carry_out(request)
+    except Exception as error:  # noqa: BLE001 - an order must not end the trainer
+        logger.exception("the order %r failed", request["do"])
+        return {
+            "ok": False,
+            "error": f"it failed ({type(error).__name__}); see the log",
+        }
 
 
 def trainer_sockets(run_dir: Path) -> list[Path]:
