@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_every_fault_is_recovered_from(tmp_path):
     kinds = [fault.kind for fault in FAULTS if fault.kind != "kill_server"]
     path = tmp_path / "faults.json"

@@ -161,6 +161,10 @@ def test_what_control_cannot_work_with_is_refused(
             {"tide": {"control": {"policy": "tide_gate"}}},
             "tide.control.profile: 'tide_gate' needs forward times",
         ),
+        (
+            {"draft_sample_method": "probabilistic"},
+            "draft_sample_method: with 'probabilistic' tide does not see",
+        ),
         ({"tide": {"control": {"policy": "threshold"}}}, None),
         ({"tide": {"control": {"policy": "adaspec", "profile": "x"}}}, None),
         ({}, None),
@@ -175,10 +179,19 @@ def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
     from vllm_tide.config import ConfigError
     from vllm_tide.engine.arguments import check_engine_config
 
-    off = {"enable_adaptive_verification": False, "use_local_argmax_reduction": False}
+    off = {
+        "enable_adaptive_verification": False,
+        "use_local_argmax_reduction": False,
+        "draft_sample_method": "greedy",
+    }
     config = Config(
         device_config=Config(device_type="cpu"),
-        parallel_config=Config(pipeline_parallel_size=1),
+        model_config=Config(is_moe=False),
+        parallel_config=Config(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_batch_sharded_sampling=None,
+        ),
         lora_config=None,
         use_v2_model_runner=True,
         scheduler_config=Config(async_scheduling=asynchronous),
@@ -193,3 +206,24 @@ def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
     with pytest.raises(ConfigError) as refused:
         check_engine_config(config)
     assert str(refused.value).startswith(start)
+
+
+def test_a_mixture_of_experts_on_several_ranks_has_no_control():
+    from types import SimpleNamespace as Config
+
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = Config(
+        device_config=Config(device_type="cpu"),
+        model_config=Config(is_moe=True),
+        parallel_config=Config(pipeline_parallel_size=1, data_parallel_size=2),
+        lora_config=None,
+        use_v2_model_runner=False,
+        scheduler_config=Config(async_scheduling=False),
+        speculative_config=Config(tide={"control": {"policy": "adaspec"}}),
+    )
+    with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
+        check_engine_config(config)
+    config.speculative_config.tide = {}
+    check_engine_config(config)

@@ -157,6 +157,8 @@ class Recorder:
         count = high - low
         committed = count - 1 - (rows.num_drafts - rows.padding)
         num_accepted = committed + max(len(rows.sampled) - 1, 0)
+        # What follows the last real row; a placeholder may be accepted by chance.
+        last = min(len(rows.sampled) - 1, rows.num_drafts - rows.padding)
         if not ticket.started:
             ticket.started = True
             self.requests += 1
@@ -176,7 +178,7 @@ class Recorder:
             start=rows.start,
             num_prompt_tokens=rows.num_prompt_tokens,
             num_accepted=min(num_accepted, count - 1),
-            next_token=rows.sampled[-1] if rows.sampled else -1,
+            next_token=rows.sampled[last] if rows.sampled else -1,
             draft_version=step.version if version is None else version,
             token_ids=rows.token_ids[:count],
             draft_probs=_NO_FLOATS if probs is None else probs,

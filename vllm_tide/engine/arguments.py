@@ -116,6 +116,17 @@ def check_engine_config(vllm_config: Any) -> None:
             "--enable-lora: tide cannot tell adapters' hidden states apart; "
             "switch LoRA off or remove the tide section."
         )
+    control = parse_tide(vllm_config.speculative_config.tide).control
+    if (
+        parallel.data_parallel_size > 1
+        and vllm_config.model_config.is_moe
+        and control.policy != "static"
+    ):
+        raise ConfigError(
+            "--data-parallel-size: tide.control may choose another length on each "
+            "rank, which a mixture of experts cannot follow; set tide.control.policy "
+            "to 'static'."
+        )
     if vllm_config.use_v2_model_runner:
         _check_v2(vllm_config)
     elif vllm_config.scheduler_config.async_scheduling:
@@ -137,6 +148,17 @@ def _check_v2(vllm_config: Any) -> None:
         raise ConfigError(
             "use_local_argmax_reduction: tide reads the draft's logits, which it "
             "leaves out; set it to false."
+        )
+    if speculative.draft_sample_method != "greedy":
+        raise ConfigError(
+            f"draft_sample_method: with {speculative.draft_sample_method!r} tide does "
+            "not see the probability of the drafted token on Model Runner V2; set it "
+            "to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
+        )
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        raise ConfigError(
+            "--enable-batch-sharded-sampling: tide needs the logits of all requests on "
+            "one rank; leave it out."
         )
     control = parse_tide(speculative.tide).control
     if control.policy not in ("static", "threshold") and control.profile is None:

@@ -43,6 +43,7 @@ class ControlV2:
         trims: Whether `choose` is asked: with synchronous scheduling.
 
     Attributes:
+        trims: As given.
         policy: Who decides; None before it is given and after a fault: then the length
             is static.
         depth: Draft steps of steps that are scheduled from now on.
@@ -62,11 +63,11 @@ class ControlV2:
         self.policy: Policy | None = None
         self.depth = most
         self.faults: Counter[str] = Counter()
-        self._trims = trims
+        self.trims = trims
         self._book = RequestBook(capacity, longest, config.slo_tpot_ms)
         self._lengths: dict[str, int] = {}
         self._of_step: Sequence[str] | None = None
-        # Drafted by the last step, not verified: slots, confidences, first tokens.
+        # Drafted in vain by the last step: slots, confidences, first tokens.
         self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._told = (0, 0)
         # What ran, which may be more than the policy looked at.
@@ -128,10 +129,13 @@ class ControlV2:
 
     def end(self, req_ids: Sequence[str]) -> None:
         """Requests ended."""
-        for req_id in req_ids:
-            slot = self._book.table.end(req_id)
-            if slot is not None:
-                self._end(slot)
+        try:
+            for req_id in req_ids:
+                slot = self._book.table.end(req_id)
+                if slot is not None:
+                    self._end(slot)
+        except Exception as error:  # noqa: BLE001 - the serving boundary
+            self._lose(error)
 
     def learn(self, step: Step) -> None:
         """A step has landed: observe it, and decide what follows.
@@ -156,7 +160,7 @@ class ControlV2:
             draft_token_ids: Its drafts; V2 gives placeholders, only lengths count.
         """
         # The list itself names the step: one that has not landed is not cut.
-        if self.policy is None or not self._trims or self._of_step is not req_ids:
+        if self.policy is None or not self.trims or self._of_step is not req_ids:
             return draft_token_ids
         lengths = self._lengths
         return [
@@ -203,7 +207,9 @@ class ControlV2:
         emitted = np.asarray(step.emitted, np.int64)[known]
         drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
-        rows = np.diff(step.bounds)[known] - (step.drafts[known] - accepted)
+        # A placeholder may be accepted by chance: it counts here, as no draft.
+        rows = np.diff(step.bounds)[known] - step.drafts[known]
+        rows = rows + np.maximum(emitted - 1, 0)
         context = np.asarray(step.start)[known] + rows
         newest = np.asarray(step.sampled)[known, 0]
         self._book.slo.advance(slots, emitted, now)
@@ -251,7 +257,7 @@ class ControlV2:
         drafted = np.where(emitted > 0, step.steps, 0)
         self._by_depth[step.steps] += 1
         self._drafted += int(drafted.sum())
-        if self._trims:
+        if self.trims:
             self._trimmed += int(np.maximum(drafted - lengths, 0).sum())
         names = [step.req_ids[i] for i in known]
         self._lengths = dict(zip(names, lengths.tolist(), strict=True))

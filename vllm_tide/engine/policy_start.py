@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> 
         ConfigError: `tide.control.profile` cannot be used.
     """
     settings = _settings(control, config)
+    # What is drafted is verified whole where nothing can be cut.
+    settings = replace(settings, verify=settings.verify and control.trims)
     if config.policy == "threshold":
         control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
         return

@@ -202,23 +202,28 @@ class StepLog:
             self._gap = True
             return None
         place, n = self._free.pop(), batch.num_reqs
-        place.fill(batch, sampler_output, confidence, first_drafted)
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None:
-            drafts = np.zeros(n, np.int32)
-        step = Step(
-            req_ids=batch.req_ids,
-            bounds=batch.query_start_loc_np[: n + 1],
-            drafts=drafts,
-            # Drafts are made only after the last row of a prefill.
-            padded=batch.is_prefilling_np & (drafts > 0),
-            logit_ends=batch.cu_num_logits_np[1:],
-            num_prompt_tokens=prompt_len[batch.idx_mapping_np],
-            steps=steps,
-            version=version,
-            place=place,
-            after_gap=self._gap,
-        )
+        try:
+            place.fill(batch, sampler_output, confidence, first_drafted)
+            drafts = batch.num_draft_tokens_per_req
+            if drafts is None:
+                drafts = np.zeros(n, np.int32)
+            step = Step(
+                req_ids=batch.req_ids,
+                bounds=batch.query_start_loc_np[: n + 1],
+                drafts=drafts,
+                # Drafts are made only after the last row of a prefill.
+                padded=batch.is_prefilling_np & (drafts > 0),
+                logit_ends=batch.cu_num_logits_np[1:],
+                num_prompt_tokens=prompt_len[batch.idx_mapping_np],
+                steps=steps,
+                version=version,
+                place=place,
+                after_gap=self._gap,
+            )
+        except BaseException:
+            self._free.append(place)
+            self._gap = True
+            raise
         self._gap = False
         self._steps.append(step)
         return step

@@ -88,6 +88,7 @@ class WorkerTide:
         self._reported = 0.0
         self._sent_staged = 0
         self._replaced = 0.0
+        self._weights_bytes = 0  # of a slot; read off the checkpoint once
         self._unannounced = False
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
@@ -256,10 +257,12 @@ class WorkerTide:
         return RingWriter.create(spec, capture.ring_mib * MIB)
 
     def _create_weights(self) -> WeightsSegment:
-        held = checkpoint_tensors(self._facts.draft_path).values()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        # Twice: a trainer may publish fp32 where the checkpoint is bf16.
-        return WeightsSegment.create(2 * size + MIB)
+        if not self._weights_bytes:
+            held = checkpoint_tensors(self._facts.draft_path).values()
+            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+            # Twice: a trainer may publish fp32 where the checkpoint is bf16.
+            self._weights_bytes = 2 * size + MIB
+        return WeightsSegment.create(self._weights_bytes)
 
     def _replace_lost(self, now: float) -> None:
         """Replace segments that something cut short, and announce the new ones.

@@ -56,7 +56,9 @@ class WorkerTideV2(WorkerTide):
         self._install_ordered(scheduler_output.tide)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended)
-        if self.capture is not None and scheduler_output.scheduled_new_reqs:
+        if self._steps.tripped:
+            self._forget(ended)
+        elif self.capture is not None and scheduler_output.scheduled_new_reqs:
             self._guard.run("admit", self.capture.admit, scheduler_output)
         if self.control is not None:
             self.control.end(ended)
@@ -79,11 +81,14 @@ class WorkerTideV2(WorkerTide):
         """
         if draft_step is None or (self.capture is None and self.control is None):
             return
+        self._steps.run("draft_logits", self._keep_confidence, logits, draft_step)
+        if self.control is not None:
+            self.control.draft_ran()
+
+    def _keep_confidence(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
         confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
         where = draft_step.expand(len(confidence), 1)
         self._confidence[: len(confidence)].scatter_(1, where, confidence)
-        if self.control is not None:
-            self.control.draft_ran()
 
     def on_step(
         self,

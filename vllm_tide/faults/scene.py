@@ -26,7 +26,7 @@ from .trainer import order
 
 TRAINER_ALIVE = "vllm_tide:ring_consumer_alive"
 POLL_S = 0.1
-START_S = 90.0
+START_S = 240.0
 """Longest start of a trainer (s), on a machine that does other things too."""
 KV_BYTES = 9 << 20
 """KV cache (bytes): the steady load fits, a burst of long requests does not."""
@@ -171,6 +171,9 @@ class Scene:
             "vllm_tide.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
+        # Torch's OpenMP may have bound this thread to the engine's core, and a child
+        # begins where its parent is.
+        os.sched_setaffinity(0, self.other_cpus)
         with log.open("ab") as out:
             self._trainer = subprocess.Popen(  # noqa: S603 - our own command
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=keep
