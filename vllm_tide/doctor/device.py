@@ -34,7 +34,7 @@ def refusal(device_type: str) -> str:
     # Everything else as a plain `vllm serve` with --no-async-scheduling has it.
     plain = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device_type),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         lora_config=None,
         use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(async_scheduling=False),

@@ -116,23 +116,24 @@ def check_engine_config(vllm_config: Any) -> None:
             "--enable-lora: tide cannot tell adapters' hidden states apart; "
             "switch LoRA off or remove the tide section."
         )
-    control = parse_tide(vllm_config.speculative_config.tide).control
-    if (
-        parallel.data_parallel_size > 1
-        and vllm_config.model_config.is_moe
-        and control.policy != "static"
-    ):
-        raise ConfigError(
-            "--data-parallel-size: tide.control may choose another length on each "
-            "rank, which a mixture of experts cannot follow; set tide.control.policy "
-            "to 'static'."
-        )
+    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        _check_moe_ranks(vllm_config)
     if vllm_config.use_v2_model_runner:
         _check_v2(vllm_config)
     elif vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
             "--async-scheduling: tide needs synchronous scheduling with Model Runner "
             "V1; add --no-async-scheduling, or set VLLM_USE_V2_MODEL_RUNNER to 1."
+        )
+
+
+def _check_moe_ranks(vllm_config: Any) -> None:
+    control = parse_tide(vllm_config.speculative_config.tide).control
+    if control.policy != "static":
+        raise ConfigError(
+            "--data-parallel-size: tide.control may choose another length on each "
+            "rank, which a mixture of experts cannot follow; set tide.control.policy "
+            "to 'static'."
         )
 
 
