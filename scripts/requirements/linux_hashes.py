@@ -3,8 +3,8 @@
 usage: linux_hashes.py LOCK
 
 A release of a compiled package has a hundred files for other machines; their hashes
-were most of the lock. Asks the package index for names and hashes. A release without a
-wheel that fits keeps its source archives.
+were most of the lock. Asks the package index for names and hashes. A release without
+wheels for all of `PYTHONS` keeps its source archives too.
 """
 
 from __future__ import annotations
@@ -29,43 +29,50 @@ _PIN = re.compile(r"^([A-Za-z0-9._-]+)==")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
-def fits(tag: Tag) -> bool:
-    """Whether a wheel of this tag can be installed on the machines of the lock."""
+def pythons_of(tag: Tag) -> frozenset[str]:
+    """The Pythons of `PYTHONS` for which a wheel of this tag can be installed."""
     linux = "manylinux" in tag.platform or tag.platform.startswith("linux")
     if tag.platform != "any" and not (linux and tag.platform.endswith("_x86_64")):
-        return False
-    if tag.interpreter in PYTHONS:
-        return tag.abi in (tag.interpreter, "abi3", "none")
-    older = re.fullmatch(r"cp3(\d+)", tag.interpreter)
-    if older is not None:
-        return tag.abi == "abi3" and int(older[1]) < 11
-    return tag.interpreter.startswith("py3") or tag.interpreter == "py2.py3"
+        return frozenset()
+    if tag.interpreter.startswith("py3"):
+        return frozenset(PYTHONS)
+    if tag.abi == "abi3" and (since := re.fullmatch(r"cp3(\d+)", tag.interpreter)):
+        return frozenset(p for p in PYTHONS if int(p[3:]) >= int(since[1]))
+    same = tag.interpreter in PYTHONS and tag.abi in (tag.interpreter, "none")
+    return frozenset({tag.interpreter} if same else ())
 
 
-def installable(name: str) -> dict[str, bool]:
-    """SHA-256 of each file of a project: whether it is a wheel that fits."""
+def files_of(name: str) -> dict[str, frozenset[str] | None]:
+    """SHA-256 of each file of a project: Pythons it is for; None: a source archive."""
     request = urllib.request.Request(
         f"{PyPI.simple_url}/{canonicalize_name(name)}/",
         headers={"Accept": "application/vnd.pypi.simple.v1+json"},
     )
     with urllib.request.urlopen(request, timeout=180) as answer:
         files = json.load(answer)["files"]
-    found = {}
+    found: dict[str, frozenset[str] | None] = {}
     for file in files:
-        try:
-            tags = parse_wheel_filename(file["filename"])[3]
-        except InvalidWheelFilename:  # a source archive, or a name from old times
-            tags = frozenset()
-        found[file["hashes"].get("sha256", "")] = any(map(fits, tags))
+        pythons: frozenset[str] | None = None
+        if file["filename"].endswith(".whl"):
+            try:
+                tags = parse_wheel_filename(file["filename"])[3]
+            except InvalidWheelFilename:  # a name from old times
+                tags = frozenset()
+            pythons = frozenset().union(*map(pythons_of, tags))
+        found[file["hashes"].get("sha256", "")] = pythons
     return found
 
 
-def without_others(entry: str, known: dict[str, bool]) -> str:
+def without_others(entry: str, known: dict[str, frozenset[str] | None]) -> str:
     """One pin of the lock with the hashes that are of use."""
     hashes = _HASH.findall(entry)
-    kept = [digest for digest in hashes if known.get(digest)] or hashes
+    wheels = [digest for digest in hashes if known.get(digest)]
+    covered = frozenset().union(*(known[digest] or () for digest in wheels))
+    sources = [d for d in hashes if d in known and known[d] is None]
+    kept = wheels if covered == frozenset(PYTHONS) else sorted(wheels + sources)
     head = entry[: entry.index("--hash=")].rstrip().removesuffix("\\").rstrip()
-    return " \\\n".join([head, *(f"    --hash=sha256:{d}" for d in kept)]) + "\n"
+    lines = (f"    --hash=sha256:{digest}" for digest in kept or hashes)
+    return " \\\n".join([head, *lines]) + "\n"
 
 
 def main() -> int:
@@ -75,7 +82,7 @@ def main() -> int:
     entries = re.split(r"(?m)^(?=[A-Za-z0-9])", text)
     pins = [match[1] for entry in entries if (match := _PIN.match(entry))]
     with ThreadPoolExecutor(8) as pool:
-        known = dict(zip(pins, pool.map(installable, pins), strict=True))
+        known = dict(zip(pins, pool.map(files_of, pins), strict=True))
     out = [
         without_others(entry, known[match[1]])
         if (match := _PIN.match(entry)) and "--hash=" in entry
