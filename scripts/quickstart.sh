@@ -38,7 +38,7 @@ while [ $# -gt 0 ]; do
         --json) [ $# -gt 1 ] || usage 2; json=$2; shift 2 ;;
         --picture) [ $# -gt 1 ] || usage 2; picture=$2; shift 2 ;;
         --venv) [ $# -gt 1 ] || usage 2; venv=$2; shift 2 ;;
-        --short) extra+=(--num-before 8 --num-after 24 --max-tokens 64); shift ;;
+        --short) extra+=(--num-before 8 --num-after 44 --max-tokens 64); shift ;;
         --) shift; extra+=("$@"); break ;;
         -h | --help) usage 0 ;;
         *) usage 2 ;;
