@@ -46,11 +46,11 @@ if [ $fast = 0 ]; then
     # Engines spend most of their time starting, on one core, and wait in between: three
     # at once fill two cores. Bound to cores by vLLM they would share one.
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-        "$bin/python" -m pytest -n 3 --dist loadfile -m "slow or vllm" --ignore tests/e2e \
+        "$bin/python" -m pytest -n 3 --dist loadfile -m "(slow or vllm) and not alone" \
         --durations=15 --junitxml "$scratch/slow.xml"
-    # One after the other: servers and trainers on all cores.
-    step "tests on servers" env OMP_NUM_THREADS=1 "$bin/python" -m pytest tests/e2e \
-        --durations=5 --junitxml "$scratch/servers.xml"
+    # One after the other: ranks that wait for each other, servers and trainers.
+    step "tests on all cores" env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
+        tests/e2e tests/engine -m alone --durations=5 --junitxml "$scratch/alone.xml"
     step "vLLM's own tests" scripts/upstream_tests.sh --subset |
         tee "$scratch/upstream.txt"
     # A pipe runs `step` in a subshell, so its verdict is read back from the summary.

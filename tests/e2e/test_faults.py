@@ -11,7 +11,7 @@ import pytest
 
 from vllm_tide.faults.suite import FAULTS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from tests import toys
 from vllm_tide.bench.server import ServerOptions, VllmServer
 from vllm_tide.transport.rendezvous import read_manifests
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 VENV = Path(sys.executable).parent.parent
 PROMPTS = [list(f"request number {i} says".encode()) for i in range(40)]

@@ -13,7 +13,7 @@ from tests import toys
 from tests.e2e.test_serve import NUM_TOKENS, PROMPTS, VENV, complete, greedy, metrics
 from vllm_tide.bench.server import ServerOptions, VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

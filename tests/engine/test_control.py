@@ -173,6 +173,7 @@ def test_preempted_requests_keep_their_outputs(toy, tmp_path):
     assert steered["tokens"] == plain["tokens"] and not steered["lost"]
 
 
+@pytest.mark.alone
 def test_all_tensor_parallel_ranks_follow_the_leader(toy, plain, tmp_path, monkeypatch):
     # The workers are processes of their own: they measure, and the real policy decides.
     engine = ENGINE | {"tensor_parallel_size": 2}

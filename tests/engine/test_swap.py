@@ -131,6 +131,7 @@ def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.alone
 def test_all_tensor_parallel_ranks_switch_together(models, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     engine_options = {"tensor_parallel_size": 2, "max_num_seqs": 4}
