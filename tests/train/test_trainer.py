@@ -172,6 +172,19 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
     assert not torch.equal(_weights(kept.draft), _weights(kept.live))
 
 
+def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
+    trainer = _trainer(40)
+
+    def judged(new, old, form="greedy"):
+        return (-1.0, 0.1) if form == "greedy" else (0.05, 0.1)
+
+    monkeypatch.setattr("vllm_tide.train.trainer.gain", judged)
+    result = trainer.train_cycle()
+    assert not result.harmful and not result.publish
+    assert trainer.rate == 1.0
+    assert not torch.equal(_weights(trainer.draft), _weights(trainer.live))
+
+
 @pytest.mark.parametrize("when", [0, 1, 4, 7])
 def test_a_draft_put_back_during_a_cycle_is_not_judged_by_it(when):
     """At any call of `progress`: the fresh requests, the steps, the held-out ones."""

@@ -71,6 +71,8 @@ class CycleResult:
         improved: The candidate is better than the live draft by more than chance.
         by_group: The same for each group of similar requests that was evaluated.
         fresh_requests: Requests judged before they were trained on.
+        harmful: The candidate is worse than the live draft by more than chance, in
+            tokens accepted and in probability mass.
     """
 
     steps: int
@@ -84,6 +86,7 @@ class CycleResult:
     improved: bool = False
     by_group: dict[int, bool] = field(default_factory=dict)
     fresh_requests: int = 0
+    harmful: bool = False
 
 
 class _Watch:
@@ -433,8 +436,7 @@ class Trainer:
         shift: a gate that pauses after a useless cycle sees the shift again right
         after, and would have every cycle start over with steps that are too large.
         """
-        worse = result.gain < -max(result.gain_error, self.config.min_gain)
-        if self.config.drop_worse and worse:
+        if self.config.drop_worse and result.harmful:
             self.rate = max(LEAST_RATE, 0.5 * self.rate)
             self.restore(self.snapshot())
         else:
@@ -536,6 +538,12 @@ class Trainer:
         difference, error = gain(all_new, all_live, self.metric)
         held, held_error = gain(new, live, self.metric)
         improved = difference > max(error, 0.0)
+        harmful = difference < -max(error, self.config.min_gain)
+        if harmful:
+            # A head that nears the target's distribution may lose best tokens on the
+            # way: all there is to lose while it is untrained.
+            mass, mass_error = gain(all_new, all_live, "mass")
+            harmful = mass < -mass_error
         publish = False
         if len(all_new.requests) < MIN_HOLDOUT_REQUESTS:
             reason = f"only {len(all_new.requests)} requests to judge by"
@@ -563,6 +571,7 @@ class Trainer:
             improved,
             self._by_group(samples, all_new, all_live),
             0 if ahead is None else len(ahead[1].requests),
+            harmful,
         )
 
     def _by_group(
