@@ -26,6 +26,9 @@ def result(tokens=(1, 2, 3), error=None):
 def test_only_the_right_tokens_are_right():
     assert judged(ASK, result()) == ""
     assert judged(ASK, result((1, 9, 3))) == "wrong token: number 1 of 3 is 9"
+    assert judged(ASK, result((1, 2))) == "wrong length: 2 tokens of 3"
+    assert judged(ASK, result((1, 2, 3, 4))) == "wrong length: 4 tokens of 3"
+    assert judged(ASK, result((9,))) == "wrong token: number 0 of 1 is 9"
     assert judged(ASK, result((), "HTTP 400: no")) == "HTTP 400: no"
 
 

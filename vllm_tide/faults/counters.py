@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 Reading = dict[str, float]
+GIVEN_UP = "requests given up"
+"""Not a metric of vLLM, which counts no aborted request: see :func:`given_up`."""
 _SAMPLE = re.compile(r"^(vllm(?:_tide)?:[a-z_:0-9]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(?:finished_)?reason="([a-z_0-9]+)"')
 _STATUS = (
@@ -38,6 +40,20 @@ def read_metrics(text: str) -> Reading:
         key = f"{name}{{{reason[1]}}}" if reason else name
         found[key] = found.get(key, 0.0) + float(value)
     return found
+
+
+def given_up(reading: Reading) -> float:
+    """Requests that had a first token and neither ended nor are in a queue.
+
+    Only an abort takes a request away like that. One in a queue that has no first token
+    yet hides one that was given up, so this may be too few, and never is too many.
+    """
+    return (
+        reading.get("vllm:time_to_first_token_seconds_count", 0.0)
+        - total(reading, "vllm:request_success_total")
+        - reading.get("vllm:num_requests_running", 0.0)
+        - reading.get("vllm:num_requests_waiting", 0.0)
+    )
 
 
 def read_status(run_dir: Path) -> Reading:

@@ -18,14 +18,17 @@ class Fault:
     Attributes:
         kind: Its name.
         strike: Injects it and returns when the system has recovered.
-        counter: What must have moved by then, as `Scene.reading` names it; a gauge
-            that `strike` saw fall and rise again counts as moved.
+        counter: What must have moved by then, as `Scene.reading` names it, and moves
+            for this fault only; a gauge that `strike` saw fall and rise again counts as
+            moved. None where nothing counts it.
         weight: How often it is drawn, against the others.
         gauge: Whether the counter is such a gauge.
+        uncounted: Why nothing counts it, and what shows it instead.
     """
 
     kind: str
     strike: Strike
-    counter: str
+    counter: str | None
     weight: float = 1.0
     gauge: bool = False
+    uncounted: str = ""

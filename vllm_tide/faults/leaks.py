@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,6 @@ class LeakWatch:
         ]
 
 
-def left_behind(made: set[str], in_use: set[str]) -> list[str]:
+def left_behind(made: Set[str], in_use: Set[str]) -> list[str]:
     """Segments that nobody uses any more and that are still there."""
     return sorted(n for n in made - in_use if n and (Path(SHM_DIR) / n).exists())

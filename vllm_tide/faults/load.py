@@ -164,7 +164,8 @@ def judged(ask: Ask, result: RequestResult) -> str:
     got = tuple(result.token_ids)
     if got == ask.right:
         return ""
-    place = next(
-        i for i, (a, b) in enumerate(zip(got, ask.right, strict=True)) if a != b
-    )
+    pairs = enumerate(zip(got, ask.right, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), None)
+    if place is None:
+        return f"wrong length: {len(got)} tokens of {len(ask.right)}"
     return f"wrong token: number {place} of {len(got)} is {got[place]}"

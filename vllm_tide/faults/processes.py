@@ -12,10 +12,14 @@ import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 from vllm_tide.transport.header import LINE_BYTES, WORDS_AT
 from vllm_tide.transport.ring_format import Word
 
+from .counters import Reading
 from .fault import Fault
 from .memory import poke
 from .scene import TRAINER_ALIVE, NotRecovered, Scene
 
+GENERATED = "vllm:generation_tokens_total"
+ON_THEIR_WAY_S = 0.2
+"""Time (s) for the API server to count what the engine sent before it stood still."""
 GONE_S = 40.0
 """A server whose engine was killed has to end by itself in this time (s)."""
 
@@ -48,17 +52,31 @@ async def stop_heartbeat(scene: Scene, rng: random.Random) -> None:
 
 
 async def hang_engine(scene: Scene, rng: random.Random) -> None:
-    """The engine stands still for up to a second."""
+    """The engine stands still for up to a second, which is seen from outside.
+
+    Tokens come before it and after it. In it none does, once those are counted that
+    were on their way.
+    """
     engine = scene.engine()
     before = await scene.reading()
+    await _tokens_come(scene, before)
     scene.struck()
     engine.send_signal(signal.SIGSTOP)
     try:
+        await asyncio.sleep(ON_THEIR_WAY_S)
+        still = await scene.reading()
         await asyncio.sleep(rng.uniform(0.1, 1.0))
+        later = await scene.reading()
     finally:
         engine.send_signal(signal.SIGCONT)
-    name = "vllm:generation_tokens_total"
-    await scene.until("a token", lambda r: r.get(name, 0) > before.get(name, 0))
+    if GENERATED not in still or still[GENERATED] != later.get(GENERATED):
+        raise NotRecovered("tokens were counted while the engine stood still")
+    await _tokens_come(scene, later)
+
+
+async def _tokens_come(scene: Scene, after: Reading) -> None:
+    start = after.get(GENERATED, 0)
+    await scene.until("a token", lambda r: r.get(GENERATED, 0) > start)
 
 
 async def kill_server(scene: Scene, rng: random.Random) -> None:
@@ -90,6 +108,6 @@ async def kill_server(scene: Scene, rng: random.Random) -> None:
 FAULTS = (
     Fault("kill_trainer", kill_trainer, TRAINER_ALIVE, weight=0.5, gauge=True),
     Fault("stop_heartbeat", stop_heartbeat, TRAINER_ALIVE, gauge=True),
-    Fault("hang_engine", hang_engine, "vllm:generation_tokens_total"),
+    Fault("hang_engine", hang_engine, GENERATED, gauge=True),
     Fault("kill_server", kill_server, "event:left", weight=0.2),
 )

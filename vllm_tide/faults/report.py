@@ -17,15 +17,16 @@ def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.kind].append(row)
-    counters = {fault.kind: fault.counter for fault in FAULTS}
+    faults = {fault.kind: fault for fault in FAULTS}
     return {
         kind: {
             "count": len(some),
             "ok": sum(row.outcome == OK for row in some),
             "recovery_s_p50": round(statistics.median(r.recovery_s for r in some), 2),
             "recovery_s_max": max(row.recovery_s for row in some),
-            "counter": counters.get(kind, ""),
+            "counter": faults[kind].counter,
         }
+        | ({} if faults[kind].counter else {"uncounted": faults[kind].uncounted})
         for kind, some in sorted(groups.items())
     }
 
@@ -37,7 +38,7 @@ def table(kinds: Mapping[str, Mapping[str, Any]]) -> str:
         ok = f"{found['ok']}/{found['count']}"
         lines.append(
             f"{kind:18}{ok:>9}{found['recovery_s_p50']:>8.2f}"
-            f"{found['recovery_s_max']:>8.2f}  {found['counter']}"
+            f"{found['recovery_s_max']:>8.2f}  {found['counter'] or _why(found)}"
         )
     return "\n".join(lines)
 
@@ -52,9 +53,13 @@ def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"| `{kind}` | {found['ok']} of {found['count']} | "
             f"{found['recovery_s_p50']:.1f} / {found['recovery_s_max']:.1f} | "
-            f"`{found['counter']}` |"
+            + (f"`{found['counter']}` |" if found["counter"] else f"{_why(found)} |")
         )
     return lines
+
+
+def _why(found: Mapping[str, Any]) -> str:
+    return f"nothing: {found['uncounted']}"
 
 
 def write(path: Path, document: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -12,13 +12,12 @@ import aiohttp
 from vllm_tide.bench.client import payload
 from vllm_tide.bench.server import SERVED_NAME
 
-from .counters import total
+from .counters import GIVEN_UP, total
 from .fault import Fault
 from .scene import MAX_SEQS, NotRecovered, Scene
 
-# vLLM counts no aborted request; the trainer is told of its end as of any other's.
-ENDED = "trainer:requests"
 QUEUES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_SOON_S = 0.1
 PREEMPTED = "vllm:num_preemptions_total"
 UNREADABLE = "vllm_tide:dropped_rows_total{malformed_opt_out}"
 
@@ -74,21 +73,24 @@ async def _send(scene: Scene, value: Any) -> str:
 
 async def abort_requests(scene: Scene, rng: random.Random) -> None:
     """Clients that hang up: before the first token, or after some."""
+    before = (await scene.reading()).get(GIVEN_UP, 0)
     scene.struck()
-    waits = [rng.uniform(0.0, 0.3) for _ in range(rng.randint(1, 5))]
+    # The first of them ends right after its first token, so it is sure to be counted.
+    waits = [_SOON_S, *(rng.uniform(0.0, 0.3) for _ in range(rng.randint(0, 4)))]
     await asyncio.gather(*(_hang_up(scene, wait) for wait in waits))
     clients = scene.load.clients
     await scene.until(
         "the end of what was given up",
         lambda r: sum(r.get(name, 99) for name in QUEUES) <= clients,
     )
+    await scene.until("a count of it", lambda r: r.get(GIVEN_UP, 0) > before)
 
 
 async def _hang_up(scene: Scene, after_s: float) -> None:
     """Send a long request and hang up: soon, or a while after its first token."""
     ask = scene.load.ask((96, 160))
     url = f"{scene.load.url}/v1/completions"
-    soon = after_s < 0.1
+    soon = after_s < _SOON_S
     async with aiohttp.ClientSession() as session:
         try:
             async with (
@@ -97,7 +99,7 @@ async def _hang_up(scene: Scene, after_s: float) -> None:
             ):
                 if not soon:
                     await reply.content.readline()
-                    await asyncio.sleep(after_s - 0.1)
+                    await asyncio.sleep(after_s - _SOON_S)
                     return
                 await reply.read()
         except TimeoutError:
@@ -120,6 +122,6 @@ async def exhaust_kv(scene: Scene, rng: random.Random) -> None:
 
 FAULTS = (
     Fault("malformed_xargs", malformed_xargs, UNREADABLE),
-    Fault("abort_requests", abort_requests, ENDED),
+    Fault("abort_requests", abort_requests, GIVEN_UP),
     Fault("exhaust_kv", exhaust_kv, PREEMPTED),
 )

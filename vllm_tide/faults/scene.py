@@ -20,8 +20,16 @@ from vllm_tide.bench.server import ServerOptions, VllmServer
 from vllm_tide.transport.peek import peek_ring
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
-from .counters import EventCounts, Reading, read_metrics, read_status
+from .counters import (
+    GIVEN_UP,
+    EventCounts,
+    Reading,
+    given_up,
+    read_metrics,
+    read_status,
+)
 from .load import Load
+from .segments import RunSegments
 from .trainer import order
 
 TRAINER_ALIVE = "vllm_tide:ring_consumer_alive"
@@ -87,7 +95,7 @@ class Scene:
 
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
-        segments: Every segment that engines of this scene have made.
+        segments: Every segment that this scene's processes have made.
     """
 
     def __init__(
@@ -103,7 +111,8 @@ class Scene:
         self._server: VllmServer | None = None
         self._trainer: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        self.segments: set[str] = set()
+        self.segments = RunSegments()
+        self._given_up = 0.0
         self.struck_at = 0.0
 
     @property
@@ -153,7 +162,7 @@ class Scene:
                 extra_args=("--no-enable-prefix-caching",),
             )
         )
-        self._server = server
+        self._server, self._given_up = server, 0.0  # its metrics begin anew
         server.__enter__()
         await asyncio.to_thread(server.wait_ready, lambda _: None)
         server.processes()
@@ -171,8 +180,8 @@ class Scene:
             "vllm_tide.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
-        # Torch's OpenMP may have bound this thread to the engine's core, and a child
-        # begins where its parent is.
+        # Without this the trainer was seen to begin with the affinity {0}, the core of
+        # the engine, and to starve there. How this thread came to that is not known.
         os.sched_setaffinity(0, self.other_cpus)
         with log.open("ab") as out:
             self._trainer = subprocess.Popen(  # noqa: S603 - our own command
@@ -211,9 +220,11 @@ class Scene:
         return found[-1]
 
     def note_segments(self) -> None:
-        """Remember the segments of the engine, to see later that they are gone."""
-        manifest = self.manifest()
-        self.segments |= {manifest.ring, manifest.weights}
+        """Remember the segments of this run, to see later that they are gone."""
+        pids = [p.pid for some in self.server.processes().values() for p in some]
+        if self._trainer is not None:
+            pids.append(self._trainer.pid)
+        self.segments.note(pids)
 
     async def stop(self) -> bool:
         """Stop everything; whether the server went without force."""
@@ -248,6 +259,9 @@ class Scene:
                 self.load.url + "/metrics", timeout=timeout
             ) as response:
                 found |= read_metrics(await response.text())
+        # Too few at times, never too many: the most seen so far is the count.
+        self._given_up = max(self._given_up, given_up(found))
+        found[GIVEN_UP] = self._given_up
         return found
 
     async def until(

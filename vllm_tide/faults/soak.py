@@ -16,12 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_tide.bench.client import make_session
 from vllm_tide.bench.report import environment
-from vllm_tide.transport.shm import SHM_DIR
 
 from .command import add_places, run_command, say_since
 from .flat import CRITERION, grown, growth
@@ -51,7 +49,6 @@ async def soak(
 
     Raises:
         ServerError: The server does not start.
-        NotRecovered: The trainer does not start, or ends.
     """
     problems: list[str] = []
     async with make_session() as session:
@@ -72,10 +69,12 @@ async def soak(
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
+        except NotRecovered as error:
+            problems += [*load.take_problems(), str(error)]
         finally:
             if not await scene.stop():
                 problems.append("the server or the trainer had to be killed")
-        left = left_behind(scene.segments, set())
+        left = left_behind(scene.segments.made, set())
         if left:
             problems.append(f"segments left after the end: {', '.join(left)}")
     return problems
@@ -100,9 +99,8 @@ async def _minute(scene: Scene, load: Load) -> dict[str, float]:
         used = [usage for usage in map(usage_of, some) if usage is not None]
         found[f"{role}_rss_mib"] = round(sum(u.rss_mib for u in used), 1)
         found[f"{role}_fds"] = sum(u.fds for u in used)
-    manifest = scene.manifest()
-    sizes = [Path(SHM_DIR, n).stat().st_size for n in (manifest.ring, manifest.weights)]
-    found["shm_bytes"] = sum(sizes)
+    scene.note_segments()
+    found["shm_bytes"] = scene.segments.num_bytes()
     name = "vllm_tide:swaps_total"
     found["swaps"] = after.get(name, 0) - before.get(name, 0)
     found["right"] = load.right - right
@@ -142,8 +140,6 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
     cpus = sorted(os.sched_getaffinity(0))
     try:
         problems = asyncio.run(soak(places, known, args, on_minute))
-    except NotRecovered as error:
-        problems = [str(error)]
     finally:
         os.sched_setaffinity(0, cpus)
     problems += grown(minutes)

@@ -42,7 +42,7 @@ class Row:
         kind: Its name.
         outcome: `ok`, or a sentence.
         recovery_s: From the fault until all works again (s).
-        moved: How much the fault's counter moved.
+        moved: How much the fault's counter moved; 0 where nothing counts it.
     """
 
     kind: str
@@ -130,9 +130,11 @@ class Suite:
                     busy.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await busy
+            except NotRecovered as error:
+                self.problems.append(str(error))
             finally:
                 self.clean = await scene.stop()
-            left = left_behind(scene.segments, set())
+            left = left_behind(scene.segments.made, set())
             if left:
                 self.problems.append(f"segments left after the end: {', '.join(left)}")
             if not self.clean:
@@ -157,28 +159,28 @@ class Suite:
         seconds = time.monotonic() - scene.struck_at
         outcome = outcome or await load.settle()
         moved = 1.0 if fault.gauge else 0.0
-        if not outcome and not fault.gauge:
-            moved, outcome = await self._counted(scene, fault, before)
+        if not outcome and not fault.gauge and fault.counter is not None:
+            moved, outcome = await self._counted(scene, fault.counter, before)
         outcome = "; ".join([outcome] * bool(outcome) + load.take_problems())
         outcome = outcome or self._leaks(scene)
         return Row(fault.kind, outcome or OK, round(seconds, 2), moved)
 
     async def _counted(
-        self, scene: Scene, fault: Fault, before: dict[str, float]
+        self, scene: Scene, counter: str, before: dict[str, float]
     ) -> tuple[float, str]:
-        start = total(before, fault.counter)
+        start = total(before, counter)
         try:
             now = await scene.until(
-                fault.counter, lambda r: total(r, fault.counter) != start, COUNTED_S
+                counter, lambda r: total(r, counter) != start, COUNTED_S
             )
         except NotRecovered:
-            return 0.0, f"{fault.counter} did not move"
-        return total(now, fault.counter) - start, ""
+            return 0.0, f"{counter} did not move"
+        return total(now, counter) - start, ""
 
     def _leaks(self, scene: Scene) -> str:
         scene.note_segments()
         manifest = scene.manifest()
-        left = left_behind(scene.segments, {manifest.ring, manifest.weights})
+        left = left_behind(scene.segments.made, {manifest.ring, manifest.weights})
         found = [f"segments left behind: {', '.join(left)}"] if left else []
         for role, some in scene.server.processes().items():
             found += [self.leaks.look(role, process) for process in some]

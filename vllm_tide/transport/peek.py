@@ -62,7 +62,21 @@ def peek_weights(name: str) -> WeightsPeek | None:
     return None if found is None else WeightsPeek(*onlooker(found[1]))
 
 
+def peek_header(name: str) -> Header | None:
+    """What a segment is and who owns it; None if that is not to be read."""
+    found = _pages(name)
+    return None if found is None else found[0]
+
+
 def _read(name: str, magic: bytes) -> tuple[Header, bytes] | None:
+    """Header and page of words of a segment of one kind."""
+    found = _pages(name)
+    if found is None or found[0].magic != magic or len(found[1]) < PAGE_BYTES:
+        return None
+    return found
+
+
+def _pages(name: str) -> tuple[Header, bytes] | None:
     """Header and page of words."""
     if not name.startswith(NAME_PREFIX) or "/" in name:
         return None
@@ -80,9 +94,7 @@ def _read(name: str, magic: bytes) -> tuple[Header, bytes] | None:
         return None
     finally:
         os.close(fd)
-    if header is None or header.magic != magic or len(words) < PAGE_BYTES:
-        return None
-    return header, words
+    return None if header is None else (header, words)
 
 
 def _word(words: bytes, word: int) -> int:
