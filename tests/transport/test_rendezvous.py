@@ -172,3 +172,17 @@ def test_a_segment_without_a_header_is_reclaimed_only_once_it_is_old(tmp_path):
     finally:
         if os.path.exists(path):
             os.unlink(path)
+
+
+def test_a_damaged_segment_is_reclaimed_only_when_its_engine_is_dead(tmp_path):
+    waits = ENGINE.replace("os.kill(", "sys.stdin.read(); os.kill(")
+    argv = [sys.executable, "-c", waits, str(tmp_path / "run")]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1) as engine:
+        names = engine.stdout.readline().decode().split()
+        for name in names:
+            with open(f"{SHM_DIR}/{name}", "r+b") as file:
+                file.write(os.urandom(300))
+            os.utime(f"{SHM_DIR}/{name}", (0, 0))  # idle: nothing was written since
+        assert not set(names) & set(reclaim_orphans(tmp_path))
+        engine.stdin.close()
+    assert len(names) == 2 and set(names) <= set(reclaim_orphans(tmp_path))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -48,7 +49,11 @@ class Segment:
         self._me = Holder.me()
         self._owner_pid = os.getpid() if owned else -1
         flags = mmap.MAP_SHARED
-        if owned:  # page faults now rather than in the first lap of serving
+        if owned:
+            # Held until this process ends: proof of life that no damage can hide. At
+            # most somebody who just looks for orphans holds it for a moment.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # Page faults now rather than in the first lap of serving.
             flags |= mmap.MAP_POPULATE
         self._map = mmap.mmap(fd, header.size_bytes, flags)
         self.buf: memoryview = memoryview(self._map)
@@ -249,7 +254,8 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
 def orphaned(name: str) -> bool:
     """Whether a segment of this user was left behind by a dead owner.
 
-    Never maps it. One without a valid header counts once it is a minute old.
+    Never maps it. One without a valid header counts once it is a minute old and its
+    owner's lock on it is gone: an idle engine's segment may be damaged as well.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -262,12 +268,23 @@ def orphaned(name: str) -> bool:
             return False
         header = Header.decode(os.pread(fd, PAGE_BYTES, 0))
         if header is None:
-            return time.time() - status.st_mtime > _UNFINISHED_SECONDS
+            old = time.time() - status.st_mtime > _UNFINISHED_SECONDS
+            return old and not _locked(fd)
         return header.owner.alive() is False
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Whether the creator of a segment, which locked it, still lives."""
+    try:
+        # Shared: two that look at once do not take each other for the owner.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def unlink_if_orphaned(name: str) -> bool:
