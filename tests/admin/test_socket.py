@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
 from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
 from vllm_tide.transport.header import TransportError
@@ -105,6 +106,64 @@ def test_a_killed_trainers_socket_is_nobody_and_is_swept(run_dir):
     assert trainer_sockets(run_dir) == [trainer.path]
     trainer.close()
     assert trainer_sockets(run_dir) == []
+
+
+def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
+    run_dir.parent.mkdir()
+    run_dir.mkdir()
+    seen = []
+
+    class Slow(socket.socket):
+        """Between bind and listen another trainer starts."""
+
+        def listen(self, backlog):
+            monkeypatch.setattr(admin.socket, "socket", plain)
+            other = AdminSocket(run_dir)
+            seen.extend(trainer_sockets(run_dir))
+            other.close()
+            super().listen(backlog)
+
+    plain = socket.socket
+    monkeypatch.setattr(admin.socket, "socket", Slow)
+    trainer = AdminSocket(run_dir)
+    assert trainer_sockets(run_dir) == [trainer.path]
+    assert len(seen) == 1 and trainer.path not in seen
+    (answer,) = ask_all(run_dir, {"do": "status"}, 0.05).values()
+    assert "has not answered" in answer["error"]  # connected: it only is not polled
+    trainer.close()
+
+
+def test_a_start_that_was_killed_leaves_nothing_for_long(run_dir):
+    run_dir.parent.mkdir()
+    run_dir.mkdir()
+    staged = run_dir / ".admin-1-00000000.new"
+    staged.touch()
+    AdminSocket(run_dir).close()
+    assert staged.exists()
+    os.utime(staged, (0, 0))
+    AdminSocket(run_dir).close()
+    assert list(run_dir.iterdir()) == []
+
+
+def test_trainers_of_one_pid_are_two(run_dir):
+    """As in two containers that share the run directory."""
+    run_dir.parent.mkdir()
+    first, second = AdminSocket(run_dir), AdminSocket(run_dir)
+    assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
+    names = sorted(ask_all(run_dir, {"do": "status"}, 0.05))
+    assert len(names) == 2
+    assert all(name.startswith(f"trainer {os.getpid()}-") for name in names)
+    first.close()
+    assert list(ask_all(run_dir, {"do": "status"}, 0.05)) == [f"trainer {os.getpid()}"]
+    second.close()
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "soon"])
+def test_a_time_to_wait_is_more_than_nothing(run_dir, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["status", "--run-dir", str(run_dir), "--timeout", text])
+    assert "--timeout: " in (said := capsys.readouterr().err)
+    assert "is no time to wait; give seconds" in said
 
 
 def test_a_trainer_that_hangs_is_named(run_dir):

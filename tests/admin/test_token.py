@@ -28,6 +28,10 @@ def test_a_token_is_made_once_and_private(tmp_path):
         (lambda p: p.chmod(0o640), "chmod 600"),
         (lambda p: p.write_text("short"), "shorter than 16"),
         (lambda p: p.unlink(), "No such file"),
+        (lambda p: p.write_text("x" * 4097), "longer than 4096"),
+        (lambda p: p.write_text("geheimes passwort"), "no blanks"),
+        (lambda p: p.write_text("pässwörter-sind-gut"), "only ASCII"),
+        (lambda p: p.write_bytes(b"\xff\xfe" * 20), "only ASCII"),
     ],
 )
 def test_an_unfit_token_file_authorises_nobody(tmp_path, change, sentence):
@@ -92,6 +96,24 @@ def test_the_token_opens_them(routes):
     assert client.post(f"{PREFIX}/rollback", headers=headers).status_code == 409
     assert client.get(f"{PREFIX}/pause", headers=headers).status_code == 405
     assert given[0] == (run_dir, {"do": "status"})
+
+
+@pytest.mark.parametrize("name", ["Bearer p\u00e4sswort-und-mehr", "Bearer \udce4" * 3])
+def test_any_header_is_answered(tmp_path, name):
+    assert not is_authorised(name, make_token(tmp_path))
+
+
+def test_a_token_that_cannot_be_sent_is_told_at_the_start(tmp_path, caplog):
+    path = make_token(tmp_path)
+    path.write_text("pässwörter-sind-gut")
+    _, client = app_of({"run_dir": str(tmp_path)})
+    assert "only ASCII" in caplog.text
+    # Mended while the server runs: it is read for every request.
+    path.write_text("passwoerter-sind-gut")
+    reply = client.get(
+        f"{PREFIX}/status", headers={"Authorization": "Bearer passwoerter-sind-gut"}
+    )
+    assert reply.status_code == 503 and "no trainer" in reply.json()["error"]
 
 
 def test_without_a_tide_section_everything_is_refused():

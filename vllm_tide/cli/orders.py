@@ -12,6 +12,7 @@ Say = Callable[[dict[str, Any]], str]
 """An answer in words."""
 
 EXIT_REFUSED, EXIT_ERROR = 1, 2
+MOST_SECONDS = 86400
 
 
 def add_order(
@@ -30,9 +31,27 @@ def add_order(
     )
     parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
     parser.add_argument(
-        "--timeout", type=float, default=30.0, help="seconds to wait for an answer"
+        "--timeout", type=_seconds, default=30.0, help="seconds to wait for an answer"
     )
     return parser
+
+
+def _seconds(text: str) -> float:
+    """A time to wait (s).
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time to wait; give seconds, more than 0 and at most "
+            f"{MOST_SECONDS}"
+        )
+    return seconds
 
 
 def give_order(args: argparse.Namespace, what: str, say: Say) -> int:

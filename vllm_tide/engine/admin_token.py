@@ -19,7 +19,7 @@ from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import prepare_run_dir
 
 FILE = "admin.token"
-LEAST_CHARS = 16
+LEAST_CHARS, MOST_CHARS = 16, 4096
 _BEARER = "bearer "
 
 
@@ -51,19 +51,29 @@ def read_token(path: Path) -> bytes:
     """The token.
 
     Raises:
-        TransportError: It is absent, too short, or others can read it.
+        TransportError: It is absent, others can read it, or it is no text that a header
+            carries as it stands.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
-            token = file.read(4096).strip()
+            token = file.read(MOST_CHARS + 2).strip()
     except OSError as error:
         raise TransportError(f"{path.name}: {error.strerror}") from None
     if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
         raise TransportError(f"{path.name}: others can read it; chmod 600 it")
-    if len(token) < LEAST_CHARS:
-        raise TransportError(f"{path.name}: shorter than {LEAST_CHARS} characters")
+    if not LEAST_CHARS <= len(token) <= MOST_CHARS:
+        wrong = "shorter" if len(token) < LEAST_CHARS else "longer"
+        bound = LEAST_CHARS if wrong == "shorter" else MOST_CHARS
+        raise TransportError(f"{path.name}: {wrong} than {bound} characters")
+    # Clients encode anything else in different ways, or refuse to send it.
+    if not all(0x21 <= byte <= 0x7E for byte in token):
+        raise TransportError(
+            f"{path.name}: only ASCII letters, digits and signs can be sent, and no "
+            "blanks; write such a text into the file, or remove the file and start "
+            "the server again"
+        )
     return token
 
 

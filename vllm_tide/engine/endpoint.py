@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm_tide.config import parse_tide
-from vllm_tide.engine.admin_token import is_authorised, make_token
+from vllm_tide.engine.admin_token import is_authorised, make_token, read_token
 from vllm_tide.transport.admin import ask_all
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import default_run_dir
@@ -66,6 +66,7 @@ class AdminEndpoint:
         chosen = parse_tide(section).run_dir
         try:
             self._token = make_token(Path(chosen) if chosen else default_run_dir())
+            read_token(self._token)  # says now what every request would be told
         except TransportError as error:
             self._why = str(error)
             logger.error("vllm_tide: admin routes refuse everything: %s", error)

@@ -12,8 +12,10 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ MAX_CLIENTS = 8
 PATIENCE_S = 5.0
 """A client that has not said a whole line after this (s) is dropped."""
 _PREFIX, _SUFFIX = "admin-", ".sock"
+_STAGED = ".admin-*.new"
+_STAGED_S = 60.0
+"""A socket that was made longer ago (s) and got no name will not get one any more."""
 
 Answer = dict[str, Any]
 
@@ -42,13 +47,15 @@ class AdminSocket:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+        # Not by the pid alone: containers that share the run directory may have the
+        # same one.
+        number = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = run_dir / f"{_PREFIX}{number}{_SUFFIX}"
         self._clients: dict[socket.socket, tuple[float, bytes]] = {}
         self._listener: socket.socket | None = None
         try:
             prepare_run_dir(run_dir)
             _sweep(run_dir)
-            self.path.unlink(missing_ok=True)
             self._listener = _bound(self.path)
         except (OSError, TransportError) as error:
             logger.warning("no admin socket at %s: %s", self.path, error)
@@ -186,21 +193,26 @@ def ask_all(
     """Ask every live trainer of a run directory.
 
     Returns:
-        Answers by trainer (``trainer <pid>``); one that cannot be asked answers with an
-        error.
+        Answers by trainer (``trainer <pid>``, or ``trainer <pid>-<8 hex>`` where two
+        have the same pid); one that cannot be asked answers with an error.
 
     Raises:
         TransportError: No trainer is there.
     """
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     for path in trainer_sockets(run_dir):
-        name = f"trainer {path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)}"
         try:
             answer = send(path, request, timeout_s)
         except TransportError as error:
             answer = {"ok": False, "error": str(error)}
         if answer is not None:
-            found[name] = answer
+            number = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+            answers[number] = answer
+    pids = Counter(number.partition("-")[0] for number in answers)
+    found = {}
+    for number, answer in answers.items():
+        pid = number.partition("-")[0]
+        found[f"trainer {pid if pids[pid] == 1 else number}"] = answer
     if not found:
         raise TransportError(
             f"no trainer is running in {run_dir}: start `vllm-tide train`, or give "
@@ -210,15 +222,22 @@ def ask_all(
 
 
 def _bound(path: Path) -> socket.socket:
+    """A listening socket, which gets its name only now: whoever finds it can connect.
+
+    One that is bound and does not listen yet refuses as a dead one does.
+    """
     listener = socket.socket(socket.AF_UNIX)
+    staged = path.with_name(f".{path.stem}.new")
     try:
-        with _reachable(path) as name:
+        with _reachable(staged) as name:
             listener.bind(name)
-        path.chmod(0o600)
+        staged.chmod(0o600)
         listener.listen(MAX_CLIENTS)
         listener.setblocking(False)
+        staged.rename(path)
     except BaseException:
         listener.close()
+        staged.unlink(missing_ok=True)
         raise
     return listener
 
@@ -242,6 +261,10 @@ def _reachable(path: Path) -> Iterator[str]:
 
 def _sweep(run_dir: Path) -> None:
     """Remove what killed trainers left."""
+    for path in run_dir.glob(_STAGED):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STAGED_S:
+                path.unlink()
     for path in trainer_sockets(run_dir):
         with socket.socket(socket.AF_UNIX) as client, _reachable(path) as name:
             try:
