@@ -42,7 +42,9 @@ class Engine:
         self.control.policy = make_policy(
             policy, settings, KeptPassTimes(OnlineTime(model))
         )
-        params = SimpleNamespace(max_tokens=None, temperature=0.0, extra_args=None)
+        params = SimpleNamespace(
+            max_tokens=None, temperature=0.0, extra_args=None, structured_outputs=None
+        )
         self.control.admit(
             SimpleNamespace(
                 scheduled_new_reqs=[
@@ -50,6 +52,7 @@ class Engine:
                     for n in self.names
                 ],
                 num_scheduled_tokens=dict.fromkeys(self.names, 1),
+                preempted_req_ids=None,
             )
         )
         self.control._continues = True

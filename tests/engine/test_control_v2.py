@@ -16,21 +16,36 @@ from vllm_tide.engine.step_log import Step
 K = 4
 
 
-def begun(trims: bool = True) -> ControlV2:
+def scheduled(
+    *running: str, new: str = "", preempted: str = "", grammar: str = ""
+) -> SimpleNamespace:
+    """What the scheduler says of a step; requests are called by single letters."""
+
+    def arrived(name: str) -> SimpleNamespace:
+        params = SimpleNamespace(
+            max_tokens=500,
+            temperature=0.0,
+            extra_args=None,
+            structured_outputs=object() if name in grammar else None,
+        )
+        return SimpleNamespace(req_id=name, prompt_len=9, sampling_params=params)
+
+    return SimpleNamespace(
+        scheduled_new_reqs=[arrived(name) for name in new],
+        num_scheduled_tokens=dict.fromkeys(running, 1),
+        preempted_req_ids=set(preempted),
+    )
+
+
+def begun(trims: bool = True, grammar: str = "") -> ControlV2:
     control = ControlV2(8, 1000, ControlConfig(policy="threshold"), K, trims)
     control.policy = ThresholdPolicy(K, 0.6)
-    params = SimpleNamespace(max_tokens=500, temperature=0.0, extra_args=None)
-    new = [
-        SimpleNamespace(req_id=name, prompt_len=9, sampling_params=params)
-        for name in ("a", "b")
-    ]
-    control.admit(
-        SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={"a": 1, "b": 1})
-    )
+    control.admit(scheduled("a", "b", new="ab", grammar=grammar))
     going_on = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[20, 40])
     control.begin(
         SimpleNamespace(
             scheduled_new_reqs=[],
+            preempted_req_ids=set(),
             scheduled_cached_reqs=going_on,
             scheduled_spec_decode_tokens={"a": [-1, -1], "b": [-1, -1]},
             num_scheduled_tokens={"a": 3, "b": 3},
@@ -151,3 +166,44 @@ def test_after_a_fault_the_length_is_static_for_good():
     step = landed(UNSURE, 4)
     control.learn(step)
     assert control.choose(step.req_ids, [[-1] * 4] * 2) == [[-1] * 4] * 2
+
+
+def slots_of(control: ControlV2) -> set[str]:
+    return set(control._book.table.slot_of)
+
+
+def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
+    control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
+    control.policy = ThresholdPolicy(K, 0.6)
+    control.admit(scheduled("a", "b", new="ab"))
+    # `a` runs and has no tokens in this step; `b` makes room for `c`.
+    control.admit(scheduled("c", new="c", preempted="b"))
+    assert slots_of(control) == {"a", "c"}
+    control.end(["a"])
+    control.admit(scheduled("c", "b", new="b"))
+    assert slots_of(control) == {"b", "c"}
+
+
+def test_a_request_that_lost_its_slot_gets_one_when_it_runs_again():
+    control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
+    control.policy = ThresholdPolicy(K, 0.6)
+    control.admit(scheduled("a", "b", new="ab"))
+    # More requests live than there are slots, and nobody was preempted.
+    control.admit(scheduled("b", "c", new="c"))
+    assert slots_of(control) == {"b", "c"}
+    control.admit(scheduled("a", "c"))
+    assert slots_of(control) == {"a", "c"}
+    assert not control.faults
+    control.end(["a", "b", "c"])
+    assert not slots_of(control) and not control._facts
+    control.admit(scheduled("d", new="d"))
+    assert not control._preempted and slots_of(control) == {"d"}
+
+
+def test_what_a_grammar_rejects_unseen_is_no_verdict():
+    for trims, grammar, told in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
+        control = begun(trims, grammar)
+        control.learn(landed(SURE, 4))
+        stats = control.policy.stats()
+        assert (stats["verified_tokens"], stats["accepted_tokens"]) == (told, 1)
+        assert control.stats()["drafted_tokens"] == 8  # it is drafted for as ever

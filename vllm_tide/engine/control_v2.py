@@ -65,6 +65,9 @@ class ControlV2:
         self.faults: Counter[str] = Counter()
         self.trims = trims
         self._book = RequestBook(capacity, longest, config.slo_tpot_ms)
+        # Prompt length and parameters of every live request, preempted ones included.
+        self._facts: dict[str, tuple[int, Any]] = {}
+        self._preempted: set[str] = set()
         self._lengths: dict[str, int] = {}
         self._of_step: Sequence[str] | None = None
         # Drafted in vain by the last step: slots, confidences, first tokens.
@@ -113,16 +116,25 @@ class ControlV2:
         self._sample = self._timer.end()
 
     def admit(self, scheduler_output: Any) -> None:
-        """Take the requests that a step brings; a preempted one keeps its slot."""
-        table = self._book.table
+        """Give every request of a step a slot; a preempted one keeps its own.
+
+        Unless there are more of them than slots: then a preempted one gives its slot
+        up, or one that this step leaves out, and gets another when it runs again.
+        """
+        table, running = self._book.table, set(scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id in table.slot_of:
+            self._facts[new.req_id] = (new.prompt_len, new.sampling_params)
+        self._preempted |= scheduler_output.preempted_req_ids or set()
+        self._preempted &= self._facts.keys() - running
+        for req_id in scheduler_output.num_scheduled_tokens:
+            if req_id in table.slot_of:
                 continue
-            running = set(scheduler_output.num_scheduled_tokens)
-            slot, given_up = table.begin(new.req_id, running)
+            waiting = self._preempted & table.slot_of.keys()
+            staying = table.slot_of.keys() - waiting if waiting else running
+            slot, given_up = table.begin(req_id, set(staying))
             if given_up is not None:
                 self._end(given_up)
-            self._book.admit(slot, new.prompt_len, new.sampling_params)
+            self._book.admit(slot, *self._facts[req_id])
             if self.policy is not None:
                 sampled = bool(table.sampled[slot])
                 self.policy.add(slot, sampled, time.monotonic())
@@ -131,6 +143,7 @@ class ControlV2:
         """Requests ended."""
         try:
             for req_id in req_ids:
+                self._facts.pop(req_id, None)
                 slot = self._book.table.end(req_id)
                 if slot is not None:
                     self._end(slot)
@@ -214,14 +227,23 @@ class ControlV2:
         newest = np.asarray(step.sampled)[known, 0]
         self._book.slo.advance(slots, emitted, now)
         probe = self._probe_result(slots, emitted, newest)
+        if not self.trims:
+            # Asynchronous: a grammar's mask does not reach past the first tokens of a
+            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
+            # With synchronous scheduling the grammar cuts drafts before they are
+            # verified.
+            told = ~self._book.table.constrained[slots]
+            drafts_told, accepted_told = drafts * told, accepted * told
+        else:
+            drafts_told, accepted_told = drafts, accepted
         if self._continues and not step.after_gap:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             policy.observe(
                 Outcome(
                     slots=slots,
-                    verified=drafts,
-                    accepted=accepted,
+                    verified=drafts_told,
+                    accepted=accepted_told,
                     emitted=emitted,
                     now=now,
                     sample=self._sample,

@@ -45,6 +45,9 @@ class RequestBook:
             wanted = num_prompt_tokens + params.max_tokens
         self.table.most_tokens[slot] = min(wanted, self._longest)
         self.table.sampled[slot] = params is not None and params.temperature > 1e-5
+        self.table.constrained[slot] = (
+            params is not None and params.structured_outputs is not None
+        )
         self.slo.add(slot, self._slo_seconds(params))
 
     def room(self, slots: np.ndarray, context: np.ndarray, most: int) -> np.ndarray:

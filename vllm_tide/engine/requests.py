@@ -15,6 +15,7 @@ class RequestTable:
         slot_of: Request id to slot.
         most_tokens: int64 [capacity] prompt and output tokens the request may have.
         sampled: bool [capacity] temperature > 0.
+        constrained: bool [capacity] its output follows a grammar.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -22,6 +23,7 @@ class RequestTable:
         self._free = list(range(capacity - 1, -1, -1))
         self.most_tokens = np.zeros(capacity, np.int64)
         self.sampled = np.zeros(capacity, bool)
+        self.constrained = np.zeros(capacity, bool)
 
     def begin(self, req_id: str, running: set[str]) -> tuple[int, int | None]:
         """Give a slot to a request.
