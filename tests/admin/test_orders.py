@@ -118,6 +118,36 @@ def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
     again.feeds.close()
 
 
+def test_once_ends_where_a_pause_allows_no_cycle(engine, capsys):
+    engine.serve(60)
+    first = attach(engine)
+    order(first, "pause")
+    first.feeds.close()
+    assert main(["train", "--once", "--run-dir", str(engine.run_dir)]) == 1
+    said = capsys.readouterr().err
+    assert "training is paused" in said and "`vllm-tide resume`" in said
+    assert engine.weights.latest_version() == 0
+
+
+def test_a_pause_inside_a_cycle_keeps_what_the_cycle_would_train_on(engine):
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar._tick() and sidecar._may_train()
+    tick = sidecar._tick
+
+    def pause_then_tick():
+        order(sidecar, "pause")
+        return tick()
+
+    sidecar._tick = pause_then_tick
+    sidecar._train()
+    sidecar._tick = tick
+    assert sidecar.status.last_decision == "interrupted" and not sidecar._may_train()
+    order(sidecar, "resume")
+    assert sidecar._may_train()  # at once: no other requests need to come
+    sidecar.feeds.close()
+
+
 def test_a_pause_that_cannot_be_kept_says_so(engine):
     sidecar = attach(engine)
     (engine.run_dir / "paused.json").mkdir()

@@ -15,8 +15,9 @@ from vllm_tide.draft import DraftError, VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.evaluate import FORMS, Evaluation, evaluate, gain
+from vllm_tide.train.rates import REGROWTH, cycle_lr_scale
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
-from vllm_tide.train.trainer import REGROWTH, Trainer, cycle_lr_scale
+from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.record import Record
 
 TOY = ToyTarget()
@@ -152,7 +153,7 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
     def judged(new, old, form="greedy"):
         return (current, 0.1)
 
-    monkeypatch.setattr("vllm_tide.train.trainer.gain", judged)
+    monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     rates = []
     for current in gains:
         result = trainer.train_cycle()
@@ -178,7 +179,7 @@ def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch)
     def judged(new, old, form="greedy"):
         return (-1.0, 0.1) if form == "greedy" else (0.05, 0.1)
 
-    monkeypatch.setattr("vllm_tide.train.trainer.gain", judged)
+    monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     result = trainer.train_cycle()
     assert not result.harmful and not result.publish
     assert trainer.rate == 1.0
@@ -275,6 +276,28 @@ def test_new_tokens_are_counted_once():
     trainer = _trainer()
     assert trainer.buffer.new_tokens > 100
     trainer.train_cycle()
+    assert trainer.buffer.new_tokens == 0
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_an_interrupted_cycle_gives_its_tokens_back(when):
+    """After its first step, after its second, and while the candidate is judged."""
+    trainer = _trainer()
+    new, unseen = trainer.buffer.new_tokens, {s.key for s in trainer.buffer.unseen}
+    calls = []
+
+    def progress() -> bool:
+        calls.append(1)
+        return len(calls) <= when
+
+    result = trainer.train_cycle(progress)
+    assert result.reason == "interrupted"
+    assert trainer.buffer.new_tokens == new
+    left = {s.key for s in trainer.buffer.unseen}
+    assert left < unseen if result.steps else left == unseen
+    # What the candidate has learnt from is judged by no more.
+    assert left == unseen & {s.key for s in trainer._queue}
+    assert trainer.train_cycle().new is not None
     assert trainer.buffer.new_tokens == 0
 
 

@@ -16,14 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vllm_tide.config import TideConfig, parse_tide, read_json_object
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import Feeds, open_feeds
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.prepare import prepare_process
 from vllm_tide.train.sidecar import Sidecar, install_signal_handlers
-from vllm_tide.train.trainer import CycleResult
 
 from .rollback_plants import parse_plant, planted
 
@@ -84,10 +82,7 @@ class PlantingSidecar(Sidecar):
         wanted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         plant = parse_plant(wanted["plant"])
         spoilt = planted(self._first, plant, wanted["seed"])
-        with torch.no_grad():
-            for name, value in self.trainer.draft.named_tensors().items():
-                if name in spoilt:
-                    value.copy_(spoilt[name])
+        self.trainer.draft.take(spoilt)
         before = self.deployment.published
         result = CycleResult(
             steps=0,

@@ -110,6 +110,14 @@ def _lead(
         with stopped_by_signals(sidecar):
             state = sidecar.run(once=args.once)
         logger.info("engine %s: %s", manifest.engine_id, state)
+        if args.once and sidecar.paused:
+            print(
+                f"error: --once: training is paused in {run_dir}, so no cycle was "
+                "done; give `vllm-tide resume` while a trainer runs there, or remove "
+                "paused.json",
+                file=sys.stderr,
+            )
+            return 1
         # Other ranks were told to end: torchrun starts them all anew.
         wait = args.wait and ranks is None and not sidecar.stopping
         if not (wait and state == "engine_gone"):

@@ -9,7 +9,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -136,6 +136,32 @@ class Eagle3Draft(nn.Module):
     def named_tensors(self) -> dict[str, Tensor]:
         """All master parameters by checkpoint name (live, not copies)."""
         return {_name(key): value for key, value in self.weights.items()}
+
+    def clone(self) -> Eagle3Draft:
+        """A draft with copies of the master parameters; all else is shared."""
+        return Eagle3Draft(
+            self.config,
+            self.named_tensors(),
+            self.vocab,
+            self.embed,
+            owns_lm_head=self.owns_lm_head,
+            owns_embed=self.owns_embed,
+            dtype=self.checkpoint_dtype,
+            constants=self.constants,
+            stored_names=self.stored_names,
+        )
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy master parameters from elsewhere.
+
+        Args:
+            tensors: By checkpoint name; what they lack stays (a shared LM head is not
+                published).
+        """
+        for name, value in self.named_tensors().items():
+            if name in tensors:
+                value.copy_(tensors[name])
 
     def compute_weights(self, dtype: torch.dtype) -> Weights:
         """Parameters cast once per forward; norms stay at least fp32."""

@@ -20,7 +20,7 @@ from vllm_tide.bench.rollback_plants import Plant, planted
 from vllm_tide.cli.main import main as command
 from vllm_tide.train import sidecar
 from vllm_tide.train.deployment import Master, as_wire
-from vllm_tide.train.trainer import CycleResult
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.header import TransportError
 
 PASSED_ON = ("shape", "names", "dtype", "norm")
@@ -98,10 +98,7 @@ class OrderedSidecar(sidecar.Sidecar):
             return False
         before = trainer.snapshot()
         bad = planted(before, Plant(what, what), seed)
-        with torch.no_grad():
-            for name, value in trainer.draft.named_tensors().items():
-                if name in bad:
-                    value.copy_(bad[name])
+        trainer.draft.take(bad)
         version = deployment.published
         result = CycleResult(0, 0.0, None, None, 0.0, 0.0, True, f"ordered: {what}")
         deployment.offer(result, time.monotonic())

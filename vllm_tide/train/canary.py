@@ -155,11 +155,15 @@ class Canary:
         self.rollbacks += 1
         self.backoff = max(self.backoff, self.config.backoff_cycles)
         self._bad.add(version)
-        self._engines, self._after, self._verdict = set(), [], None
+        self._break_off()
 
     def restart(self) -> None:
         """Forget the window before and any trial: another draft was put in place."""
         self._before.clear()
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """End the trial under way, if any, without a verdict."""
         self._engines, self._after, self._verdict = set(), [], None
 
     def _decide(self) -> None:

@@ -25,9 +25,10 @@ from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import EngineVersions, Feeds
 from vllm_tide.train.head_store import HeadStore, StoredHead
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.lazy_sync import LazySync
 from vllm_tide.train.served import ServedRequest
-from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication
 

@@ -30,6 +30,7 @@ from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.orders import Orders
 from vllm_tide.train.pause import Pause
 from vllm_tide.train.ranks import Ranks
@@ -37,7 +38,7 @@ from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.status import StatusFile, TrainerStatus
 from vllm_tide.train.step import has_fast_bfloat16
-from vllm_tide.train.trainer import CycleResult, Trainer
+from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.purge import PurgeInbox
 
@@ -141,21 +142,28 @@ class Sidecar:
         """Whether it was asked to."""
         return self._stopping
 
+    @property
+    def paused(self) -> bool:
+        """Whether an operator has paused training."""
+        return self._pause.on
+
     def run(self, *, once: bool = False) -> str:
         """Work until stopped, or no engine is left; returns the last state.
 
         Args:
-            once: End after the first cycle.
+            once: End after the first cycle, or where a pause allows none.
         """
         try:
             while self._tick():
+                if once and self._pause.on:
+                    break
                 if not self._may_train():
                     self.status.state = "paused" if self._pause.on else "waiting"
                     time.sleep(IDLE_SLEEP_S)
                     continue
                 self.status.state = "training"
                 self._train()
-                if once:
+                if once and not self._pause.on:  # a pause ends a cycle half-way
                     break
         finally:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,15 @@ from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import Evaluation, evaluate, gain
+from vllm_tide.train.evaluate import Evaluation, evaluate
+from vllm_tide.train.judgement import (
+    CycleResult,
+    Pair,
+    judge,
+    newest_within,
+)
 from vllm_tide.train.packing import take_batch
+from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import CAST_BYTES
@@ -37,56 +44,10 @@ from vllm_tide.train.vocabulary import LiveVocabulary
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
-WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
-LEAST_RATE = 1 / 16
-"""Share of the learning rate that is kept however often a cycle does harm."""
-REGROWTH = 2.0**0.25
-"""Growth of the learning rate after a cycle that neither helped nor did harm."""
-MIN_HOLDOUT_REQUESTS = 2
 # Called between steps; False ends the cycle early.
 Progress = Callable[[], bool]
 # Request key to group of similar requests, -1 unknown.
 GroupOf = Callable[[int], int]
-
-
-# Documents, and what the candidate and the live draft would accept of them.
-_Pair = tuple[list[Sample], Evaluation, Evaluation]
-
-
-@dataclass(frozen=True)
-class CycleResult:
-    """One cycle of steps and the decision after it.
-
-    Attributes:
-        steps: Optimizer steps done.
-        loss: Mean training loss of the cycle; NaN without steps.
-        new: Evaluation of the candidate on held-out requests, or None when not
-            evaluated.
-        live: The same of the draft being served.
-        gain: Candidate minus live draft, expected tokens per verify step, over held-out
-            and fresh requests together.
-        gain_error: Paired standard error of `gain` over requests.
-        publish: The candidate passed the gate.
-        reason: Why, in words.
-        improved: The candidate is better than the live draft by more than chance.
-        by_group: The same for each group of similar requests that was evaluated.
-        fresh_requests: Requests judged before they were trained on.
-        harmful: The candidate is worse than the live draft by more than chance, in
-            tokens accepted and in probability mass.
-    """
-
-    steps: int
-    loss: float
-    new: Evaluation | None
-    live: Evaluation | None
-    gain: float
-    gain_error: float
-    publish: bool
-    reason: str
-    improved: bool = False
-    by_group: dict[int, bool] = field(default_factory=dict)
-    fresh_requests: int = 0
-    harmful: bool = False
 
 
 class _Watch:
@@ -99,16 +60,6 @@ class _Watch:
         if self._progress is not None and self.going:
             self.going = self._progress()
         return self.going
-
-
-def cycle_lr_scale(step: int, total: int) -> float:
-    """Linear warm-up, plateau, linear decay, so that a cycle ends at a quiet point."""
-    warm = max(1, round(total * WARMUP_SHARE))
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    tail = max(1, round(total * DECAY_SHARE))
-    left = total - step
-    return 1.0 if left > tail else FLOOR + (1 - FLOOR) * left / (tail + 1)
 
 
 class Trainer:
@@ -144,7 +95,7 @@ class Trainer:
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
         self.metric = metric
-        self.live = _clone(draft)
+        self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
@@ -254,14 +205,16 @@ class Trainer:
                 everything.
         """
         first, total = self._position
-        ahead: _Pair | None = None
+        ahead: Pair | None = None
         watch, restored = _Watch(progress), self._restored
+        taken, fresh, queue = 0, list[Sample](), self._queue
         if not total:
             ahead = self._judge_fresh(watch)
             self._follow_vocabulary(watch)
+            taken, fresh = self.buffer.new_tokens, self.buffer.fresh
             self.buffer.new_tokens = 0
             self._wanted = wanted_groups
-            self._queue = self.buffer.shuffled(wanted_groups)
+            queue = self._queue = self.buffer.shuffled(wanted_groups)
             total = self._num_steps()
         losses: list[float] = []
         for index in range(first, total if watch.going else first):
@@ -282,13 +235,23 @@ class Trainer:
         if not losses and watch.going:
             return replace(result, reason="no row could be trained")
         if watch.going and self._restored == restored:
-            judged = self._judge(len(losses), mean, watch, ahead)
+            self.stepper.gather()
+            # A copy: `progress` may change the reservoir.
+            held_out = self._compared(self.buffer.holdout, watch)
+            judged = judge(len(losses), mean, held_out, ahead, self.config, self.metric)
             # Neither half an evaluation counts nor one of a draft that is gone.
             if watch.going and self._restored == restored:
                 self._adapt_rate(judged)
                 return judged
         if self._restored != restored:
             result = replace(result, reason="another draft was put in place")
+        elif not watch.going:
+            # The next cycle need not wait until as many have come again.
+            self.buffer.new_tokens += taken
+            if self._queue is queue:  # what it has not come to is as fresh as before
+                left = {id(sample) for sample in queue}
+                fresh = [sample for sample in fresh if id(sample) in left]
+                self.buffer.fresh = [*self.buffer.fresh, *fresh]
         return result
 
     def evaluate(
@@ -320,8 +283,8 @@ class Trainer:
         """
         draft = self.draft
         if master is not None:
-            draft = _clone(self._with_vocabulary_of(master))
-            _copy(master, draft)
+            draft = self._with_vocabulary_of(master).clone()
+            draft.take(master)
         out = export_tensors(draft, None, stored_names=True)
         out.pop("t2d", None)
         return out
@@ -341,8 +304,8 @@ class Trainer:
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
         if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
-            self.live = _clone(self.draft)
-        _copy(self.draft.named_tensors(), self.live)
+            self.live = self.draft.clone()
+        self.live.take(self.draft.named_tensors())
         self._differs = False
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -357,9 +320,9 @@ class Trainer:
         if draft is not self.draft:
             self._use_draft(draft)
         if not torch.equal(draft.vocab.target_ids, self.live.vocab.target_ids):
-            self.live = _clone(draft)
-        _copy(tensors, self.live)
-        _copy(tensors, self.draft)
+            self.live = draft.clone()
+        self.live.take(tensors)
+        self.draft.take(tensors)
         self.stepper.restore()
         self._position = (0, 0)
         self._differs = False
@@ -428,20 +391,11 @@ class Trainer:
         return state
 
     def _adapt_rate(self, result: CycleResult) -> None:
-        """Smaller steps, from the live draft again, after a cycle that did harm.
-
-        A draft that already fits its traffic is thrown off by steps that a shift needs,
-        and takes many cycles to come back; those are cycles in which a shift is not
-        learnt either. Steps grow again with every cycle that does no harm. Not with a
-        shift: a gate that pauses after a useless cycle sees the shift again right
-        after, and would have every cycle start over with steps that are too large.
-        """
-        if self.config.drop_worse and result.harmful:
-            self.rate = max(LEAST_RATE, 0.5 * self.rate)
+        """After harm: smaller steps, from the live draft again."""
+        harm = self.config.drop_worse and result.harmful
+        self.rate = next_rate(self.rate, result, harm=harm)
+        if harm:
             self.restore(self.snapshot())
-        else:
-            helped = result.improved and result.gain > 0
-            self.rate = min(1.0, self.rate * (2.0 if helped else REGROWTH))
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
@@ -498,97 +452,21 @@ class Trainer:
         self._capacity += max(capacity, result.num_tokens)
         return result.loss
 
-    def _judge_fresh(self, progress: Progress) -> _Pair | None:
+    def _judge_fresh(self, progress: Progress) -> Pair | None:
         """Candidate and live draft on requests that neither has learnt from.
 
         None if there are none, or both are the same draft. The candidate is the one of
         before the cycle, as a rule a little worse than the one it ends with. As many
         rows as may be held out, the newest.
         """
-        unseen: deque[Sample] = deque()
-        room = self.config.holdout_tokens
-        for sample in reversed(self.buffer.unseen if self._differs else []):
-            room -= sample.num_tokens
-            if room < 0:
-                break
-            unseen.appendleft(sample)
-        if not unseen:
-            return None
-        # As held-out ones are: also rows whose token a pruned draft cannot say.
-        samples = [replace(sample, in_vocab=None) for sample in unseen]
-        new = self.evaluate(self.draft, progress, samples)
-        live = self.evaluate(self.live, progress, samples)
-        return samples, new, live
+        unseen = reversed(self.buffer.unseen if self._differs else [])
+        samples = newest_within(unseen, self.config.holdout_tokens)
+        return self._compared(samples, progress) if samples else None
 
-    def _judge(
-        self,
-        steps: int,
-        loss: float,
-        progress: Progress,
-        ahead: _Pair | None,
-    ) -> CycleResult:
-        self.stepper.gather()
-        samples = self.buffer.holdout  # a copy: `progress` may change the reservoir
+    def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
+        """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
-        live = self.evaluate(self.live, progress, samples)
-        all_new, all_live, held_out = new, live, samples
-        if ahead is not None:
-            samples = held_out + ahead[0]
-            all_new, all_live = new + ahead[1], live + ahead[2]
-        difference, error = gain(all_new, all_live, self.metric)
-        held, held_error = gain(new, live, self.metric)
-        improved = difference > max(error, 0.0)
-        harmful = difference < -max(error, self.config.min_gain)
-        if harmful:
-            # A head that nears the target's distribution may lose best tokens on the
-            # way: all there is to lose while it is untrained.
-            mass, mass_error = gain(all_new, all_live, "mass")
-            harmful = mass < -mass_error
-        publish = False
-        if len(all_new.requests) < MIN_HOLDOUT_REQUESTS:
-            reason = f"only {len(all_new.requests)} requests to judge by"
-            improved = True  # nothing speaks against going on
-        elif difference < self.config.min_gain:
-            reason = f"gain {difference:+.4f} below min_gain {self.config.min_gain}"
-            improved = False
-        elif held < -held_error:
-            # What was judged before the cycle cannot speak for what the cycle did.
-            reason = f"held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
-            improved = False
-        elif not improved:
-            reason = f"gain {difference:+.4f} within its standard error {error:.4f}"
-        else:
-            publish, reason = True, f"gain {difference:+.4f} +- {error:.4f}"
-        return CycleResult(
-            steps,
-            loss,
-            new,
-            live,
-            difference,
-            error,
-            publish,
-            reason,
-            improved,
-            self._by_group(samples, all_new, all_live),
-            0 if ahead is None else len(ahead[1].requests),
-            harmful,
-        )
-
-    def _by_group(
-        self, samples: Iterable[Sample], new: Evaluation, live: Evaluation
-    ) -> dict[int, bool]:
-        """Whether each group with enough held-out requests got better."""
-        members: dict[int, set[int]] = {}
-        for sample in samples:
-            if sample.group >= 0:
-                members.setdefault(sample.group, set()).add(sample.key)
-        out = {}
-        for group, keys in members.items():
-            if len(keys & new.requests.keys()) < MIN_HOLDOUT_REQUESTS:
-                continue
-            part, error = gain(new.only(keys), live.only(keys), self.metric)
-            out[group] = part >= self.config.min_gain and part > error
-        return out
+        return Pair(samples, new, self.evaluate(self.live, progress, samples))
 
     def _in_vocab(self, sample: Sample) -> Tensor:
         """Bool [S]: the target's best token is in the draft vocabulary."""
@@ -607,24 +485,3 @@ class Trainer:
             hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)
             out[lo : lo + 256] = inside[self.target.logits(hidden, rows).argmax(-1)]
         return out
-
-
-def _clone(draft: Eagle3Draft) -> Eagle3Draft:
-    return Eagle3Draft(
-        draft.config,
-        draft.named_tensors(),
-        draft.vocab,
-        draft.embed,
-        owns_lm_head=draft.owns_lm_head,
-        owns_embed=draft.owns_embed,
-        dtype=draft.checkpoint_dtype,
-        constants=draft.constants,
-        stored_names=draft.stored_names,
-    )
-
-
-@torch.no_grad()
-def _copy(tensors: dict[str, Tensor], into: Eagle3Draft) -> None:
-    for name, value in into.named_tensors().items():
-        if name in tensors:  # a shared LM head is not published
-            value.copy_(tensors[name])
