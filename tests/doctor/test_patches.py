@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.patches.test_patching import World
+from tests.patches.world import World
 from vllm_tide.doctor.finding import Status
 from vllm_tide.doctor.patches import judge
 

@@ -1,6 +1,10 @@
+import uuid
+
 import pytest
 
+from tests.transport.spool_toys import ToyEngine
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
+from vllm_tide.transport.spool_store import open_store
 
 
 @pytest.fixture
@@ -35,3 +39,23 @@ def weights_pair():
     yield make
     for end in reversed(made):
         end.close()
+
+
+@pytest.fixture(params=["directory", "memory"])
+def store(request, tmp_path):
+    if request.param == "directory":
+        return open_store(str(tmp_path / "spool"))
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def engines(tmp_path):
+    made = []
+
+    def make(name="e1", **changes):
+        made.append(ToyEngine(tmp_path / name, name, **changes))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -12,12 +12,15 @@ from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
-from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_identity import identity_of
+from vllm_tide.transport.spool_reader import SpoolReader
 from vllm_tide.transport.spool_relay import Relay
+from vllm_tide.transport.spool_writer import SpoolWriter
 
 CONFIG = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 0.01})
 ROWS = 20
+SPEC = make_spec()
 
 
 def make_models(folder, seed=0):
@@ -95,3 +98,35 @@ class ToyEngine:
 
 def head_tensors(value):
     return {"fc.weight": ("float32", (4, 4), np.full((4, 4), value, np.float32))}
+
+
+def write_shards(store, shards, engine="e1", config=CONFIG):
+    """One shard per list of seeds."""
+    writer = SpoolWriter(EngineFolder(store, engine), SPEC, config)
+    for seeds in shards:
+        for seed in seeds:
+            writer.add(make_record(SPEC, seed))
+        assert writer.flush() == writer.last
+    return writer
+
+
+def read_all(store, engine="e1", first=1, last=99, attempts=200):
+    """Seeds of the records of each shard that can be read, and the reader."""
+    reader = SpoolReader(EngineFolder(store, engine), SPEC)
+    state = EngineState(first_shard=first, last_shard=last)
+    found = {}
+    for _ in range(attempts):
+        shard = reader.fetch(state)
+        if shard is not None:
+            found[shard.number] = [r.draft_version for r in shard.records]
+    return found, reader
+
+
+def files_of(store, engine="e1"):
+    return sorted(store.sizes(f"engines/{engine}/records"))
+
+
+def record_bytes(store, engine):
+    """Bytes of its shards; their manifests are not counted against the bound."""
+    sizes = store.sizes(f"engines/{engine}/records")
+    return sum(size for name, size in sizes.items() if not name.endswith(".json"))

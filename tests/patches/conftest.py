@@ -1,0 +1,19 @@
+"""The made-up vLLM that the tests of the patch tool change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.patches.world import World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    made.write_series(
+        {"a.py": {5: "one\nand more\n"}, "b.py": {1: "first\n", 40: "last\n"}},
+        {"a.py": {9: "two, on top of one\n"}},
+    )
+    return made

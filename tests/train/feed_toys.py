@@ -1,0 +1,119 @@
+"""Feeds and sources of feeds that are lists."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.transport.spool_toys import (
+    head_tensors,
+)
+from vllm_tide.train.feeds import (
+    Feeds,
+)
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.publication import Publication, TensorBytes
+from vllm_tide.transport.weights import WeightsFeedback
+
+
+class FakeFeed:
+    """A feed of rows only; `fail` makes the next call of that name raise."""
+
+    def __init__(self, name, sizes=(), latest=0):
+        self.id, self.latest_version = name, latest
+        self.queue = deque(SimpleNamespace(num_rows=size) for size in sizes)
+        self.sent, self.fail, self.dead = {}, "", False
+        self.collect, self.closed, self.beats = None, False, 0
+        self.installed = self.refused = 0
+
+    def _check(self, name):
+        if self.fail == name:
+            raise TransportError(f"{self.id} cannot {name}")
+
+    def read(self, limit, max_rows=None):
+        self._check("read")
+        out, rows = [], 0
+        while self.queue and len(out) < limit and (max_rows is None or rows < max_rows):
+            out.append(self.queue.popleft())
+            rows += out[-1].num_rows
+        return out
+
+    def heartbeat(self):
+        self._check("heartbeat")
+        self.beats += 1
+
+    def alive(self):
+        self._check("alive")
+        return not self.dead
+
+    def feedback(self):
+        return WeightsFeedback(self.installed, self.refused, "", not self.dead, 0.5)
+
+    def publish(self, tensors, *, version, parent_version, meta):
+        self._check("publish")
+        assert version > self.latest_version
+        self.latest_version, self.sent[version] = version, dict(tensors)
+
+    def latest(self):
+        if not self.latest_version:
+            return None
+        data = np.full(4, self.latest_version, np.uint8)
+        tensor = TensorBytes("uint8", (4,), data)
+        return Publication(self.latest_version, 0, 0, {}, {"x": tensor})
+
+    def set_collect(self, wanted):
+        self.collect = wanted
+
+    def stats(self):
+        return {}
+
+    def close(self):
+        self.closed = True
+
+
+class FakeSource:
+    """Engines that a test puts in; `others` have another target."""
+
+    def __init__(self, *feeds):
+        self.feeds = {feed.id: feed for feed in feeds}
+        self.others, self.buried, self.opened = set(), [], Counter()
+
+    def find(self):
+        return [name for name, feed in self.feeds.items() if not feed.dead]
+
+    def identity(self, engine_id):
+        return {"target": "other" if engine_id in self.others else "same"}
+
+    def open(self, engine_id):
+        self.opened[engine_id] += 1
+        self.feeds[engine_id]._check("open")
+        return self.feeds[engine_id]
+
+    def gone(self, engine_id):
+        self.buried.append(engine_id)
+
+    def close(self):
+        pass
+
+
+def feeds_of(*fakes):
+    source = FakeSource(*fakes)
+    feeds = Feeds([source])
+    feeds.poll()
+    return feeds, source
+
+
+def look(feeds):
+    """Look at the engines now, not in a second."""
+    feeds._next_look = 0.0
+    return feeds.poll()
+
+
+def rows(found):
+    return {name: sum(r.num_rows for r in records) for name, records in found}
+
+
+def publish(feeds, value=1, **more):
+    return feeds.publish(head_tensors(value), parent_version=0, meta={}, **more)

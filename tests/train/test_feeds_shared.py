@@ -1,0 +1,403 @@
+"""Feeds of real engines, through rings of this host and through a spool."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.train.feed_toys import FakeSource, look, publish
+from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.spool_toys import (
+    CONFIG,
+    ToyEngine,
+    head_tensors,
+    make_models,
+)
+from vllm_tide.train.feeds import (
+    Feeds,
+    RingFeed,
+    RunDirSource,
+    SpoolFeed,
+    SpoolSource,
+    open_feeds,
+)
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool_heads import encode_head, latest_head, write_head
+from vllm_tide.transport.spool_store import open_store
+
+SPEC = make_spec()
+
+
+# Rings
+
+
+def serve_in(engine, numbers):
+    engine.serve(numbers)
+    return [identity(make_record(SPEC, n)) for n in numbers]
+
+
+def drain(feeds, engines=(), seconds=5.0, count=None):
+    """Identities of what is read, by engine; `count` records or until it is quiet."""
+    found = {name: [] for name in engines}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        feeds.poll()
+        feeds.heartbeat()
+        for name, records in feeds.read():
+            found.setdefault(name, []).extend(identity(r) for r in records)
+        if count is not None and sum(map(len, found.values())) >= count:
+            break
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+def toys(tmp_path):
+    """Engines with the same models; each has a run directory of its own."""
+    made = []
+    models = make_models(tmp_path / "models")
+
+    def make(name, folder=None, **changes):
+        engine = ToyEngine(folder or tmp_path / name, name, models=models, **changes)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
+    a, b = toys("a", tmp_path / "host"), toys("b", tmp_path / "host")
+    want = {"a": serve_in(a, range(9)), "b": serve_in(b, range(20, 25))}
+    feeds = open_feeds(tmp_path / "host" / "run")
+    assert drain(feeds, count=14) == want
+    version = publish(feeds, 7)
+    for engine in (a, b):
+        got = engine.weights.read()
+        assert got.version == version
+        assert got.tensors["fc.weight"].data.view(np.float32)[0] == 7
+    a.weights.report(version)
+    told = feeds.versions()
+    assert (told["a"].installed, told["b"].installed) == (1, 0)
+    feeds.set_collect(False)
+    assert not a.ring.collect
+    assert not b.ring.collect
+    # A trainer that comes after this one goes on from the head.
+    feeds.close()
+    again = open_feeds(tmp_path / "host" / "run")
+    again.poll()
+    assert again.latest().version == version
+    again.close()
+
+
+def test_an_engine_without_capture_is_refused_in_a_sentence(toys):
+    engine = toys("a", ring="")
+    with pytest.raises(TransportError, match="tide.capture.enabled"):
+        RingFeed(engine.manifest)
+
+
+def test_only_the_engine_asked_for_is_attached(toys, tmp_path):
+    toys("a", tmp_path / "host")
+    b = toys("b", tmp_path / "host")
+    feeds = Feeds([RunDirSource(tmp_path / "host" / "run", "a")])
+    feeds.poll()
+    assert feeds.ids == ["a"]
+    assert not b.ring.stats().consumer_alive
+    feeds.close()
+
+
+# Spools
+
+
+@pytest.fixture
+def spooled(toys, tmp_path):
+    """An engine, its relay, the store, and a step of the relay."""
+
+    def make(name="a", url=str(tmp_path / "spool")):
+        engine, store = toys(name), open_store(url)
+        relay = engine.relay(store, CONFIG)
+
+        def step():
+            end = time.monotonic() + 0.03  # a shard is closed after 10 ms
+            while time.monotonic() < end:
+                relay._next_poll = 0.0
+                relay.tick()
+
+        step()
+        return SimpleNamespace(engine=engine, relay=relay, store=store, step=step)
+
+    return make
+
+
+def read_feed(feed, limit=1000):
+    feed.heartbeat()
+    return [identity(record) for record in feed.read(limit)]
+
+
+def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
+    s = spooled()
+    want = serve_in(s.engine, range(7))
+    s.step()
+    feed = SpoolFeed(s.store, "a", threaded=False)
+    assert read_feed(feed) == want
+    assert feed.alive()
+    feed.publish(head_tensors(2), version=1, parent_version=0, meta={})
+    feed.heartbeat()
+    s.step()
+    assert s.engine.weights.read().version == 1
+    s.engine.weights.report(1, swap_pause_ms=2.0)
+    s.step()
+    feed.heartbeat()
+    told = feed.feedback()
+    assert (told.installed_version, told.swap_pause_ms_last) == (1, 2.0)
+    assert told.engine_alive
+    feed.set_collect(False)
+    feed.heartbeat()
+    s.step()
+    assert not s.engine.ring.collect
+    assert feed.latest().version == 1
+    feed.close()
+    s.relay.close()
+
+
+def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spooled):
+    s = spooled()
+    want = serve_in(s.engine, range(10))
+    s.step()
+    first = SpoolFeed(s.store, "a", threaded=False)
+    first.heartbeat()
+    got = [identity(record) for record in first.read(4)]
+    first.close()
+    second = SpoolFeed(s.store, "a", threaded=False)
+    assert got + read_feed(second) == want
+    other = SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False)
+    assert read_feed(other) == want
+    more = serve_in(s.engine, range(10, 12))
+    s.step()
+    assert read_feed(second) == more
+    assert read_feed(other) == more
+    for feed in (second, other):
+        feed.close()
+    s.relay.close()
+
+
+def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
+    s = spooled()
+    feed = SpoolFeed(s.store, "a", threaded=False)
+    monkeypatch.setattr(
+        "vllm_tide.train.feed_spool.this_instance", lambda: "otherhost:1:2:3"
+    )
+    with pytest.raises(TransportError, match="already reads engine a"):
+        SpoolFeed(s.store, "a", threaded=False)
+    with pytest.raises(TransportError, match="already publishes engine a"):
+        SpoolFeed(s.store, "a", reader="b", threaded=False)
+    SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False).close()
+    feed.close()
+    SpoolFeed(s.store, "a", threaded=False).close()
+    s.relay.close()
+
+
+def test_a_head_of_another_trainer_ends_the_feed(spooled):
+    s = spooled()
+    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
+    folder = EngineFolder(s.store, "a")
+    write_head(folder, encode_head(head_tensors(9), version=5, parent_version=0,
+                                   meta={}))  # fmt: skip
+    feed.heartbeat()
+    with pytest.raises(TransportError, match="another trainer publishes"):
+        feed.heartbeat()
+    feed.close()
+    assert latest_head(folder) == 5
+    s.relay.close()
+
+
+def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
+    s = spooled()
+    feed = SpoolFeed(s.store, "a", threaded=False)
+    want = serve_in(s.engine, range(5))
+    s.relay.stop()
+    s.relay.run()
+    feed.heartbeat()
+    assert feed.alive()
+    got = []
+    while feed.alive():
+        got += read_feed(feed, 2)
+    assert got == want
+    assert not feed.feedback().engine_alive
+    feed.close()
+
+
+def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
+    s = spooled()
+    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed._fresh._timeout_s = 0.1
+    assert feed.alive()
+    time.sleep(0.12)
+    feed.heartbeat()
+    assert not feed.alive()
+    s.relay.tick()
+    s.relay._said = 0.0
+    s.step()
+    feed.heartbeat()
+    assert feed.alive()
+    feed.close()
+    s.relay.close()
+
+
+def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
+    spooled, toys, tmp_path, monkeypatch
+):
+    s = spooled()
+    near = toys("near", tmp_path / "near")
+    stuck = threading.Event()
+    feed = SpoolFeed(s.store, "a")
+    monkeypatch.setattr(s.store, "read", lambda _name: stuck.wait(20) and None)
+    feeds = Feeds([RunDirSource(tmp_path / "near" / "run")])
+    feeds.poll()
+    source = FakeSource()
+    source.feeds["a"] = feed
+    feed.dead, feed._check = False, lambda _name: None
+    source.identity = lambda _id: near.identity
+    feeds._sources.append(source)
+    assert look(feeds).joined == ("a",)
+    time.sleep(0.3)  # its thread is in `read` now
+    want = serve_in(near, range(5))
+    begin = time.monotonic()
+    publish(feeds)
+    assert drain(feeds, count=5) == {"near": want}
+    assert near.weights.read().version == 1
+    assert time.monotonic() - begin < 2.0
+    feed._fresh._timeout_s = 0.0
+    feed._reached = -1e9
+    begin = time.monotonic()
+    feeds.poll()
+    assert feeds.ids == ["near"]
+    assert time.monotonic() - begin < 1.0
+    stuck.set()
+    feeds.close()
+    s.relay.close()
+
+
+def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path):
+    a, b = spooled("a"), spooled("b")
+    b.relay.stop()
+    b.relay.run()
+    source = SpoolSource(str(tmp_path / "spool"), threaded=False)
+    feeds = Feeds([source])
+    assert feeds.poll().joined == ("a",)
+    c = spooled("c")
+    assert look(feeds).joined == ("c",)
+    want = {"a": serve_in(a.engine, range(3)), "c": serve_in(c.engine, range(3, 9))}
+    a.step()
+    c.step()
+    assert drain(feeds, count=9) == want
+    for s in (a, c):
+        s.relay.close()
+    feeds.close()
+
+
+# Two trees of processes that share nothing but a directory
+
+ENGINE = """
+import subprocess, sys, time
+from pathlib import Path
+from tests.transport.spool_toys import ToyEngine
+folder, spool = Path(sys.argv[1]), sys.argv[2]
+engine = ToyEngine(folder, sys.argv[3], tide={"spool": {"url": spool,
+    "shard_seconds": 0.05}, "train": {"nice": 0}})
+code = '''
+import argparse, sys
+from vllm_tide.cli import relay
+parser = argparse.ArgumentParser()
+relay.add_parser(parser.add_subparsers())
+sys.exit(relay.run(parser.parse_args(sys.argv[1:])))
+'''
+relay = subprocess.Popen([sys.executable, "-c", code, "relay", "--run-dir",
+    str(engine.run_dir), "--engine", sys.argv[3]])
+print("up", flush=True)
+deadline = time.monotonic() + 60
+engine.serve(range(40))
+served, version = 40, 0
+while time.monotonic() < deadline:
+    engine.ring.heartbeat()
+    if engine.weights.latest_version() != version:
+        version = engine.weights.read().version
+    engine.weights.report(version)
+    time.sleep(0.02)
+"""
+
+
+def _isolated(command):
+    """The command with a /dev/shm of its own, where this system lets us."""
+    unshare = shutil.which("unshare")
+    mount = 'mount -t tmpfs none /dev/shm && exec "$@"'
+    if unshare is not None:
+        wrap = [unshare, "--mount", "sh", "-c", mount, "sh"]
+        if subprocess.run([*wrap, "true"], capture_output=True).returncode == 0:
+            return [*wrap, *command], True
+    return command, False
+
+
+@pytest.mark.slow
+def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
+    spool = str(tmp_path / "spool")
+    here = set(os.listdir("/dev/shm"))
+    children = []
+    try:
+        for name in ("left", "right"):
+            command = [sys.executable, "-c", ENGINE, str(tmp_path / name), spool, name]
+            command, isolated = _isolated(command)
+            children.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            )
+        for child in children:
+            assert child.stdout.readline() == "up\n"
+        if isolated:
+            assert set(os.listdir("/dev/shm")) == here
+        feeds = Feeds([SpoolSource(spool, cache=tmp_path / "cache")])
+        want = [identity(make_record(SPEC, n)) for n in range(40)]
+        assert drain(feeds, count=80, seconds=40) == {"left": want, "right": want}
+        target, draft = feeds.reference.models()
+        assert (draft / "config.json").exists()
+        assert json.loads((target / "config.json").read_text())["vocab_size"] == 20
+        version = publish(feeds, 3)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            feeds.heartbeat()
+            installed = {told.installed for told in feeds.versions().values()}
+            if installed == {version}:
+                break
+            time.sleep(0.05)
+        assert installed == {version}
+        # One engine dies outright: its relay says so, and the other goes on.
+        children[0].send_signal(signal.SIGKILL)
+        left = {}
+        deadline = time.monotonic() + 30
+        while "left" not in left and time.monotonic() < deadline:
+            feeds.heartbeat()
+            feeds.read()
+            left |= feeds.poll().left
+            time.sleep(0.05)
+        assert left == {"left": "its engine is gone"}
+        assert feeds.ids == ["right"]
+        assert publish(feeds, 4) == version + 1
+        feeds.close()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    assert latest_head(EngineFolder(open_store(spool), "right")) == version + 1

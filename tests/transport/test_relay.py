@@ -1,0 +1,205 @@
+"""What the relay carries between an engine and its spool."""
+
+import argparse
+import os
+import time
+
+import numpy as np
+import pytest
+
+from tests.transport.samples import make_spec
+from tests.transport.spool_toys import (
+    head_tensors,
+    read_all,
+)
+from vllm_tide.cli import relay as cli_relay
+from vllm_tide.config import parse_tide
+from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.spool import (
+    ReaderState,
+)
+from vllm_tide.transport.spool_heads import (
+    encode_head,
+    write_head,
+)
+
+SPEC = make_spec()
+
+
+# The relay
+
+
+def settle(relay, seconds=0.05):
+    """Let the relay's storage work come due, and do it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        relay.tick()
+        relay._next_poll = 0.0
+
+
+def test_the_relay_carries_records_heads_and_feedback(store, engines):
+    engine = engines()
+    engine.serve(range(5))
+    relay = engine.relay(store)
+    settle(relay)
+    folder = engine.folder(store)
+    state = folder.read_state()
+    assert state.running
+    assert state.last_shard >= 1
+    assert state.rows == 20
+    found, _ = read_all(store, last=state.last_shard)
+    assert sum(found.values(), []) == list(range(5))
+    head = encode_head(head_tensors(3), version=3, parent_version=0, meta={"g": 1})
+    write_head(folder, head)
+    settle(relay)
+    got = engine.weights.read()
+    assert (got.version, got.meta) == (3, {"g": 1})
+    assert folder.read_state().published_version == 3
+    engine.weights.report(3, swap_pause_ms=1.5)
+    settle(relay)
+    assert folder.read_state().installed_version == 3
+    assert folder.read_state().swap_pause_ms == 1.5
+    engine.weights.report(3, 4, "norm")
+    settle(relay)
+    assert folder.read_state().refused_version == 4
+    assert folder.read_state().refused_reason == "norm"
+    relay.close()
+
+
+def test_the_relay_refuses_a_head_that_is_damaged_or_does_not_fit(store, engines):
+    engine = engines()
+    relay = engine.relay(store)
+    folder = engine.folder(store)
+    big = {"fc.weight": ("float32", (1 << 19,), np.zeros(1 << 19, np.float32))}
+    for version, tensors, harm, reason in (
+        (1, head_tensors(1), True, "truncated"),
+        (2, big, False, "segment"),
+    ):
+        head = encode_head(tensors, version=version, parent_version=0, meta={})
+        write_head(folder, head)
+        if harm:
+            at = folder.path("heads", f"{version:012d}.safetensors")
+            store.write(at, store.read(at)[:-1])
+        settle(relay)
+        state = folder.read_state()
+        assert (state.refused_version, state.refused_reason) == (version, reason)
+        assert engine.weights.latest_version() == 0
+    write_head(folder, encode_head(head_tensors(3), version=3, parent_version=0,
+                                   meta={}))  # fmt: skip
+    settle(relay)
+    assert engine.weights.latest_version() == 3
+    relay.close()
+
+
+def test_full_rows_are_collected_while_any_live_trainer_wants_them(store, engines):
+    engine = engines()
+    relay = engine.relay(store)
+    folder = engine.folder(store)
+    settle(relay)
+    assert engine.ring.collect  # nobody to ask: kept for the next trainer
+    light = ReaderState("i", unix=1.0, collect=False)
+    folder.write_reader("a", light)
+    settle(relay)
+    assert not engine.ring.collect
+    folder.write_reader("b", ReaderState("j", unix=1.0, collect=True))
+    settle(relay)
+    assert engine.ring.collect
+    folder.write_reader("b", ReaderState("j", unix=2.0, running=False))
+    settle(relay)
+    assert not engine.ring.collect
+    relay.close()
+
+
+def test_storage_that_fails_stops_nothing_and_loses_nothing(
+    store, engines, monkeypatch, caplog
+):
+    engine = engines()
+    relay = engine.relay(store)
+
+    def down(*_args, **_kwargs):
+        raise TransportError("the storage is down")
+
+    monkeypatch.setattr(store, "write", down)
+    engine.serve(range(3))
+    settle(relay)
+    engine.serve(range(3, 6))
+    settle(relay)
+    assert engine.ring.stats().used_bytes > 0  # not taken: memory stays bounded
+    assert sum("is down" in r.message for r in caplog.records) == 1
+    monkeypatch.undo()
+    settle(relay, 0.1)
+    found, _ = read_all(store, last=engine.folder(store).read_state().last_shard)
+    assert sum(found.values(), []) == list(range(6))
+    relay.close()
+
+
+def test_the_relay_says_a_last_word(store, engines):
+    engine = engines()
+    engine.serve(range(2))
+    relay = engine.relay(store)
+    relay.stop()
+    assert relay.run() == "stopped"
+    state = engine.folder(store).read_state()
+    assert not state.running
+    found, _ = read_all(store, last=state.last_shard)
+    assert sum(found.values(), []) == [0, 1]
+    assert not engine.ring.stats().consumer_alive
+
+
+def test_a_second_relay_or_trainer_of_the_same_engine_is_refused(store, engines):
+    engine = engines()
+    relay = engine.relay(store)
+    with pytest.raises(TransportError, match="already the trainer"):
+        engine.relay(store)
+    relay.close()
+    engine.relay(store).close()
+
+
+def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
+    tmp_path, monkeypatch
+):
+    started = []
+
+    class Child:
+        pid = 1
+
+        def __init__(self, command, **_options):
+            started.append(command)
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr("vllm_tide.engine.trainer_process.subprocess.Popen", Child)
+    spooled = parse_tide({"spool": {"url": "s3://secret@bucket"}})
+    alone = parse_tide({"train": {"autostart": True}})
+    for config, kind in ((spooled, "relay"), (alone, "train")):
+        assert TrainerProcess.wanted(config.train, config.spool)
+        process = TrainerProcess("e1", tmp_path, config.train, config.spool)
+        process.start()
+        process.close()
+        command = started.pop()
+        assert command[1:] == [
+            "-m", "vllm_tide", kind, "--engine", "e1", "--run-dir", str(tmp_path)
+        ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["relay-e1.log", "trainer-e1.log"]
+    neither = parse_tide({})
+    assert not TrainerProcess.wanted(neither.train, neither.spool)
+
+
+def relay_command(*argv):
+    parser = argparse.ArgumentParser()
+    cli_relay.add_parser(parser.add_subparsers())
+    return cli_relay.run(parser.parse_args(["relay", *argv]))
+
+
+def test_the_command_says_what_is_missing(engines, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_relay, "_prepare", lambda _config: None)
+    assert relay_command("--run-dir", str(tmp_path / "none")) == 2
+    assert "no live engine" in capsys.readouterr().err
+    engine = engines()
+    assert relay_command("--run-dir", str(engine.run_dir)) == 2
+    assert "tide.spool.url" in capsys.readouterr().err
+    argv = ["--run-dir", str(engine.run_dir), "--spool", "nosuch://x"]
+    assert relay_command(*argv) == 2
+    assert "Protocol not known" in capsys.readouterr().err

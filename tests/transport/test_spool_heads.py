@@ -1,0 +1,129 @@
+"""Heads, identities and models in a spool."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.transport.samples import make_spec
+from tests.transport.spool_toys import ROWS, head_tensors
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.transport import TransportError, WeightsRefused
+from vllm_tide.transport.spool import (
+    EngineFolder,
+)
+from vllm_tide.transport.spool_heads import (
+    HeadConflict,
+    encode_head,
+    latest_head,
+    read_head,
+    write_head,
+)
+from vllm_tide.transport.spool_identity import difference, identity_of
+from vllm_tide.transport.spool_models import local_models
+
+SPEC = make_spec()
+
+
+# Heads
+
+
+def test_a_head_comes_back_to_the_bit_and_the_last_few_are_kept(store):
+    folder = EngineFolder(store, "e1")
+    assert latest_head(folder) == 0
+    for version in range(1, 6):
+        head = encode_head(
+            head_tensors(version), version=version, parent_version=1, meta={"a": 1}
+        )
+        write_head(folder, head)
+        got = read_head(folder, latest_head(folder))
+        assert (got.version, got.parent_version, got.meta) == (version, 1, {"a": 1})
+        want = head_tensors(version)["fc.weight"][2]
+        assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
+    assert sorted(store.sizes(folder.path("heads"))) == sorted(
+        ["latest.json"]
+        + [f"{v:012d}.{ext}" for v in (3, 4, 5) for ext in ("json", "safetensors")]
+    )
+    with pytest.raises(HeadConflict, match="not newer"):
+        write_head(folder, head)
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "manifest", "gone"])
+def test_a_damaged_head_is_refused(store, harm):
+    folder = EngineFolder(store, "e1")
+    tensors = head_tensors(1)
+    write_head(folder, encode_head(tensors, version=1, parent_version=0, meta={}))
+    at = folder.path("heads", "000000000001.safetensors")
+    body = bytearray(store.read(at))
+    reason = "sha256"
+    if harm == "cut":
+        store.write(at, body[:-1])
+        reason = "truncated"
+    elif harm == "flip":
+        body[-1] ^= 1
+        store.write(at, body)
+    elif harm == "manifest":
+        entry = folder.read_json("heads/000000000001.json")
+        entry["manifest"] = entry["manifest"].replace('"parent_version":0', '"x":0')
+        folder.write_json("heads/000000000001.json", entry, durable=True)
+    else:
+        store.remove(folder.path("heads", "000000000001.json"))
+        reason = "empty"
+    with pytest.raises(WeightsRefused) as caught:
+        read_head(folder, 1)
+    assert caught.value.reason == reason
+
+
+# Identity and models
+
+
+def test_engines_with_the_same_models_fit_and_others_do_not(engines):
+    first = engines("a", seed=0)
+    assert difference("b", engines("b", seed=0).identity, "a", first.identity) == ""
+    other = engines("c", seed=1)
+    sentence = difference("c", other.identity, "a", first.identity)
+    assert "another target" in sentence
+    assert "--engine c" in sentence
+    for changes, says in (
+        ({"aux_layer_ids": (1, 2, 6)}, "other layers"),
+        ({"feature_dtype": "float32"}, "feature_dtype"),
+        ({"shared": ["lm_head.weight"]}, "shares other"),
+        ({"teacher": "topk"}, "tide.capture.teacher"),
+    ):
+        changed = replace(first.manifest, **changes)
+        assert says in difference("d", identity_of(changed), "a", first.identity)
+
+
+def test_a_trainer_elsewhere_gets_the_rows_and_the_draft(store, engines, tmp_path):
+    engine = engines("a")
+    relay = engine.relay(store)
+    relay.close()
+    folder = engine.folder(store)
+    entry = folder.read_engine()
+    assert entry.identity == engine.identity
+    assert entry.spec == engine.spec
+    assert entry.manifest == engine.manifest
+    here, draft = local_models(folder, entry, tmp_path / "cache")
+    assert str(here) == engine.manifest.target_path  # the same target is here
+    assert (draft / "model.safetensors").read_bytes() == (
+        (tmp_path / "a/models/draft/model.safetensors").read_bytes()
+    )
+    away = replace(entry.manifest, target_path="/nowhere")
+    target, _ = local_models(folder, replace(entry, manifest=away), tmp_path / "cache")
+    assert target.parent == tmp_path / "cache"
+    want, got = TargetRows.load(engine.manifest.target_path), TargetRows.load(target)
+    assert got.embed_tokens.equal(want.embed_tokens)
+    assert got.lm_head.equal(want.lm_head)
+    assert got.lm_head.shape == (ROWS, 8)
+    whole = (tmp_path / "a/models/target/model.safetensors").stat().st_size
+    assert (target / "model.safetensors").stat().st_size < whole
+
+
+def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
+    engine = engines("a")
+    engine.relay(store).close()
+    folder = engine.folder(store)
+    at = folder.path("draft", "model.safetensors")
+    store.write(at, store.read(at)[:-1])
+    with pytest.raises(TransportError, match="damaged"):
+        local_models(folder, folder.read_engine(), tmp_path / "cache")
+    assert [p for p in (tmp_path / "cache").glob("*") if p.is_dir()] == []

@@ -1,0 +1,314 @@
+"""Shards of a spool: written whole or not at all, read to the bit."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.spool_toys import (
+    CONFIG,
+    files_of,
+    read_all,
+    record_bytes,
+    write_shards,
+)
+from vllm_tide.config import SpoolConfig
+from vllm_tide.transport import Phase, TransportError
+from vllm_tide.transport.spool import (
+    EngineFolder,
+    EngineState,
+    engine_ids,
+)
+from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
+from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool_writer import SpoolWriter, purge_records
+
+SPEC = make_spec()
+
+
+# Shards
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+def test_records_come_back_to_the_bit(store, teacher):
+    spec = make_spec(teacher)
+    light = replace(
+        make_record(spec, 5, teacher_start=4),
+        features=np.empty((4, 0), np.uint16),
+        teacher_hidden=None,
+        teacher_topk_ids=None,
+        teacher_topk_logprobs=None,
+        teacher_tail_logprob=None,
+    )
+    records = [
+        make_record(spec, 1),
+        make_record(spec, 2, 7, Phase.PREFILL, teacher_start=3),
+        make_record(spec, 3, 0),
+        light,
+    ]
+    folder = EngineFolder(store, "e1")
+    writer = SpoolWriter(folder, spec, CONFIG)
+    for record in records:
+        writer.add(record)
+    assert writer.flush() == 1
+    reader = SpoolReader(folder, spec)
+    got = reader.fetch(EngineState(last_shard=1))
+    assert [identity(r) for r in got.records] == [identity(r) for r in records]
+    assert all(r.features.flags.writeable for r in got.records)
+    assert reader.fetch(EngineState(last_shard=1)) is None
+
+
+def test_a_shard_is_a_safetensors_file():
+    builder = ShardBuilder(SPEC)
+    for seed in range(3):
+        builder.add(make_record(SPEC, seed))
+    manifest, parts = builder.build(7, 1234.5)
+    body = b"".join(bytes(part) for part in parts)
+    tensors = load(body)
+    assert set(tensors) == {"offsets", "records"}
+    assert tensors["offsets"][-1] == len(tensors["records"]) == builder.num_bytes
+    assert manifest["file"] == "000000000007-1234.safetensors"
+    assert manifest["bytes"] == len(body)
+    assert (manifest["records"], manifest["rows"]) == (3, 12)
+
+
+def test_a_record_does_not_keep_its_shard_in_memory():
+    builder = ShardBuilder(SPEC)
+    for seed in range(50):
+        builder.add(make_record(SPEC, seed))
+    manifest, parts = builder.build(1, 0.0)
+    records, unfit = read_shard(manifest, b"".join(map(bytes, parts)), SPEC)
+    assert unfit == 0
+    base = records[0].features
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    held = base.nbytes if isinstance(base, (np.ndarray, memoryview)) else len(base)
+    assert held < builder.num_bytes / 10
+
+
+@pytest.mark.parametrize(
+    "harm", ["cut", "flip", "longer", "format", "records", "crc-of-other"]
+)
+def test_a_damaged_shard_is_never_read(harm):
+    builder = ShardBuilder(SPEC)
+    builder.add(make_record(SPEC, 1))
+    manifest, parts = builder.build(1, 0.0)
+    body = bytearray(b"".join(map(bytes, parts)))
+    if harm == "cut":
+        body = body[:-1]
+    elif harm == "flip":
+        body[len(body) // 2] ^= 1
+    elif harm == "longer":
+        body += b"\0"
+    elif harm == "format":
+        manifest["record_format"] = 1
+    elif harm == "records":
+        manifest["records"] = 2
+    else:
+        del manifest["crc32c"]
+    with pytest.raises(ShardDamaged):
+        read_shard(manifest, bytes(body), SPEC)
+
+
+def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
+    write_shards(store, [[n] for n in range(1, 11)])
+    names = files_of(store)
+    bodies = [n for n in names if n.endswith(".safetensors")]
+    at = "engines/e1/records/"
+    store.write(at + bodies[1], store.read(at + bodies[1])[:-8])  # shard 2: cut
+    store.write(at + "000000000004.json", b'{"shard":4,"fi')  # 4: half a manifest
+    store.remove(at + bodies[5])  # 6: no body
+    for number in (8, 9):
+        store.remove(at + f"{number:012d}.json")
+    found, reader = read_all(store, last=10)
+    assert found == {n: [n] for n in (1, 3, 5, 7, 10)}
+    assert reader.skipped["damaged"] == 1
+    assert reader.skipped["removed"] == 4
+
+
+def test_a_manifest_cannot_name_a_file_elsewhere(store):
+    write_shards(store, [[1]])
+    at = "engines/e1/records/000000000001.json"
+    text = store.read(at).decode()
+    for name in ("../../x.safetensors", "000000000002-1.safetensors"):
+        store.write(at, text.replace("000000000001-", name + "#").encode())
+        found, _ = read_all(store, last=1)
+        assert found == {}
+
+
+# Writing
+
+
+def test_a_shard_is_closed_by_size_and_by_age(store):
+    config = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 0.05})
+    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, config)
+    assert not writer.due()
+    assert writer.flush() == 0
+    writer.add(make_record(SPEC, 1))
+    assert not writer.due()
+    time.sleep(0.06)
+    assert writer.due()
+    assert writer.flush() == 1
+    assert not writer.due()
+    writer.add(make_record(SPEC, 2, num_rows=1 << 15))
+    assert writer.due()
+
+
+def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
+    write_shards(store, [[1], [2]])
+    # It died between body and manifest of shard 3.
+    store.write("engines/e1/records/000000000003-5.safetensors", b"half")
+    writer = write_shards(store, [[4]])
+    assert (writer.first, writer.last) == (1, 4)
+    found, reader = read_all(store, last=4)
+    assert found == {1: [1], 2: [2], 4: [4]}
+    assert reader.skipped["removed"] == 1
+
+
+def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(store, monkeypatch):
+    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
+    writer.add(make_record(SPEC, 1))
+    write = store.write
+
+    def full(name, *parts, durable=True):
+        if name.endswith(".json"):
+            raise TransportError("no space left")
+        write(name, *parts, durable=durable)
+
+    monkeypatch.setattr(store, "write", full)
+    for _ in range(3):
+        with pytest.raises(TransportError):
+            writer.flush()
+        assert writer.blocked
+        assert writer.due()
+    assert read_all(store, last=1)[0] == {}  # the body alone is nothing
+    monkeypatch.undo()
+    assert writer.flush() == 1
+    assert not writer.blocked
+    assert read_all(store, last=1)[0] == {1: [1]}
+
+
+def test_a_malformed_record_is_counted_and_the_rest_goes_on(store):
+    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
+    writer.add(replace(make_record(SPEC, 1), num_accepted=99))
+    writer.add(make_record(make_spec(hidden_size=16), 1))
+    writer.add(make_record(SPEC, 2))
+    writer.flush()
+    assert writer.invalid == 2
+    assert read_all(store, last=1)[0] == {1: [2]}
+
+
+def test_size_is_bounded_over_all_engines_oldest_first(store):
+    write_shards(store, [[1], [2]], "a")
+    size = record_bytes(store, "a") / 2
+    for name in files_of(store, "a"):  # a's shards are older than b's
+        if name.endswith(".safetensors"):
+            body = store.read(f"engines/a/records/{name}")
+            store.remove(f"engines/a/records/{name}")
+            store.write(f"engines/a/records/{name[:13]}1.safetensors", body)
+    config = CONFIG.model_copy(update={"max_gib": 4.5 * size / (1 << 30)})
+    config = config.model_copy(update={"max_age_s": 1e10})
+    writer = write_shards(store, [[3], [4], [5]], "b", config)
+    writer.keep_bounds(now=True)
+    assert [n for n in files_of(store, "a") if n.endswith(".json")] == [
+        "000000000002.json"
+    ]
+    assert len(files_of(store, "b")) == 6
+    assert writer.first == 1
+    writer.add(make_record(SPEC, 6))
+    writer.flush()
+    writer.keep_bounds()
+    writer.add(make_record(SPEC, 7))
+    writer.flush()
+    writer.keep_bounds()
+    assert files_of(store, "a") == []
+    assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
+
+
+def test_what_is_too_old_is_removed(store, monkeypatch):
+    store.write("engines/gone/records/000000000001-5.safetensors", b"x")
+    EngineFolder(store, "gone").write_state(EngineState(unix=5.0))
+    EngineFolder(store, "quiet").write_state(EngineState(unix=time.time()))
+    writer = write_shards(store, [[1]])
+    writer.keep_bounds(now=True)
+    assert writer.first == 1
+    assert read_all(store, last=1)[0] == {1: [1]}
+    assert engine_ids(store) == ["e1", "quiet"]
+    later = time.time() + CONFIG.max_age_s + 2
+    monkeypatch.setattr(time, "time", lambda: later)
+    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
+    writer.keep_bounds(now=True)
+    assert files_of(store) == []
+    assert (writer.first, writer.last) == (2, 1)
+
+
+def test_a_tenants_shards_are_purged(store):
+    folder = EngineFolder(store, "e1")
+    writer = SpoolWriter(folder, SPEC, CONFIG)
+    for seed, tenant in ((1, 0), (2, 77), (3, 5), (4, 77)):
+        writer.add(replace(make_record(SPEC, seed), tenant=tenant))
+        writer.flush()
+    assert purge_records(store, tenant=77) == 2
+    found, reader = read_all(store, last=4)
+    assert found == {1: [1], 3: [3]}
+    assert purge_records(store, before_unix=time.time() + 10) == 2
+    assert files_of(store) == []
+
+
+WRITER = """
+import sys
+from tests.transport.samples import make_record, make_spec
+from tests.transport.spool_toys import CONFIG
+from vllm_tide.transport.spool import EngineFolder, EngineState
+from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool_writer import SpoolWriter
+folder = EngineFolder(open_store(sys.argv[1]), "e1")
+writer, spec, seed = SpoolWriter(folder, make_spec(), CONFIG), make_spec(), 0
+print("up", flush=True)
+while seed < 100_000:
+    for _ in range(3):
+        writer.add(make_record(spec, seed, num_rows=seed % 5))
+        seed += 1
+    writer.flush()
+    folder.write_state(EngineState(last_shard=writer.last))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.02, 0.11, 0.23])
+def test_a_writer_killed_at_any_moment_leaves_only_whole_shards(tmp_path, delay):
+    url = str(tmp_path / "spool")
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, url], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "up\n"
+    store = open_store(url)
+    folder = EngineFolder(store, "e1")
+    reader = SpoolReader(folder, SPEC)
+    seeds = []
+    end = time.monotonic() + delay
+    while time.monotonic() < end or not seeds:
+        shard = reader.fetch(folder.read_state() or EngineState())
+        if shard is not None:
+            for record in shard.records:
+                assert identity(record) == identity(
+                    make_record(SPEC, record.draft_version, record.draft_version % 5)
+                )
+                seeds.append(record.draft_version)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    while (shard := reader.fetch(folder.read_state())) is not None:
+        seeds += [record.draft_version for record in shard.records]
+    assert seeds == list(range(len(seeds)))
+    assert not reader.skipped["damaged"]
+    assert not reader.skipped["removed"]
+    again = SpoolWriter(folder, SPEC, CONFIG)
+    again.add(make_record(SPEC, 1))
+    assert again.flush() > folder.read_state().last_shard
