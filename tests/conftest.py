@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Here vLLM keeps what it learns about a model's class, or starts a process of its own to
-# learn it. Tests that give TIDE an empty cache (XDG_CACHE_HOME) need not pay that.
+# vLLM keeps here what it learns about a model's class, or starts a process to learn it
+# anew. Tests that give TIDE an empty cache (XDG_CACHE_HOME) need not pay that.
 os.environ.setdefault(
     "VLLM_CACHE_ROOT",
     str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm"),
