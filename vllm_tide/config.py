@@ -34,6 +34,16 @@ class CaptureConfig(_Section):
     sample_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Share of requests captured, chosen once per request (0 to 1)."
     )
+    consent: Literal["opt_out", "opt_in", "off"] = Field(
+        "opt_out",
+        description="Who is captured: `opt_out` all but requests with vllm_xargs "
+        "tide_capture false; `opt_in` only those with tide_capture true; `off` nobody.",
+    )
+    salted: bool = Field(
+        False,
+        description="Capture requests with a cache_salt too: their sender asked to be "
+        "kept apart from others.",
+    )
     teacher: Literal["hidden", "topk", "both"] = Field(
         "hidden",
         description="Teacher stored with each row: the final hidden state, the "

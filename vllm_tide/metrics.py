@@ -52,9 +52,9 @@ COUNTERS = {
 # name -> (help, key of the report, label)
 COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
-        "Rows (requests for opted_out, not_sampled, malformed_opt_out, "
-        "malformed_tenant and unsupported_input) that were not captured, by reason; "
-        "paused: the trainer asked for none.",
+        "Rows (requests for consent_off, opted_out, malformed_opt_out, not_opted_in, "
+        "salted, unsupported_input, malformed_tenant and not_sampled) that were not "
+        "captured, by reason; paused: the trainer asked for none.",
         "dropped",
         "reason",
     ),

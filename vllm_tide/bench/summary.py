@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_tide.capture.policy import REFUSALS
+
 from .client import RequestResult
 from .scrape import (
     ACCEPTED,
@@ -25,9 +27,7 @@ from .stream import AFTER_SHIFT, BEFORE_SHIFT
 
 FINAL = "final"
 # Reasons of vllm_tide:dropped_rows that count requests nobody wanted captured.
-REQUEST_REASONS = frozenset(
-    {"opted_out", "not_sampled", "malformed_opt_out", "unsupported_input"}
-)
+REQUEST_REASONS = frozenset(REFUSALS)
 # Which drained segments make up each reported phase.
 PHASES = {
     BEFORE_SHIFT: (BEFORE_SHIFT,),

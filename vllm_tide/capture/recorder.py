@@ -85,9 +85,8 @@ class Recorder:
     Attributes:
         rows: Rows written to the ring so far, those of light records left out.
         requests: Requests with at least one record.
-        dropped: Rows (requests for `opted_out`, `not_sampled`, `malformed_opt_out`,
-            `malformed_tenant`, `unsupported_input`) that were not written, by reason;
-            `paused` are the rows of light records.
+        dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
+            by reason; `paused` are the rows of light records.
         draft_version: Version of the live draft; set by the owner at each swap.
     """
 
@@ -101,10 +100,13 @@ class Recorder:
     ) -> None:
         self._ring = ring
         self._topk = config.teacher_topk if config.teacher != "hidden" else 0
-        self._policy = CapturePolicy(config.sample_rate, tenant_key=tenant_key)
+        self._policy = CapturePolicy(
+            config.sample_rate, consent=config.consent, tenant_key=tenant_key
+        )
         self._features_like = features_like
         self._hidden_like = hidden_like
         self._tickets: dict[str, Ticket] = {}
+        self._salted: set[str] = set()
         # What the previous step drafted: request id -> (probabilities, version).
         self._drafted: dict[str, tuple[np.ndarray, int]] = {}
         self.rows = 0
@@ -120,15 +122,20 @@ class Recorder:
         """Requests ended (finished or aborted): say so to the trainer, drop state."""
         for req_id in req_ids:
             ticket = self._tickets.pop(req_id, None)
+            self._salted.discard(req_id)
             self._drafted.pop(req_id, None)
             if ticket is not None and ticket.started:
                 self._ring.try_write(self._farewell(ticket))
+
+    def keep_out(self, req_ids: Sequence[str]) -> None:
+        """Requests that have a `cache_salt`: before they are decided about."""
+        self._salted.update(req_ids)
 
     def _admit(
         self, req_id: str, extra: dict[str, Any] | None, supported: bool
     ) -> Ticket:
         """Decide about a new request, and count why it is not captured."""
-        ticket = self._policy.admit(extra, supported)
+        ticket = self._policy.admit(extra, supported, req_id in self._salted)
         self._tickets[req_id] = ticket
         if ticket.refusal is not None:
             self.dropped[ticket.refusal] += 1

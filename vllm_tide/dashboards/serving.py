@@ -373,8 +373,8 @@ CAPTURE = Row(
         Panel(
             "Rows not captured",
             "Per second, by reason. ring_full: the trainer does not keep up; paused: "
-            "it asked for none; opted_out, not_sampled, malformed_* and "
-            "unsupported_input count requests.",
+            "it asked for none; consent_off, opted_out, malformed_*, not_opted_in, "
+            "salted, unsupported_input and not_sampled count requests.",
             "none",
             (
                 Query(

@@ -1,37 +1,85 @@
 """The engine core's side: orders swaps at one step for all ranks, carries numbers.
 
 Every rank acts on what the scheduler's output says, so all of them switch drafts at
-the same step; no rank decides by itself.
+the same step; no rank decides by itself. A request's `cache_salt` never leaves the
+engine core: the order names the new requests that have one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NotRequired, TypedDict
+
+from vllm_tide.config import ConfigError, parse_tide
 
 
-def make_scheduler(speculative_config: Any) -> SchedulerTide | None:
-    """None unless `tide` is configured: the cost of *off* is one `is None`."""
+class Order(TypedDict):
+    """What a step's workers are told (`SchedulerOutput.tide`).
+
+    Attributes:
+        install: Version of the draft to install before the step.
+        salted: New requests of the step that have a `cache_salt`.
+    """
+
+    install: NotRequired[int]
+    salted: NotRequired[list[str]]
+
+
+def make_scheduler(
+    speculative_config: Any, requests: Mapping[str, Any] | None = None
+) -> SchedulerTide | None:
+    """None unless `tide` is configured: the cost of *off* is one `is None`.
+
+    Args:
+        speculative_config: vLLM's.
+        requests: The scheduler's requests by id.
+
+    Raises:
+        ConfigError: vLLM was patched for an earlier vllm_tide, which gave no requests.
+    """
     if speculative_config is None or speculative_config.tide is None:
         return None
-    return SchedulerTide()
+    if requests is None:
+        raise ConfigError(
+            "tide: vLLM's patches are of an earlier vllm_tide, which cannot keep "
+            "requests with a cache_salt out of capture; run `vllm-tide patch apply`."
+        )
+    capture = parse_tide(speculative_config.tide).capture
+    return SchedulerTide({} if capture.salted else requests)
 
 
 class SchedulerTide:
-    """TIDE in the scheduler."""
+    """TIDE in the scheduler.
 
-    def __init__(self) -> None:
+    Args:
+        requests: vLLM's requests by id, of which those with a `cache_salt` are kept
+            out of capture; empty keeps none out.
+    """
+
+    def __init__(self, requests: Mapping[str, Any]) -> None:
+        self._requests = requests
         self._staged = 0
         self._ordered = 0
         self._depth: int | None = None
         self._stats: dict[str, Any] | None = None
         self._swap_seconds: list[float] = []
 
-    def control(self) -> dict[str, int] | None:
-        """What the next step's workers are told, or None."""
-        if self._staged == 0 or self._staged == self._ordered:
-            return None
-        self._ordered = self._staged
-        return {"install": self._staged}
+    def control(self, new_requests: Iterable[Any] = ()) -> Order | None:
+        """What the next step's workers are told, or None.
+
+        Args:
+            new_requests: vLLM's `NewRequestData` of the requests that the step brings.
+        """
+        order = Order()
+        if self._staged not in (0, self._ordered):
+            self._ordered = order["install"] = self._staged
+        if salted := [new.req_id for new in new_requests if self._salted(new.req_id)]:
+            order["salted"] = salted
+        return order or None
+
+    def _salted(self, req_id: str) -> bool:
+        request = self._requests.get(req_id)
+        return request is not None and bool(request.cache_salt)
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.

@@ -32,6 +32,7 @@ from vllm_tide.transport.weights import WeightsSegment
 
 if TYPE_CHECKING:
     from vllm_tide.engine.control_v1 import ControlV1
+    from vllm_tide.engine.scheduler import Order
 
 logger = logging.getLogger("vllm_tide")
 
@@ -127,6 +128,7 @@ class WorkerTide:
             self._guard.run(
                 "forget", self.capture.forget, tuple(scheduler_output.finished_req_ids)
             )
+        self._keep_out(scheduler_output.tide)
 
     def on_logits(self, logits: Any) -> None:
         """Seam: the target's raw logits, before sampling."""
@@ -218,15 +220,22 @@ class WorkerTide:
         if self._leader:
             rendezvous.remove_manifest(self._run_dir, self._engine_id)
 
-    def _install_ordered(self, order: dict[str, int] | None) -> None:
-        if order is None or self.swapper is None:
+    def _keep_out(self, order: Order | None) -> None:
+        """The scheduler's word on requests that capture may not have."""
+        if self.capture is not None and order is not None and "salted" in order:
+            self._guard.run("keep_out", self.capture.keep_out, order["salted"])
+
+    def _install_ordered(self, order: Order | None) -> None:
+        if order is None or "install" not in order or self.swapper is None:
             return
         before = self.swapper.version
         self.swapper.install_ordered(order["install"])
         if self.capture is not None:
             self.capture.draft_version = self.swapper.version
-        if self.control is not None and self.swapper.version != before:
-            self.control.draft_swapped()
+        if self.swapper.version != before:
+            self._draft_since = time.time()
+            if self.control is not None:
+                self.control.draft_swapped()
 
     def _open_capture(self) -> None:
         self._ring = self._create_ring()

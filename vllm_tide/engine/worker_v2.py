@@ -59,6 +59,7 @@ class WorkerTideV2(WorkerTide):
         if self._steps.tripped:
             self._forget(ended)
         elif self.capture is not None and scheduler_output.scheduled_new_reqs:
+            self._keep_out(scheduler_output.tide)
             self._guard.run("admit", self.capture.admit, scheduler_output)
         if self.control is not None:
             self.control.end(ended)

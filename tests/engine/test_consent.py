@@ -1,0 +1,164 @@
+"""Who may be captured: what a request says, whether it is salted, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_tide.bench.summary import REQUEST_REASONS
+from vllm_tide.capture.guard import Guard
+from vllm_tide.capture.policy import REFUSALS, CapturePolicy, Consent
+from vllm_tide.capture.recorder import Recorder
+from vllm_tide.config import CaptureConfig, ConfigError
+from vllm_tide.engine.capture_v1 import CaptureV1
+from vllm_tide.engine.capture_v2 import CaptureV2
+from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
+from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.engine.worker_v2 import WorkerTideV2
+from vllm_tide.metrics import COUNTERS_BY_LABEL
+from vllm_tide.transport.ring import RingSpec, RingWriter
+
+YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "maybe"}
+
+
+@pytest.mark.parametrize(
+    ("consent", "said", "refusal"),
+    [
+        ("opt_out", {}, None),
+        ("opt_out", YES, None),
+        ("opt_out", NO, "opted_out"),
+        ("opt_out", ODD, "malformed_opt_out"),
+        ("opt_in", {}, "not_opted_in"),
+        ("opt_in", YES, None),
+        ("opt_in", NO, "opted_out"),
+        ("opt_in", ODD, "malformed_opt_out"),
+        ("opt_in", {"tide_capture": None}, "malformed_opt_out"),
+        ("off", {}, "consent_off"),
+        ("off", YES, "consent_off"),
+        ("off", NO, "consent_off"),
+    ],
+)
+def test_consent(consent: Consent, said: dict[str, Any], refusal: str | None) -> None:
+    policy = CapturePolicy(1.0, consent=consent)
+    assert policy.admit(said, supported=True).refusal == refusal
+
+
+@pytest.mark.parametrize("said", [{}, YES])
+def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> None:
+    ticket = CapturePolicy(1.0).admit(said, supported=True, salted=True)
+    assert ticket.refusal == "salted"
+    ticket = CapturePolicy(1.0).admit(NO, supported=True, salted=True)
+    assert ticket.refusal == "opted_out"
+
+
+def test_every_reason_is_told_and_counts_requests() -> None:
+    text = COUNTERS_BY_LABEL["vllm_tide:dropped_rows"][0]
+    assert [reason for reason in REFUSALS if reason not in text] == []
+    assert frozenset(REFUSALS) == REQUEST_REASONS
+    assert len(set(REFUSALS)) == len(REFUSALS)
+
+
+def requests(**salts: str | None) -> dict[str, Any]:
+    return {name: SimpleNamespace(cache_salt=salt) for name, salt in salts.items()}
+
+
+def new(*req_ids: str) -> list[Any]:
+    params = SimpleNamespace(extra_args=None)
+    return [
+        SimpleNamespace(
+            req_id=req_id, sampling_params=params, mm_features=[], prompt_embeds=None
+        )
+        for req_id in req_ids
+    ]
+
+
+def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
+    held = requests(a=None, b="pepper", c="", d="salt")
+    tide = SchedulerTide(held)
+    assert tide.control(new("a", "b", "c", "gone")) == {"salted": ["b"]}
+    assert tide.control(new("a")) is None
+    tide.observe({"staged": 2})
+    assert tide.control(new("d")) == {"install": 2, "salted": ["d"]}
+
+
+@pytest.mark.parametrize(
+    ("capture", "order"), [({}, {"salted": ["b"]}), ({"salted": True}, None)]
+)
+def test_the_knob_lets_salted_requests_in(
+    capture: dict[str, Any], order: dict[str, Any] | None
+) -> None:
+    config = SimpleNamespace(tide={"capture": capture})
+    tide = make_scheduler(config, requests(b="pepper"))
+    assert tide is not None
+    assert tide.control(new("b")) == order
+
+
+def test_an_engine_with_older_patches_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="vllm-tide patch apply"):
+        make_scheduler(SimpleNamespace(tide={}))
+
+
+class Both(Recorder):
+    """Decides as the adapters of both runners do."""
+
+    admit = CaptureV2.admit
+    ticket = CaptureV1._ticket
+
+
+@pytest.fixture
+def ring() -> Iterator[RingWriter]:
+    made = RingWriter.create(
+        RingSpec("e", 4, (1,), 50, "float32", "hidden", 1), capacity_bytes=1 << 16
+    )
+    yield made
+    made.close()
+
+
+def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any:
+    """A worker's part of TIDE with nothing but capture."""
+    tide = object.__new__(kind)
+    floats = np.empty((0, 4), np.float32)
+    tide.capture = Both(ring, CaptureConfig(consent=consent), floats, floats)
+    tide.control = tide.swapper = None
+    tide._guard, tide._steps = Guard("capture"), Guard("steps")
+    tide._log = SimpleNamespace(begin=lambda ended: False)
+    return tide
+
+
+def step(brought: list[Any], order: Any, ended: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=brought, tide=order, finished_req_ids=ended
+    )
+
+
+@pytest.mark.parametrize("kind", [WorkerTide, WorkerTideV2])
+def test_a_salt_counts_before_the_request_is_decided_about(
+    kind: type[Any], ring: RingWriter
+) -> None:
+    tide = made(kind, ring)
+    brought = new("a", "b")
+    tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
+    tide.begin_step(step(brought, {"salted": ["b"]}))
+    tickets = [tide.capture.ticket(req_id) for req_id in "ab"]
+    assert [ticket.refusal for ticket in tickets] == [None, "salted"]
+    assert tide.capture.dropped == {"salted": 1}
+    assert tide._guard.faults == {}
+    # Nothing is remembered of a request that ended.
+    tide.begin_step(step([], None, ("a", "b")))
+    assert not tide.capture._tickets and not tide.capture._salted
+
+
+@pytest.mark.parametrize(
+    ("consent", "dropped"),
+    [("opt_in", {"not_opted_in": 1}), ("off", {"consent_off": 1}), ("opt_out", {})],
+)
+def test_the_recorder_obeys_the_knob(
+    ring: RingWriter, consent: Consent, dropped: dict[str, int]
+) -> None:
+    tide = made(WorkerTideV2, ring, consent)
+    tide.begin_step(step(new("a"), None))
+    assert tide.capture.dropped == dropped
