@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from vllm_tide.transport.process import refuse_core_dumps
+
+    refuse_core_dumps()
     override = _override(args.config)
     ranks: Ranks | None = None
     if _many_ranks():

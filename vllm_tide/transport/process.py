@@ -8,6 +8,7 @@ from another container a pid means nothing, and then only heartbeats count.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,18 @@ def start_time(pid: int) -> int | None:
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def refuse_core_dumps() -> None:
+    """Let no core of this process be written: its heap holds what users wrote.
+
+    The soft limit becomes 1 byte. That is less than any core file, and the one value
+    with which Linux starts no crash handler either (`core_pattern` with a pipe), which
+    it does at 0.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    soft = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
+    resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
 
 
 @lru_cache(maxsize=1)

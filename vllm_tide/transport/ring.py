@@ -4,7 +4,8 @@ Written by the worker's capture thread (``RingWriter``: one producer, one thread
 by the sidecar (``RingReader``: one consumer). When it is full the newest record is
 dropped and counted. The writer keeps its own head and believes of the memory only the
 tail, and that only within bounds: out of bounds it drops until the consumer stores a
-sane one; a truncated ring is left alone for good. What lies in the memory is in
+sane one; a truncated ring is left alone for good. The reader blanks what it has taken:
+what is in the ring is what nobody has read yet. What lies in the memory is in
 ``ring_format``.
 """
 
@@ -45,6 +46,7 @@ from vllm_tide.transport.shm import Segment
 
 __all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter"]
 
+_BLANK = memoryview(bytes(1 << 16))
 # What a record of wrong kinds can raise while it is encoded.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
 
@@ -379,16 +381,23 @@ class RingReader:
         frame = frame_at(buf, capacity, self._tail, head)
         if frame is None:
             self._count_corrupt()
-            self._tail = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
+            end = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
+            self._blank(self._tail, end)
+            self._tail = end
             return None
-        start = DATA_AT + self._tail % capacity + FRAME_BYTES
-        self._tail = self._floor = self._tail + frame.length
+        begin, start = self._tail, DATA_AT + self._tail % capacity + FRAME_BYTES
+        self._tail = self._floor = begin + frame.length
         if frame.kind == PAD:
+            self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
             return None
         # Checked and decoded as a private copy: the memory may change at any time.
         copy = np.empty(frame.body, np.uint8)
+        crc = _shm.gather(copy, 0, (buf[start : start + frame.body],))
+        # A pad first: who goes on here after a kill finds no damage.
+        buf[start - FRAME_BYTES : start] = pack_frame(PAD, begin, frame.length)
+        self._blank(begin + FRAME_BYTES, self._tail)
         try:
-            if _shm.gather(copy, 0, (buf[start : start + frame.body],)) != frame.crc:
+            if crc != frame.crc:
                 raise RecordError("checksum")
             record = decode(copy.data)
             self.spec.check(record)
@@ -396,3 +405,12 @@ class RingReader:
             self._count_corrupt()
             return None
         return record
+
+    def _blank(self, begin: int, end: int) -> None:
+        """Overwrite from one position to another; both before the producer's room."""
+        while begin < end:
+            offset = begin % self._capacity
+            size = min(end - begin, self._capacity - offset, len(_BLANK))
+            start = DATA_AT + offset
+            self._segment.buf[start : start + size] = _BLANK[:size]
+            begin += size

@@ -56,6 +56,8 @@ class Segment:
             # Page faults now rather than in the first lap of serving.
             flags |= mmap.MAP_POPULATE
         self._map = mmap.mmap(fd, header.size_bytes, flags)
+        # Hidden states are text in another form: no core file may hold them.
+        self._map.madvise(mmap.MADV_DONTDUMP)
         self.buf: memoryview = memoryview(self._map)
         self.closed = False
         self._page = header.encode().ljust(PAGE_BYTES, b"\0") if owned else b""
