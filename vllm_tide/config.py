@@ -120,6 +120,12 @@ class TrainConfig(_Section):
     buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
         131072, description="Captured tokens kept for training, newest first (tokens)."
     )
+    max_age_s: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Age at which a captured request is forgotten, held-out ones too "
+        "(seconds since the trainer took it in); null keeps it until newer ones take "
+        "its place.",
+    )
     holdout_share: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.1, description="Share of requests held out for evaluation (0 to 0.5)."
     )

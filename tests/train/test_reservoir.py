@@ -370,3 +370,29 @@ def test_purge_by_tenant_and_by_time():
     assert buffer.train_tokens == buffer.holdout_tokens == buffer.new_tokens == 0
     assert buffer.evicted["purged"] == sum(s.num_tokens for s in both)
     assert not buffer.shuffled()
+
+
+def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
+    buffer, clock = buffer_of(max_age_s=12.0)
+    for key in range(30):
+        buffer.add(document(key))
+        clock.now += 1
+    assert buffer.expired(buffer.train[0]) and not buffer.expired(buffer.train[-1])
+    before = Counter(s.key for s in [*buffer.train, *buffer.holdout])
+    gone = buffer.expire()
+    left = {s.key for s in [*buffer.train, *buffer.holdout]}
+    # The oldest one left was taken in exactly 12 s ago.
+    assert left == set(range(18, 30)) and gone == Purged(18, 360)
+    assert len(before) == 30 and buffer.evicted == {"expired": 360}
+    assert buffer.expire() == Purged()
+    clock.now += 100
+    assert buffer.expire().samples == 12
+    assert not buffer.shuffled() and buffer.new_tokens == 0
+
+
+def test_without_max_age_nothing_expires():
+    buffer, clock = buffer_of()
+    buffer.add(document(1))
+    clock.now += 1e9
+    assert not buffer.expired(next(iter([*buffer.train, *buffer.holdout])))
+    assert buffer.expire() == Purged()

@@ -131,7 +131,7 @@ class SampleBuffer:
         new_tokens: Training tokens that came since the owner last set this to 0.
         num_samples: Windows stored so far.
         evicted: Rows that left, by reason: `train` and `holdout` (too old),
-            `tenant_share`, `duplicate`, `purged`, `stale_branches`.
+            `tenant_share`, `duplicate`, `purged`, `expired`, `stale_branches`.
         version: Version of the live draft, by which branches are stale.
     """
 
@@ -264,6 +264,21 @@ class SampleBuffer:
             tenant: Only this tenant's (`tenant.tenant_id`); None takes all.
             before: Only those assembled before this time (Unix, s); None takes all.
         """
+        return self._forget("purged", tenant, before)
+
+    def expire(self) -> Purged:
+        """Remove windows older than `max_age_s` from both sides, for good."""
+        limit = self.config.max_age_s
+        if limit is None:
+            return Purged()
+        return self._forget("expired", None, self._clock() - limit)
+
+    def expired(self, sample: Sample) -> bool:
+        """Whether a window is older than `max_age_s`."""
+        limit = self.config.max_age_s
+        return limit is not None and sample.captured_unix_s < self._clock() - limit
+
+    def _forget(self, reason: str, tenant: int | None, before: float | None) -> Purged:
         samples = tokens = 0
         for name, side in self._sides.items():
             for serial, window in list(side.windows.items()):
@@ -273,7 +288,7 @@ class SampleBuffer:
                     continue
                 if name == "train" and serial in self._fresh:
                     self.new_tokens = max(0, self.new_tokens - window.num_tokens)
-                self._drop(name, serial, "purged")
+                self._drop(name, serial, reason)
                 samples += 1
                 tokens += window.num_tokens
         return Purged(samples, tokens)

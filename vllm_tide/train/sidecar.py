@@ -12,7 +12,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -40,7 +40,7 @@ from vllm_tide.train.status import StatusFile, TrainerStatus
 from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket
-from vllm_tide.transport.purge import PurgeInbox
+from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
 
 __all__ = [
     "Sidecar",
@@ -190,7 +190,7 @@ class Sidecar:
         self.feeds.heartbeat()
         self.deployment.tick()
         self.trainer.stepper.idle()
-        self._answer_purges(now)
+        self._forget(now)
         self._admin.poll(self._operator.carry_out)
         self._update_status()
         return not self._stopping and len(self.feeds) > 0
@@ -228,8 +228,11 @@ class Sidecar:
         self._finish_cycle(result, seconds)
 
     def _tick_in_cycle(self) -> bool:
-        """Whether the cycle goes on: a pause ends it."""
-        return self._tick() and not self._pause.on
+        """Whether the cycle goes on: a pause ends it, and so does a purge.
+
+        A cycle holds documents that it judges, also those that the buffer has let go.
+        """
+        return self._tick() and not self._pause.on and not self._purge_waits
 
     def _finish_cycle(self, result: CycleResult, seconds: float) -> None:
         status = self.status
@@ -264,11 +267,21 @@ class Sidecar:
             self._save_checkpoint()
         self._update_status(force=True)
 
-    def _answer_purges(self, now: float) -> None:
+    def _forget(self, now: float) -> None:
+        """What is too old, and what somebody asks for."""
         if now < self._next_purge:
             return
         self._next_purge = now + PURGE_PERIOD_S
-        for request in self._purges.pending():
+        self.trainer.expire()
+        pending = self._purges.pending()
+        self._purge_waits = bool(pending) and self._cycle_began is not None
+        if self._purge_waits:
+            self._next_purge = now  # at once when the cycle has ended
+        else:
+            self._answer(pending, now)
+
+    def _answer(self, pending: Iterable[PurgeRequest], now: float) -> None:
+        for request in pending:
             for served in self._intake.drain(now):
                 self._observe(served, now)
             if not self._intake.emptied:  # what is asked about may still be in there

@@ -347,6 +347,12 @@ class Trainer:
             "open_rows": self.assembler.purge(tenant),
         }
 
+    def expire(self) -> None:
+        """Forget documents older than `max_age_s`, for good."""
+        if self.buffer.expire().samples:
+            expired = self.buffer.expired
+            self._queue = deque(s for s in self._queue if not expired(s))
+
     def save(self, directory: Path, published_version: int) -> Path:
         """Write a checkpoint: weights, moments, place in the cycle, no captured data.
 

@@ -1,0 +1,228 @@
+"""A marker sequence of tokens, planted as traffic, is nowhere after a purge."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
+from tests.transport.samples import make_record, make_spec
+from tests.transport.spool_toys import ToyEngine
+from vllm_tide.config import SpoolConfig
+from vllm_tide.train.assemble import VERIFY
+from vllm_tide.transport import RingReader, RingWriter, purge
+from vllm_tide.transport.header import DATA_AT
+from vllm_tide.transport.record import Record
+from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool_writer import purge_records
+
+TENANT = 0xFF
+MARKER = (7, 61, 2, 45, 33, 18, 50, 9, 60, 1)
+VALUE = 1234.567
+"""In every feature and teacher of the marked rows."""
+TRACES = tuple(
+    np.asarray(MARKER, kind).tobytes() for kind in (np.int32, np.int64, np.uint16)
+) + (np.full(4, VALUE, np.float32).tobytes(),)
+
+
+def traces(data: bytes) -> int:
+    return sum(data.count(trace) for trace in TRACES)
+
+
+def in_files(folder: Path) -> int:
+    return sum(traces(f.read_bytes()) for f in folder.rglob("*") if f.is_file())
+
+
+def in_ring(ring: RingWriter) -> int:
+    return traces(bytes(ring._segment.buf))
+
+
+def in_tensors() -> int:
+    """In any tensor alive in this process, whatever shares its memory."""
+    gc.collect()
+    found = 0
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.device.type == "cpu":
+            raw = torch.empty(0, dtype=torch.uint8).set_(thing.untyped_storage())
+            found += traces(raw.numpy().tobytes())
+    return found
+
+
+def plant(engine: Engine, requests: int, finished: bool = True) -> None:
+    """Requests of the marked tenant; unfinished ones stay open in the trainer."""
+    size = len(MARKER)
+    for _ in range(requests):
+        hidden = TOY.head.shape[1]
+        record = Record(
+            engine._random.getrandbits(64), VERIFY, 0, 3, size - 1, -1, 0,
+            np.asarray(MARKER, np.int32), np.full(size - 1, np.nan, np.float32),
+            np.full((size, 3 * hidden), VALUE, np.float32), 0,
+            np.full((size, hidden), VALUE, np.float32), finished=finished,
+            tenant=TENANT,
+        )  # fmt: skip
+        assert engine.ring.try_write(record)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path):
+    engine.manifest.tide["train"] = engine.manifest.tide["train"] | {
+        "checkpoint_cycles": 1,
+        "steps_per_cycle": 2,
+        "batch_tokens": 512,
+    }
+    engine.announce()
+    assert max(MARKER) < VOCAB
+    engine.serve(40)
+    plant(engine, 40)
+    plant(engine, 3, finished=False)
+    assert in_ring(engine.ring) > 40
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    assert in_ring(engine.ring) == 0  # what was read is not there any more
+    assert in_tensors() > 0
+    buffer = sidecar.trainer.buffer
+    assert {s.tenant for s in buffer.train} == {s.tenant for s in buffer.holdout}
+    sidecar._train()
+    assert sidecar.trainer.steps == 2
+    assert list(tmp_path.rglob("checkpoints/*"))
+    plant(engine, 5)
+    assert in_ring(engine.ring) > 0
+    request = purge.ask(engine.run_dir, TENANT)
+    sidecar._next_purge = 0.0
+    assert sidecar._tick()
+    (counts,) = purge.answers(engine.run_dir, request).values()
+    assert counts["open_rows"] == 3 * len(MARKER)
+    sidecar._save_checkpoint()
+    sidecar._update_status(force=True)
+    assert in_tensors() == in_ring(engine.ring) == in_files(tmp_path) == 0
+    assert buffer.train and {s.tenant for s in buffer.train} == {0}
+    sidecar.feeds.close()
+
+
+def test_a_purge_ends_the_cycle_that_holds_documents(engine, monkeypatch):
+    engine.manifest.tide["train"] = engine.manifest.tide["train"] | {
+        "batch_tokens": 512
+    }
+    engine.announce()
+    engine.serve(40)
+    plant(engine, 40)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    asked = []
+    step = sidecar.trainer._one_step
+
+    def ask_then_step(rate):
+        if not asked:
+            asked.append(purge.ask(engine.run_dir, TENANT))
+            sidecar._next_purge = 0.0
+        return step(rate)
+
+    monkeypatch.setattr(sidecar.trainer, "_one_step", ask_then_step)
+    sidecar._train()
+    assert sidecar.trainer.steps == 1
+    assert sidecar.status.last_decision == "interrupted"
+    assert purge.answers(engine.run_dir, asked[0]) == {}
+    assert sidecar._tick()
+    assert len(purge.answers(engine.run_dir, asked[0])) == 1
+    assert in_tensors() == 0
+    assert not sidecar._purge_waits and sidecar._tick_in_cycle()
+    sidecar.feeds.close()
+
+
+def test_what_is_too_old_is_not_trained_on_any_more(engine):
+    engine.manifest.tide["train"] = engine.manifest.tide["train"] | {
+        "max_age_s": 60.0,
+        "batch_tokens": 512,
+    }
+    engine.announce()
+    plant(engine, 40)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    trainer = sidecar.trainer
+    now = time.time() + 60.0
+    trainer.buffer._clock = lambda: now
+    engine.serve(40)  # a pass begins with what came before
+    trainer._queue = trainer.buffer.shuffled()
+    assert {s.tenant for s in trainer._queue} == {TENANT}
+    sidecar._next_purge = 0.0
+    assert sidecar._tick()
+    assert not trainer._queue
+    assert {s.tenant for s in trainer.buffer.train} == {0}
+    assert in_tensors() == 0
+    assert trainer.rows_skipped["evicted_expired"] > 0
+    sidecar.feeds.close()
+
+
+def test_no_byte_of_a_spool_is_left(tmp_path):
+    made = ToyEngine(tmp_path)
+    config = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 1e9})
+    store = open_store(str(tmp_path / "spool"))
+    relay = made.relay(store, config)
+
+    def serve():
+        made.serve(range(2))
+        record = make_record(made.spec, 9, len(MARKER))
+        record = replace(record, tenant=TENANT, token_ids=np.asarray(MARKER, np.int32))
+        assert made.ring.try_write(record)
+
+    serve()
+    assert in_ring(made.ring) == 1
+    relay.tick()
+    assert in_ring(made.ring) == 0
+    relay._writer.flush()
+    assert in_files(tmp_path / "spool") > 0
+    serve()
+    relay.tick()  # one in an open shard, one in the ring
+    serve()
+    request = purge.ask(made.run_dir, TENANT)
+    relay._answer_purges()
+    assert sum(c["records"] for c in purge.answers(made.run_dir, request).values()) == 2
+    assert purge_records(store, tenant=TENANT, grace_s=0) == 1
+    relay._writer.flush()
+    assert in_ring(made.ring) == in_files(tmp_path) == 0
+    assert relay._writer.last == 2  # the others of the open shard were written
+    relay.close()
+    made.close()
+
+
+def content(ring: RingWriter) -> int:
+    """Lines of 64 bytes in use, without the frames' first ones."""
+    lines = np.frombuffer(ring._segment.buf, np.uint8, offset=DATA_AT).reshape(-1, 64)
+    frames = (lines[:, :4] == np.frombuffer(b"TIDE", np.uint8)).all(axis=1)
+    return int(lines[~frames].any(axis=1).sum())
+
+
+def test_the_ring_holds_nothing_that_was_read_or_passed_over():
+    spec = make_spec()
+    ring = RingWriter.create(spec, 1 << 14)
+    reader = RingReader.attach(ring.name)
+    for lap in range(60):  # several laps, pads at the end among them
+        assert ring.try_write(make_record(spec, lap, 3 + lap % 7))
+        if lap % 3:
+            assert content(ring) > 0
+            while reader.read() is not None:
+                pass
+            assert content(ring) == 0
+    assert ring.try_write(make_record(spec, 1))
+    damaged = bytes(byte ^ 1 for byte in ring._segment.buf[DATA_AT:])
+    ring._segment.buf[DATA_AT:] = damaged
+    before = reader.stats().used_bytes
+    assert reader.read() is None
+    assert reader.stats().corrupt_records == 1
+    left = np.frombuffer(ring._segment.buf, np.uint8, offset=DATA_AT)
+    assert int((left == 0).sum()) == before  # what was passed over is blank
+    del left
+    reader.close()
+    ring.close()
