@@ -44,6 +44,15 @@ COUNTERS = {
         "Steps in which no speculative length could keep the TPOT limit.",
         "slo_misses",
     ),
+    "vllm_tide:plain_seconds": (
+        "Predicted time of plain decoding for the tokens of measured steps (seconds; "
+        "adaspec only).",
+        "plain_seconds",
+    ),
+    "vllm_tide:round_seconds": (
+        "Measured time of the same steps (seconds; adaspec only).",
+        "round_seconds",
+    ),
     "vllm_tide:malformed_slo": (
         "Requests whose tide_slo_tpot_ms was no positive number.",
         "malformed_slo",
@@ -88,6 +97,10 @@ GAUGES = {
     "vllm_tide:draft_version": (
         "Version of the live draft; 0 is the checkpoint's.",
         "draft_version",
+    ),
+    "vllm_tide:draft_installed_timestamp_seconds": (
+        "Unix time since when the live draft serves (seconds); 0 until it is known.",
+        "draft_installed_unix",
     ),
     "vllm_tide:ring_used_bytes": (
         "Bytes in the ring not read yet.",

@@ -55,6 +55,9 @@ def report(tick: int) -> dict[str, Any]:
         "time_error": 0.05,
         "calibration_error": 0.03,
         "throughput_ratio": 0.98,
+        "plain_seconds": 0.3 * tick,
+        "round_seconds": 0.2 * tick,
+        "draft_installed_unix": time.time() - tick % 100 / 5,
     }
 
 
@@ -63,6 +66,7 @@ def learn(status: TrainerStatus, tick: int) -> None:
     status.loss = 1.5
     status.cycles = status.publications = tick // 100
     status.steps = tick
+    status.last_publish_unix = time.time() - tick % 100 / 5
     status.rows_read = status.train_tokens = 100 * tick
     status.training_seconds = tick / 10
     status.holdout_acceptance_new = status.holdout_acceptance_live = 3.1
@@ -84,7 +88,7 @@ def main() -> None:
     )
     latency = Histogram("vllm:request_time_per_output_token_seconds", "", LABELS)
     Gauge("vllm:num_requests_running", "", LABELS).labels(*WHO).set(4)
-    status, port = TrainerStatus(), free_port()
+    status, port = TrainerStatus(model_name="demo"), free_port()
     open_metrics(port, lambda: status)
     server, _ = start_http_server(0, "127.0.0.1")
     server.set_app(plain_text(server.get_app()))

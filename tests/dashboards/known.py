@@ -18,8 +18,6 @@ _ENDINGS = {
     "_histogram_cls": ("_bucket", "_sum", "_count"),
 }
 _BY_KIND = {"histogram": _ENDINGS["_histogram_cls"], "gauge": ("",)}
-# Of prometheus_client, in every process on Linux.
-PROCESS = {"process_start_time_seconds"}
 
 
 def of_serving() -> set[str]:

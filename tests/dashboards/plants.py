@@ -15,7 +15,7 @@ Value = Callable[[int], float | None]
 Series = Mapping[str, Value]
 
 _SERVER = 'job="m", instance="s:8000", model_name="m", engine="0"'
-_TRAINER = 'job="m", instance="t:8001"'
+_TRAINER = 'job="m", instance="t:8001", model_name="m"'
 
 
 def server(name: str, more: str = "") -> str:

@@ -297,7 +297,9 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     names = [*metrics.COUNTERS, *metrics.SCHEDULE_COUNTERS]
     assert all(f"{name}_total " in text for name in names)
     assert all(f"{name} " in text for name in metrics.GAUGES)
-    assert 'vllm_tide:trainer_engine_version{engine_id="test"} 0.0' in text
+    assert (
+        'vllm_tide:trainer_engine_version{engine_id="test",model_name=""} 0.0' in text
+    )
     sidecar.feeds.close()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tide.control.against_plain import AgainstPlain
 from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.calibration import Calibration, RequestOffsets
 from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
@@ -87,6 +88,7 @@ class AdaSpecPolicy:
         self._off: Counter[str] = Counter()
         self._lengths = np.zeros(k + 1, np.int64)
         self._seconds = (nan, nan)  # predicted and measured round, smoothed
+        self._against_plain = AgainstPlain()
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
         """A request begins; it is expected to be like the recent ones."""
@@ -216,7 +218,8 @@ class AdaSpecPolicy:
         for _ in range(outcome.rounds - 1):
             self._pass_by()
         unforeseen = prefilled and not batch.prefill
-        self._observe_times(batch, outcome.now, outcome.rounds, unforeseen)
+        emitted = outcome.emitted[known]
+        self._observe_times(batch, outcome.now, outcome.rounds, emitted, unforeseen)
         if self._step and len(rows):
             self._learn(batch, rows, verified, accepted)
 
@@ -248,6 +251,8 @@ class AdaSpecPolicy:
             "slo_met": self._book.met if self._book else 0,
             "slo_missed": self._book.missed if self._book else 0,
             "throughput_ratio": record.ratio(),
+            "plain_seconds": self._against_plain.plain_s,
+            "round_seconds": self._against_plain.round_s,
         }
 
     def _open(self, batch: Batch, now: float) -> None:
@@ -343,7 +348,12 @@ class AdaSpecPolicy:
         self.history.refresh()
 
     def _observe_times(
-        self, batch: Batch, now: float, rounds: int, unforeseen: bool
+        self,
+        batch: Batch,
+        now: float,
+        rounds: int,
+        emitted: np.ndarray,
+        unforeseen: bool,
     ) -> None:
         """Compare the round's time with its prediction.
 
@@ -351,6 +361,7 @@ class AdaSpecPolicy:
             batch: The round's.
             now: When its outcome was known (s).
             rounds: How many like it passed until then.
+            emitted: int64 [n], tokens that its requests got.
             unforeseen: The step had prefill rows that no prediction knew of.
         """
         step = self._step
@@ -359,6 +370,8 @@ class AdaSpecPolicy:
         seconds = (now - self._planned_at) / rounds
         if seconds <= 0 or unforeseen or not batch.room.any():
             return
+        idle = rounds - 1
+        self._against_plain.add(self._costs.plain, emitted, seconds * rounds, idle)
         predicted = self._predicted[1]
         record = self.gate.drafting if step else self.gate.plain
         record.add_time(predicted, seconds)

@@ -186,12 +186,13 @@ def _variables() -> list[Json]:
         "regex": "",
     }
     version = "vllm_tide:draft_version"
-    of_model = f'{version}{{model_name=~"$model_name"}}'
+    cycles = "vllm_tide:trainer_cycles_total"
+    of_model = '{model_name=~"$model_name"}'
     return [
         source,
         _variable("model_name", "Model", version, "model_name"),
-        _variable("engine", "Engine", of_model, "engine"),
-        _variable("trainer", "Trainer", "vllm_tide:trainer_cycles_total", "instance"),
+        _variable("engine", "Engine", version + of_model, "engine"),
+        _variable("trainer", "Trainer", cycles + of_model, "instance"),
     ]
 
 

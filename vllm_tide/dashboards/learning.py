@@ -6,7 +6,7 @@ from vllm_tide.dashboards.panel import Panel, Query, Row
 from vllm_tide.dashboards.promql import EACH, happened, of_trainer, per_trainer
 from vllm_tide.dashboards.serving import ACCEPTANCE_LENGTH
 
-WHO = "{{instance}}"
+WHO = "{{model_name}} {{instance}}"
 
 TRAINING = Row(
     "Training",
@@ -75,6 +75,21 @@ TRAINING = Row(
                 Query(of_trainer("vllm_tide:trainer_engine_version"), "{{engine_id}}"),
             ),
             steps=True,
+        ),
+        Panel(
+            "Since the last publication",
+            "Time since the trainer last published a draft; empty before the first. "
+            "Long is fine while held-out acceptance does not rise.",
+            "s",
+            (
+                Query(
+                    "time() - "
+                    + of_trainer(
+                        "vllm_tide:trainer_last_publication_timestamp_seconds"
+                    ),
+                    WHO,
+                ),
+            ),
         ),
         Panel(
             "Work",

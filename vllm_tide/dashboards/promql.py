@@ -1,7 +1,7 @@
 """Building blocks of the panels' PromQL, and what fills Grafana's variables.
 
-Engines are told apart by `model_name` and `engine`, a trainer by the `instance` it was
-scraped from: its metrics carry no model.
+Engines are told apart by `model_name` and `engine`, trainers by `model_name` and the
+`instance` they were scraped from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 ENGINE = 'model_name=~"$model_name", engine=~"$engine"'
-TRAINER = 'instance=~"$trainer"'
+TRAINER = 'model_name=~"$model_name", instance=~"$trainer"'
 WINDOW = "$__rate_interval"
 EACH = "{{model_name}}/{{engine}}"
 """Legend of a series per engine."""

@@ -26,11 +26,9 @@ SLO_ALL = per_engine("vllm_tide:slo_requests_total")
 ACCEPTANCE_LENGTH = f"1 + {ACCEPTED} / {DRAFTS}"
 # Where nothing was drafted nothing was wasted: 0 of 0 is shown as 0.
 SLO_SHARE = f"{SLO_MISSED} / clamp_min({SLO_ALL}, 1e-9)"
-# The newest minute in which the version changed; before the first swap the start.
-LIVE_SINCE = (
-    f"max_over_time((timestamp({VERSION}) and changes({VERSION}[2m]) > 0)[1d:1m]) "
-    f"or {VERSION} * 0 + on (job, instance) group_left () process_start_time_seconds"
-)
+LIVE_SINCE = of_engine("vllm_tide:draft_installed_timestamp_seconds") + " > 0"
+PLAIN_SECONDS = per_engine("vllm_tide:plain_seconds_total")
+ROUND_SECONDS = per_engine("vllm_tide:round_seconds_total")
 
 OVERVIEW = Row(
     "Overview",
@@ -73,8 +71,8 @@ OVERVIEW = Row(
         ),
         Panel(
             "Age of the live draft",
-            "Time since the version last changed, to two minutes; without a change "
-            "within a day, since the server's start.",
+            "Time since the live draft was installed; the checkpoint's, since the "
+            "server's start.",
             "s",
             (Query(f"time() - ({LIVE_SINCE})", EACH),),
             kind="stat",
@@ -187,6 +185,24 @@ CONTROL = Row(
                 Query(
                     f"clamp_min({OUTPUT} - {ACCEPTED}, 0)",
                     f"{EACH} same steps, no drafts",
+                ),
+            ),
+        ),
+        Panel(
+            "Output rate against no speculation",
+            "Tokens per second that users get, and that plain decoding would give by "
+            "control's time model (adaspec only); on the right the measured share.",
+            "none",
+            (
+                Query(OUTPUT, f"{EACH} output"),
+                Query(
+                    f"{OUTPUT} * {ROUND_SECONDS} / ({PLAIN_SECONDS} > 0)",
+                    f"{EACH} estimate without speculation",
+                ),
+                Query(
+                    f"{PLAIN_SECONDS} / ({ROUND_SECONDS} > 0)",
+                    f"{EACH} speed-up",
+                    unit="percentunit",
                 ),
             ),
         ),

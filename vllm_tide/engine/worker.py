@@ -91,6 +91,7 @@ class WorkerTide:
         self._replaced = 0.0
         self._weights_bytes = 0  # of a slot; read off the checkpoint once
         self._unannounced = False
+        self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
@@ -386,6 +387,7 @@ class WorkerTide:
             shared=sorted(self.swapper.shared) if self.swapper is not None else [],
             tide=self._config.model_dump(),
             created_unix=time.time(),
+            model_name=str(self._worker.vllm_config.model_config.served_model_name),
         )
         path = rendezvous.write_manifest(self._run_dir, manifest)
         logger.info("vllm_tide: engine %s announced at %s", self._engine_id, path)
@@ -401,7 +403,11 @@ class WorkerTide:
             return None
         self._reported, self._sent_staged = now, staged
         self._guard.run("replace", self._replace_lost, now)
-        report: dict[str, Any] = {"staged": staged, "faults": dict(self._faults())}
+        report: dict[str, Any] = {
+            "staged": staged,
+            "faults": dict(self._faults()),
+            "draft_installed_unix": self._draft_since,
+        }
         if self.capture is not None and self._ring is not None:
             self._ring.heartbeat()
             report |= self._capture_report(self.capture, self._ring)

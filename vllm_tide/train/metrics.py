@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_tide.train")
 
+LABELS = ("model_name",)
 Family = CounterMetricFamily | GaugeMetricFamily
 
 # name -> (help, field of the status)
@@ -59,6 +60,10 @@ GAUGES = {
     "vllm_tide:trainer_installed_version": (
         "Newest head that an engine serves.",
         "installed_version",
+    ),
+    "vllm_tide:trainer_last_publication_timestamp_seconds": (
+        "Unix time of the newest publication (seconds).",
+        "last_publish_unix",
     ),
     "vllm_tide:trainer_packing_waste": (
         "Share of batch rows that stayed empty (0 to 1).",
@@ -99,25 +104,32 @@ class StatusCollector(Collector):
     def collect(self) -> Iterable[Family]:
         """See `prometheus_client`."""
         status = self._status()
+        model = status.model_name
         schedule = dict(status.schedule)  # replaced as a whole by the trainer's thread
         for name, (text, key) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=getattr(status, key))
+            yield _counter(name, text, model, getattr(status, key))
         for name, (text, key) in GAUGES.items():
-            yield _gauge(name, text, getattr(status, key))
+            yield _gauge(name, text, model, getattr(status, key))
         for name, (text, key) in SCHEDULE.items():
-            yield _gauge(name, text, schedule.get(key))
+            yield _gauge(name, text, model, schedule.get(key))
         for name, (text, key) in SCHEDULE_COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=schedule.get(key, 0))
-        engines = GaugeMetricFamily(*ENGINE_VERSION, labels=["engine_id"])
+            yield _counter(name, text, model, schedule.get(key, 0))
+        engines = GaugeMetricFamily(*ENGINE_VERSION, labels=[*LABELS, "engine_id"])
         for engine, told in dict(status.engines).items():
-            engines.add_metric([engine], told["installed"])
+            engines.add_metric([model, engine], told["installed"])
         yield engines
 
 
-def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text)
+def _counter(name: str, text: str, model: str, value: float) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=LABELS)
+    family.add_metric([model], float(value))
+    return family
+
+
+def _gauge(name: str, text: str, model: str, value: float | None) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=LABELS)
     if value is not None:
-        family.add_metric([], float(value))
+        family.add_metric([model], float(value))
     return family
 
 

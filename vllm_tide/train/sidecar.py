@@ -102,11 +102,11 @@ class Sidecar:
         if self.config.compute_dtype == "bfloat16" and not has_fast_bfloat16():
             self.config = self.config.model_copy(update={"compute_dtype": "float32"})
             logger.info("this CPU has no bfloat16 arithmetic: computing in float32")
-        self.status = TrainerStatus()
+        self.status = TrainerStatus(model_name=self.manifest.model_name)
         self._file = StatusFile(run_dir, feed.id)
         self._events = EventLog(run_dir, feed.id)
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
-        self._stopping = False
+        self._stopping = self._purge_waits = False
         self._trained_s = 0.0
         self._cycle_began: float | None = None
         groups = Groups(self.tide.schedule.max_groups)

@@ -22,6 +22,7 @@ class TrainerStatus:
 
     Attributes:
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
+        model_name: Name that the first engine serves the target under.
         holdout_acceptance_new: Expected tokens per verify step of the candidate at the
             last evaluation; `holdout_acceptance_live` of the draft served then.
         refused_versions: Publications that no engine took.
@@ -37,6 +38,7 @@ class TrainerStatus:
 
     pid: int = field(default_factory=os.getpid)
     state: str = "starting"
+    model_name: str = ""
     cycles: int = 0
     steps: int = 0
     loss: float | None = None

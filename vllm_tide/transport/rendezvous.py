@@ -53,6 +53,7 @@ class EngineManifest:
         shared: Names of draft tensors that are the target's own modules; a trainer
             neither trains nor publishes them.
         pid_namespace: Inode of the pid namespace `pid` belongs to.
+        model_name: Name that it serves the target under; empty if it does not say.
     """
 
     engine_id: str
@@ -75,6 +76,7 @@ class EngineManifest:
     created_unix: float
     shared: list[str] = field(default_factory=list)
     pid_namespace: int = field(default_factory=pid_namespace)
+    model_name: str = ""
 
     def owner_alive(self) -> bool | None:
         """Whether the engine lives; None where its pid cannot be looked up."""
