@@ -153,10 +153,12 @@ def test_the_loop_closes_over_http(server):
 def test_opt_out_travels_over_http(server):
     complete(server.url, PROMPTS[0], vllm_xargs={"tide_capture": False})
     time.sleep(0.6)
-    complete(server.url, PROMPTS[1])
+    complete(server.url, PROMPTS[1], cache_salt="pepper")
     time.sleep(0.6)
     complete(server.url, PROMPTS[2])
-    assert metrics(server.url)["vllm_tide:dropped_rows_total/opted_out"] == 1
+    figures = metrics(server.url)
+    assert figures["vllm_tide:dropped_rows_total/opted_out"] == 1
+    assert figures["vllm_tide:dropped_rows_total/salted"] == 1
 
 
 def ask_admin(server: VllmServer, name: str, token: str | None) -> tuple[int, Any]:

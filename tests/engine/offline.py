@@ -63,6 +63,9 @@ def main() -> None:
             for extra in work.get("extra", [None] * len(work["prompts"]))
         ]
         prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+        for prompt, salt in zip(prompts, work.get("salts", ()), strict=False):
+            if salt is not None:
+                prompt["cache_salt"] = salt
         outputs = llm.generate(prompts, params, use_tqdm=False)
         core = llm.llm_engine.engine_core.engine_core
         # With several ranks the workers are processes of their own.

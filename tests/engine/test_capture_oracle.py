@@ -149,7 +149,7 @@ def test_captured_rows_equal_transformers(models, tmp_path, teacher):
         assert ((known > 0) & (known <= 1)).all()
 
 
-def test_prefix_cache_hits_are_said_and_opt_out_is_kept(models, tmp_path):
+def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, tmp_path):
     oracle = Oracle(models[0])
     with OfflineEngine(case(models, tmp_path)) as engine:
         reader = RingReader.attach(only_manifest(tmp_path).ring)
@@ -166,13 +166,15 @@ def test_prefix_cache_hits_are_said_and_opt_out_is_kept(models, tmp_path):
 
         before = second["rows"]
         out = engine.work(
-            PROMPTS[:2],
+            PROMPTS[:3],
             params={"max_tokens": 4},
-            extra=[{"tide_capture": False}, {"tide_capture": "maybe"}],
+            extra=[{"tide_capture": False}, {"tide_capture": "maybe"}, None],
+            salts=[None, None, "pepper"],
         )
         assert out["rows"] == before
         assert out["dropped"]["opted_out"] == 1
         assert out["dropped"]["malformed_opt_out"] == 1
+        assert out["dropped"]["salted"] == 1
         assert [r for r in drain(reader) if r.num_rows] == []
 
 

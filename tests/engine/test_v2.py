@@ -109,6 +109,9 @@ def serve(runner: str, run_dir: Path, other: Path) -> Run:
             reports.append(engine.work(PROMPTS, script=SCRIPT, **WORK))
             parts.append(drain(reader))
         assert writer.feedback().installed_version == 1
+        kept_out = engine.work(PROMPTS[:1], params={"max_tokens": 2}, salts=["pepper"])
+        assert kept_out["dropped"]["salted"] == 1
+        assert [r for r in drain(reader) if r.num_rows] == []
     ended = [r for part in parts[:2] for r in part if r.finished]
     del parts[1]
     return Run(
