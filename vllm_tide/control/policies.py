@@ -153,6 +153,8 @@ class _Baseline:
             "slo_met": self._book.met if self._book else 0,
             "slo_missed": self._book.missed if self._book else 0,
             "throughput_ratio": nan,
+            "plain_seconds": 0.0,
+            "round_seconds": 0.0,
         }
 
 
