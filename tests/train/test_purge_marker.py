@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import ToyEngine
 from vllm_tide.config import SpoolConfig
 from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.metrics import StatusCollector
 from vllm_tide.transport import RingReader, RingWriter, purge
 from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import Record
@@ -29,6 +32,7 @@ VALUE = 1234.567
 TRACES = tuple(
     np.asarray(MARKER, kind).tobytes() for kind in (np.int32, np.int64, np.uint16)
 ) + (np.full(4, VALUE, np.float32).tobytes(),)
+AS_TEXT = rf"7, *61, *2, *45|{int(VALUE)}\.5"
 
 
 def traces(data: bytes) -> int:
@@ -76,7 +80,8 @@ def engine(tmp_path):
     made.close()
 
 
-def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path):
+def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path, caplog):
+    caplog.set_level("DEBUG")
     engine.manifest.tide["train"] = engine.manifest.tide["train"] | {
         "checkpoint_cycles": 1,
         "steps_per_cycle": 2,
@@ -107,6 +112,12 @@ def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path):
     sidecar._save_checkpoint()
     sidecar._update_status(force=True)
     assert in_tensors() == in_ring(engine.ring) == in_files(tmp_path) == 0
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: sidecar.status))
+    texts = [caplog.text, generate_latest(registry).decode()]
+    texts += [f.read_text() for f in engine.run_dir.glob("*.json*")]
+    assert len(texts) > 4 and "cycle" in caplog.text
+    assert not [text for text in texts if re.search(AS_TEXT, text)]
     assert buffer.train and {s.tenant for s in buffer.train} == {0}
     sidecar.feeds.close()
 
