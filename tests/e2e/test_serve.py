@@ -126,6 +126,7 @@ def greedy(target: Path, prompt: list[int]) -> list[int]:
 @pytest.mark.timeout(600)
 def test_the_loop_closes_over_http(server):
     folder = server.options.model.parent
+    began = time.time()
     first = {i: complete(server.url, PROMPTS[i]) for i in (0, 1)}
     deadline = time.monotonic() + 400
     swaps = 0.0
@@ -137,6 +138,8 @@ def test_the_loop_closes_over_http(server):
     assert swaps >= 2, server.log_tail()
     assert seen["vllm_tide:captured_rows_total"] > 1000
     assert seen["vllm_tide:draft_version"] >= 2
+    installed = seen["vllm_tide:draft_installed_timestamp_seconds"]
+    assert began < installed < time.time()
     assert seen["vllm_tide:swap_seconds_count"] == seen["vllm_tide:swaps_total"]
     assert seen["vllm_tide:ring_consumer_alive"] == 1
     assert seen["vllm_tide:ring_capacity_bytes"] > 0
@@ -146,8 +149,9 @@ def test_the_loop_closes_over_http(server):
     for i, tokens in first.items():
         assert complete(server.url, PROMPTS[i]) == tokens
     assert first[0] == greedy(folder / "target", PROMPTS[0])
-    status = next((folder / "run").glob("trainer-*.json"))
-    assert json.loads(status.read_text())["published_version"] >= 2
+    status = json.loads(next((folder / "run").glob("trainer-*.json")).read_text())
+    assert status["published_version"] >= 2
+    assert status["model_name"] == "demo"  # as the server's own metrics say
 
 
 def test_opt_out_travels_over_http(server):

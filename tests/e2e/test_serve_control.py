@@ -63,6 +63,8 @@ def test_outputs_are_the_targets_and_every_decision_is_counted(server):
         <= seen["vllm_tide:drafted_tokens_total"]
     )
     assert seen["vllm_tide:captured_rows_total"] > 0
+    assert seen["vllm_tide:round_seconds_total"] > 0
+    assert seen["vllm_tide:plain_seconds_total"] > 0
     assert seen.get("vllm_tide:faults_total", 0) == 0
 
 
