@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,19 @@ NO_TORCH = ("config", "dashboards", "transport", "patching", "patch_series", "me
 SIDEWAYS = {("bench", "train"), ("bench", "sim"), ("patching", "patch_series")}
 
 
+@cache
+def sources() -> dict[Path, ast.Module]:
+    """Every module of the package, parsed once."""
+    files = PACKAGE.rglob("*.py")
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+@cache
 def imports() -> list[tuple[str, str, str]]:
     found = []
-    for file in PACKAGE.rglob("*.py"):
+    for file, tree in sources().items():
         here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -103,10 +112,17 @@ UNSAFE_CALLS = {
     ("joblib", "load"),
     ("os", "system"),
 }
-UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal"} | {
+UNSAFE_MODULES = {
+    "pickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
     "shelve",
     "joblib",
 }
+    ["pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"]
+)
 
 
 def unsafe(tree: ast.AST) -> list[str]:
@@ -127,9 +143,7 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 def test_nothing_that_another_process_wrote_becomes_code():
     wrong = [
-        (str(file), name)
-        for file in PACKAGE.rglob("*.py")
-        for name in unsafe(ast.parse(file.read_text(encoding="utf-8")))
+        (str(file), name) for file, tree in sources().items() for name in unsafe(tree)
     ]
     wrong += [
         (file, name)
