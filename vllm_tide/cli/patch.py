@@ -1,9 +1,11 @@
-"""``vllm-tide patch``: install, judge, remove and check the vLLM patches."""
+"""``vllm-tide patch``: install, judge, remove, check and move the vLLM patches."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +57,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="write manifest.json from the series and all --pristine folders",
     )
+    _add_rebase(actions)
+
+
+def _add_rebase(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    text = "Say how the series fits another release of vLLM; no installed one is used."
+    action = actions.add_parser("rebase", help=text, description=text)
+    action.add_argument(
+        "--to", required=True, metavar="VERSION", help="the release, such as 0.33.0"
+    )
+    action.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="its source archive, wheel or unpacked folder (default: the archive of "
+        "pip's package index)",
+    )
+    action.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the moved series to this new folder, if all of it applies",
+    )
+    action.add_argument("--json", action="store_true", help="the report as JSON")
+    action.add_argument(
+        "--patches", type=Path, metavar="DIR", help="patch folder (default: own)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.action == "check":
             return _check(args)
+        if args.action == "rebase":
+            return _rebase(args)
         if args.action == "status":
             return _show(patching.status(args.target, args.patches))
         if args.action == "apply":
@@ -72,6 +104,28 @@ def run(args: argparse.Namespace) -> int:
     except PatchError as error:
         print(f"vllm-tide patch {args.action}: {error}", file=sys.stderr)
         return EXIT_ERROR
+
+
+def _rebase(args: argparse.Namespace) -> int:
+    # Not needed by the other actions, which run at image build and in start-up checks.
+    from vllm_tide import patch_fetch, patch_rebase
+
+    root = args.patches or patch_series.patches_root()
+    with tempfile.TemporaryDirectory() as scratch:
+        source = args.source or patch_fetch.fetch_sdist(args.to, Path(scratch))
+        result = patch_rebase.rebase(root, args.to, source)
+    if args.json:
+        print(json.dumps(patch_rebase.as_json(result), indent=2))
+    else:
+        print(patch_rebase.as_text(result))
+    if args.out is None:
+        return 0 if result.applies else 1
+    if not result.applies:
+        print(f"not written to {args.out}: not all of it applies", file=sys.stderr)
+        return 1
+    files = patch_rebase.write_series(result, root, args.out)
+    print(f"{len(files)} files written to {args.out}", file=sys.stderr)
+    return 0
 
 
 def _show(result: Status) -> int:
