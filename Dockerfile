@@ -1,20 +1,26 @@
-# A vLLM 0.32.0 image with vllm_tide in it.
+# vLLM 0.32.0 with vllm_tide in it: patched, checked, without root, offline.
 #
 #   docker build --target serve -t tide-serve .
 #   docker build --target train -t tide-train .
 #
-# BASE_IMAGE is any image that carries vLLM 0.32.0 (CUDA or CPU). Both targets run as an
-# unprivileged user; the engine and the trainer meet in POSIX shared memory and in
-# VLLM_TIDE_RUN_DIR, so give the two containers one IPC namespace, one volume there, and
-# the same user:
+# BASE_IMAGE is any image that carries vLLM 0.32.0; vLLM's release scripts publish
+#   vllm/vllm-openai:v0.32.0        CUDA (the default)
+#   vllm/vllm-openai-rocm:v0.32.0   ROCm, gfx942 (MI300X) among others
+#   vllm/vllm-openai-cpu:v0.32.0    CPU, what this version of vllm_tide runs on
+# The build stops if a file to be patched is not vLLM 0.32.0's, byte for byte.
 #
-#   docker run --name serve --ipc shareable -v tide:/run/tide tide-serve MODEL ...
-#   docker run --ipc container:serve --pid container:serve -v tide:/run/tide tide-train
+# Engine and trainer meet in /dev/shm and in VLLM_TIDE_RUN_DIR, and tell by its pid
+# whether the other lives. So the two containers share the IPC and pid namespaces, a
+# volume at /run/tide and the user: see scripts/deploy.
 ARG BASE_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE_IMAGE} AS build
 USER root
 WORKDIR /src
+# Not every base has a C++ compiler; the extension is one small file.
+RUN command -v g++ > /dev/null || { apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*; }
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY csrc csrc
 COPY patches patches
@@ -22,21 +28,34 @@ COPY vllm_tide vllm_tide
 RUN python3 -m pip wheel --no-deps --no-cache-dir --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS base
+ARG TIDE_UID=10001
 USER root
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-deps --no-cache-dir /wheels/*.whl \
     && vllm-tide patch apply \
-    && vllm-tide patch status \
-    && (id tide > /dev/null 2>&1 || useradd --create-home --uid 10001 tide) \
-    && install -d -o tide -m 0700 /run/tide
-ENV VLLM_TIDE_RUN_DIR=/run/tide \
-    VLLM_NO_USAGE_STATS=1
-USER tide
+    && vllm-tide patch check \
+    && vllm-tide patch status
+RUN useradd --create-home --user-group --uid "${TIDE_UID}" tide \
+    && install -d -o tide -g tide -m 0700 /run/tide /var/lib/tide
+# A folder below the volume: the root of a fresh volume may belong to root.
+# Offline: models are mounted. HF_HUB_OFFLINE=0 lets vLLM download them.
+ENV VLLM_TIDE_RUN_DIR=/run/tide/run \
+    VLLM_NO_USAGE_STATS=1 \
+    DO_NOT_TRACK=1 \
+    HF_HUB_OFFLINE=1
+# A number, so that Kubernetes' runAsNonRoot can tell that it is not root.
+USER ${TIDE_UID}
 WORKDIR /home/tide
 
 FROM base AS train
+# Healthy while it answers, and while there is no engine to train for.
+HEALTHCHECK --interval=30s --timeout=60s --start-period=2m --retries=5 \
+    CMD ["vllm-tide", "status", "--probe", "--timeout", "45"]
 ENTRYPOINT ["vllm-tide", "train", "--wait"]
 
 FROM base AS serve
 EXPOSE 8000
+# Loading a large model takes long. Another --port needs another health check.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=6 \
+    CMD ["python3", "-c", "import http.client as h; c = h.HTTPConnection('127.0.0.1', 8000, timeout=8); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["vllm", "serve"]

@@ -1,0 +1,106 @@
+"""The Dockerfile: what it builds on, brings, checks, and whom it runs as."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.deploy.dockerfile_steps import Step, read_steps, stage_chain
+from vllm_tide.cli.status import add_parser
+from vllm_tide.patch_series import VLLM_VERSION
+
+ROOT = Path(__file__).parents[2]
+STEPS = read_steps(ROOT / "Dockerfile")
+TARGETS = ("serve", "train")
+
+
+def steps_of(target: str, name: str) -> list[Step]:
+    stages = stage_chain(STEPS, target)
+    return [step for step in STEPS if step.stage in stages and step.name == name]
+
+
+def test_base_image_is_the_version_that_the_patches_are_for() -> None:
+    first = STEPS[0]
+    assert (first.stage, first.name) == ("", "ARG")
+    assert first.text == f"BASE_IMAGE=vllm/vllm-openai:v{VLLM_VERSION}"
+    outside = [s.text.split()[0] for s in STEPS if s.name == "FROM"]
+    assert set(outside) == {"${BASE_IMAGE}", "base"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_drop_root_and_are_offline(target: str) -> None:
+    assert steps_of(target, "USER")[-1].text == "${TIDE_UID}"
+    assert steps_of(target, "ARG")[-1].text == "TIDE_UID=10001"
+    env = dict(
+        pair.split("=") for s in steps_of(target, "ENV") for pair in s.text.split()
+    )
+    assert env["VLLM_NO_USAGE_STATS"] == env["HF_HUB_OFFLINE"] == "1"
+    # Below the volume, whose root may be root's: it must be the user's own.
+    assert env["VLLM_TIDE_RUN_DIR"] == "/run/tide/run"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_patches_are_applied_and_judged_in_the_layer_that_installs(target: str) -> None:
+    installs = [s for s in steps_of(target, "RUN") if "pip install" in s.text]
+    assert len(installs) == 1
+    commands = [part.strip() for part in installs[0].text.split("&&")]
+    assert commands[1:] == [
+        "vllm-tide patch apply",
+        "vllm-tide patch check",
+        "vllm-tide patch status",
+    ]
+    assert "--no-deps" in commands[0]  # vLLM's image has the dependencies
+
+
+def test_everything_that_the_build_needs_is_copied() -> None:
+    copied = {word for s in STEPS if s.name == "COPY" for word in s.text.split()[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    config = (ROOT / "pyproject.toml").read_text()
+    named = set(re.findall(r'readme = "(.+)"|license-files = \["(.+)"\]', config))
+    assert {name for pair in named for name in pair if name} <= copied
+    assert {"setup.py", "pyproject.toml", "csrc", "patches", "vllm_tide"} <= copied
+
+
+def test_health_check_of_the_server_is_a_program() -> None:
+    (check,) = steps_of("serve", "HEALTHCHECK")
+    python, flag, code = check.words
+    assert (python, flag) == ("python3", "-c")
+    ast.parse(code)
+    assert "'/health'" in code
+    assert "8000" in [step.text for step in steps_of("serve", "EXPOSE")]
+
+
+def test_health_check_of_the_trainer_is_a_command_of_ours() -> None:
+    (check,) = steps_of("train", "HEALTHCHECK")
+    program, *words = check.words
+    assert program == "vllm-tide"
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(words)
+    assert args.probe
+    patience = next(f for f in check.flags if f.startswith("--timeout="))
+    assert args.timeout < int(patience.removeprefix("--timeout=").rstrip("s"))
+
+
+def test_steps_are_read_with_continuations_comments_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "Dockerfile"
+    file.write_text(
+        "ARG A=1\nFROM ${A} AS one\nRUN --mount=type=bind,target=/w \\\n"
+        "    first \\\n    # said in between\n    && second\nFROM one AS two\nUSER 1\n"
+    )
+    steps = read_steps(file)
+    assert [step.name for step in steps] == ["ARG", "FROM", "RUN", "FROM", "USER"]
+    run = steps[2]
+    assert (run.text, run.flags) == (
+        "first && second",
+        ("--mount=type=bind,target=/w",),
+    )
+    assert (run.stage, run.line) == ("one", 3)
+    assert stage_chain(steps, "two") == ["one", "two"]
+    file.write_text("FROM a AS b\nnot an instruction\n")
+    with pytest.raises(ValueError, match=r"Dockerfile:2: no instruction"):
+        read_steps(file)

@@ -1,0 +1,166 @@
+"""The Kubernetes examples: references resolve, and what must be shared is shared."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.deploy.dockerfile_steps import read_steps
+from vllm_tide.cli import status, train
+from vllm_tide.config import parse_tide, read_json_object
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "scripts" / "deploy"
+ONE_POD = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+TWO_HOSTS = list(yaml.safe_load_all((DEPLOY / "kubernetes-two-hosts.yaml").read_text()))
+UID = next(
+    int(step.text.partition("=")[2])
+    for step in read_steps(ROOT / "Dockerfile")
+    if step.text.startswith("TIDE_UID=")
+)
+
+
+def pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        doc["metadata"]["name"]: doc["spec"]["template"]["spec"]
+        for doc in documents
+        if doc["kind"] == "Deployment"
+    }
+
+
+ALL_PODS = [*pods(ONE_POD).values(), *pods(TWO_HOSTS).values()]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def named(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(item for item in containers(pod) if item["name"] == name)
+
+
+def parsed(module: Any, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module.add_parser(parser.add_subparsers())
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])
+def test_names_are_unique_and_selectors_select(documents: list[dict[str, Any]]) -> None:
+    ids = [(doc["kind"], doc["metadata"]["name"]) for doc in documents]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"[a-z0-9-]{1,63}", name) for _, name in ids)
+    labels = []
+    for doc in documents:
+        if doc["kind"] == "Deployment":
+            label = doc["spec"]["template"]["metadata"]["labels"]
+            assert doc["spec"]["selector"]["matchLabels"] == label
+            # Two trainers or engines must not hold one volume during an update.
+            assert doc["spec"]["strategy"] == {"type": "Recreate"}
+            labels.append(label)
+    for doc in documents:
+        if doc["kind"] == "Service":
+            assert doc["spec"]["selector"] in labels
+        if doc["kind"] == "NetworkPolicy":
+            assert doc["spec"]["podSelector"]["matchLabels"] in labels
+
+
+@pytest.mark.parametrize("pod", ALL_PODS)
+def test_mounts_and_ports_refer_to_what_is_there(pod: dict[str, Any]) -> None:
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    used = set()
+    for item in containers(pod):
+        mounts = [mount["name"] for mount in item["volumeMounts"]]
+        paths = [mount["mountPath"] for mount in item["volumeMounts"]]
+        assert len(set(paths)) == len(paths)
+        used |= set(mounts)
+        ports = {port["name"] for port in item.get("ports", [])}
+        for key in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if "httpGet" in item.get(key, {}):
+                assert item[key]["httpGet"] == {"path": "/health", "port": "http"}
+                assert "http" in ports
+    assert used == volumes
+
+
+@pytest.mark.parametrize("pod", ALL_PODS)
+def test_pods_run_without_root_or_rights(pod: dict[str, Any]) -> None:
+    user = pod["securityContext"]
+    assert user["runAsNonRoot"] is True
+    assert user["runAsUser"] == user["fsGroup"] == UID
+    assert pod["automountServiceAccountToken"] is False
+    for item in containers(pod):
+        rights = item["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False
+        assert rights["capabilities"] == {"drop": ["ALL"]}
+        assert "memory" in item["resources"]["limits"]
+        assert item["image"] in ("tide-serve", "tide-train")
+
+
+def test_one_pod_shares_pids_memory_run_directory_and_user() -> None:
+    (pod,) = pods(ONE_POD).values()
+    assert pod["shareProcessNamespace"] is True
+    serve, trainer = named(pod, "serve"), named(pod, "train")
+    assert serve["volumeMounts"] == trainer["volumeMounts"]
+    paths = {m["mountPath"]: m["name"] for m in serve["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for path in ("/dev/shm", "/run/tide"):  # noqa: S108 - of the container
+        assert volumes[paths[path]]["emptyDir"]["medium"] == "Memory"
+    config = read_json_object(str(DEPLOY / "tide.json"))
+    state_dir = parse_tide(config["tide"]).train.state_dir
+    assert state_dir is not None
+    assert volumes[paths[str(Path(state_dir).parent)]].keys() >= {
+        "persistentVolumeClaim"
+    }
+
+
+def test_token_becomes_a_private_file_of_the_user() -> None:
+    (pod,) = pods(ONE_POD).values()
+    script = named(pod, "token")["args"][0]
+    assert "install -m 0600 /etc/tide-admin/admin.token /run/tide/run/" in script
+    secret = next(v for v in pod["volumes"] if v["name"] == "admin")["secret"]
+    assert secret["defaultMode"] == 0o440  # the pod's group, nobody else
+
+
+@pytest.mark.parametrize("pod", ALL_PODS)
+def test_trainers_probe_is_a_command_of_ours(pod: dict[str, Any]) -> None:
+    for item in pod["containers"]:
+        if item["image"] != "tide-train":
+            continue
+        probe = item["livenessProbe"]
+        program, *words = probe["exec"]["command"]
+        assert program == "vllm-tide"
+        args = parsed(status, words)
+        assert args.probe
+        assert args.timeout < probe["timeoutSeconds"]
+
+
+def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
+    made = pods(TWO_HOSTS)
+    server, trainer = made["tide-serve"], made["tide-train"]
+    rule = trainer["affinity"]["podAntiAffinity"]
+    (rule,) = rule["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["labelSelector"]["matchLabels"] == {"app": "tide-serve"}
+    url = parse_tide(
+        read_json_object(str(DEPLOY / "tide-spool.json"))["tide"]
+    ).spool.url
+    args = parsed(train, ["train", *named(trainer, "train")["args"]])
+    assert args.spool == url
+    for pod, name in ((server, "serve"), (trainer, "train")):
+        mounts = {m["mountPath"]: m["name"] for m in named(pod, name)["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        # A folder below the mount: the relay refuses one that others may enter.
+        claim = volumes[mounts[str(Path(str(url)).parent)]]["persistentVolumeClaim"]
+        assert claim["claimName"] == "tide-spool"
+    claim = next(doc for doc in TWO_HOSTS if doc["metadata"]["name"] == "tide-spool")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_nothing_in_the_pod_may_call_out() -> None:
+    (policy,) = (doc["spec"] for doc in ONE_POD if doc["kind"] == "NetworkPolicy")
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
