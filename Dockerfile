@@ -15,9 +15,12 @@
 ARG BASE_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE_IMAGE} AS build
-USER root
+# Root only while building: this stage becomes no image.
+# hadolint ignore=DL3002
+USER 0
 WORKDIR /src
-# Not every base has a C++ compiler; the extension is one small file.
+# Not every base has a C++ compiler; each has its own version of it.
+# hadolint ignore=DL3008
 RUN command -v g++ > /dev/null || { apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*; }
@@ -29,7 +32,7 @@ RUN python3 -m pip wheel --no-deps --no-cache-dir --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS base
 ARG TIDE_UID=10001
-USER root
+USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-deps --no-cache-dir /wheels/*.whl \
     && vllm-tide patch apply \

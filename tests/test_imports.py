@@ -13,6 +13,9 @@ PACKAGE = Path(__file__).parent.parent / "vllm_tide"
 # A package may import those of a lower layer, and itself.
 LAYERS = {
     "config": 0,
+    "patch_fetch": 0,
+    "patch_fit": 0,
+    "patch_rebase": 0,
     "patch_series": 0,
     "patch_install": 0,
     "patching": 0,

@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.env = dict(os.environ)
-        self.folder, self.user = "/", "root"
+        self.folder, self.user = "/", "0"
 
     def take(self, step: Step) -> None:
         """Carry out one step."""
@@ -51,13 +51,17 @@ class Machine:
         elif step.name == "USER":
             self.user = Template(step.text).substitute(self.env)
         elif step.name == "FROM":  # all stages share the one root
-            self.user, self.folder = "root", "/"
+            self.user, self.folder = "0", "/"
 
     def run(self, command: list[str]) -> None:
         """Run a command in the root as the user; raises if it fails."""
-        who = "0:0" if self.user == "root" else f"{self.user}:{self.user}"
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', self.folder, *command]
-        chroot = ["chroot", f"--userspec={who}", str(self.root), *inside]
+        chroot = [
+            "chroot",
+            f"--userspec={self.user}:{self.user}",
+            str(self.root),
+            *inside,
+        ]
         subprocess.run(chroot, env=self.env, check=True)
 
     def _copy(self, source: str, target: str, *, many: bool) -> None:

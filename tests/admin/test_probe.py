@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.transport.test_rendezvous import manifest
+from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.rendezvous import write_manifest
@@ -31,7 +31,7 @@ def test_a_trainer_that_waits_for_an_engine_is_healthy(tmp_path):
 
 
 def test_an_engine_without_a_trainer_is_not(tmp_path):
-    write_manifest(tmp_path, manifest())
+    write_manifest(tmp_path, make_manifest())
     leave_socket(tmp_path)
     assert probe(tmp_path, "--probe") == 2
 

@@ -115,6 +115,17 @@ def test_an_overlay_builds_all_images_on_one_base(file: str) -> None:
     assert bases.pop().endswith(f":v{VLLM_VERSION}")
 
 
+@pytest.mark.parametrize("file", OVERLAYS)
+def test_lists_of_an_overlay_repeat_nothing(file: str) -> None:
+    # Compose joins them, and refuses an item that is there twice.
+    for name, service in yaml.safe_load((DEPLOY / file).read_text())[
+        "services"
+    ].items():
+        for key, value in service.items():
+            if isinstance(value, list):
+                assert not set(value) & set(SERVICES[name].get(key, []))
+
+
 @pytest.mark.parametrize("file", ["tide.json", "tide-spool.json"])
 def test_configurations_are_valid(file: str) -> None:
     config = read_json_object(str(DEPLOY / file))
