@@ -92,8 +92,7 @@ def test_unfit_publications_are_refused_by_reason(change, reason):
 def test_norms_are_compared_with_the_live_draft():
     contract = DraftContract(draft(), max_norm_ratio=4.0)
     grown = draft() | {"fc.weight": torch.full((4, 6), 3.0)}
-    contract.check(grown)
-    contract.accept(grown)
+    contract.accept(contract.check(grown))
     contract.check(draft() | {"fc.weight": torch.full((4, 6), 9.0)})
 
 

@@ -11,7 +11,7 @@ import pytest
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.policies import ThresholdPolicy
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.step_log import Step, Timing
 
 K = 4
 
@@ -73,6 +73,7 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
         "token_ids": np.arange(6),
         "confidence": np.tile(np.array(confidence, np.float32), (2, 1)),
         "drafted": np.array([1, 2]),
+        "timing": Timing(True, lambda: None),
     }
     return Step(**values | change)
 

@@ -63,7 +63,7 @@ def record(log: StepLog, of: SimpleNamespace | None = None) -> Step | None:
         np.array([0, 11, 0, 9], np.int32),
         output,
         torch.full((REQS, K), 0.5),
-        torch.arange(REQS),
+        torch.arange(REQS * K).view(REQS, K),
         K,
         4,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_DTYPES = {
+WIRE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
@@ -50,7 +50,7 @@ class Staging:
         teacher: bool,
     ) -> None:
         self._hidden_size = hidden_size
-        kind = _DTYPES[dtype]
+        kind = WIRE_DTYPES[dtype]
         self._features = torch.empty(max_rows, num_aux * hidden_size, dtype=kind)
         self.features = wire_view(self._features)
         self._teacher: torch.Tensor | None = None

@@ -31,12 +31,24 @@ def refusal(device_type: str) -> str:
     """
     from vllm_tide.engine.arguments import check_engine_config
 
-    # Everything else as a plain `vllm serve` with --no-async-scheduling has it.
+    # Everything else as a plain `vllm serve` has it: V2 on a GPU, else V1 with
+    # --no-async-scheduling.
+    speculative = SimpleNamespace(
+        enable_adaptive_verification=False,
+        use_local_argmax_reduction=False,
+        draft_sample_method="greedy",
+        tide={},
+    )
     plain = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device_type),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_batch_sharded_sampling=False,
+        ),
         lora_config=None,
-        use_v2_model_runner=False,
+        speculative_config=speculative,
+        use_v2_model_runner=device_type != "cpu",
         scheduler_config=SimpleNamespace(async_scheduling=False),
     )
     try:

@@ -100,10 +100,15 @@ def check_engine_config(vllm_config: Any) -> None:
         ConfigError: One sentence naming the option.
     """
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"tide: device {device!r} is not supported in this version, only 'cpu'; "
-            "remove the tide section to serve without it."
+            f"tide: device {device!r} is not supported in this version, only 'cpu' and "
+            "'cuda' (ROCm too); remove the tide section to serve without it."
+        )
+    if device != "cpu" and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"tide: on {device!r} it needs Model Runner V2; set "
+            "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:

@@ -16,8 +16,9 @@ import torch
 from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows
 from vllm_tide.capture.topk import top_k_teacher
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.row_stage import RowStage
-from vllm_tide.engine.step_log import Place, Step
+from vllm_tide.engine.row_stage import TopRows, make_stage
+from vllm_tide.engine.step_log import Step
+from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
 
 
@@ -30,7 +31,7 @@ class CaptureV2(Recorder):
         config: `tide.capture`.
         num_aux: Number of captured layers.
         hidden_size: H of the target.
-        places: Of the step log; each gets a stage of its own.
+        places: Steps under way, at most.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
     """
 
@@ -41,7 +42,7 @@ class CaptureV2(Recorder):
         config: CaptureConfig,
         num_aux: int,
         hidden_size: int,
-        places: Sequence[Place],
+        places: int,
         tenant_key: bytes | None = None,
     ) -> None:
         keeps_hidden = config.teacher in ("hidden", "both")
@@ -50,29 +51,26 @@ class CaptureV2(Recorder):
             runner.max_num_tokens,
             runner.max_num_reqs * (runner.num_speculative_steps + 1),
         )
-        self._stages = {
-            id(place): RowStage(
-                runner.max_num_tokens,
-                num_aux,
-                hidden_size,
-                config.feature_dtype,
-                keeps_hidden,
-                logits,
-                min(topk, runner.vocab_size),
-                runner.device,
-            )
-            for place in places
-        }
-        like = next(iter(self._stages.values()))
-        super().__init__(
-            ring,
-            config,
-            like.features[:0],
-            None if like.hidden is None else like.hidden[:0],
-            tenant_key,
+        self._stage = make_stage(
+            runner.device,
+            places,
+            runner.max_num_tokens,
+            num_aux,
+            hidden_size,
+            config.feature_dtype,
+            keeps_hidden,
+            logits,
+            min(topk, runner.vocab_size),
         )
-        self._no_features = like.features[:, :0]
-        self._logits_topk: tuple[torch.Tensor, ...] | None = None
+        features_like, hidden_like = self._stage.like()
+        super().__init__(ring, config, features_like, hidden_like, tenant_key)
+        # Any number of rows and no columns.
+        self._no_features = np.empty((runner.max_num_tokens, 0), features_like.dtype)
+        self._workspace = None
+        if self._topk and runner.device.type != "cpu":
+            k = min(self._topk, runner.vocab_size)
+            self._workspace = TopKWorkspace(logits, runner.vocab_size, k, runner.device)
+        self._logits_topk: TopRows | None = None
 
     def admit(self, scheduler_output: Any) -> None:
         """Decide about the requests that this step brings.
@@ -95,11 +93,12 @@ class CaptureV2(Recorder):
         """
         self._logits_topk = None
         if self._topk and logits.shape[0] and self._ring.collect:
-            self._logits_topk = top_k_teacher(logits, self._topk)
+            self._logits_topk = self._top(logits)
 
     def stage(
         self,
         step: Step,
+        token_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor],
     ) -> None:
@@ -107,6 +106,7 @@ class CaptureV2(Recorder):
 
         Args:
             step: The step.
+            token_ids: int32 [>= rows], its input.
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
@@ -115,8 +115,12 @@ class CaptureV2(Recorder):
             return
         full = self._ring.collect
         if full:
-            stage = self._stages[id(step.place)]
-            stage.fill(aux_hidden_states, hidden_states, step.rows, topk)
+            step.staged = self._stage.fill(
+                token_ids, aux_hidden_states, hidden_states, step.rows, topk
+            )
+            if step.staged is None:
+                self.dropped["behind"] += step.rows
+                return
         step.full = full
 
     def write(self, step: Step, overrun: Sequence[str] = ()) -> None:
@@ -126,16 +130,16 @@ class CaptureV2(Recorder):
             step: The step.
             overrun: Requests that had ended before it ran: their rows are no traffic.
         """
-        stage, full = self._stages[id(step.place)], step.full
+        staged, full = step.staged, step.full
         drafted, self._drafted = self._drafted, {}
         if step.after_gap:
             drafted = {}
         if full is None:
             return
         rows_of = StepRows(
-            features=stage.features if full else self._no_features,
-            hidden=stage.hidden,
-            topk=stage.topk if full else None,
+            features=self._no_features if staged is None else staged.features,
+            hidden=None if staged is None else staged.hidden,
+            topk=None if staged is None else staged.topk,
             full=full,
             version=step.version,
         )
@@ -147,6 +151,15 @@ class CaptureV2(Recorder):
             if step.steps and step.confidence is not None:
                 probs = step.confidence[i, : step.steps].copy()
                 self._drafted[req_id] = (probs, step.version)
+
+    def close(self) -> None:
+        """Let the staging memory go; nothing is staged after."""
+        self._stage.close()
+
+    def _top(self, logits: torch.Tensor) -> TopRows:
+        if self._workspace is None:
+            return top_k_teacher(logits, self._topk)
+        return topk_teacher(logits, self._topk, self._workspace)
 
     def _wanted(self, req_id: str) -> bool:
         ticket = self._tickets.get(req_id)

@@ -23,11 +23,10 @@ import numpy as np
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.policies import Policy
+from vllm_tide.engine.event_timer import HostClock, StepClock
 from vllm_tide.engine.request_book import RequestBook
-from vllm_tide.engine.round_timer import RoundTimer
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.step_log import Step, Timing
 
 logger = logging.getLogger("vllm_tide")
 
@@ -41,6 +40,7 @@ class ControlV2:
         config: `tide.control`.
         most: num_speculative_tokens, the longest length.
         trims: Whether `choose` is asked: with synchronous scheduling.
+        clock: Times the steps; the host's clock if None.
 
     Attributes:
         trims: As given.
@@ -57,6 +57,7 @@ class ControlV2:
         config: ControlConfig,
         most: int,
         trims: bool,
+        clock: StepClock | None = None,
     ) -> None:
         self.capacity = capacity
         self.num_speculative_tokens = most
@@ -76,10 +77,8 @@ class ControlV2:
         # What ran, which may be more than the policy looked at.
         self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
         self._drafted = self._trimmed = 0
-        # Clocks: right where the host is the device, as everywhere in this version.
-        self._timer = RoundTimer()
+        self.clock: StepClock = clock or HostClock()
         self._shape = (0, 0, 0, 0)
-        self._sample: RoundSample | None = None
         self._continues = False
 
     def begin(self, scheduler_output: Any) -> None:
@@ -101,19 +100,26 @@ class ControlV2:
         context = sum(cached.num_computed_tokens)
         context += sum(request.num_computed_tokens for request in new)
         self._shape = (requests, context, verified, rows - requests - verified)
-        self._timer.begin(self._continues)
+        self.clock.begin(self._continues)
 
     def target_ran(self) -> None:
         """The target's logits exist."""
-        self._timer.planned(*self._shape)
+        self.clock.planned(*self._shape)
 
     def draft_ran(self) -> None:
         """A draft pass has its logits; the first one runs in every step."""
-        self._timer.drafted()
+        self.clock.drafted()
 
-    def step_ends(self) -> None:
-        """Everything of the step was launched."""
-        self._sample = self._timer.end()
+    def step_ends(self, steps: int) -> Timing:
+        """Everything of the step was launched.
+
+        Args:
+            steps: Draft steps of it.
+
+        Returns:
+            To be given to `learn` with the step.
+        """
+        return Timing(self._continues, self.clock.end(steps))
 
     def admit(self, scheduler_output: Any) -> None:
         """Give every request of a step a slot; a preempted one keeps its own.
@@ -236,7 +242,8 @@ class ControlV2:
             drafts_told, accepted_told = drafts * told, accepted * told
         else:
             drafts_told, accepted_told = drafts, accepted
-        if self._continues and not step.after_gap:
+        timing = step.timing
+        if timing is not None and timing.continues and not step.after_gap:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             policy.observe(
@@ -246,11 +253,10 @@ class ControlV2:
                     accepted=accepted_told,
                     emitted=emitted,
                     now=now,
-                    sample=self._sample,
+                    sample=timing.read(),
                     probe=probe,
                 )
             )
-        self._sample = None
         room = self._book.room(slots, context, self.num_speculative_tokens)
         room[emitted == 0] = 0
         plan = policy.plan(

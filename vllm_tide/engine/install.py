@@ -2,8 +2,10 @@
 
 Layer-wise reload (`model_loader/reload`) loads into the tensors that are there, so
 CUDA-graph addresses stay valid, and runs `process_weights_after_loading`, so the CPU
-backend's packed oneDNN weights are refreshed. Modules shared with the target are
-taken out of the draft while it runs: reloading must never touch the target.
+backend's packed oneDNN weights are refreshed. On a GPU an unquantised draft computes
+with its parameters as they were loaded: there loading in place is all there is to do,
+copies on the current stream without memory of their own. Modules shared with the
+target are taken out of the draft while it runs: reloading must never touch the target.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+)
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from vllm_tide.swap.verify import DraftRefused
 
@@ -75,6 +82,15 @@ def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
             setattr(draft, name, value)
 
 
+def loads_in_place(draft: nn.Module) -> bool:
+    """Whether the draft computes with its parameters just as they were loaded."""
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
+    return current_platform.is_cuda_alike() and all(
+        isinstance(getattr(module, "quant_method", None), plain)
+        for module in draft.modules()
+    )
+
+
 def install(
     draft: nn.Module,
     vllm_config: VllmConfig,
@@ -102,6 +118,9 @@ def install(
         torch.device(vllm_config.device_config.device),
         _without(draft, shared),
     ):
+        if loads_in_place(draft):
+            draft.load_weights(weights)
+            return
         initialize_layerwise_reload(draft)
         try:
             draft.load_weights(weights)

@@ -1,7 +1,7 @@
 """Where the time of one engine step goes, from clocks read at the seams.
 
 begin -> (target forward, logits, sampling) -> planned -> (draft passes) -> end. On CPU
-a clock read is exact; on a GPU the same seams need events (the V2 adapter's business).
+a clock read is exact; on a GPU the same seams need events (`event_timer.py`).
 """
 
 from __future__ import annotations

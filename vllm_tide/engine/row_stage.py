@@ -2,48 +2,91 @@
 
 A captured graph hands out views of buffers that its next replay overwrites, so the rows
 are packed on the model's stream and leave from there. On a CPU the host is the device
-and packing is all there is.
+and packing is all there is (`HostStage`); elsewhere see `device_stage.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from vllm_tide.capture.recorder import TopK
-from vllm_tide.capture.staging import Staging
+from vllm_tide.capture.staging import WIRE_DTYPES, Staging
+
+TopRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class RowStage:
-    """Rows of one step.
+class StagedRows(Protocol):
+    """The rows of one step, on the host or on their way to it."""
+
+    @property
+    def features(self) -> np.ndarray:
+        """[>= rows, num_aux * H] in the wire's type, once filled."""
+
+    @property
+    def hidden(self) -> np.ndarray | None:
+        """[>= rows, H] in the wire's type, or None."""
+
+    @property
+    def topk(self) -> TopK | None:
+        """Ids, log-probabilities and tail of the step's logits, or None."""
+
+    def filled(self) -> bool:
+        """Whether the rows have arrived; never waits."""
+
+    def release(self) -> None:
+        """Nobody reads the rows any more."""
+
+
+class RowStage(Protocol):
+    """Room for the rows of several steps."""
+
+    def fill(
+        self,
+        token_ids: torch.Tensor,
+        aux: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        num_rows: int,
+        topk: TopRows | None,
+    ) -> StagedRows | None:
+        """Pack a step's rows, on the current stream.
+
+        Args:
+            token_ids: int32 or int64 [>= num_rows].
+            aux: num_aux tensors [>= num_rows, H], lowest layer first.
+            hidden: [>= num_rows, H], after the target's final norm.
+            num_rows: Rows of the step.
+            topk: Ids int32 [m, k], log-probabilities [m, k], tail [m]; or None.
+
+        Returns:
+            The rows, or None if there is no room: then nothing was done.
+        """
+
+    def like(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Features [0, num_aux * H] and hidden states [0, H] in the wire's type."""
+
+    def close(self) -> None:
+        """Let go what is not garbage-collected; nothing is filled after."""
+
+
+class HostRows:
+    """A step's place on a CPU.
 
     Args:
-        max_rows: Most rows of a step.
-        num_aux: Number of captured layers.
-        hidden_size: H.
-        dtype: "bfloat16", "float16" or "float32", of features and hidden states.
-        hidden: Whether hidden teachers are staged too.
+        stage: Where it goes back to.
+        staging: Features and hidden states.
         max_logits: Most rows of logits of a step.
         topk: Tokens of a top-k teacher; 0 for none.
-        device: Where the model runs; only the CPU in this version.
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        num_aux: int,
-        hidden_size: int,
-        dtype: str,
-        hidden: bool,
-        max_logits: int,
-        topk: int,
-        device: torch.device,
+        self, stage: HostStage, staging: Staging, max_logits: int, topk: int
     ) -> None:
-        if device.type != "cpu":
-            raise NotImplementedError(f"rows are staged on a CPU, not on {device}.")
-        self._staging = Staging(max_rows, num_aux, hidden_size, dtype, hidden)
+        self._stage = stage
+        self._staging = staging
         self._has_topk = False
         self._ids = torch.empty(max_logits, topk, dtype=torch.int32)
         self._logprobs = torch.empty(max_logits, topk)
@@ -51,36 +94,29 @@ class RowStage:
 
     @property
     def features(self) -> np.ndarray:
-        """[max_rows, num_aux * H] in the wire's type."""
+        """See `StagedRows`."""
         return self._staging.features
 
     @property
     def hidden(self) -> np.ndarray | None:
-        """[max_rows, H] in the wire's type, or None."""
+        """See `StagedRows`."""
         return self._staging.teacher
 
     @property
     def topk(self) -> TopK | None:
-        """Ids, log-probabilities and tail of the step's logits, or None."""
+        """See `StagedRows`."""
         if not self._has_topk:
             return None
         return self._ids.numpy(), self._logprobs.numpy(), self._tail.numpy()
 
-    def fill(
+    def copy_in(
         self,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         num_rows: int,
-        topk: tuple[torch.Tensor, ...] | None,
+        topk: TopRows | None,
     ) -> None:
-        """Pack a step's rows.
-
-        Args:
-            aux: num_aux tensors [>= num_rows, H], lowest layer first.
-            hidden: [>= num_rows, H], after the target's final norm.
-            num_rows: Rows of the step.
-            topk: Ids int32 [m, k], log-probabilities [m, k], tail [m]; or None.
-        """
+        """Copy a step's rows; the arguments are those of `RowStage.fill`."""
         self._staging.fill(aux, hidden, num_rows)
         self._has_topk = topk is not None
         if topk is not None:
@@ -88,3 +124,93 @@ class RowStage:
             self._ids[: len(ids)].copy_(ids)
             self._logprobs[: len(ids)].copy_(logprobs)
             self._tail[: len(ids)].copy_(tail)
+
+    def filled(self) -> bool:
+        """A CPU copies at once."""
+        return True
+
+    def release(self) -> None:
+        """See `StagedRows`."""
+        self._stage.give_back(self)
+
+
+class HostStage:
+    """`RowStage` on a CPU.
+
+    Args:
+        places: Steps under way, at most.
+        max_rows: Most rows of a step.
+        num_aux: Number of captured layers.
+        hidden_size: H.
+        dtype: "bfloat16", "float16" or "float32", of features and hidden states.
+        hidden: Whether hidden teachers are staged too.
+        max_logits: Most rows of logits of a step.
+        topk: Tokens of a top-k teacher; 0 for none.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        max_rows: int,
+        num_aux: int,
+        hidden_size: int,
+        dtype: str,
+        hidden: bool,
+        max_logits: int,
+        topk: int,
+    ) -> None:
+        sizes = (max_rows, num_aux, hidden_size, dtype, hidden)
+        self._free = [
+            HostRows(self, Staging(*sizes), max_logits, topk) for _ in range(places)
+        ]
+        features, teacher = self._free[0].features, self._free[0].hidden
+        self._like = features[:0], None if teacher is None else teacher[:0]
+
+    def fill(
+        self,
+        token_ids: torch.Tensor,
+        aux: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        num_rows: int,
+        topk: TopRows | None,
+    ) -> HostRows | None:
+        """See `RowStage`; the token ids are read elsewhere."""
+        del token_ids
+        if not self._free:
+            return None
+        rows = self._free[-1]
+        rows.copy_in(aux, hidden, num_rows, topk)
+        return self._free.pop()
+
+    def like(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """See `RowStage`."""
+        return self._like
+
+    def give_back(self, rows: HostRows) -> None:
+        """A step's place is free again. Idempotent."""
+        if rows not in self._free:
+            self._free.append(rows)
+
+    def close(self) -> None:
+        """See `RowStage`."""
+
+
+def make_stage(
+    device: torch.device,
+    places: int,
+    max_rows: int,
+    num_aux: int,
+    hidden_size: int,
+    dtype: str,
+    hidden: bool,
+    max_logits: int,
+    topk: int,
+) -> RowStage:
+    """The stage for a device; the arguments are those of `HostStage`."""
+    sizes = (places, max_rows, num_aux, hidden_size)
+    if device.type == "cpu":
+        return HostStage(*sizes, dtype, hidden, max_logits, topk)
+    from vllm_tide.engine.device_stage import DeviceStage
+
+    kind = WIRE_DTYPES[dtype]
+    return DeviceStage(*sizes, kind, hidden, max_logits, topk, device)

@@ -6,7 +6,9 @@ once they have landed, a step or two later, in the order of the steps. Nothing h
 waits: a step that finds no free place is left out and counted.
 
 The small arrays are copied on the model's stream, before the next step overwrites what
-they are read from.
+they are read from: each is one piece on both sides, as a copy of anything else would
+make a temporary or wait. The rows come after them, on a stream of their own
+(`device_stage.py`), and may take longer.
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tide.engine.event_timer import Reading
+from vllm_tide.engine.row_stage import StagedRows
+
 # Steps under way: two that the scheduler queues, one whose rows are being written.
 PLACES = 3
+# On a device also those whose rows are still being copied beside the next steps.
+DEVICE_PLACES = 6
 
 
 class Place:
@@ -40,10 +47,12 @@ class Place:
         pinned = {"pin_memory": not self._on_host}
         self._seq_lens = torch.empty(max_reqs, dtype=torch.int32, **pinned)
         self._emitted = torch.empty(max_reqs, dtype=torch.int32, **pinned)
-        self._sampled = torch.empty(max_reqs, depth + 1, dtype=torch.int64, **pinned)
+        # Flat: a copy into a part of a wider array would not go by itself.
+        self._sampled = torch.empty(max_reqs * (depth + 1), dtype=torch.int64, **pinned)
+        self._shape = (0, depth + 1)
         self._token_ids = torch.empty(max_rows, dtype=torch.int32, **pinned)
         self._confidence = torch.empty(max_reqs, depth, **pinned)
-        self._drafted = torch.empty(max_reqs, dtype=torch.int64, **pinned)
+        self._drafted = torch.empty(max_reqs, depth, dtype=torch.int64, **pinned)
         self._event = None if self._on_host else torch.cuda.Event()
 
     def fill(
@@ -51,18 +60,22 @@ class Place:
         batch: Any,
         sampler_output: Any,
         confidence: torch.Tensor,
-        first_drafted: torch.Tensor,
+        draft_tokens: torch.Tensor,
     ) -> None:
         """Enqueue the copies; the arguments are those of `StepLog.record`."""
         n, rows = batch.num_reqs, batch.num_tokens
         width = sampler_output.sampled_token_ids.shape[1]
+        self._shape = (n, width)
         for host, source in (
             (self._seq_lens[:n], batch.seq_lens[:n]),
             (self._emitted[:n], sampler_output.num_sampled[:n]),
-            (self._sampled[:n, :width], sampler_output.sampled_token_ids[:n]),
+            (
+                self._sampled[: n * width].view(n, width),
+                sampler_output.sampled_token_ids[:n],
+            ),
             (self._token_ids[:rows], batch.input_ids[:rows]),
             (self._confidence[:n], confidence[:n]),
-            (self._drafted[:n], first_drafted[:n]),
+            (self._drafted[:n], draft_tokens[:n]),
         ):
             host.copy_(source, non_blocking=True)
 
@@ -77,14 +90,30 @@ class Place:
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """seq_lens, emitted, sampled, token_ids, confidence, first drafted tokens."""
+        n, width = self._shape
         return (
             self._seq_lens.numpy(),
             self._emitted.numpy(),
-            self._sampled.numpy(),
+            self._sampled.numpy()[: len(self._sampled) // width * width].reshape(
+                -1, width
+            ),
             self._token_ids.numpy(),
             self._confidence.numpy(),
-            self._drafted.numpy(),
+            self._drafted.numpy()[:, 0],
         )
+
+
+@dataclass(slots=True)
+class Timing:
+    """What a clock says of a step.
+
+    Attributes:
+        continues: Whether the engine cannot have idled since the step before.
+        read: Its times, once the step has landed.
+    """
+
+    continues: bool
+    read: Reading
 
 
 @dataclass(slots=True)
@@ -106,6 +135,8 @@ class Step:
             one is not known.
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
+        staged: Its rows, where they were staged.
+        timing: For control: what the clock says of it.
         ended: Requests that were known to have ended when the next step began; None
             before that.
     """
@@ -121,6 +152,8 @@ class Step:
     place: Place
     after_gap: bool = False
     full: bool | None = None
+    staged: StagedRows | None = None
+    timing: Timing | None = None
     ended: tuple[str, ...] | None = None
     seen: bool = False
     start: np.ndarray | None = None
@@ -140,8 +173,8 @@ class Step:
 
         Sets `start` int64 [n] position of each request's first row, `emitted` int32
         [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
-        int64 [n, K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K] and
-        `drafted` int64 [n], the first drafted token.
+        int64 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
+        and `drafted` int64 [n], the first drafted token.
         """
         n = len(self.req_ids)
         seq_lens, emitted, sampled, token_ids, confidence, drafted = self.place.arrays()
@@ -167,7 +200,8 @@ class StepLog:
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
     ) -> None:
-        self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(PLACES)]
+        count = PLACES if device.type == "cpu" else DEVICE_PLACES
+        self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(count)]
         self.places = tuple(self._free)
         self._steps: deque[Step] = deque()
         self._gap = False
@@ -179,7 +213,7 @@ class StepLog:
         prompt_len: np.ndarray,
         sampler_output: Any,
         confidence: torch.Tensor,
-        first_drafted: torch.Tensor,
+        draft_tokens: torch.Tensor,
         steps: int,
         version: int,
     ) -> Step | None:
@@ -190,7 +224,7 @@ class StepLog:
             prompt_len: int32, prompt length by request slot.
             sampler_output: vLLM's `SamplerOutput` (V2).
             confidence: float32 [>= n, K], probabilities of the drafted tokens.
-            first_drafted: int64 [>= n], first drafted token.
+            draft_tokens: int64 [>= n, K], drafted tokens.
             steps: Draft steps of this step.
             version: Version of the draft.
 
@@ -203,7 +237,7 @@ class StepLog:
             return None
         place, n = self._free.pop(), batch.num_reqs
         try:
-            place.fill(batch, sampler_output, confidence, first_drafted)
+            place.fill(batch, sampler_output, confidence, draft_tokens)
             drafts = batch.num_draft_tokens_per_req
             if drafts is None:
                 drafts = np.zeros(n, np.int32)
@@ -261,10 +295,15 @@ class StepLog:
             wait_for_next: Only those after which another step has begun.
         """
         while self._steps and self._steps[0].seen:
-            if wait_for_next and self._steps[0].ended is None:
+            step = self._steps[0]
+            if wait_for_next and step.ended is None:
                 return
-            step = self._steps.popleft()
+            if step.staged is not None and not step.staged.filled():
+                return
+            self._steps.popleft()
             try:
                 yield step
             finally:
+                if step.staged is not None:
+                    step.staged.release()
                 self._free.append(step.place)

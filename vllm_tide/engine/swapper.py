@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vllm_tide.engine.install import install, shared_with_target, verify_installed
+from vllm_tide.swap.device_room import DeviceRoom
 from vllm_tide.swap.stage import StagedDraft, Stager
 from vllm_tide.swap.verify import DraftContract
 from vllm_tide.transport.weights import WeightsSegment
@@ -64,7 +65,12 @@ class Swapper:
             self.shared,
             vllm_config.model_config.get_vocab_size(),
         )
-        self.stager = Stager(segment, self._contract, cores)
+        device = next(draft.parameters()).device
+        self._room: DeviceRoom | None = None
+        if device.type != "cpu":
+            dtype = vllm_config.speculative_config.draft_model_config.dtype
+            self._room = DeviceRoom(reference, self.shared, dtype, device)
+        self.stager = Stager(segment, self._contract, cores, self._room)
         self._last_good: StagedDraft | None = None
         self.version = 0
         self.num_swaps = 0
@@ -95,14 +101,17 @@ class Swapper:
             return
         began = time.perf_counter()
         try:
-            install(self._draft, self._config, staged.tensors, self.shared)
-            if self._group is None:
+            tensors = staged.on_device or staged.tensors
+            install(self._draft, self._config, tensors, self.shared)
+            if self._room is not None:
+                self._room.installed()
+            elif self._group is None:
                 verify_installed(self._draft, staged.tensors)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self.stager.refuse(version, "install", f"{type(error).__name__}: {error}")
             self._restore()
         else:
-            self._contract.accept(staged.tensors)
+            self._contract.accept(staged.norms)
             self._last_good = staged
             self.version = version
             self.num_swaps += 1
@@ -123,6 +132,8 @@ class Swapper:
     def close(self) -> None:
         """Stop the thread."""
         self.stager.close()
+        if self._room is not None:
+            self._room.close()
 
     def _all_hold(self, held: bool) -> bool:
         flag = torch.tensor([int(held)])

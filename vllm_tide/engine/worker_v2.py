@@ -17,7 +17,8 @@ from vllm_tide.capture.guard import Guard
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import StepLog
+from vllm_tide.engine.event_timer import EventTimer, HostClock
+from vllm_tide.engine.step_log import StepLog, Timing
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
 
@@ -48,8 +49,18 @@ class WorkerTideV2(WorkerTide):
 
     def attach(self) -> None:
         """Let the seams of the runner and its speculator see this object."""
-        self._runner.tide = self
-        self._runner.speculator.tide = self
+        runner, speculator = self._runner, self._runner.speculator
+        runner.tide = speculator.tide = self
+        if self.control is not None and runner.device.type != "cpu":
+            # Called where the draft's first pass was launched, outside of its graph;
+            # upstream does nothing there with an EAGLE-3 draft.
+            inner, clock = speculator.on_prefill_end, self.control.clock
+
+            def on_prefill_end(num_reqs: int) -> None:
+                inner(num_reqs)
+                clock.first_drafted()
+
+            speculator.on_prefill_end = on_prefill_end
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
@@ -110,8 +121,9 @@ class WorkerTideV2(WorkerTide):
             aux_hidden_states: num_aux tensors [>= rows, H].
             num_drafted: Draft steps that ran.
         """
+        timing = None
         if self.control is not None:
-            self.control.step_ends()
+            timing = self.control.step_ends(num_drafted)
         self._steps.run(
             "step",
             self._record,
@@ -120,6 +132,7 @@ class WorkerTideV2(WorkerTide):
             hidden_states,
             aux_hidden_states,
             num_drafted,
+            timing,
         )
         if self._steps.tripped and self.control is not None:
             self.control.stop()
@@ -144,6 +157,13 @@ class WorkerTideV2(WorkerTide):
 
             start_predicting(self._worker, self.control, self._config.control)
 
+    def close(self) -> None:
+        """Stop the trainer, unlink the segments, let staging memory go. Idempotent."""
+        capture = self.capture
+        super().close()
+        if capture is not None:
+            capture.close()
+
     def _begin(self, ended: tuple[str, ...]) -> None:
         if self._log.begin(ended):
             self._take_landed()
@@ -157,6 +177,7 @@ class WorkerTideV2(WorkerTide):
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor],
         num_drafted: int,
+        timing: Timing | None,
     ) -> None:
         if self.capture is None and self.control is None:
             return
@@ -165,7 +186,7 @@ class WorkerTideV2(WorkerTide):
             self._runner.req_states.prompt_len.np,
             sampler_output,
             self._confidence,
-            self._runner.speculator.draft_tokens[:, 0],
+            self._runner.speculator.draft_tokens,
             num_drafted,
             0 if self.swapper is None else self.swapper.version,
         )
@@ -173,10 +194,17 @@ class WorkerTideV2(WorkerTide):
             if self.capture is not None:
                 self.capture.dropped["behind"] += batch.num_tokens
         else:
-            if self.capture is not None:
-                stage = self.capture.stage
-                self._guard.run("stage", stage, step, hidden_states, aux_hidden_states)
+            step.timing = timing
             step.place.seal()
+            if self.capture is not None:
+                self._guard.run(
+                    "stage",
+                    self.capture.stage,
+                    step,
+                    batch.input_ids,
+                    hidden_states,
+                    aux_hidden_states,
+                )
         self._take_landed()
 
     def _take_landed(self) -> None:
@@ -204,12 +232,14 @@ class WorkerTideV2(WorkerTide):
 
     def _open_control(self, worker: Any) -> None:
         control, runner = self._config.control, self._runner
+        on_host = runner.device.type == "cpu"
         self.control = ControlV2(
             runner.max_num_reqs,
             runner.max_model_len,
             control,
             runner.num_speculative_steps,
             trims=not self._async,
+            clock=HostClock() if on_host else EventTimer(len(self._log.places)),
         )
 
     def _make_capture(  # type: ignore[override]
@@ -222,6 +252,6 @@ class WorkerTideV2(WorkerTide):
             self._config.capture,
             len(facts.aux_layer_ids),
             facts.hidden_size,
-            self._log.places,
+            len(self._log.places),
             tenant_key,
         )

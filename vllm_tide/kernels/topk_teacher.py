@@ -148,7 +148,30 @@ def _merge_kernel(
     tl.store(out_tail + row + tl.arange(0, 1), tl.log(1.0 - listed))
 
 
-def topk_teacher(logits: Tensor, k: int) -> TopKRows:
+class TopKWorkspace:
+    """Memory that `topk_teacher` works in, for a caller that allocates nothing later.
+
+    Args:
+        max_rows: Most rows of a call.
+        vocab: V, of every call.
+        k: Tokens listed, of every call, at most V.
+        device: Of the logits.
+    """
+
+    def __init__(self, max_rows: int, vocab: int, k: int, device: torch.device) -> None:
+        splits = cdiv(vocab, _block(vocab))
+        narrow = {"dtype": torch.float32, "device": device}
+        self.ids = torch.empty(max_rows, k, dtype=torch.int32, device=device)
+        self.logprobs = torch.empty(max_rows, k, **narrow)
+        self.tail = torch.empty(max_rows, **narrow)
+        self.keys = torch.empty(max_rows, splits, k, dtype=torch.int64, device=device)
+        self.tops = torch.empty(max_rows, splits, **narrow)
+        self.sums = torch.empty_like(self.tops)
+
+
+def topk_teacher(
+    logits: Tensor, k: int, workspace: TopKWorkspace | None = None
+) -> TopKRows:
     """The k likeliest tokens of each row, their log-probabilities and the tail.
 
     Args:
@@ -156,6 +179,8 @@ def topk_teacher(logits: Tensor, k: int) -> TopKRows:
             2**20 in the kernels (the reference runs above).
         k: Tokens listed, at least 1; V of them if there are fewer. Up to 64 in the
             kernels (the reference runs above).
+        workspace: Of this V and k: the kernels work in it, and what is returned are
+            views of it, good until the next call. None allocates.
 
     Returns:
         A `TopKRows`; k becomes min(k, V).
@@ -176,17 +201,20 @@ def topk_teacher(logits: Tensor, k: int) -> TopKRows:
     k = min(k, vocab)
     if k > MAX_K or vocab > MAX_VOCAB or not runs_triton(logits):
         return topk_teacher_reference(logits, k)
-    device = logits.device
-    ids = torch.empty(rows, k, dtype=torch.int32, device=device)
-    logprobs = torch.empty(rows, k, dtype=torch.float32, device=device)
-    tail = torch.empty(rows, dtype=torch.float32, device=device)
+    if workspace is not None and (
+        workspace.ids.shape[1] != k or len(workspace.ids) < rows
+    ):
+        raise ValueError(f"the workspace is not for {rows} rows and {k} tokens.")
+    if workspace is None:
+        workspace = TopKWorkspace(rows, vocab, k, logits.device)
+    out = TopKRows(
+        workspace.ids[:rows], workspace.logprobs[:rows], workspace.tail[:rows]
+    )
     if not rows:
-        return TopKRows(ids, logprobs, tail)
-    block = max(MIN_BLOCK, power_of_two(cdiv(vocab, MAX_SPLITS)))
+        return out
+    block = _block(vocab)
     splits = cdiv(vocab, block)
-    keys = torch.empty(rows, splits, k, dtype=torch.int64, device=device)
-    tops = torch.empty(rows, splits, dtype=torch.float32, device=device)
-    sums = torch.empty_like(tops)
+    keys, tops, sums = workspace.keys, workspace.tops, workspace.sums
     _split_kernel[(rows, splits)](
         logits,
         logits.stride(0),
@@ -204,16 +232,20 @@ def topk_teacher(logits: Tensor, k: int) -> TopKRows:
         keys,
         tops,
         sums,
-        ids,
-        logprobs,
-        tail,
+        out.ids,
+        out.logprobs,
+        out.tail_logprob,
         k,
         splits,
         SPLITS=power_of_two(splits),
         CANDIDATES=candidates,
         num_warps=_num_warps(candidates),
     )
-    return TopKRows(ids, logprobs, tail)
+    return out
+
+
+def _block(vocab: int) -> int:
+    return max(MIN_BLOCK, power_of_two(cdiv(vocab, MAX_SPLITS)))
 
 
 def _num_warps(size: int) -> int:

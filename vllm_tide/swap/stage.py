@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_tide.swap.device_room import DeviceRoom
 from vllm_tide.swap.verify import FLOATS, DraftContract, DraftRefused
 from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
 
@@ -24,10 +25,19 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StagedDraft:
-    """A verified draft in private memory, ready to be installed."""
+    """A verified draft in private memory, ready to be installed.
+
+    Attributes:
+        version: Of the publication.
+        tensors: On the host.
+        norms: Of its floating-point tensors.
+        on_device: Where it is installed from, if the model runs elsewhere.
+    """
 
     version: int
     tensors: dict[str, torch.Tensor]
+    norms: dict[str, float]
+    on_device: dict[str, torch.Tensor] | None = None
 
 
 def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
@@ -54,6 +64,7 @@ class Stager:
         segment: The engine's weights segment.
         contract: What a publication must look like.
         cpus: Cores this thread may use; it must stay off the model's cores.
+        room: Where drafts wait on the device; None on a CPU.
 
     Attributes:
         refused: Number of refused publications by reason.
@@ -64,7 +75,9 @@ class Stager:
         segment: WeightsSegment,
         contract: DraftContract,
         cpus: set[int] | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
+        self._room = room
         self._segment = segment
         self._contract = contract
         self._cpus = cpus
@@ -120,6 +133,8 @@ class Stager:
 
     def check_now(self) -> None:
         """Look once; called by the thread, and by tests."""
+        if self._room is not None and self._staged is not None:
+            return  # the room holds one draft until it is installed
         version = self._segment.latest_version()
         if version == self._seen or version == 0:
             return
@@ -128,7 +143,7 @@ class Stager:
         try:
             publication = self._segment.read()
             tensors = tensors_of(publication)
-            self._contract.check(tensors)
+            norms = self._contract.check(tensors)
         except WeightsRefused as refusal:
             self.refuse(version, refusal.reason, str(refusal))
             return
@@ -136,8 +151,9 @@ class Stager:
             self.refuse(version, refusal.reason, str(refusal))
             return
         self._seen = publication.version
+        on_device = None if self._room is None else self._room.bring(tensors)
         with self._lock:
-            self._staged = StagedDraft(publication.version, tensors)
+            self._staged = StagedDraft(publication.version, tensors, norms, on_device)
 
     def _watch(self) -> None:
         if self._cpus:

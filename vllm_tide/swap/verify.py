@@ -64,8 +64,11 @@ class DraftContract:
         self._ratio = max_norm_ratio
         self._shared = shared
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Refuse what cannot be served.
+
+        Returns:
+            Norm of every floating-point tensor, for `accept`.
 
         Raises:
             DraftRefused: With one sentence naming the tensor.
@@ -81,12 +84,16 @@ class DraftContract:
         if missing or extra:
             which = f"lacks {missing[0]!r}" if missing else f"has unknown {extra[0]!r}"
             raise DraftRefused("names", f"the publication {which}.")
+        norms = {}
         for name, tensor in tensors.items():
-            self._check_one(name, tensor)
+            norm = self._check_one(name, tensor)
+            if norm is not None:
+                norms[name] = norm
         if self._vocab_size is not None:
             check_vocabulary(tensors, self._vocab_size)
+        return norms
 
-    def _check_one(self, name: str, tensor: torch.Tensor) -> None:
+    def _check_one(self, name: str, tensor: torch.Tensor) -> float | None:
         if tuple(tensor.shape) != self._shapes[name]:
             raise DraftRefused(
                 "shape",
@@ -99,7 +106,7 @@ class DraftContract:
                 raise DraftRefused(
                     "dtype", f"tensor {name!r} has type {tensor.dtype}, not {integer}."
                 )
-            return
+            return None
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
         if norm != norm or norm == float("inf"):
             raise DraftRefused("not_finite", f"tensor {name!r} has NaN or infinity.")
@@ -110,10 +117,11 @@ class DraftContract:
                 f"tensor {name!r} has norm {norm:.3g}, more than {bound:.3g} "
                 "(tide.swap.max_norm_ratio).",
             )
+        return float(norm)
 
-    def accept(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make `tensors` the live draft that later norms are compared with."""
-        self._norms.update(norms_of(tensors))
+    def accept(self, norms: Mapping[str, float]) -> None:
+        """Those of the draft that is live now, which later ones are compared with."""
+        self._norms.update(norms)
 
 
 def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:

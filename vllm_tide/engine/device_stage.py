@@ -1,0 +1,216 @@
+"""Rows of a step on a GPU: packed behind the step, copied to the host beside the next.
+
+On the model's stream the rows are packed into a run of a device buffer; a stream of low
+priority then copies the run to the same place in page-locked host memory. The model's
+stream waits for neither the copy nor the host: bytes of a run are written again only
+after an event query, steps later, has said that the copy is done. Without a free run a
+step's rows are left out. All memory, streams and events are made at the start; a step
+allocates nothing.
+
+Rows do not go straight into the shared-memory ring: how long a record is depends on
+what the target accepted, which the host knows only after they have landed, and the
+record's checksum reads every byte on the host anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_tide.capture.pinned import PinnedBytes
+from vllm_tide.capture.recorder import TopK
+from vllm_tide.capture.run_ring import Run, RunRing
+from vllm_tide.capture.staging import wire_view
+from vllm_tide.engine.row_stage import TopRows
+from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.kernels.pack_rows import pack_rows
+
+logger = logging.getLogger("vllm_tide")
+
+STEPS_HELD = 3
+"""Steps of the largest size that fit: one packed, one copied, one that is written."""
+
+
+class DeviceRows:
+    """A step's place: its run and the events that follow it.
+
+    Args:
+        stage: Where it goes back to.
+        device: Where the model runs.
+    """
+
+    def __init__(self, stage: DeviceStage, device: torch.device) -> None:
+        self._stage = stage
+        with torch.cuda.device(device):
+            self.packed = torch.cuda.Event()
+            self.landed = torch.cuda.Event()
+        self.run: Run | None = None
+        self.layout: RunLayout | None = None
+        self.host: torch.Tensor | None = None
+
+    @property
+    def features(self) -> np.ndarray:
+        """See `StagedRows`."""
+        layout, host = self._held()
+        return wire_view(layout.features(host))
+
+    @property
+    def hidden(self) -> np.ndarray | None:
+        """See `StagedRows`."""
+        layout, host = self._held()
+        hidden = layout.hidden_states(host)
+        return None if hidden is None else wire_view(hidden)
+
+    @property
+    def topk(self) -> TopK | None:
+        """See `StagedRows`."""
+        layout, host = self._held()
+        top = layout.top(host)
+        if top is None:
+            return None
+        return top[0].numpy(), top[1].numpy(), top[2].numpy()
+
+    def filled(self) -> bool:
+        """Whether the copy is done; a query, no wait."""
+        return bool(self.landed.query())
+
+    def release(self) -> None:
+        """See `StagedRows`."""
+        self._stage.give_back(self)
+
+    def _held(self) -> tuple[RunLayout, torch.Tensor]:
+        if self.layout is None or self.host is None:
+            raise RuntimeError("rows were read after they were released")
+        return self.layout, self.host
+
+
+class DeviceStage:
+    """`RowStage` on a CUDA or ROCm device.
+
+    Args:
+        places: Steps under way, at most.
+        max_rows: Most rows of a step.
+        num_aux: Number of captured layers.
+        hidden_size: H.
+        dtype: Of features and hidden states.
+        hidden: Whether hidden teachers are staged too.
+        max_logits: Most rows of logits of a step.
+        topk: Tokens of a top-k teacher; 0 for none.
+        device: Where the model runs.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        max_rows: int,
+        num_aux: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        hidden: bool,
+        max_logits: int,
+        topk: int,
+        device: torch.device,
+    ) -> None:
+        self._kind = (num_aux, hidden_size, dtype, hidden, topk)
+        largest = RunLayout(max_rows, max_logits if topk else 0, *self._kind)
+        self._ring = RunRing(STEPS_HELD * largest.num_bytes + STEPS_HELD * 256)
+        size = self._ring.num_bytes
+        self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self._pinned = PinnedBytes(size)
+        self._host_bytes = self._pinned.bytes
+        # All rows are packed; `pack_rows` wants to be told which, and their verdicts.
+        self._all_rows = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._no_verdicts = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        lowest, _ = torch.cuda.Stream.priority_range()
+        self._copies = torch.cuda.Stream(device, priority=lowest)
+        self._free = [DeviceRows(self, device) for _ in range(places)]
+        empty = torch.empty(0, num_aux * hidden_size, dtype=dtype)
+        teacher = wire_view(torch.empty(0, hidden_size, dtype=dtype))
+        self._like = wire_view(empty), teacher if hidden else None
+        logger.info(
+            "vllm_tide: capture stages rows in %.0f MiB on %s and as much on the host",
+            size / 2**20,
+            device,
+        )
+
+    def fill(
+        self,
+        token_ids: torch.Tensor,
+        aux: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        num_rows: int,
+        topk: TopRows | None,
+    ) -> DeviceRows | None:
+        """See `RowStage`. Every call only enqueues."""
+        logits = 0 if topk is None else len(topk[0])
+        layout = RunLayout(num_rows, logits, *self._kind)
+        run = self._ring.take(layout.num_bytes) if self._free else None
+        if run is None:
+            return None
+        rows = self._free.pop()
+        try:
+            part = slice(run.start, run.start + layout.num_bytes)
+            on_device, on_host = self._device_bytes[part], self._host_bytes[part]
+            self._pack(layout, on_device, token_ids, aux, hidden, num_rows, topk)
+            rows.packed.record()
+            self._copies.wait_event(rows.packed)
+            with torch.cuda.stream(self._copies):
+                on_host.copy_(on_device, non_blocking=True)
+                rows.landed.record()
+        except BaseException:
+            self._ring.give_back(run)
+            self._free.append(rows)
+            raise
+        rows.run, rows.layout, rows.host = run, layout, on_host
+        return rows
+
+    def like(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """See `RowStage`."""
+        return self._like
+
+    def give_back(self, rows: DeviceRows) -> None:
+        """A step's run is free again, once its copy is done. Idempotent."""
+        if rows.run is not None:
+            self._ring.give_back(rows.run)
+            rows.run = rows.layout = rows.host = None
+            self._free.append(rows)
+
+    def close(self) -> None:
+        """Wait for the copies under way and let the host memory go; at shutdown."""
+        self._copies.synchronize()
+        self._free.clear()
+        self._pinned.close()
+
+    def _pack(
+        self,
+        layout: RunLayout,
+        block: torch.Tensor,
+        token_ids: torch.Tensor,
+        aux: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        num_rows: int,
+        topk: TopRows | None,
+    ) -> None:
+        packed = layout.packed
+        if packed is not None:
+            pack_rows(
+                [part[:num_rows] for part in aux],
+                token_ids[:num_rows],
+                self._no_verdicts[:num_rows],
+                self._all_rows[:num_rows],
+                packed,
+                block[: packed.num_bytes],
+            )
+        else:
+            width, features = layout.hidden_size, layout.features(block)
+            for i, part in enumerate(aux):
+                features[:, i * width : (i + 1) * width].copy_(part[:num_rows])
+        states, top = layout.hidden_states(block), layout.top(block)
+        if states is not None:
+            states.copy_(hidden[:num_rows])
+        if top is not None and topk is not None:
+            for out, part in zip(top, topk, strict=True):
+                out.copy_(part)
