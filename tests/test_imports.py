@@ -124,8 +124,6 @@ UNSAFE_MODULES = {
     "shelve",
     "joblib",
 }
-    ["pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"]
-)
 
 
 def unsafe(tree: ast.AST) -> list[str]:
