@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tide.faults import processes, soak
-from vllm_tide.faults.counters import given_up
+from vllm_tide.faults import processes, requests, soak
+from vllm_tide.faults.counters import GIVEN_UP, given_up
 from vllm_tide.faults.load import Load
 from vllm_tide.faults.memory import damage_words
 from vllm_tide.faults.processes import GENERATED, hang_engine
@@ -98,6 +98,31 @@ def test_a_hang_is_one_only_if_no_token_comes_in_it(liar, monkeypatch):
     ):
         asyncio.run(hang_engine(engine, rng))
     assert engine.running
+
+
+@pytest.mark.parametrize("counted_at", [1, 3, 9])
+def test_an_abort_that_came_too_late_is_tried_again(counted_at, monkeypatch):
+    rounds = []
+
+    class Scene(Engine):
+        async def reading(self):
+            count = float(len(rounds) >= counted_at)
+            return dict.fromkeys(requests.QUEUES, 1.0) | {GIVEN_UP: count}
+
+    async def hang_up(scene, after_s):
+        if after_s == requests._SOON_S:
+            rounds.append(after_s)
+
+    monkeypatch.setattr(requests, "_hang_up", hang_up)
+    with (
+        pytest.raises(NotRecovered, match="a count of it")
+        if counted_at > requests.TRIES
+        else contextlib.nullcontext()
+    ):
+        scene = Scene(False)
+        scene.load = SimpleNamespace(clients=3)
+        asyncio.run(requests.abort_requests(scene, random.Random(0)))
+    assert len(rounds) == min(counted_at, requests.TRIES)
 
 
 def test_a_damaged_word_has_to_be_mended(monkeypatch):
