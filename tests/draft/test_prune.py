@@ -120,3 +120,24 @@ def test_what_cannot_be_repruned_is_refused():
     )
     with pytest.raises(DraftError, match="target's own"):
         reprune(borrowed, VocabMap.identity(VOCAB), TOY.rows)
+
+
+def test_a_clone_has_weights_of_its_own_and_all_else_in_common():
+    draft = trained(torch.arange(0, VOCAB, 2))
+    copy = draft.clone()
+    assert copy.vocab is draft.vocab and copy.embed is draft.embed
+    assert copy.constants is draft.constants and copy.config == draft.config
+    before = {name: t.detach().clone() for name, t in draft.named_tensors().items()}
+    name = "fc.weight"
+    copy.take({name: torch.zeros_like(before[name])})
+    assert not copy.tensor(name).any()
+    for other, value in draft.named_tensors().items():
+        assert torch.equal(value, before[other])
+        assert other == name or torch.equal(copy.tensor(other), before[other])
+
+
+def test_rows_of_the_target_are_cast_where_the_copy_is_not_too_large(monkeypatch):
+    assert TOY.rows.rows_in(torch.float64).dtype == torch.float64
+    assert torch.equal(TOY.rows.rows_in(torch.float64).float(), TOY.head)
+    monkeypatch.setattr("vllm_tide.draft.target.CAST_BYTES", 8 * TOY.head.numel() - 1)
+    assert TOY.rows.rows_in(torch.float64) is TOY.head

@@ -17,6 +17,8 @@ from vllm_tide.draft.config import DraftError, read_config
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _SAMPLED_ROWS = 64
+CAST_BYTES = 512 << 20
+"""Largest copy of all rows in another dtype (bytes)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class TargetRows:
     def hidden_size(self) -> int:
         """Width of the target."""
         return int(self.lm_head.shape[1])
+
+    def rows_in(self, dtype: torch.dtype) -> Tensor:
+        """Output rows [V, H] in `dtype`, or as stored where that would be too large.
+
+        Args:
+            dtype: Wanted; the copy takes at most `CAST_BYTES`.
+        """
+        rows = self.lm_head
+        return rows.to(dtype) if rows.numel() * dtype.itemsize <= CAST_BYTES else rows
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Target logits of hidden states taken after the final norm.

@@ -29,7 +29,6 @@ from vllm_tide.train.sample import Sample
 
 FORMS = ("greedy", "mass", "argmax_mass")
 _PROBS_BYTES = 128 << 20
-_FP32_ROWS_BYTES = 512 << 20
 
 
 @dataclass
@@ -149,9 +148,7 @@ def evaluate(
     result.loss_sum = [0.0] * num_steps
     per_row = 4 * draft.vocab.target_ids.numel()
     capacity = max(256, min(capacity, _PROBS_BYTES // per_row))
-    rows = target.lm_head
-    if rows.numel() * 4 <= _FP32_ROWS_BYTES:
-        rows = rows.float()
+    rows = target.rows_in(torch.float32)
     queue = deque(samples)
     weights = draft.compute_weights(dtype)
     while queue:

@@ -29,7 +29,6 @@ from vllm_tide.train.packing import PackedBatch
 BETAS = (0.9, 0.95)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
-CAST_BYTES = 512 << 20  # all rows of the target are copied to the compute dtype up to
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,13 @@ class TrainStep:
         self.dtype = _DTYPES[config.compute_dtype]
         self.mix = LossMix.from_config(config)
         self.reduce = reduce
-        rows, self._kept = target.lm_head, None
+        self._kept = None
         if not self.mix.needs_mass or draft.vocab.is_identity:
-            self.target_rows = rows[draft.vocab.target_ids].to(self.dtype)
+            kept = target.lm_head[draft.vocab.target_ids]
+            self.target_rows = kept.to(self.dtype)
         else:
             self._kept = draft.vocab.target_ids
-            fits = rows.numel() * self.dtype.itemsize <= CAST_BYTES
-            self.target_rows = rows.to(self.dtype) if fits else rows
+            self.target_rows = target.rows_in(self.dtype)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,

@@ -38,7 +38,6 @@ from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import CAST_BYTES
 from vllm_tide.train.vocabulary import LiveVocabulary
 
 if TYPE_CHECKING:
@@ -483,9 +482,7 @@ class Trainer:
         if sample.teacher_hidden is None:
             return out
         if self._target_rows is None:  # once: they are the largest tensor there is
-            rows, dtype = self.target.lm_head, self.stepper.step.dtype
-            fits = rows.numel() * dtype.itemsize <= CAST_BYTES
-            self._target_rows = rows.to(dtype) if fits else rows
+            self._target_rows = self.target.rows_in(self.stepper.step.dtype)
         rows = self._target_rows
         for lo in range(0, sample.num_tokens, 256):
             hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)
