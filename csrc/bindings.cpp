@@ -6,6 +6,8 @@
 #endif
 #include <Python.h>
 
+#include <cerrno>
+#include <climits>
 #include <cstring>
 
 #include "shm.h"
@@ -114,6 +116,10 @@ PyObject* py_fd_size(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expect_arguments("fd_size", count, 1, 1)) return nullptr;
   const long fd = PyLong_AsLong(args[0]);
   if (fd == -1 && PyErr_Occurred()) return nullptr;
+  if (fd < 0 || fd > INT_MAX) {  // cut to an int, it could name another descriptor
+    errno = EBADF;
+    return PyErr_SetFromErrno(PyExc_OSError);
+  }
   const int64_t size = tide::descriptor_size(static_cast<int>(fd));
   if (size < 0) return PyErr_SetFromErrno(PyExc_OSError);
   return PyLong_FromLongLong(size);

@@ -264,7 +264,7 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     near = toys("near", tmp_path / "near")
     stuck = threading.Event()
     feed = SpoolFeed(s.store, "a")
-    monkeypatch.setattr(s.store, "read", lambda _name: stuck.wait(20) and None)
+    monkeypatch.setattr(s.store, "read", lambda *_: stuck.wait(20) and None)
     feeds = Feeds([RunDirSource(tmp_path / "near" / "run")])
     feeds.poll()
     source = FakeSource()

@@ -7,11 +7,12 @@ orders on to the trainers of this host, through their Unix sockets.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from vllm_tide.config import parse_tide
@@ -43,12 +44,12 @@ class AdminEndpoint:
 
         # Not `async`: the answer of a trainer is waited for in a thread.
         @router.get("/status")
-        def status(request: Request) -> JSONResponse:
+        def status(request: Request) -> Response:
             return self._answer(request, "status")
 
         def order(what: str) -> None:
             @router.post(f"/{what}", name=what)
-            def give(request: Request) -> JSONResponse:
+            def give(request: Request) -> Response:
                 return self._answer(request, what)
 
         for what in ORDERS:
@@ -73,7 +74,7 @@ class AdminEndpoint:
             return
         logger.info("vllm_tide: admin routes under %s, token %s", PREFIX, self._token)
 
-    def _answer(self, request: Request, what: str) -> JSONResponse:
+    def _answer(self, request: Request, what: str) -> Response:
         if self._token is None:
             return _error(503, self._why)
         try:
@@ -87,7 +88,12 @@ class AdminEndpoint:
         except TransportError:
             return _error(503, "no trainer is running beside this server")
         done = all(answer.get("ok") for answer in answers.values())
-        return JSONResponse({"trainers": answers}, 200 if done else 409)
+        # Not a JSONResponse: an answer may hold text that is no UTF-8.
+        try:
+            text = json.dumps({"trainers": answers})
+        except RecursionError:
+            return _error(503, "a trainer's answer cannot be passed on")
+        return Response(text, 200 if done else 409, media_type="application/json")
 
 
 def _error(

@@ -3,7 +3,8 @@
 torch.distributed.checkpoint writes one safetensors file per rank (its Hugging Face
 writer: no pickle) and reads them back for any number of ranks. Beside them
 `state.json` says everything that is not a tensor, and the size and SHA-256 of each
-file. A checkpoint is written under another name and renamed when complete.
+file and of itself. A checkpoint is written under another name and renamed when
+complete.
 
 All ranks must see the directory.
 """
@@ -18,8 +19,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from torch import Tensor
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.step import TrainStep
+from vllm_tide.transport.small_file import read_small
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2
 STATE_FILE = "state.json"
+_MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,8 +71,19 @@ class TrainState:
 
     def restore_random(self) -> None:
         """Set torch's CPU generator as it was."""
-        raw = bytearray(base64.b64decode(self.torch_random))
-        torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
+        torch.set_rng_state(self._random())
+
+    def check_random(self) -> None:
+        """Try the state of torch's generator on another one.
+
+        Raises:
+            ValueError, RuntimeError: It is none.
+        """
+        torch.Generator().set_state(self._random())
+
+    def _random(self) -> Tensor:
+        raw = bytearray(base64.b64decode(self.torch_random, validate=True))
+        return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 def torch_random_state() -> str:
@@ -167,7 +181,7 @@ def commit(
         "state": asdict(state),
     }
     with open(staged / STATE_FILE, "w", encoding="utf-8") as file:
-        json.dump(document, file)
+        json.dump({**document, "self_sha256": _digest(document)}, file)
         file.flush()
         os.fsync(file.fileno())
     _sync_directory(staged)
@@ -258,11 +272,13 @@ def _make_moments(step: TrainStep, count: int) -> None:
 def _read_document(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(path, _MAX_STATE_BYTES))
         if document["format"] != FORMAT:
             raise DraftError(
                 f"{path}: has format {document['format']}, this version reads {FORMAT}."
             )
+        if document.pop("self_sha256") != _digest(document):
+            raise DraftError(f"{path}: is damaged (SHA-256).")
         files = dict(document["files"])
         found = {p.name for p in folder.iterdir()} - {STATE_FILE}
         if found != set(files):
@@ -271,10 +287,42 @@ def _read_document(folder: Path) -> dict[str, Any]:
         for name, told in files.items():
             if _measure(folder / name) != told:
                 raise DraftError(f"{folder / name}: is damaged (size or SHA-256).")
-        document["state"] = TrainState(**document["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        document["state"] = state = TrainState(**document["state"])
+        for item in fields(TrainState):
+            if not _FITS[str(item.type)](getattr(state, item.name)):
+                raise ValueError(f"{item.name} is no {item.type}")
+        if not _is_count(document["optimizer_steps"]) or "draft" not in document:
+            raise ValueError("what it is of is missing")
+        state.check_random()
+    except DraftError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        OSError,
+        RuntimeError,  # torch, and nesting without end
+        TypeError,
+        ValueError,
+    ) as error:
         raise DraftError(f"{path}: cannot be read ({error!r}).") from None
     return document
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_count,
+    "str": lambda value: isinstance(value, str),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+}
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _measure(path: Path) -> dict[str, Any]:

@@ -247,9 +247,10 @@ def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
     except HeadRefused:
         raise
     except (
+        ArithmeticError,
         AttributeError,
         KeyError,
-        RecursionError,
+        RuntimeError,  # torch, and nesting without end
         TypeError,
         ValueError,
         SafetensorError,
@@ -266,7 +267,8 @@ def _read(path: Path, max_bytes: int) -> bytes:
         HeadRefused: It is absent, no plain file, unsafe, or larger than `max_bytes`.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe would be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -279,7 +281,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
                 )
             if status.st_size > max_bytes:
                 raise HeadRefused(f"{path}: is damaged (larger than it should be).")
-            return file.read()
+            return file.read(status.st_size)
     except OSError as error:
         raise HeadRefused(f"{path}: cannot be read ({error.strerror}).") from None
 

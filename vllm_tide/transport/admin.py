@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -27,6 +28,8 @@ logger = logging.getLogger("vllm_tide.admin")
 
 MAX_LINE = 4096
 """Longest request (bytes)."""
+MAX_ANSWER = 1 << 20
+"""Longest answer (bytes)."""
 MAX_CLIENTS = 8
 PATIENCE_S = 5.0
 """A client that has not said a whole line after this (s) is dropped."""
@@ -112,6 +115,8 @@ class AdminSocket:
             self._drop(client)
         else:
             self._clients[client] = (came, said)
+            if time.monotonic() - came > PATIENCE_S:  # a byte now and then is no line
+                self._drop(client)
 
     def _reply(self, client: socket.socket, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # it does not listen: its loss
@@ -161,16 +166,24 @@ def send(path: Path, request: dict[str, Any], timeout_s: float) -> Answer | None
     """
     with socket.socket(socket.AF_UNIX) as client, _reachable(path) as name:
         client.settimeout(timeout_s)
+        until = time.monotonic() + timeout_s
         try:
             client.connect(name)
             client.sendall(json.dumps(request).encode() + b"\n")
-            said = b""
+            said = bytearray()
             while not said.endswith(b"\n"):
+                # For the whole answer, however small its pieces are.
+                client.settimeout(max(until - time.monotonic(), 0.001))
                 part = client.recv(1 << 16)
                 if not part:
                     raise TransportError(f"{path.name} hung up without an answer")
                 said += part
-            answer = json.loads(said)
+                if len(said) > MAX_ANSWER:
+                    raise TransportError(
+                        f"{path.name} answered with more than {MAX_ANSWER} bytes"
+                    )
+            # NaN, and what no float holds, would be no JSON where it is passed on.
+            answer = json.loads(said, parse_float=_finite, parse_constant=_finite)
         except (ConnectionRefusedError, FileNotFoundError):
             return None
         except TimeoutError:
@@ -180,11 +193,16 @@ def send(path: Path, request: dict[str, Any], timeout_s: float) -> Answer | None
             ) from None
         except OSError as error:
             raise TransportError(f"{path}: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TransportError(f"{path.name} answered with no JSON") from None
     if not isinstance(answer, dict):
         raise TransportError(f"{path.name} answered with no object")
     return answer
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def ask_all(

@@ -18,7 +18,7 @@ from vllm_tide.transport.header import (
 )
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh
 from vllm_tide.transport.ring_format import MAGIC, RingStats, Word
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
+from vllm_tide.transport.shm import SHM_DIR, is_segment_name
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 from vllm_tide.transport.weights import WeightsFeedback, onlooker
 
@@ -73,14 +73,15 @@ def _read(name: str, magic: bytes) -> tuple[Header, bytes] | None:
     found = _pages(name)
     if found is None or found[0].magic != magic or len(found[1]) < PAGE_BYTES:
         return None
-    return found
+    return found if found[0].size_bytes >= DATA_AT else None
 
 
 def _pages(name: str) -> tuple[Header, bytes] | None:
     """Header and page of words."""
-    if not name.startswith(NAME_PREFIX) or "/" in name:
+    if not is_segment_name(name):
         return None
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    # A pipe under that name would be waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(f"{SHM_DIR}/{name}", flags)
     except OSError:

@@ -25,6 +25,11 @@ import safetensors
 from vllm_tide.transport.header import TransportError
 
 FORMAT_VERSION = 1
+MAX_VERSION = 2**63 - 1
+"""Versions are counted from 1; a larger one is damage."""
+
+_MAX_DIMS = 8
+_MAX_DIM = 2**48
 
 SLOT_MAGIC = b"VTIDEPUB"
 # magic, version, bytes of the manifest, bytes of the tensors, SHA-256 of the manifest
@@ -153,6 +158,8 @@ def decode(version: int, manifest_sha256: bytes, manifest: bytes, body: np.ndarr
         fields = json.loads(manifest)
         if fields["version"] != version:
             raise ValueError("the manifest is of another version")
+        if not 0 <= int(fields["parent_version"]) <= MAX_VERSION:
+            raise ValueError("parent_version is no version")
         tensors = _read_safetensors(body)
         described = fields["tensors"]
         if tensors.keys() != described.keys():
@@ -192,7 +199,10 @@ def _read_safetensors(body: np.ndarray) -> dict[str, TensorBytes]:
         dtype, size = _DTYPE_NAMES[entry["dtype"]]
         shape = tuple(int(dim) for dim in entry["shape"])
         begin, end = (int(offset) for offset in entry["data_offsets"])
-        if not 0 <= begin <= end <= len(data) or min(shape, default=0) < 0:
+        # Bounded before they are multiplied: the product of many has no bound.
+        if len(shape) > _MAX_DIMS or not all(0 <= dim <= _MAX_DIM for dim in shape):
+            raise ValueError(f"{name} has no shape of a tensor")
+        if not 0 <= begin <= end <= len(data):
             raise ValueError(f"{name} runs past the end")
         if end - begin != math.prod(shape) * size:
             raise ValueError(f"{name} has the wrong size")

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from typing import Any, Literal
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import prepare_run_dir, write_private
+from vllm_tide.transport.small_file import read_small
 
 logger = logging.getLogger("vllm_tide.purge")
 
@@ -45,6 +47,18 @@ ANNOUNCE_S = 10.0
 KeeperKind = Literal["trainer", "relay"]
 
 _GONE = ("stopped", "engine_gone")
+# It becomes part of a pattern of file names.
+_ID = re.compile(r"[0-9A-Za-z]{1,64}")
+# What reading the JSON of another process can raise, whatever it says.
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -155,8 +169,8 @@ def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]
     """Counts of every keeper that answered."""
     found = {}
     for path in run_dir.glob(f"purged-{request.id}-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            value = json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(*_UNREADABLE):
+            value = json.loads(read_small(path))
             counts = {str(k): int(v) for k, v in value["counts"].items()}
             found[Keeper(str(value["kind"]), int(value["pid"]))] = counts
     return found
@@ -196,8 +210,8 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
     """
     found = set()
     for path in run_dir.glob("trainer-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            status = json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(*_UNREADABLE):
+            status = json.loads(read_small(path))
             age_s = time.time() - float(status["updated_unix"])
             if status["state"] not in _GONE and age_s < FRESH_S:
                 found.add(Keeper("trainer", int(status["pid"])))
@@ -226,20 +240,24 @@ def _announced(path: Path) -> tuple[Holder, float]:
         OSError: If there is none.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small(path))
         holder = Holder(int(value["pid"]), int(value["start"]), int(value["namespace"]))
         return holder, float(value["updated_unix"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE:
         return Holder(0, 0, Holder.me().namespace), 0.0
 
 
 def _read(path: Path, name: str) -> PurgeRequest | None:
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-        tenant = value["tenant"]
-        asked = float(value["asked_unix_s"])
-        if not math.isfinite(asked):
-            return None
-        return PurgeRequest(name, None if tenant is None else int(tenant, 16), asked)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    if not _ID.fullmatch(name):
         return None
+    try:
+        value: Any = json.loads(read_small(path))
+        asked = float(value["asked_unix_s"])
+        tenant = None if value["tenant"] is None else int(value["tenant"], 16)
+    except _UNREADABLE:
+        return None
+    if not math.isfinite(asked) or not 0 <= (tenant or 0) < 2**64:
+        return None
+    return PurgeRequest(name, tenant, asked)

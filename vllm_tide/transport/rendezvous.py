@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
+from vllm_tide.transport.small_file import read_small
 
 RUN_DIR_VARIABLE = "VLLM_TIDE_RUN_DIR"
 
@@ -214,21 +217,57 @@ def _manifest_paths(run_dir: Path) -> list[Path]:
     return sorted(prepare_run_dir(run_dir).glob(f"{_PREFIX}*{_SUFFIX}"))
 
 
+def manifest_from(data: Any) -> EngineManifest:
+    """Read what :func:`write_manifest` wrote, in this version or a later one.
+
+    Args:
+        data: Parsed JSON of another process: it may be anything.
+
+    Raises:
+        TypeError, ValueError, AttributeError: If a field is absent, of another type,
+            or out of every range.
+    """
+    known = {item.name: str(item.type) for item in fields(EngineManifest)}
+    manifest = EngineManifest(**{k: v for k, v in data.items() if k in known})
+    for name, kind in known.items():
+        if not _FITS[kind](getattr(manifest, name)):
+            raise TypeError(f"{name} of an engine's manifest is no {kind}")
+    if not _ENGINE_ID.fullmatch(manifest.engine_id):
+        raise ValueError("engine_id of an engine's manifest is no name")
+    manifest.aux_layer_ids = tuple(manifest.aux_layer_ids)
+    return manifest
+
+
+def _is_text(value: Any) -> bool:
+    # What no file name can hold would be raised about where it becomes a path.
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    os.fsencode(value)
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_real(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "str": _is_text,
+    "int": _is_whole,
+    "float": _is_real,
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "list[str]": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "tuple[int, ...]": lambda value: (
+        isinstance(value, (list, tuple)) and all(map(_is_whole, value))
+    ),
+}
+
+
 def _read(path: Path) -> EngineManifest | None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        known = {item.name for item in fields(EngineManifest)}
-        manifest = EngineManifest(**{k: v for k, v in data.items() if k in known})
-        manifest.aux_layer_ids = tuple(int(layer) for layer in manifest.aux_layer_ids)
-        manifest.created_unix = float(manifest.created_unix)
-        manifest.pid, manifest.pid_start = int(manifest.pid), int(manifest.pid_start)
-    except (
-        ArithmeticError,
-        AttributeError,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ):
+        return manifest_from(json.loads(read_small(path)))
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
         return None
-    return manifest

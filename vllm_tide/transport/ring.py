@@ -259,6 +259,9 @@ class RingReader:
         segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
         try:
             spec = RingSpec.from_fields(segment.header.spec)
+            capacity = segment.header.size_bytes - DATA_AT
+            if capacity < LINE_BYTES or capacity % LINE_BYTES:
+                raise ValueError(f"{capacity} bytes hold no whole lines")
             segment.claim(Word.CONSUMER, "trainer")
         except (ValueError, TypeError, KeyError) as error:
             segment.close()
@@ -352,7 +355,8 @@ class RingReader:
         self._segment.close()
 
     def _count_corrupt(self) -> None:
-        self._corrupt += 1
+        # What an earlier consumer counted came from memory: it may be any number.
+        self._corrupt = (self._corrupt + 1) % 2**64
         self._segment.store(Word.CORRUPT, self._corrupt)
 
     def _plausible(self, head: int) -> bool:

@@ -22,6 +22,7 @@ from vllm_tide.transport.record import FEATURE_DTYPES, Record, RecordError
 Teacher = Literal["hidden", "topk", "both"]
 
 MAGIC = b"VTIDERNG"
+_MAX_NUMBER = 2**31 - 1
 
 
 class Word(IntEnum):
@@ -84,7 +85,13 @@ class RingSpec:
         Raises:
             ValueError, TypeError, KeyError: If it is not a spec.
         """
-        layers = tuple(int(layer) for layer in fields["aux_layer_ids"])
+        layers = tuple(fields["aux_layer_ids"])
+        sizes = [fields[name] for name in ("hidden_size", "vocab_size", "teacher_topk")]
+        for number in (*layers, *sizes):
+            if type(number) is not int or abs(number) > _MAX_NUMBER:
+                raise ValueError(f"{str(number)[:20]!r} is no layer, width or count")
+        if type(fields["engine_id"]) is not str:
+            raise ValueError("engine_id: is no text")
         return cls(**{**fields, "aux_layer_ids": layers})
 
     @property

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import stat
 import time
@@ -34,6 +35,7 @@ from vllm_tide.transport.process import Holder, heartbeat_is_fresh
 
 NAME_PREFIX = "vllm_tide_"
 SHM_DIR = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX segments, not a scratch file
+_NAME = re.compile(re.escape(NAME_PREFIX) + r"[A-Za-z0-9_.-]{1,200}")
 # A segment without a valid header is being created, or its creator died doing so.
 _UNFINISHED_SECONDS = 60.0
 
@@ -112,7 +114,7 @@ class Segment:
         Raises:
             TransportError: If it is absent, foreign, damaged or of another version.
         """
-        if not name.startswith(NAME_PREFIX) or "/" in name:
+        if not is_segment_name(name):
             raise TransportError(f"{name!r} is not the name of a vllm_tide segment")
         try:
             fd = _shm.shm_open("/" + name)
@@ -253,13 +255,19 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
     return header
 
 
+def is_segment_name(name: object) -> bool:
+    """Whether it can be the name of a segment; it may come from a file."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def orphaned(name: str) -> bool:
     """Whether a segment of this user was left behind by a dead owner.
 
     Never maps it. One without a valid header counts once it is a minute old and its
     owner's lock on it is gone: an idle engine's segment may be damaged as well.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Every user may put a pipe there, and opening one waits for its other end.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(f"{SHM_DIR}/{name}", flags)
     except OSError:

@@ -24,17 +24,20 @@ import contextlib
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool_store import Store
 
 FORMAT_VERSION = 1
 ENGINES = "engines"
+MAX_JSON_BYTES = 16 << 20
+"""A larger JSON file is not one of ours."""
 
 BEAT_S = 2.0
 """A relay and a trainer say that they live this often (s), at the least."""
@@ -154,7 +157,7 @@ class EngineFolder:
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a small file; None if it is not there, or not whole."""
-        return parse_json(self.store.read(self.path(name)))
+        return parse_json(self.store.read(self.path(name), MAX_JSON_BYTES + 1))
 
     def write_engine(self, entry: EngineEntry) -> None:
         """Announce the engine."""
@@ -182,10 +185,7 @@ class EngineFolder:
                 "same vllm_tide on both sides"
             )
         try:
-            known = {item.name for item in fields(EngineManifest)}
-            told = {k: v for k, v in value["manifest"].items() if k in known}
-            manifest = EngineManifest(**told)
-            manifest.aux_layer_ids = tuple(int(x) for x in manifest.aux_layer_ids)
+            manifest = manifest_from(value["manifest"])
             identity = {str(k): str(v) for k, v in value["identity"].items()}
             return EngineEntry(manifest, RingSpec.from_fields(value["spec"]), identity)
         except MALFORMED:
@@ -283,7 +283,7 @@ def instance_gone(instance: str) -> bool:
 
 def parse_json(raw: bytes | None) -> dict[str, Any] | None:
     """A JSON object; None if the bytes are not one."""
-    if raw is None:
+    if raw is None or len(raw) > MAX_JSON_BYTES:
         return None
     try:
         value = json.loads(raw)
@@ -307,12 +307,21 @@ def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
         return None
     try:
         # Every field has a type of one word, and its value must be of that type.
-        types = {"int": int, "float": float, "bool": bool, "str": str}
         told = {}
         for item in fields(kind):
             if item.name in value:
-                made = types[str(item.type)](value[item.name])
-                told[item.name] = made
+                if not _FITS[str(item.type)](value[item.name]):
+                    return None
+                told[item.name] = value[item.name]
         return kind(**told)
     except MALFORMED:
         return None
+
+
+_MAX_COUNT = 2**53  # of shards, rows or versions: what is larger is damage
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value <= _MAX_COUNT,
+    "float": lambda value: type(value) in (int, float) and abs(value) < 1e18,
+    "bool": lambda value: type(value) is bool,
+    "str": lambda value: type(value) is str,
+}

@@ -97,7 +97,9 @@ def latest_head(folder: EngineFolder) -> int:
     """
     value = folder.read_json(_LATEST)
     version = 0 if value is None else value.get("version")
-    return version if isinstance(version, int) and version > 0 else 0
+    if type(version) is not int or not 0 < version <= publication.MAX_VERSION:
+        return 0
+    return version
 
 
 def read_head(folder: EngineFolder, version: int) -> Publication:
@@ -111,8 +113,10 @@ def read_head(folder: EngineFolder, version: int) -> Publication:
     entry = folder.read_json(f"{HEADS}/{stem}.json")
     if entry is None:
         raise WeightsRefused("empty", f"head {version} has no manifest")
-    body = folder.store.read(folder.path(HEADS, f"{stem}.safetensors"))
-    if body is None or len(body) != entry.get("bytes"):
+    told = entry.get("bytes")
+    most = max(told, 0) + 1 if type(told) is int else 0
+    body = folder.store.read(folder.path(HEADS, f"{stem}.safetensors"), most)
+    if body is None or len(body) != told:
         raise WeightsRefused("truncated", f"head {version} is not whole")
     try:
         manifest = str(entry["manifest"]).encode()

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.small_file import read_small
 
 # What tools write into a configuration without changing the model.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 16
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_CONFIG_BYTES = 16 << 20
 
 # Part of an identity: what a user would call it, and where it is set.
 _SAYS = {
@@ -84,7 +87,7 @@ def target_fingerprint(folder: Path) -> str:
                 size = path.stat().st_size
                 length = int.from_bytes(file.read(8), "little")
                 digest.update(f"{size}:{length}".encode())
-                digest.update(file.read(min(length, _MAX_HEADER_BYTES)))
+                digest.update(file.read(min(length, size, _MAX_HEADER_BYTES)))
                 step = max((size - 8 - length) // _NUM_SAMPLES, 1)
                 for at in range(8 + length, size, step):
                     file.seek(at)
@@ -116,18 +119,25 @@ def draft_fingerprint(folder: Path) -> str:
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file by tensor name, and where its data begin.
 
+    Each entry has a `dtype` (text), a `shape` and `data_offsets` inside the file.
+
     Raises:
-        TransportError: If it cannot be read.
+        TransportError: If it cannot be read, is cut short or is none.
     """
     try:
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError("its header runs past the end")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            _check_entry(name, entry, size - 8 - length)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise TransportError(f"{path} is no safetensors file") from error
-    header.pop("__metadata__", None)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise TransportError(f"{path} is no safetensors file, or cut short") from error
     return header, 8 + length
 
 
@@ -151,17 +161,28 @@ def read_tensor(path: Path, entry: dict[str, Any], begin: int) -> bytes:
         raise _unreadable(path, error) from error
 
 
+def _check_entry(name: str, entry: dict[str, Any], room: int) -> None:
+    """Raise what `read_header` catches if a tensor is not described as one."""
+    name.encode()  # half of a surrogate pair is no text
+    first, end = entry["data_offsets"]
+    numbers = (*entry["shape"], first, end)
+    if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in numbers):
+        raise ValueError(name)
+    if min(numbers) < 0 or not first <= end <= room:
+        raise ValueError(name)
+
+
 def _config(folder: Path) -> bytes:
     path = folder / "config.json"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small(path, _MAX_CONFIG_BYTES))
+        if isinstance(value, dict):
+            value = {k: v for k, v in value.items() if k not in _VOLATILE}
+        return json.dumps(value, sort_keys=True).encode()
     except OSError as error:
         raise _unreadable(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TransportError(f"{path} is not valid JSON") from error
-    if isinstance(value, dict):
-        value = {k: v for k, v in value.items() if k not in _VOLATILE}
-    return json.dumps(value, sort_keys=True).encode()
 
 
 def _tensor_files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.spool import (
+    MAX_JSON_BYTES,
     EngineEntry,
     EngineFolder,
     checked_name,
@@ -31,6 +33,8 @@ from vllm_tide.transport.spool_store import Store
 TARGETS = "targets"
 _LIST = "files.json"
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
+# A file's name in the list: in this folder, not hidden, of printable ASCII.
+_PLAIN = re.compile(r"[!-\-0-~][ -.0-~]{0,250}")
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -151,7 +155,7 @@ def _download(store: Store, name: str, into: Path) -> Path:
     """Copy a folder of files here, whole or not at all."""
     if into.is_dir():
         return into
-    listed = parse_json(store.read(f"{name}/{_LIST}"))
+    listed = parse_json(store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1))
     if listed is None:
         raise TransportError(
             f"{name} is not in {store.url} yet: is the engine's relay running?"
@@ -161,10 +165,12 @@ def _download(store: Store, name: str, into: Path) -> Path:
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
             for file, digest in listed.items():
+                if not _PLAIN.fullmatch(file):
+                    raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
                 data = store.read(f"{name}/{file}")
                 if data is None or hashlib.sha256(data).hexdigest() != digest:
                     raise TransportError(f"{name}/{file} in {store.url} is damaged")
-                (temporary / Path(file).name).write_bytes(data)
+                (temporary / file).write_bytes(data)
             if not into.is_dir():  # another trainer may have been quicker
                 temporary.rename(into)
         finally:

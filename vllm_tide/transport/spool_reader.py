@@ -69,9 +69,12 @@ class SpoolReader:
         body = None
         if manifest is not None:
             name = str(manifest.get("file"))
-            # The name comes from a file: it may say anything.
-            if shard_number(name) == number and "/" not in name:
-                body = self._folder.store.read(self._folder.path(RECORDS, name))
+            told = manifest.get("bytes")
+            # Name and size come from a file: they may say anything.
+            if shard_number(name) == number:
+                most = max(told, 0) + 1 if type(told) is int else 0
+                at = self._folder.path(RECORDS, name)
+                body = self._folder.store.read(at, most)
         if manifest is None or body is None:
             self._failure("", state)
             return None

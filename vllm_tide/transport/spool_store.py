@@ -52,8 +52,13 @@ class Store(Protocol):
             durable: Whether it must survive a power cut.
         """
 
-    def read(self, name: str) -> bytes | None:
-        """A file's bytes; None if there is none."""
+    def read(self, name: str, most: int | None = None) -> bytes | None:
+        """A file's bytes; None if there is none.
+
+        Args:
+            name: Its name.
+            most: Give no more than its first so many bytes.
+        """
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The files of a folder and their sizes (bytes); empty if there is none."""
@@ -134,11 +139,13 @@ class LocalStore:
         except OSError as error:
             raise self._failed("written", error) from error
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most: int | None = None) -> bytes | None:
         """See :class:`Store`."""
         try:
-            return (self._root / name).read_bytes()
-        except FileNotFoundError:
+            with open(self._root / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return file.read(size if most is None else min(most, size))
+        except (FileNotFoundError, ValueError):  # or no name of a file at all
             return None
         except OSError as error:
             raise self._failed("read", error) from error
@@ -243,13 +250,16 @@ class FsspecStore:
 
         self._call("written", put)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most: int | None = None) -> bytes | None:
         """See :class:`Store`."""
         path = self._at(name)
 
         def get() -> bytes | None:
             try:
-                return bytes(self._fs.cat_file(path))
+                if most is None:
+                    return bytes(self._fs.cat_file(path))
+                end = min(most, int(self._fs.size(path) or 0))
+                return bytes(self._fs.cat_file(path, start=0, end=end))
             except FileNotFoundError:
                 return None
 

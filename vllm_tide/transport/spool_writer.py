@@ -6,6 +6,7 @@ takes no more records meanwhile, so the ring fills and the engine drops and coun
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -24,6 +25,10 @@ GRACE_S = 5.0
 # The bound is enforced down to this share of it, so that it takes no look at the whole
 # spool for every shard.
 _KEEP_SHARE = 0.95
+
+# Names are read from manifests and listings: they may say anything.
+_SHARD_FILE = re.compile(r"([0-9]{12})(?:-[0-9]{1,20})?\.(?:json|safetensors)")
+_SECONDS = re.compile(r"[0-9]{1,20}")
 
 
 class SpoolWriter:
@@ -332,9 +337,8 @@ def manifest_name(number: int) -> str:
 
 def shard_number(name: str) -> int:
     """Number of the shard a file belongs to; 0 if it is no shard's file."""
-    digits = name[:12]
-    known = name.endswith((".json", ".safetensors"))
-    return int(digits) if known and len(name) > 12 and digits.isdigit() else 0
+    known = _SHARD_FILE.fullmatch(name)
+    return int(known[1]) if known else 0
 
 
 def _created(name: str) -> int | None:
@@ -342,4 +346,4 @@ def _created(name: str) -> int | None:
     if not name.endswith(".safetensors"):
         return None
     _, dash, rest = name.removesuffix(".safetensors").partition("-")
-    return int(rest) if dash and rest.isdigit() else None
+    return int(rest) if dash and _SECONDS.fullmatch(rest) else None

@@ -90,6 +90,16 @@ def _slot_bytes(segment: Segment) -> int:
     return (segment.header.size_bytes - DATA_AT) // 2
 
 
+def _attached(name: str) -> Segment:
+    segment = Segment.attach(name, MAGIC, publication.FORMAT_VERSION)
+    if _slot_bytes(segment) < PAGE_BYTES:
+        segment.close()
+        raise TransportError(
+            f"segment {name} has no room for slots: restart its engine"
+        )
+    return segment
+
+
 class WeightsSegment:
     """The engine's end; raises nothing but :class:`WeightsRefused`, and never blocks.
 
@@ -136,7 +146,7 @@ class WeightsSegment:
         Raises:
             TransportError: One sentence: absent, foreign, damaged or another version.
         """
-        return cls(Segment.attach(name, MAGIC, publication.FORMAT_VERSION))
+        return cls(_attached(name))
 
     def latest_version(self) -> int:
         """Version of the latest publication; 0 if there is none (or no memory)."""
@@ -287,7 +297,7 @@ class WeightsWriter:
             TransportError: One sentence: absent, foreign, damaged, another version, or
                 another live trainer.
         """
-        segment = Segment.attach(name, MAGIC, publication.FORMAT_VERSION)
+        segment = _attached(name)
         try:
             segment.claim(_Word.WRITER, "trainer")
         except TransportError:
@@ -326,6 +336,10 @@ class WeightsWriter:
         if version <= self._last_published:
             raise TransportError(
                 f"version {version} is not newer than {self._last_published}"
+            )
+        if version > publication.MAX_VERSION:
+            raise TransportError(
+                f"version {version} is past the last one there is: restart the engine"
             )
         head, manifest, body = publication.encode(
             tensors, version, parent_version, meta
@@ -366,11 +380,12 @@ class WeightsWriter:
         last = self._feedback
         if crc != _shm.crc32c(raw[:-4]):
             installed, refused = last.installed_version, last.refused_version
-            label, pause = last.refused_reason.encode(), last.swap_pause_ms_last
+            reason, pause = last.refused_reason, last.swap_pause_ms_last
+        else:
+            reason = label.rstrip(b"\0").decode("ascii", "replace")
         alive = segment.owner_alive()
         if alive is None:
             alive = heartbeat_is_fresh(segment.load(_Word.ENGINE_BEAT))
-        reason = label.rstrip(b"\0").decode("ascii", "replace")
         self._feedback = WeightsFeedback(installed, refused, reason, alive, pause)
         return self._feedback
 
