@@ -1,0 +1,98 @@
+"""One parser, one input: what comes of it, within limits of time and memory.
+
+A parser may return or raise what it documents. Anything else is a finding: another
+exception, more memory than its bound, more processor time than it can need. A crash of
+the process is found by whoever started the process (``__main__``).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+CPU_SECONDS = 5.0
+"""What no parser needs for an input of these sizes."""
+_NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*")
+_NUMBERS = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+
+
+class TooSlow(BaseException):
+    """Used up its processor time; no parser can suppress it by chance."""
+
+
+class TooLarge(AssertionError):
+    """Allocated more than its bound."""
+
+
+@dataclass(frozen=True)
+class Parser:
+    """Something that reads what another process wrote.
+
+    Args:
+        name: For the tables.
+        module: Where it is, below ``vllm_tide``.
+        inputs: What it is given.
+        read: Gives it one input; a few words on what came back.
+        documented: What it may raise.
+        bound_bytes: The most memory it may allocate for one input.
+    """
+
+    name: str
+    module: str
+    inputs: SearchStrategy[Any]
+    read: Callable[[Any], str]
+    documented: tuple[type[Exception], ...] = ()
+    bound_bytes: int = 64 << 20
+
+
+def attempt(parser: Parser, value: Any) -> str:
+    """The outcome of one input.
+
+    Raises:
+        Whatever the parser raises and does not document, TooSlow or TooLarge.
+    """
+    tracemalloc.start()
+    try:
+        with _processor_time():
+            outcome = parser.read(value)
+    except parser.documented as error:
+        outcome = f"{type(error).__name__}: {shape(str(error))}"
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    if peak > parser.bound_bytes:
+        raise TooLarge(f"{peak >> 20} MiB, and {parser.bound_bytes >> 20} is its bound")
+    return outcome
+
+
+def shape(sentence: str) -> str:
+    """A sentence without what differs from input to input."""
+    plain = _NUMBERS.sub("N", _NAMES.sub("X", sentence))
+    return plain.encode("ascii", "replace").decode()[:80]
+
+
+@contextmanager
+def _processor_time() -> Iterator[None]:
+    # Signals are handled by the main thread alone.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TooSlow(f"more than {CPU_SECONDS:g} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

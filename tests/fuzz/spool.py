@@ -1,0 +1,287 @@
+"""What lies in a spool: shards, states, heads, models and their manifests."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import struct
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.fuzz.attempt import Parser
+from tests.fuzz.damage import damaged, damaged_json, edges, json_or_bytes
+from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
+from tests.transport.samples import make_record
+from vllm_tide import _shm
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.spool import (
+    EngineEntry,
+    EngineFolder,
+    EngineState,
+    ReaderState,
+    instance_gone,
+)
+from vllm_tide.transport.spool_heads import (
+    as_input,
+    encode_head,
+    latest_head,
+    read_head,
+)
+from vllm_tide.transport.spool_identity import (
+    draft_fingerprint,
+    read_header,
+    read_tensor,
+    target_fingerprint,
+)
+from vllm_tide.transport.spool_models import _target_files, local_models
+from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
+from vllm_tide.transport.spool_store import LocalStore
+from vllm_tide.transport.spool_writer import manifest_name
+
+MANIFEST = {
+    "engine_id": "e1", "pid": 1, "pid_start": 2, "ring": "vllm_tide_ring_0",
+    "weights": "vllm_tide_weights_0", "target_path": "/nowhere/t",
+    "draft_path": "/nowhere/d", "target_dtype": "float32", "hidden_size": 3,
+    "vocab_size": 100, "draft_vocab_size": 50, "aux_layer_ids": [1, 2],
+    "teacher": "both", "teacher_topk": 2, "feature_dtype": "bfloat16",
+    "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
+    "shared": ["lm_head.weight"], "pid_namespace": 4,
+}  # fmt: skip
+ENGINE = {
+    "format": 1, "manifest": MANIFEST, "spec": FIELDS,
+    "identity": {"target": "abc", "draft": "def"},
+}  # fmt: skip
+ENTRY = EngineEntry(EngineManifest(**MANIFEST), SPEC, {"target": "abc"})
+
+
+@functools.cache
+def folder() -> tuple[EngineFolder, Path]:
+    """An engine's folder of a spool in a directory that lives as long as this."""
+    made = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
+    root = Path(made.name)
+    found = EngineFolder(LocalStore(root), "e1")
+    found.kept = made  # type: ignore[attr-defined]
+    for name in ("records", "readers", "heads", "draft"):
+        (root / "engines/e1" / name).mkdir(parents=True)
+    return found, root / "engines/e1"
+
+
+def built() -> tuple[dict[str, Any], bytes]:
+    builder = ShardBuilder(SPEC)
+    for seed in range(4):
+        builder.add(make_record(SPEC, seed, num_rows=seed))
+    manifest, parts = builder.build(1, 12.0)
+    return manifest, b"".join(bytes(part) for part in parts)
+
+
+SHARD = built()
+
+
+@st.composite
+def shard_bodies(draw: st.DrawFn) -> bytes:
+    """A shard of odd offsets, an odd header or odd records."""
+    records = [draw(damaged(BODIES)) for _ in range(draw(st.integers(0, 4)))]
+    sums = np.cumsum([0, *map(len, records)]).tolist()
+    for _ in range(draw(st.integers(0, 2))):
+        sums[draw(st.integers(0, len(sums) - 1))] = draw(edges) - 2**63
+    offsets = struct.pack(f"<{len(sums)}q", *(min(n, 2**63 - 1) for n in sums))
+    data = b"".join(records)
+    at = len(offsets)
+    header = {
+        "offsets": {"dtype": "I64", "shape": [len(sums)], "data_offsets": [0, at]},
+        "records": {
+            "dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]
+        },
+    }  # fmt: skip
+    text = draw(damaged_json([header]))
+    return len(text).to_bytes(8, "little") + text + offsets + data
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """A manifest (JSON) and a body, often with sizes and checksum that fit it."""
+    manifest, body = SHARD
+    body = draw(st.one_of(damaged([body]), shard_bodies()))
+    if draw(st.integers(0, 3)):
+        count = manifest["records"]
+        if len(body) >= 8:
+            count = draw(st.sampled_from((count, draw(st.integers(0, 5)))))
+        crc = _shm.crc32c(body)
+        manifest = {**manifest, "bytes": len(body), "crc32c": crc, "records": count}
+    if draw(st.integers(0, 2)):
+        return json.dumps(manifest).encode(), body
+    return draw(damaged_json([manifest])), body
+
+
+def read_a_shard(given: tuple[bytes, bytes]) -> str:
+    text, body = given
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        return "no JSON"  # `EngineFolder.read_json` says so
+    records, unfit = read_shard(manifest, body, SPEC)
+    held = sum(record.features.nbytes for record in records)
+    assert held <= len(body)
+    return f"{min(len(records), 4)} records, {min(unfit, 4)} unfit"
+
+
+def read_shards(given: tuple[bytes, bytes, bytes]) -> str:
+    where, path = folder()
+    state_text, text, body = given
+    (path / "state.json").write_bytes(state_text)
+    (path / manifest_name(1)).write_bytes(text)
+    (path / "records/000000000001-12.safetensors").write_bytes(body)
+    state = where.read_state()
+    if state is None:
+        return "no state"
+    reader = SpoolReader(where, SPEC)
+    shards = [reader.fetch(state) for _ in range(5)]
+    skipped = {name: count for name, count in reader.skipped.items() if count}
+    return f"{sum(s is not None for s in shards)} shards, {sorted(skipped)}"
+
+
+def read_words(given: tuple[bytes, bytes, bytes]) -> str:
+    where, path = folder()
+    for name, text in zip(
+        ("engine.json", "state.json", "readers/r.json"), given, strict=True
+    ):
+        (path / name).write_bytes(text)
+    state, readers = where.read_state(), where.read_readers()
+    for reader in readers.values():
+        instance_gone(reader.instance)
+    entry = where.read_engine()
+    if entry is not None:
+        json.dumps(asdict(entry.manifest))
+        Path(entry.manifest.target_path).exists()
+    return f"{entry is not None} {state is not None} {len(readers)}"
+
+
+def safetensors_file(header: bytes, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+MODEL = {
+    "model.embed_tokens.weight":
+        {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
+    "lm_head.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [32, 64]},
+    "d2t": {"dtype": "I64", "shape": [1], "data_offsets": [64, 72]},
+}  # fmt: skip
+
+
+def model_files() -> st.SearchStrategy[bytes]:
+    whole = safetensors_file(json.dumps(MODEL).encode(), bytes(72))
+    odd = damaged_json([MODEL]).map(lambda text: safetensors_file(text, bytes(72)))
+    return st.one_of(damaged([whole]), odd)
+
+
+def read_model(given: tuple[bytes, bytes]) -> str:
+    _, path = folder()
+    path = path / "draft"
+    (path / "config.json").write_bytes(given[0])
+    (path / "m.safetensors").write_bytes(given[1])
+    draft = ""
+    try:
+        header, begin = read_header(path / "m.safetensors")
+        for entry in header.values():
+            assert len(read_tensor(path / "m.safetensors", entry, begin)) <= 72
+        _target_files(path)
+        draft = draft_fingerprint(path)
+    except TransportError as error:
+        target_fingerprint(path)
+        raise error
+    return f"a model {len(draft)} {len(target_fingerprint(path))}"
+
+
+@st.composite
+def model_lists(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    data = draw(st.binary(max_size=40))
+    odd = ("m.safetensors", "../e1/state.json", "..", "", "a/b", "*", "a\0")
+    names = st.one_of(st.just("m.safetensors"), st.sampled_from(odd))
+    listed = {draw(names): hashlib.sha256(data).hexdigest()}
+    whole = st.just(json.dumps(listed).encode())
+    return draw(st.one_of(whole, json_or_bytes(listed))), data
+
+
+def read_models(given: tuple[bytes, bytes]) -> str:
+    where, path = folder()
+    (path / "draft/files.json").write_bytes(given[0])
+    (path / "draft/m.safetensors").write_bytes(given[1])
+    root = path.parent.parent
+    (root / "targets/abc").mkdir(parents=True, exist_ok=True)
+    (root / "targets/abc/files.json").write_bytes(b"{}")
+    cache = root / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    _, draft = local_models(where, ENTRY, cache)
+    names = sorted(file.name for file in draft.iterdir())
+    assert draft.parent == cache and all(file.is_file() for file in draft.iterdir())
+    return f"{len(names)} files"
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
+    """Latest, entry and body of head 7."""
+    head = encode_head(TENSORS, version=7, parent_version=6, meta={"loss": 1.0})
+    body = draw(damaged([head.body]))
+    text = draw(damaged_json([json.loads(head.manifest)])).decode("utf-8", "replace")
+    manifest = draw(st.sampled_from((head.manifest, text)))
+    entry = {
+        "version": 7,
+        "bytes": len(body),
+        "manifest": manifest,
+        "manifest_sha256": hashlib.sha256(manifest.encode()).hexdigest(),
+    }
+    whole = json.dumps(entry).encode()
+    entry_text = draw(st.one_of(st.just(whole), st.just(whole), json_or_bytes(entry)))
+    return draw(json_or_bytes({"version": 7})), entry_text, body
+
+
+def read_heads(given: tuple[bytes, bytes, bytes]) -> str:
+    where, path = folder()
+    for name, data in zip(
+        ("latest.json", f"{7:012d}.json", f"{7:012d}.safetensors"), given, strict=True
+    ):
+        (path / "heads" / name).write_bytes(data)
+    version = latest_head(where)
+    struct.pack("<Q", version)
+    found = read_head(where, 7)
+    as_input(found)
+    return "a head"
+
+
+def parsers() -> list[Parser]:
+    """Those of the spool."""
+    state = json_or_bytes(asdict(EngineState(last_shard=1, first_shard=1)))
+    still = st.just(json.dumps(asdict(EngineState(last_shard=1))).encode())
+    renamed = st.sampled_from(
+        ("²²²²²²²²²²²²-1.safetensors", "000000000001-\0.safetensors", "\ud800")
+    ).map(lambda name: json.dumps({**SHARD[0], "file": name}).encode())
+    reader = json_or_bytes(asdict(ReaderState(instance="a:1:2:3")))
+    config = json_or_bytes({"hidden_size": 2, "_name_or_path": "x"})
+    refused = (TransportError,)
+    return [
+        Parser("spool_shard", "transport.spool_shard", shards(), read_a_shard,
+               (ShardDamaged,)),
+        Parser("spool_reader", "transport.spool_reader",
+               st.one_of(
+                   shards().flatmap(
+                       lambda pair: st.tuples(st.one_of(still, state),
+                                              st.just(pair[0]), st.just(pair[1]))),
+                   st.tuples(still, renamed, st.just(SHARD[1]))),
+               read_shards, refused),
+        Parser("spool_words", "transport.spool",
+               st.tuples(json_or_bytes(ENGINE), state, reader), read_words, refused),
+        Parser("spool_identity", "transport.spool_identity",
+               st.tuples(config, model_files()), read_model, refused),
+        Parser("spool_models", "transport.spool_models", model_lists(), read_models,
+               refused),
+        Parser("spool_heads", "transport.spool_heads", heads(), read_heads, refused),
+    ]  # fmt: skip

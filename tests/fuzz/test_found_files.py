@@ -1,0 +1,286 @@
+"""What fuzzing found in the readers of files, one test a defect."""
+
+import hashlib
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+from tests.fuzz import files, spool
+from tests.fuzz.memory import SPEC
+from vllm_tide import _shm
+from vllm_tide.draft import DraftError
+from vllm_tide.train import checkpoint, head_store
+from vllm_tide.train.head_store import HeadRefused
+from vllm_tide.transport import TransportError, purge
+from vllm_tide.transport.purge import PurgeInbox
+from vllm_tide.transport.rendezvous import inspect_manifests
+from vllm_tide.transport.small_file import MAX_BYTES
+from vllm_tide.transport.spool import EngineFolder, EngineState, parse_json
+from vllm_tide.transport.spool_heads import HEADS, latest_head
+from vllm_tide.transport.spool_identity import (
+    draft_fingerprint,
+    read_header,
+    target_fingerprint,
+)
+from vllm_tide.transport.spool_models import local_models
+from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import ShardDamaged, read_shard
+from vllm_tide.transport.spool_store import FsspecStore, LocalStore
+from vllm_tide.transport.spool_writer import manifest_name, shard_number
+
+DEEP = "[" * 100_000
+HUGE = "9" * 400  # a whole number that no float holds
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """An engine's folder of a spool, and where it lies."""
+    found = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
+    where = tmp_path / "spool/engines/e1"
+    for name in ("records", "heads", "draft"):
+        (where / name).mkdir(parents=True)
+    return found, where
+
+
+def test_offsets_whose_differences_overflow_do_not_rise():
+    manifest, body = spool.SHARD
+    length = int.from_bytes(body[:8], "little")
+    header = json.loads(body[8 : 8 + length])
+    begin, end = header["records"]["data_offsets"]
+    # Each step is less than 2**63, modulo 2**64: three times around the clock.
+    lap = [2**62, 2**63 - 1, -(2**62), 0]
+    offsets = np.array([0, *lap * 3, end - begin], np.int64)
+    assert not np.any(np.diff(offsets) < 0)
+    at = offsets.nbytes
+    header["offsets"] = {
+        "dtype": "I64",
+        "shape": [len(offsets)],
+        "data_offsets": [0, at],
+    }
+    header["records"]["data_offsets"] = [at, at + end - begin]
+    text = json.dumps(header).encode()
+    prefix = len(text).to_bytes(8, "little") + text
+    body = prefix + offsets.tobytes() + body[8 + length + begin :]
+    told = {"bytes": len(body), "crc32c": _shm.crc32c(body), "records": 13}
+    with pytest.raises(ShardDamaged, match="do not rise"):
+        read_shard({**manifest, **told}, body, SPEC)
+
+
+@pytest.mark.parametrize(
+    "name", ["²" * 12 + "-1.safetensors", f"{1:012d}-\0.safetensors", "\ud800" * 14]
+)
+def test_a_manifest_that_names_no_file_is_passed_over(engine, name):
+    folder, where = engine
+    assert shard_number(name) == 0
+    manifest = {**spool.SHARD[0], "file": name}
+    (where / manifest_name(1)).write_text(json.dumps(manifest))
+    reader = SpoolReader(folder, SPEC)
+    state = EngineState(last_shard=1)
+    assert [reader.fetch(state) for _ in range(4)] == [None] * 4
+    assert reader.skipped["removed"] == 1
+
+
+def test_a_name_that_no_file_can_have_is_no_file(engine):
+    folder, _ = engine
+    assert folder.store.read("a\0b") is None
+    assert folder.store.read("\ud800") is None
+
+
+def test_no_more_is_read_than_was_asked_for(engine):
+    folder, where = engine
+    (where / "x").write_bytes(b"12345")
+    for store in (folder.store, FsspecStore(f"file://{where.parent.parent}")):
+        assert store.read("engines/e1/x", 3) == b"123"
+        assert store.read("engines/e1/x", 10**15) == b"12345"
+        assert store.read("engines/e1/y", 3) is None
+
+
+def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(engine):
+    folder, where = engine
+    manifest, body = spool.SHARD
+    (where / manifest_name(1)).write_text(json.dumps(manifest))
+    with open(where / "records" / manifest["file"], "wb") as file:
+        file.write(body)
+        file.truncate(1 << 36)  # a hole, not 64 GiB
+    reader = SpoolReader(folder, SPEC)
+    assert [reader.fetch(EngineState(last_shard=1)) for _ in range(3)] == [None] * 3
+    assert reader.skipped["damaged"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"last_shard": -1}', '{"last_shard": %s}' % ("9" * 4300), '{"last_shard": 1.5}',
+     '{"unix": NaN}', '{"unix": 1e999}', '{"running": "no"}'],
+)  # fmt: skip
+def test_a_state_of_impossible_numbers_is_none(engine, text):
+    folder, where = engine
+    (where / "state.json").write_text(text)
+    assert folder.read_state() is None
+
+
+def test_a_word_of_absurd_size_is_none(engine):
+    folder, where = engine
+    with open(where / "state.json", "wb") as file:
+        file.truncate(1 << 36)
+    assert folder.read_state() is None
+    assert parse_json(DEEP.encode()) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[]", "3", '{"d2t": 3}', '{"d2t": {}}',
+     '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1e15]}}',
+     '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1000000000000000]}}',
+     '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [8, 0]}}',
+     '{"\\ud800": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}'],
+)  # fmt: skip
+def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
+    (tmp_path / "config.json").write_text("{}")
+    text = header.encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(8)
+    (tmp_path / "m.safetensors").write_bytes(data)
+    with pytest.raises(TransportError, match="no safetensors file"):
+        draft_fingerprint(tmp_path)
+    with pytest.raises(TransportError, match="no safetensors file"):
+        read_header(tmp_path / "m.safetensors")
+
+
+def test_a_configuration_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(TransportError, match="not valid JSON"):
+        target_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "..", "", "a\0b", "a/b", "/etc/x"])
+def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
+    folder, where = engine
+    (where / "state.json").write_bytes(b"kept")
+    targets = tmp_path / "spool/targets/abc"
+    targets.mkdir(parents=True)
+    (targets / "files.json").write_text("{}")
+    listed = {name: hashlib.sha256(b"kept").hexdigest()}
+    (where / "draft/files.json").write_text(json.dumps(listed))
+    with pytest.raises(TransportError, match="is damaged"):
+        local_models(folder, spool.ENTRY, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("version", [2**63, 10**30, True, 1.5, -1])
+def test_a_head_that_no_version_names_is_none(engine, version):
+    folder, where = engine
+    (where / HEADS / "latest.json").write_text(json.dumps({"version": version}))
+    assert latest_head(folder) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"tenant": null, "asked_unix_s": ' + HUGE + "}",
+     '{"tenant": "-1", "asked_unix_s": 1}',
+     '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
+     DEEP, "3", " " * (MAX_BYTES + 1)],
+)  # fmt: skip
+def test_what_is_no_purge_request_stops_no_keeper(tmp_path, text):
+    (tmp_path / "purge-0.json").write_text(text)
+    assert PurgeInbox(tmp_path).pending() == []
+
+
+def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
+    asked = '{"tenant": null, "asked_unix_s": %s}'
+    (tmp_path / "purge-*.json").write_text(asked % 1)
+    (tmp_path / "purge-0.json").write_text(asked % time.time())
+    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "3", '{"kind": "x", "pid": 1e999, "counts": {}}',
+             '{"kind": "x", "pid": 1, "counts": 3}']
+)  # fmt: skip
+def test_an_answer_that_is_none_is_passed_over(tmp_path, text):
+    (tmp_path / "purged-0-1.json").write_text(text)
+    assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "3", '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
+             '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}']
+)  # fmt: skip
+def test_a_keeper_that_says_nothing_is_nobody(tmp_path, text):
+    for name in ("trainer-e1.json", "relay-e1-7.json"):
+        (tmp_path / name).write_text(text)
+    assert purge.live_keepers(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"engine_id": 3}, {"engine_id": "../x"}, {"ring": None}, {"target_path": "a\0b"},
+     {"draft_path": "\ud800"}, {"hidden_size": "8"}, {"pid": 2**64}, {"tide": []},
+     {"aux_layer_ids": [1.5]}, {"shared": "x"}, {"created_unix": float("nan")}],
+)  # fmt: skip
+def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
+    path = tmp_path / "engine-e1.json"
+    path.write_text(json.dumps({**spool.MANIFEST, **change}))
+    assert inspect_manifests(tmp_path) == [(path, None)]
+    path.write_text(json.dumps(spool.MANIFEST))
+    assert inspect_manifests(tmp_path)[0][1].engine_id == "e1"
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_or_a_file_without_end_in_a_run_directory_is_passed_over(tmp_path):
+    os.mkfifo(tmp_path / "engine-a.json", 0o600)
+    os.mkfifo(tmp_path / "purge-0.json", 0o600)
+    with open(tmp_path / "engine-b.json", "wb") as file:
+        file.truncate(1 << 36)
+    assert [found for _, found in inspect_manifests(tmp_path)] == [None, None]
+    assert PurgeInbox(tmp_path).pending() == []
+
+
+def checkpoint_of(change):
+    """Verify a checkpoint whose state file was changed and sealed anew."""
+    draft, path, document = files.checkpoint_scene()
+    value = change(json.loads(json.dumps(document)))
+    text = files.seal(json.dumps(value).encode(), checkpoint._digest)
+    (path / "state.json").write_bytes(text)
+    return checkpoint.verify(path, draft)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": "3"}, {"steps": -1}, {"data": []}, {"torch_random": "AAAA"},
+     {"torch_random": "ä"}],
+)  # fmt: skip
+def test_a_checkpoint_of_other_types_is_refused(change):
+    assert checkpoint_of(lambda document: document)[0].steps == 3
+    with pytest.raises(DraftError):
+        checkpoint_of(lambda d: {**d, "state": {**d["state"], **change}})
+
+
+@pytest.mark.parametrize("name", ["draft", "optimizer_steps", "files", "state"])
+def test_a_checkpoint_that_lacks_a_part_is_refused(name):
+    with pytest.raises(DraftError):
+        checkpoint_of(lambda d: {k: v for k, v in d.items() if k != name})
+
+
+def test_a_flipped_digit_in_a_checkpoints_state_is_damage():
+    draft, path, _ = files.checkpoint_scene()
+    checkpoint_of(lambda document: document)
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace('"steps": 3', '"steps": 7'))
+    with pytest.raises(DraftError, match="damaged"):
+        checkpoint.verify(path, draft)
+    (path / "state.json").write_text(DEEP)
+    with pytest.raises(DraftError):
+        checkpoint.verify(path, draft)
+
+
+@pytest.mark.timeout(10)
+def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
+    _, path, manifest, _ = files.head_scene()
+    text = json.dumps({**manifest, "size": float("inf")}).encode()
+    path.with_suffix(".json").write_bytes(files.seal(text, head_store._digest))
+    with pytest.raises(HeadRefused, match="OverflowError"):
+        head_store.read_head(path)
+    os.mkfifo(tmp_path / "x.json", 0o600)
+    with pytest.raises(HeadRefused, match="no plain file"):
+        head_store.read_head(tmp_path / "x.json")

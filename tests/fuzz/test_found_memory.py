@@ -1,0 +1,179 @@
+"""What fuzzing found in the readers of shared memory, one test a defect."""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+
+import numpy as np
+import pytest
+
+from tests.fuzz.memory import FIELDS, SPEC, TENSORS, sealed
+from tests.transport.samples import make_record
+from vllm_tide import _shm
+from vllm_tide.transport import (
+    RingReader,
+    RingWriter,
+    TransportError,
+    WeightsRefused,
+    WeightsSegment,
+    WeightsWriter,
+    publication,
+)
+from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
+from vllm_tide.transport.peek import peek_ring, peek_weights
+from vllm_tide.transport.ring_format import MAGIC, Word
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned
+from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT
+from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
+
+
+@contextlib.contextmanager
+def segment(page, size):
+    """A segment of zeros behind a header that says anything."""
+    name = f"{NAME_PREFIX}fuzz_{secrets.token_hex(8)}"
+    path = f"{SHM_DIR}/{name}"
+    with open(path, "wb") as file:
+        file.write(page.ljust(size, b"\0")[:size])
+    os.chmod(path, 0o600)
+    try:
+        yield name
+    finally:
+        os.unlink(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '"aux_layer_ids":[1e999]',
+        '"aux_layer_ids":[1.5]',
+        '"hidden_size":1e308',
+        '"vocab_size":true',
+        '"teacher_topk":"2"',
+        '"engine_id":[]',
+    ],
+)
+def test_a_ring_whose_description_holds_no_whole_numbers_is_refused(change):
+    text = json.dumps(FIELDS)[:-1] + f",{change}}}"
+    size = DATA_AT + 4096
+    page = sealed(MAGIC, 2, size, text.encode())
+    with segment(page, size) as name, pytest.raises(TransportError, match="not a ring"):
+        RingReader.attach(name)
+
+
+@pytest.mark.parametrize("capacity", [0, 63, 100])
+def test_a_ring_without_whole_lines_is_refused(capacity):
+    size = DATA_AT + capacity
+    page = sealed(MAGIC, 2, size, json.dumps(FIELDS).encode())
+    with (
+        segment(page, size) as name,
+        pytest.raises(TransportError, match="whole lines"),
+    ):
+        RingReader.attach(name)
+
+
+def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
+    writer = RingWriter.create(SPEC, 4096)
+    writer._segment.store(Word.CORRUPT, 2**64 - 1)
+    reader = RingReader.attach(writer.name)
+    writer.try_write(make_record(SPEC, 1))
+    writer._segment.buf[DATA_AT] ^= 1
+    assert reader.read() is None
+    assert reader.stats().corrupt_records == 0  # one more than that
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("rest", ["\0", "a\0b", "\ud800", "a b", "", "x" * 300])
+def test_a_name_that_no_segment_can_have_is_refused(rest):
+    assert peek_ring(NAME_PREFIX + rest) is None
+    assert peek_weights(NAME_PREFIX + rest) is None
+    with pytest.raises(TransportError, match="not the name of a vllm_tide segment"):
+        RingReader.attach(NAME_PREFIX + rest)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_among_the_segments_holds_nobody_up():
+    name = f"{NAME_PREFIX}fuzz_{secrets.token_hex(8)}"
+    os.mkfifo(f"{SHM_DIR}/{name}", 0o600)
+    try:
+        assert not orphaned(name)
+        assert peek_ring(name) is None
+        with pytest.raises(TransportError):
+            RingReader.attach(name)
+    finally:
+        os.unlink(f"{SHM_DIR}/{name}")
+
+
+def test_counters_of_a_segment_that_says_to_have_no_room_are_nothing():
+    page = sealed(MAGIC, 2, 100, json.dumps(FIELDS).encode())
+    with segment(page, DATA_AT) as name:
+        assert peek_ring(name) is None
+
+
+@pytest.mark.parametrize("room", [0, 100, 2 * PAGE_BYTES - 1])
+@pytest.mark.parametrize("end", [WeightsSegment, WeightsWriter])
+def test_a_weights_segment_without_room_for_slots_is_refused(end, room):
+    size = DATA_AT + room
+    page = sealed(WEIGHTS_MAGIC, publication.FORMAT_VERSION, size, b"{}")
+    with segment(page, size) as name, pytest.raises(TransportError, match="no room"):
+        end.attach(name)
+
+
+def test_a_reason_that_is_no_text_does_not_grow_with_every_look():
+    engine = WeightsSegment.create(8192)
+    trainer = WeightsWriter.attach(engine.name)
+    body = _FEEDBACK.pack(1, 2, 0.5, b"\xff" * 64, 0)[:-4]
+    whole = body + _shm.crc32c(body).to_bytes(4, "little")
+    engine._segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + len(whole)] = whole
+    assert len(trainer.feedback().refused_reason) == 64
+    engine._segment.buf[_FEEDBACK_AT] ^= 1  # torn: what was said before holds
+    for _ in range(20):
+        assert len(trainer.feedback().refused_reason) == 64
+    trainer.close()
+    engine.close()
+
+
+def test_a_version_that_no_word_holds_is_not_published():
+    engine = WeightsSegment.create(8192)
+    trainer = WeightsWriter.attach(engine.name)
+    trainer.publish(TENSORS, version=1, parent_version=0, meta={})
+    trainer._last_published = 2**64 - 1
+    with pytest.raises(TransportError, match="past the last one"):
+        trainer.publish(TENSORS, version=2**64, parent_version=0, meta={})
+    trainer.close()
+    engine.close()
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # Multiplied out, hundreds of thousands of them would take for ever.
+        (b"[2,3]", b"[" + b",".join([b"9" * 400] * 100) + b"]"),
+        (b"[2,3]", b"[0," + b"9" * 30 + b"]"),
+        (b"[2,3]", b"[2,3,1,1,1,1,1,1,1]"),
+    ],
+)
+def test_a_shape_of_absurd_size_is_refused(old, new):
+    _, manifest, body = publication.encode(TENSORS, 3, 2, {})
+    length = int.from_bytes(body[:8], "little")
+    text = body[8 : 8 + length].replace(old, new)
+    body = len(text).to_bytes(8, "little") + text + body[8 + length :]
+    digest = hashlib.sha256(manifest).digest()
+    with pytest.raises(WeightsRefused, match="no shape of a tensor"):
+        publication.decode(3, digest, manifest, np.frombuffer(body, np.uint8).copy())
+
+
+@pytest.mark.parametrize("parent", [-1, 2**64])
+def test_a_parent_that_is_no_version_is_refused(parent):
+    _, manifest, body = publication.encode(TENSORS, 3, parent, {})
+    digest = hashlib.sha256(manifest).digest()
+    with pytest.raises(WeightsRefused, match="parent_version is no version"):
+        publication.decode(3, digest, manifest, np.frombuffer(body, np.uint8).copy())
+
+
+def test_a_descriptor_wider_than_an_int_is_not_cut_to_another_one():
+    with open("/dev/null", "rb") as file, pytest.raises(OSError, match="descriptor"):
+        _shm.fd_size(2**32 + file.fileno())
