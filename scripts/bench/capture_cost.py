@@ -87,6 +87,8 @@ async def _measure(
     cpu_rates: dict[str, list[float]] = {"on": [], "off": []}
     per_block = args.requests_per_block
     needed = (args.pairs + 1) * per_block
+    if args.repeat_prompts:
+        prompts = [prompts[i % len(prompts)] for i in range(needed)]
     if len(prompts) < needed:
         raise SystemExit(f"{needed} prompts are needed, there are {len(prompts)}")
     identical = True
@@ -145,6 +147,7 @@ def statistics_of(on: list[float], off: list[float]) -> dict[str, object]:
 
 
 def _server(args: argparse.Namespace, name: str, config: str) -> VllmServer:
+    more = ("--no-enable-prefix-caching",) if args.repeat_prompts else ()
     return VllmServer(
         ServerOptions(
             venv=args.venv,
@@ -152,6 +155,8 @@ def _server(args: argparse.Namespace, name: str, config: str) -> VllmServer:
             log_path=args.work / f"server-{name}.log",
             speculative_config=config,
             dtype=args.dtype,
+            max_num_seqs=max(8, args.concurrency),
+            extra_args=(*more, *args.serve_args),
         )
     )
 
@@ -167,6 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--max-tokens", type=int, default=128)
     p.add_argument("--dtype", default="float32")
     p.add_argument("--num-speculative-tokens", type=int, default=3)
+    p.add_argument(
+        "--repeat-prompts", action="store_true", help="too few: no prefix is cached"
+    )
+    p.add_argument("--serve-args", type=str.split, default=[], help="of `vllm serve`")
     here = Path(__file__).parent / "results" / "capture_cost.json"
     p.add_argument("--json", type=Path, default=here)
     return p

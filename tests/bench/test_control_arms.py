@@ -166,3 +166,13 @@ def test_without_memory_every_arm_sweeps_alone():
     cells = [Cell("m", batch=1), Cell("m", batch=2)]
     order = names(visit_order(cells, arms, 1, interleaved=False, defer_dynamic=True))
     assert [arm for _, _, arm in order] == ["none", "none", "static3", "static3"]
+
+
+def test_upstreams_adaptive_verification_is_an_arm_that_has_to_be_asked_for(tmp_path):
+    arm = make_arm("vllm_adaptive")
+    assert "vllm_adaptive" not in CONTROL_ARMS
+    config = json.loads(speculative_config(arm, tmp_path, tmp_path))
+    assert config["enable_adaptive_verification"] is True and "tide" not in config
+    static = make_arm("static7")
+    assert arm.server_key != static.server_key and not arm.is_static
+    assert "enable_adaptive" not in speculative_config(static, tmp_path, tmp_path)

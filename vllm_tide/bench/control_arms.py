@@ -1,8 +1,9 @@
 """The arms of the control benchmark: which server each one needs.
 
 ``none`` and ``static1/3/5/7`` are plain vLLM; ``vllm_dynamic`` is plain vLLM with its
-batch-size schedule; the others run a policy of ``tide.control`` with at most
-``TIDE_MAX_TOKENS`` draft tokens.  The last four are the ablation of the AdaSpec
+batch-size schedule, ``vllm_adaptive`` with its adaptive verification (Model Runner V2
+only, so it has to be asked for); the others run a policy of ``tide.control`` with at
+most ``TIDE_MAX_TOKENS`` draft tokens.  The last four are the ablation of the AdaSpec
 paper's Table 2, each adding one part to the one before.
 
 An arm may be followed by ``@SCALE``: its requests then carry a TPOT limit of SCALE x
@@ -80,6 +81,11 @@ class Arm:
         return self.name == "vllm_dynamic"
 
     @property
+    def is_adaptive(self) -> bool:
+        """Return whether vLLM itself chooses what is verified."""
+        return self.name == "vllm_adaptive"
+
+    @property
     def is_static(self) -> bool:
         """Return whether the arm always drafts the same number of tokens, or none."""
         return self.name == "none" or STATIC.match(self.name) is not None
@@ -87,7 +93,8 @@ class Arm:
     @property
     def server_key(self) -> str:
         """Arms of one key are served by one server."""
-        return json.dumps([self.is_dynamic, self.num_tokens, self.control])
+        kind = [self.is_dynamic, self.is_adaptive]
+        return json.dumps([*kind, self.num_tokens, self.control])
 
 
 def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
@@ -117,10 +124,12 @@ def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
         return Arm(text, int(match[1]))
     if name == "vllm_dynamic":
         return Arm(text, TIDE_MAX_TOKENS)
+    if name == "vllm_adaptive":
+        return Arm(text, TIDE_MAX_TOKENS)
     if name in _POLICIES:
         merged = {**(control or {}), **_POLICIES[name]}
         return Arm(text, TIDE_MAX_TOKENS, merged, scale)
-    known = ", ".join((*CONTROL_ARMS, *ABLATION_ARMS))
+    known = ", ".join((*CONTROL_ARMS, "vllm_adaptive", *ABLATION_ARMS))
     raise BenchError(f"there is no arm {text!r}; known: {known}, static<k>")
 
 
@@ -172,6 +181,8 @@ def speculative_config(
         # vLLM reserves slots for the longest entry: ask for no more than is used.
         config["num_speculative_tokens"] = max(1, *(k for _, _, k in schedule))
         config["num_speculative_tokens_per_batch_size"] = [list(r) for r in schedule]
+    if arm.is_adaptive:
+        config["enable_adaptive_verification"] = True
     if arm.control is not None:
         config["tide"] = {
             "run_dir": str(run_dir),

@@ -176,8 +176,9 @@ def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
         dtype = getattr(module, "params_dtype", torch.float32)
         # A ramp, the same for everybody: no random state of the engine is touched.
         probe = torch.linspace(-1, 1, want.shape[1]).to(dtype)[None]
-        got = module(probe)
-        got = (got[0] if isinstance(got, tuple) else got).float()
+        weight = next(module.parameters(), probe)  # the probe goes to where it is
+        got = module(probe.to(weight.device))
+        got = (got[0] if isinstance(got, tuple) else got).float().cpu()
         expect = probe.float() @ want.to(dtype).float().T
         scale = expect.abs().max().clamp(min=1e-6)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2

@@ -1,0 +1,191 @@
+"""Each kernel at a real size: equal to its Torch reference, and how near to a copy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from place import Place
+from torch import Tensor
+
+from vllm_tide.kernels.kl_loss import kl_rows, kl_rows_reference
+from vllm_tide.kernels.launch import runs_triton
+from vllm_tide.kernels.pack_layout import PackLayout
+from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
+from vllm_tide.kernels.select_tokens import select_tokens
+from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
+
+ROUNDS = 30
+
+
+@dataclass
+class Case:
+    """One kernel at one size.
+
+    Attributes:
+        ours: Runs it; returns what is compared.
+        reference: The same in Torch.
+        num_bytes: What it must read and write at the least.
+        exact: Whether every bit must agree.
+    """
+
+    ours: Callable[[], list[Tensor]]
+    reference: Callable[[], list[Tensor]]
+    num_bytes: int
+    exact: bool
+
+
+def kernels(place: Place) -> None:
+    """Copy bandwidth first, then every kernel against it."""
+    size = (1 << 16) if place.cpu else (1 << 30)
+    copied = place.part("copy", lambda: _copy(place, size))
+    for name, make in CASES.items():
+        place.part(name, lambda make=make: _measure(place, make, copied))
+
+
+def _copy(place: Place, size: int) -> dict[str, float]:
+    source = torch.ones(size, dtype=torch.uint8, device=place.device)
+    target = torch.empty_like(source)
+    seconds = _time(place, lambda: [target.copy_(source)])
+    return {"bytes": 2 * size, "gb_per_s": 2 * size / seconds / 1e9}
+
+
+def _measure(
+    place: Place, make: Any, copied: dict[str, float] | None
+) -> dict[str, Any]:
+    case: Case = make(place)
+    found, wanted = case.ours(), case.reference()
+    worst = 0.0
+    for ours, theirs in zip(found, wanted, strict=True):
+        a, b = ours.detach().cpu().double(), theirs.detach().cpu().double()
+        assert a.shape == b.shape, "another shape than the reference"
+        if a.numel():
+            worst = max(worst, float((a - b).abs().nan_to_num().max()))
+    limit = 0.0 if case.exact else 2e-2
+    assert worst <= limit, f"differs from the reference by {worst}"
+    ours_s, reference_s = _time(place, case.ours), _time(place, case.reference)
+    rate = case.num_bytes / ours_s / 1e9
+    return {
+        "bytes": case.num_bytes,
+        "ours_us": ours_s * 1e6,
+        "reference_us": reference_s * 1e6,
+        "gb_per_s": rate,
+        "of_copy_bandwidth": rate / copied["gb_per_s"] if copied else None,
+        "largest_difference": worst,
+    }
+
+
+def _time(place: Place, run: Callable[[], Any]) -> float:
+    """Median seconds; on a GPU by its own clock."""
+    times = []
+    for _ in range(2 if place.cpu else ROUNDS + 5):
+        if place.cpu:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[0 if place.cpu else 5 :])
+
+
+def _draw(
+    place: Place, *shape: int, seed: int = 0, dtype: Any = torch.bfloat16
+) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=random) * 2
+    made = values.to(dtype).to(place.device)
+    assert runs_triton(made), "Triton is missing, or does not run here"
+    return made
+
+
+def _pack_rows(place: Place) -> Case:
+    rows, width = (4, 48) if place.cpu else (4096, 4096)
+    features = [_draw(place, rows, width, seed=i) for i in range(3)]
+    ids = torch.arange(rows, device=place.device)
+    verdicts, order = ids % 3 == 0, ids.flip(0)
+    layout = PackLayout(rows, width)
+    blocks = [
+        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=place.device)
+        for _ in range(2)
+    ]
+
+    def run(function: Any, block: Tensor) -> list[Tensor]:
+        function(features, ids, verdicts, order, layout, block)
+        return [block]
+
+    moved = 2 * layout.num_bytes
+    ours = lambda: run(pack_rows, blocks[0])  # noqa: E731 - a pair of the same
+    return Case(ours, lambda: run(pack_rows_reference, blocks[1]), moved, exact=True)
+
+
+def _topk_teacher(place: Place) -> Case:
+    rows, vocab, k = (2, 300, 8) if place.cpu else (512, 128_256, 64)
+    logits = _draw(place, rows, vocab, dtype=torch.float32)
+
+    def run(function: Any) -> list[Tensor]:
+        found = function(logits, k)
+        return [found.ids, found.logprobs, found.tail_logprob.exp()]
+
+    moved = logits.numel() * logits.element_size()
+    return Case(
+        lambda: run(topk_teacher), lambda: run(topk_teacher_reference), moved, False
+    )
+
+
+def _kl_rows(place: Place) -> Case:
+    rows, vocab = (2, 200) if place.cpu else (1024, 128_256)
+    logits, teacher = _draw(place, rows, vocab), _draw(place, rows, vocab, seed=1)
+    weights = torch.full((rows,), 0.5, device=place.device)
+    grads = [torch.empty_like(logits) for _ in range(2)]
+
+    def run(function: Any, grad: Tensor) -> list[Tensor]:
+        values = function(logits, teacher, weights, reverse=False, grad_out=grad)
+        return [values, grad]
+
+    moved = 3 * logits.numel() * logits.element_size()
+    return Case(
+        lambda: run(kl_rows, grads[0]),
+        lambda: run(kl_rows_reference, grads[1]),
+        moved,
+        exact=False,
+    )
+
+
+def _select_tokens(place: Place) -> Case:
+    requests, steps = (3, 2) if place.cpu else (256, 7)
+    chance = _draw(place, requests, steps, dtype=torch.float32).sigmoid()
+    table = 1.0 + 0.05 * (torch.arange(requests * (steps + 1) + 1) // 32).float()
+    here = table.to(place.device)
+
+    def ours() -> list[Tensor]:
+        found = select_tokens(chance, here, requests)
+        return [found.lengths, found.total]
+
+    def reference() -> list[Tensor]:
+        from vllm_tide.kernels import select_tokens as module
+
+        before, module.runs_triton = module.runs_triton, lambda *_: False
+        try:
+            found = select_tokens(chance.cpu(), table, requests)
+        finally:
+            module.runs_triton = before
+        return [found.lengths, found.total]
+
+    return Case(ours, reference, chance.numel() * 4 + here.numel() * 4, exact=True)
+
+
+CASES = {
+    "pack_rows": _pack_rows,
+    "topk_teacher": _topk_teacher,
+    "kl_rows": _kl_rows,
+    "select_tokens": _select_tokens,
+}

@@ -1,0 +1,143 @@
+"""Where a stage runs and what it has measured so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_tide.bench.report import environment
+from vllm_tide.json_text import json_text
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "scripts" / "demo"
+HERE = Path(__file__).resolve().parent
+
+
+class CannotRun(Exception):  # noqa: N818 - says what it is
+    """This stage cannot run here; one sentence says why."""
+
+
+class TimeIsOver(Exception):  # noqa: N818 - says what it is
+    """The rest is for the next call."""
+
+
+class Place:
+    """One stage on one chip, part by part.
+
+    Args:
+        stage: Its name.
+        what: What it answers.
+        file: The results; parts that are in it are not measured again.
+        cpu: Tiny sizes on the CPU.
+        minutes: No part begins later.
+        only: Parts whose name begins so; the others are left out.
+
+    Raises:
+        CannotRun: There is no GPU, or the file is of another stage or chip.
+    """
+
+    def __init__(
+        self, stage: str, what: str, file: Path, cpu: bool, minutes: float,
+        only: str | None = None,
+    ) -> None:  # fmt: skip
+        if not cpu and not torch.cuda.is_available():
+            raise CannotRun(
+                f"{stage} needs a GPU and there is none; --cpu proves that it works"
+            )
+        self.cpu, self.file, self._only = cpu, file.resolve(), only
+        self.device = torch.device("cpu" if cpu else "cuda")
+        self.work = self.file.with_name(self.file.name + ".work")
+        self._until = time.monotonic() + 60 * minutes
+        self._left_out = 0
+        chip = "no GPU (--cpu)" if cpu else torch.cuda.get_device_name()
+        self.data: dict[str, Any] = {
+            "stage": stage,
+            "what": what,
+            "chip": chip,
+            "complete": False,
+            "parts": {},
+        }
+        if self.file.exists():
+            kept = json.loads(self.file.read_text(encoding="utf-8"))
+            if (kept.get("stage"), kept.get("chip")) != (stage, chip):
+                raise CannotRun(
+                    f"--json {file} holds {kept.get('stage')} on {kept.get('chip')}, "
+                    f"this is {stage} on {chip}: give another file"
+                )
+            self.data["parts"] = kept["parts"]
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    def part(self, name: str, measure: Callable[[], Any]) -> Any:
+        """One part's results, measured now unless they are known already.
+
+        Raises:
+            TimeIsOver: It would have to begin too late.
+        """
+        if name in self.data["parts"]:
+            return self.data["parts"][name]
+        if self._only is not None and not name.startswith(self._only):
+            self._left_out += 1
+            return None
+        if time.monotonic() > self._until:
+            raise TimeIsOver
+        began = time.monotonic()
+        found = measure()
+        self.data["parts"][name] = found
+        print(f"{name}: {json.dumps(found)[:300]} ({time.monotonic() - began:.1f} s)")
+        sys.stdout.flush()
+        self._write()
+        return found
+
+    def minutes_left(self) -> float:
+        """Minutes until no part may begin."""
+        return max((self._until - time.monotonic()) / 60, 0.5)
+
+    def finish(self) -> int:
+        """Write the whole; the exit status."""
+        self.data["complete"] = self._left_out == 0
+        self._write()
+        return 0
+
+    def command(self, command: Sequence[str], log: str) -> None:
+        """Run a program of the checkout, its words in a file of the work folder.
+
+        Raises:
+            RuntimeError: It failed; the message ends with its last words.
+        """
+        path = self.work / f"{log}.log"
+        env = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        with path.open("w", encoding="utf-8") as file:
+            done = subprocess.run(
+                [sys.executable, *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=env,
+                check=False,
+            )
+        if done.returncode:
+            words = path.read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise RuntimeError(f"{log} ended with {done.returncode}: {words}")
+
+    def child(self, case: dict[str, Any], log: str) -> dict[str, Any]:
+        """What `generate.py` reports of a case: an engine in a process of its own."""
+        report = self.work / f"{log}.json"
+        report.unlink(missing_ok=True)
+        case = {"cpu": self.cpu, "report": str(report), **case}
+        self.command([str(HERE / "generate.py"), json.dumps(case)], log)
+        return json.loads(report.read_text(encoding="utf-8"))
+
+    def _write(self) -> None:
+        self.data["environment"] = environment({"torch": torch.__version__})
+        self.file.write_text(json_text(self.data), encoding="utf-8")

@@ -1,0 +1,56 @@
+"""scripts/gpu/run.sh where there is no GPU: what works in seconds, and what it says."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    env = {**os.environ, "TIDE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(ROOT / "scripts/gpu/run.sh"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_stage_ends_with_one_sentence(tmp_path):
+    done = run("smoke", "--json", tmp_path / "f.json")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: smoke needs a GPU and there is none; --cpu proves that it works\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_kernels_run_in_the_interpreter_and_are_not_measured_twice(tmp_path):
+    file = tmp_path / "f.json"
+    done = run("kernels", "--cpu", "--json", file)
+    assert done.returncode == 0, done.stderr
+    whole = json.loads(file.read_text())
+    assert whole["complete"] and whole["chip"] == "no GPU (--cpu)"
+    names = ["copy", "pack_rows", "topk_teacher", "kl_rows", "select_tokens"]
+    assert list(whole["parts"]) == names
+    again = run("kernels", "--cpu", "--json", file)
+    assert again.returncode == 0 and again.stdout == ""
+    other = run("swap", "--cpu", "--json", file)
+    assert other.returncode == 2 and "give another file" in other.stderr
+
+
+def test_heads_are_staged_at_their_sizes(tmp_path):
+    file = tmp_path / "f.json"
+    done = run("swap", "--cpu", "--only", "stage", "--json", file)
+    assert done.returncode == 0, done.stderr
+    whole = json.loads(file.read_text())
+    assert not whole["complete"]  # nothing was installed
+    for size in (0.006, 0.012):
+        part = whole["parts"][f"stage {size:g} GB"]
+        assert part["bytes"] == pytest.approx(size * 1e9, rel=0.2)
+        assert len(part["stage_s"]) == 5
