@@ -130,3 +130,45 @@ def test_ends_belong_to_the_newest_step_under_way(log):
     assert list(log.done(wait_for_next=True)) == []  # nobody said what ended after it
     assert list(log.done(wait_for_next=False)) == [first, second]
     assert not log.begin(["c"])
+
+
+class Rows:
+    """Staged rows that arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrived, self.released = False, 0
+
+    def filled(self) -> bool:
+        return self.arrived
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_a_step_is_done_when_its_rows_have_arrived_and_they_are_let_go_after(log):
+    first, second = record(log), record(log)
+    first.staged = Rows()
+    for step in (first, second):
+        land(step)
+    # Control learns from both at once; the records wait, in order.
+    assert list(log.landed()) == [first, second]
+    assert list(log.done(wait_for_next=False)) == []
+    first.staged.arrived = True
+    for step in log.done(wait_for_next=False):
+        assert step is second or not first.staged.released
+    assert first.staged.released == 1
+
+
+def test_a_step_without_drafts_samples_one_column(log):
+    output = SimpleNamespace(
+        num_sampled=torch.tensor([1, 1], dtype=torch.int32),
+        sampled_token_ids=torch.tensor([[3], [9]]),
+    )
+    drafted = torch.arange(REQS * K).view(REQS, K)
+    prompts = np.array([0, 11, 0, 9], np.int32)
+    step = log.record(batch(), prompts, output, torch.zeros(REQS, K), drafted, K, 0)
+    step.place.seal()
+    land(step)
+    (found,) = log.landed()
+    assert found.sampled.tolist() == [[3], [9]]
+    assert found.drafted.tolist() == [0, K]

@@ -1,0 +1,52 @@
+"""Reads the counters of the null GPU that this process runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+
+class Counters:
+    """Calls of the runtime and the driver since the process began."""
+
+    def __init__(self) -> None:
+        runtime = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._parts = [
+            _part(runtime, "ng_names", "ng_counts"),
+            _part(driver, "ng_driver_names", "ng_driver_counts"),
+        ]
+
+    def read(self) -> dict[str, int]:
+        """Counts by name; a kernel's launch counts whoever launches it."""
+        counts = {
+            name: int(values[i])
+            for names, values in self._parts
+            for i, name in enumerate(names)
+        }
+        counts["launches"] += counts.pop("driver_launches")
+        return counts | torch_allocations()
+
+
+def _part(
+    library: ctypes.CDLL, names: str, counts: str
+) -> tuple[list[str], ctypes.Array]:
+    words = ctypes.c_char_p.in_dll(library, names).value.decode().split()
+    return words, (ctypes.c_ulong * len(words)).in_dll(library, counts)
+
+
+def torch_allocations() -> dict[str, int]:
+    """Blocks that Torch's allocators handed out: no calls of the runtime's."""
+    import torch
+
+    device = torch.cuda.memory_stats()
+    host = torch.cuda.host_memory_stats()
+    return {
+        "torch_allocations": device.get("allocation.all.allocated", 0),
+        "torch_pinned_allocations": host.get("allocation.allocated", 0),
+    }
+
+
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was counted between two readings."""
+    return {name: after[name] - before[name] for name in after}

@@ -1,0 +1,224 @@
+"""One engine on the null GPU: starts, decodes, is handed another draft, shuts down.
+
+Argument: JSON case. Prints `RESULT {...}`. Needs the environment of
+`scripts/null_gpu.sh`; values mean nothing there, so the host is told that each step
+samples one token per request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+DEMO = Path(__file__).parents[1] / "demo"
+WARM_UP = 12
+
+
+def main() -> None:
+    """Run the case."""
+    case = json.loads(sys.argv[1])
+    from counts import Counters
+    from vllm import LLM
+
+    speculative = {
+        "method": "eagle3",
+        "model": str(DEMO / "draft"),
+        "num_speculative_tokens": 3,
+    }
+    if case["tide"] is not None:
+        speculative["tide"] = case["tide"] | {"run_dir": case["run_dir"]}
+        say_that_one_token_was_sampled()
+    began = time.perf_counter()
+    llm = LLM(
+        str(DEMO / "target"),
+        speculative_config=speculative,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=case["batch"],
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=1 << 28,
+        enable_prefix_caching=False,
+        async_scheduling=case["async"],
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    engine, counters = llm.llm_engine, Counters()
+    core = engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    result: dict[str, Any] = {
+        "start_s": round(time.perf_counter() - began, 1),
+        "runner": type(worker.model_runner).__module__,
+        "async": bool(engine.vllm_config.scheduler_config.async_scheduling),
+        "at_start": counters.read(),
+    }
+    bench = Bench(engine, counters, case["batch"])
+    bench.begin(WARM_UP + 8)
+    bench.finish()
+    bench.begin(WARM_UP + case["steps"] + 300)
+    result["prefill"] = bench.window(1)
+    bench.step(WARM_UP)
+    result["decode"] = bench.window(case["steps"])
+    if worker.tide is not None:
+        result |= with_tide(worker, bench, case)
+    bench.abort()
+    result["faults"] = {} if worker.tide is None else dict(worker.tide._faults())
+    core.shutdown()
+    result["shut_down"] = True
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def say_that_one_token_was_sampled() -> None:
+    """Where the device decides nothing: what a landed step says is made plausible."""
+    import numpy as np
+
+    from vllm_tide.engine.step_log import Step
+
+    read = Step.read
+
+    def landed(step: Step) -> None:
+        read(step)
+        step.emitted[:] = 1
+        step.start = np.maximum(step.start, 0)
+
+    Step.read = landed
+
+
+class Bench:
+    """Steps an engine and counts.
+
+    Args:
+        engine: vLLM's `LLMEngine`, in this process.
+        counters: Of the null GPU.
+        batch: Requests at a time.
+    """
+
+    def __init__(self, engine: Any, counters: Any, batch: int) -> None:
+        self._engine = engine
+        self._counters = counters
+        self._batch = batch
+        self._begun = 0
+
+    def begin(self, tokens: int) -> None:
+        """Queue a batch of requests that generate so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        self._names = [f"{self._begun}-{i}" for i in range(self._batch)]
+        self._begun += 1
+        for i, name in enumerate(self._names):
+            prompt = {"prompt_token_ids": list(range(5 + i, 25 + i))}
+            self._engine.add_request(name, prompt, sampling)
+
+    def step(self, count: int = 1) -> None:
+        """Step."""
+        for _ in range(count):
+            self._engine.step()
+
+    def finish(self) -> None:
+        """Step until nothing is left."""
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def abort(self) -> None:
+        """End the requests."""
+        self._engine.abort_request(self._names)
+        self.finish()
+        self.step(2)
+
+    def window(self, steps: int) -> dict[str, Any]:
+        """Counts per step and host milliseconds per step (median)."""
+        seconds = []
+        before = self._counters.read()
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._engine.step()
+            seconds.append(time.perf_counter() - began)
+        after = self._counters.read()
+        counts = {name: (after[name] - before[name]) / steps for name in after}
+        return {
+            **{name: round(count, 2) for name, count in counts.items()},
+            "host_ms": round(1e3 * statistics.median(seconds), 3),
+        }
+
+
+def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]:
+    """What capture wrote, and a swap while requests are decoding."""
+    tide, result = worker.tide, {}
+    if tide.capture is not None:
+        result["captured_rows"] = tide.capture.rows
+        result["dropped"] = dict(tide.capture.dropped) | dict(tide._ring.dropped_rows)
+        result["lost_steps"] = tide._log.lost
+    if tide.swapper is not None:
+        result["swap"] = swap(worker, bench)
+    return result
+
+
+def swap(worker: Any, bench: Bench) -> dict[str, Any]:
+    """Publish another draft, step until it is live; the counts of the step it took."""
+    import torch
+    from safetensors.torch import load_file
+
+    from vllm_tide.capture.staging import wire_view
+    from vllm_tide.transport.weights import WeightsWriter
+
+    tide, draft = worker.tide, worker.model_runner.get_draft_model()
+    tensors = load_file(DEMO / "draft" / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"] * 0.5
+    tensors.pop("t2d", None)
+    fit = {n: t for n, t in tensors.items() if n not in tide.swapper.shared}
+    addresses = {name: p.data_ptr() for name, p in draft.named_parameters()}
+    graphs = bench._counters.read()["graphs"]
+    writer = WeightsWriter.attach(tide._segment.name)
+    writer.publish(
+        {
+            name: (
+                str(t.dtype).removeprefix("torch."),
+                tuple(t.shape),
+                wire_view(t.contiguous()),
+            )
+            for name, t in fit.items()
+        },
+        version=1,
+        parent_version=0,
+        meta={},
+    )
+    deadline = time.monotonic() + 60
+    while not tide.swapper.ready_version() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(40):
+        step = bench.window(1)
+        if tide.swapper.version == 1:
+            break
+    after = {name: p.data_ptr() for name, p in draft.named_parameters()}
+    fc = dict(draft.named_parameters())["model.fc.weight"]
+    served = torch.empty(fc.shape, dtype=fc.dtype)
+    served.copy_(fc)
+    bench.step(5)
+    writer.close()
+    return {
+        "version": tide.swapper.version,
+        "refused": dict(tide.swapper.stager.refused),
+        "seconds": round(tide.swapper._last_seconds, 6),
+        "step": step,
+        "same_addresses": after == addresses,
+        "same_graphs": bench._counters.read()["graphs"] == graphs,
+        # Copies are real on the null GPU.
+        "new_weights_are_served": bool(torch.equal(served, fit["fc.weight"])),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+#!/usr/bin/env python
+"""Runs the arms of `scripts/null_gpu.sh`, one engine each, and makes the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.json_text import json_text
+
+HERE = Path(__file__).parent
+# Control drafts at full depth here, so that its steps are comparable: a null draft is
+# never sure of a token.
+CONTROL = {"policy": "threshold", "threshold": 1e-9}
+OFF = {"capture": {"enabled": False}, "swap": {"enabled": False}}
+ARMS: dict[str, dict[str, Any] | None] = {
+    "upstream": None,
+    "idle": OFF,
+    "capture": OFF | {"capture": {"ring_mib": 64}},
+    "capture_both": OFF
+    | {"capture": {"ring_mib": 64, "teacher": "both", "teacher_topk": 64}},
+    "control": OFF | {"control": CONTROL},
+    "all": {"capture": {"ring_mib": 64}, "control": CONTROL},
+}
+# Of a decoding step; ours less upstream's.
+COMPARED = (
+    "launches",
+    "graph_launches",
+    "copies_to_device",
+    "copies_to_host",
+    "copies_on_device",
+    "pageable_copies",
+    "synchronisations",
+    "allocations",
+    "torch_allocations",
+    "torch_pinned_allocations",
+    "event_records",
+    "stream_waits",
+    "event_queries",
+    "host_ms",
+)
+
+
+def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """One engine; its result, or what it said last."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        case = {
+            "tide": ARMS[arm],
+            "async": asynchronous,
+            "run_dir": run_dir,
+            "batch": options.batch,
+            "steps": options.steps,
+        }
+        done = subprocess.run(
+            [sys.executable, str(HERE / "engine.py"), json.dumps(case)],
+            capture_output=True,
+            text=True,
+            timeout=options.timeout,
+            check=False,
+        )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    print((done.stdout + done.stderr)[-6000:], file=sys.stderr)
+    return {"failed": done.returncode}
+
+
+def difference(ours: dict[str, Any], upstream: dict[str, Any]) -> dict[str, float]:
+    """What a step of ours does more than upstream's."""
+    return {name: round(ours[name] - upstream[name], 3) for name in COMPARED}
+
+
+def main() -> int:
+    """Run the arms; 0 if each ran whole and kept to upstream's waits."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--scheduling", default="async,sync")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--timeout", type=float, default=540, help="seconds an engine")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    runs: dict[str, Any] = {}
+    for scheduling in options.scheduling.split(","):
+        for arm in options.arms.split(","):
+            name = f"{scheduling}/{arm}"
+            runs[name] = run(arm, scheduling == "async", options)
+            print(name, json.dumps(runs[name].get("decode", runs[name])), flush=True)
+    more = {
+        name: difference(found["decode"], runs[f"{scheduling}/upstream"]["decode"])
+        for name, found in runs.items()
+        for scheduling in [name.partition("/")[0]]
+        if "decode" in found and "decode" in runs.get(f"{scheduling}/upstream", {})
+    }
+    document = {
+        "what": "Calls per decoding step on a null GPU, whose kernels do nothing; "
+        "host_ms is the host's time alone, on a shared machine.",
+        "environment": {p: version(p) for p in ("torch", "triton", "vllm")},
+        "batch": options.batch,
+        "steps": options.steps,
+        "more_than_upstream": more,
+        "runs": runs,
+    }
+    if options.json:
+        options.json.write_text(json_text(document), encoding="utf-8")
+    waits = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
+    kept = all(step[name] <= 0 for step in more.values() for name in waits)
+    whole = all("failed" not in found for found in runs.values())
+    return 0 if kept and whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
