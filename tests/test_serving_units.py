@@ -206,7 +206,7 @@ def test_an_order_for_a_version_that_is_not_staged_does_nothing(swapper):
 
 
 def test_scheduler_orders_each_version_once_and_again_when_still_staged():
-    tide = SchedulerTide({})
+    tide = SchedulerTide(3, {})
     assert tide.control() is None
     tide.observe(None)
     tide.observe({"staged": 3})

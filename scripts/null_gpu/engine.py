@@ -163,7 +163,20 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
         result["lost_steps"] = tide._log.lost
     if tide.swapper is not None:
         result["swap"] = swap(worker, bench)
+    if tide.control is not None:
+        result["lengths"] = lengths(tide.control, bench)
     return result
+
+
+def lengths(control: Any, bench: Bench) -> dict[str, Any]:
+    """Counts of a step at each speculative length, fixed by hand."""
+    control.stop()
+    found = {}
+    for depth in range(control.num_speculative_tokens, -1, -1):
+        control.depth = depth
+        bench.step(6)
+        found[str(depth)] = bench.window(10)
+    return found
 
 
 def swap(worker: Any, bench: Bench) -> dict[str, Any]:

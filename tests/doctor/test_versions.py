@@ -92,7 +92,7 @@ def test_the_device_is_chosen_as_vllm_does(
 
 
 def test_the_server_s_own_check_judges_the_device():
-    assert refusal("cpu") == ""
+    assert refusal("cpu") == refusal("cuda") == ""
     assert "tide: device 'tpu' is not supported" in refusal("tpu")
 
 

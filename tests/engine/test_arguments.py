@@ -227,3 +227,48 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control():
         check_engine_config(config)
     config.speculative_config.tide = {}
     check_engine_config(config)
+
+
+@pytest.mark.parametrize(
+    ("requests", "table"),
+    [
+        (8, [(1, 5, 3), (6, 6, 2), (7, 7, 1), (8, 8, 0)]),
+        (3, [(1, 1, 3), (2, 2, 2), (3, 3, 1)]),
+        (1, [(1, 1, 3)]),
+    ],
+)
+def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, table):
+    from types import SimpleNamespace as Config
+
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    speculative = Config(
+        tide={"control": {"policy": "threshold"}},
+        enable_adaptive_verification=False,
+        use_local_argmax_reduction=False,
+        draft_sample_method="greedy",
+        num_speculative_tokens=3,
+        num_speculative_tokens_per_batch_size=None,
+    )
+    config = Config(
+        device_config=Config(device_type="cuda"),
+        parallel_config=Config(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            enable_batch_sharded_sampling=None,
+        ),
+        lora_config=None,
+        use_v2_model_runner=True,
+        scheduler_config=Config(async_scheduling=True, max_num_seqs=requests),
+        speculative_config=speculative,
+    )
+    check_engine_config(config)
+    assert speculative.num_speculative_tokens_per_batch_size == table
+    speculative.num_speculative_tokens_per_batch_size = None
+    speculative.tide = {}
+    check_engine_config(config)
+    assert speculative.num_speculative_tokens_per_batch_size is None
+    config.use_v2_model_runner = False
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER"):
+        check_engine_config(config)

@@ -78,7 +78,7 @@ def new(*req_ids: str) -> list[Any]:
 
 def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
     held = requests(a=None, b="pepper", c="", d="salt")
-    tide = SchedulerTide(held)
+    tide = SchedulerTide(3, held)
     assert tide.control(new("a", "b", "c", "gone")) == {"salted": ["b"]}
     assert tide.control(new("a")) is None
     tide.observe({"staged": 2})

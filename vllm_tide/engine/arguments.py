@@ -94,7 +94,7 @@ def _check_control(config: dict[str, Any], control: ControlConfig) -> None:
 
 
 def check_engine_config(vllm_config: Any) -> None:
-    """Check what only the whole configuration shows.
+    """Check what only the whole configuration shows, and settle what follows from it.
 
     Raises:
         ConfigError: One sentence naming the option.
@@ -125,6 +125,8 @@ def check_engine_config(vllm_config: Any) -> None:
         _check_moe_ranks(vllm_config)
     if vllm_config.use_v2_model_runner:
         _check_v2(vllm_config)
+        if device != "cpu":
+            _capture_every_length(vllm_config)
     elif vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
             "--async-scheduling: tide needs synchronous scheduling with Model Runner "
@@ -173,6 +175,29 @@ def _check_v2(vllm_config: Any) -> None:
             "tide does not measure on Model Runner V2; make a file with `vllm-tide "
             "profile` under VLLM_USE_V2_MODEL_RUNNER=0 and name it here."
         )
+
+
+def _capture_every_length(vllm_config: Any) -> None:
+    """Let vLLM capture graphs for every length that control may choose.
+
+    It captures those of its table of lengths by batch size, which tide's scheduler does
+    not follow (`SchedulerTide.draft_depth`): so each length gets one batch size, at the
+    top, where the range of the longest one loses least.
+    """
+    speculative = vllm_config.speculative_config
+    if parse_tide(speculative.tide).control.policy == "static":
+        return
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return  # vLLM has no such table there; other lengths than K run without graphs
+    most, requests = (
+        speculative.num_speculative_tokens,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+    shorter = min(most, requests - 1)
+    widest = requests - shorter
+    table = [(1, widest, most)]
+    table += [(widest + i, widest + i, most - i) for i in range(1, shorter + 1)]
+    speculative.num_speculative_tokens_per_batch_size = table
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:

@@ -45,18 +45,21 @@ def make_scheduler(
             "requests with a cache_salt out of capture; run `vllm-tide patch apply`."
         )
     capture = parse_tide(speculative_config.tide).capture
-    return SchedulerTide({} if capture.salted else requests)
+    longest = speculative_config.num_speculative_tokens
+    return SchedulerTide(longest, {} if capture.salted else requests)
 
 
 class SchedulerTide:
     """TIDE in the scheduler.
 
     Args:
+        longest: num_speculative_tokens.
         requests: vLLM's requests by id, of which those with a `cache_salt` are kept
             out of capture; empty keeps none out.
     """
 
-    def __init__(self, requests: Mapping[str, Any]) -> None:
+    def __init__(self, longest: int, requests: Mapping[str, Any]) -> None:
+        self._longest = longest
         self._requests = requests
         self._staged = 0
         self._ordered = 0
@@ -85,12 +88,13 @@ class SchedulerTide:
         """Draft steps of the step that is being scheduled.
 
         Model Runner V2's worker predicts them (`ControlV2.depth`); V1's decides for
-        itself when the step has come that far.
+        itself when the step has come that far. A prediction replaces vLLM's table of
+        lengths, which may be there only for the graphs to capture (`arguments.py`).
 
         Args:
             most: What vLLM would draft.
         """
-        return most if self._depth is None else min(self._depth, most)
+        return most if self._depth is None else min(self._depth, self._longest)
 
     def observe(self, report: dict[str, Any] | None) -> None:
         """Take a worker's report (`ModelRunnerOutput.tide`).
