@@ -62,6 +62,7 @@ class CaptureV2(Recorder):
             logits,
             min(topk, runner.vocab_size),
         )
+        self._stage.warm_up(runner.dtype)
         features_like, hidden_like = self._stage.like()
         super().__init__(ring, config, features_like, hidden_like, tenant_key)
         # Any number of rows and no columns.

@@ -114,6 +114,7 @@ class DeviceStage:
         topk: int,
         device: torch.device,
     ) -> None:
+        self._device = device
         self._kind = (num_aux, hidden_size, dtype, hidden, topk)
         largest = RunLayout(max_rows, max_logits if topk else 0, *self._kind)
         self._ring = RunRing(STEPS_HELD * largest.num_bytes + STEPS_HELD * 256)
@@ -166,6 +167,16 @@ class DeviceStage:
             raise
         rows.run, rows.layout, rows.host = run, layout, on_host
         return rows
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """See `RowStage`. Triton compiles for 1, for multiples of 16 and for others."""
+        num_aux, width, *_ = self._kind
+        for count in (1, 16, 17):
+            if count <= len(self._all_rows):
+                layer = torch.zeros(count, width, dtype=dtype, device=self._device)
+                rows = self.fill(self._all_rows, [layer] * num_aux, layer, count, None)
+                if rows is not None:
+                    rows.release()
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""

@@ -68,6 +68,13 @@ class RowStage(Protocol):
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [0, num_aux * H] and hidden states [0, H] in the wire's type."""
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what packing needs, before anything is served.
+
+        Args:
+            dtype: Of the layers that will be given.
+        """
+
     def close(self) -> None:
         """Let go what is not garbage-collected; nothing is filled after."""
 
@@ -185,6 +192,9 @@ class HostStage:
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""
         return self._like
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """See `RowStage`; there is nothing to compile."""
 
     def give_back(self, rows: HostRows) -> None:
         """A step's place is free again. Idempotent."""

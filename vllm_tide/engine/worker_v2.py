@@ -22,6 +22,9 @@ from vllm_tide.engine.step_log import StepLog, Timing
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
 
+# Of upstream's own requests, with which it compiles kernels before anything is served.
+MADE_UP = ("_warmup_", "_v2_mixed_warmup")
+
 
 class WorkerTideV2(WorkerTide):
     """TIDE in one worker with Model Runner V2.
@@ -45,6 +48,7 @@ class WorkerTideV2(WorkerTide):
         self._confidence = torch.zeros(runner.max_num_reqs, depth, device=runner.device)
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
+        self._made_up = False
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -61,9 +65,15 @@ class WorkerTideV2(WorkerTide):
                 clock.first_drafted()
 
             speculator.on_prefill_end = on_prefill_end
+            # Nothing is measured for it, so it need not wait for the KV cache.
+            self.warm_up()
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._made_up = any(req_id.startswith(MADE_UP) for req_id in scheduled)
+        if self._made_up:
+            return
         self._install_ordered(scheduler_output.tide)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended)
@@ -121,6 +131,8 @@ class WorkerTideV2(WorkerTide):
             aux_hidden_states: num_aux tensors [>= rows, H].
             num_drafted: Draft steps that ran.
         """
+        if self._made_up:
+            return
         timing = None
         if self.control is not None:
             timing = self.control.step_ends(num_drafted)
