@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -12,12 +13,12 @@ from vllm_tide.cli import config
 from vllm_tide.faults.report import markdown
 
 README = Path(__file__).parent.parent / "README.md"
-FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json"
+FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json.gz"
 
 
 def faults() -> list[str]:
     """What became of each kind of fault, from the stored run."""
-    return markdown(json.loads(FAULTS.read_text(encoding="utf-8"))["kinds"])
+    return markdown(json.loads(gzip.decompress(FAULTS.read_bytes()))["kinds"])
 
 
 TABLES = {

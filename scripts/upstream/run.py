@@ -188,12 +188,30 @@ def main() -> int:
     }
     if args.record:
         args.baseline.parent.mkdir(parents=True, exist_ok=True)
-        kept = json.loads(args.baseline.read_text()) if args.baseline.exists() else {}
+        kept = _read(args.baseline) if args.baseline.exists() else {}
         merged = {g.name: (kept | passed).get(g.name, []) for g in GROUPS}
-        args.baseline.write_text(json.dumps(merged, indent=1) + "\n")
+        _write(args.baseline, merged)
         print(f"{args.baseline}: {sum(map(len, merged.values()))} passing tests")
         return 0
-    return _compare(args, groups, passed, json.loads(args.baseline.read_text()))
+    return _compare(args, groups, passed, _read(args.baseline))
+
+
+def _write(path: Path, passed: dict[str, list[str]]) -> None:
+    """Test names by group and file: a third of the size of whole names."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for group, tests in passed.items():
+        files = groups.setdefault(group, {})
+        for test in tests:
+            file, _, name = test.partition("::")
+            files.setdefault(file, []).append(name)
+    path.write_text(json.dumps(groups, indent=0) + "\n")
+
+
+def _read(path: Path) -> dict[str, list[str]]:
+    return {
+        group: [f"{file}::{name}" for file, names in files.items() for name in names]
+        for group, files in json.loads(path.read_text()).items()
+    }
 
 
 def _compare(

@@ -91,7 +91,7 @@ def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
 def test_the_knob_lets_salted_requests_in(
     capture: dict[str, Any], order: dict[str, Any] | None
 ) -> None:
-    config = SimpleNamespace(tide={"capture": capture})
+    config = SimpleNamespace(num_speculative_tokens=3, tide={"capture": capture})
     tide = make_scheduler(config, requests(b="pepper"))
     assert tide is not None
     assert tide.control(new("b")) == order

@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
         "rows": rows,
     }
     if args.json is not None:
-        args.json.write_text(json_text(result), encoding="utf-8")
+        args.json.write_text(json_text(_rounded(result)), encoding="utf-8")
     if args.table:
         print(markdown(rows))
     elif args.json is None:
@@ -244,3 +244,12 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return value
+
+
+def _rounded(value: Any) -> Any:
+    """With six digits: the seed decides about the rest."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
