@@ -30,7 +30,8 @@ class AgainstPlain:
             seconds: Measured, of all these rounds.
             idle: Number of the undrafted ones.
         """
-        served = np.count_nonzero(emitted)
+        served = int(np.count_nonzero(emitted))
         if served:
-            self.plain_s += plain * (float(emitted.sum()) / served + idle)
-            self.round_s += seconds
+            # Python's own floats: the engine core encodes no others for the metrics.
+            self.plain_s += float(plain * (int(emitted.sum()) / served + idle))
+            self.round_s += float(seconds)
