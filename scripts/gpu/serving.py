@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from place import DEMO, ROOT, Place
+from place import DEMO, ROOT, Place, TimeIsOver
 
 from vllm_tide.config import ConfigError, parse_tide
 
@@ -98,7 +98,7 @@ def _sweep(place: Place, batches: tuple[int, ...]) -> Any:
         command += ["--serve-args", "--gpu-memory-utilization 0.08"]
         command += ["--max-minutes", f"{place.minutes_left():.1f}"]
     whole = _bench(place, command, label)
-    kept = ("cells", "summary", "identity", "problems", "complete")
+    kept = ("cells", "summary", "identity", "problems", "complete", "stopped")
     return {name: whole[name] for name in kept if name in whole}
 
 
@@ -117,7 +117,9 @@ def shift(place: Place) -> None:
 
     def measure() -> Any:
         whole = _bench(place, command, "shift")
-        kept = ("arms", "comparison", "summary", "complete", "stopped")
+        if "max-minutes" in str(whole.get("stopped")):
+            raise TimeIsOver  # what is measured is in the work folder
+        kept = ("results", "identity", "problems", "complete")
         found = {name: whole[name] for name in kept if name in whole}
         return {"trainer_device": "cpu" if place.cpu else _trainer_device(), **found}
 
@@ -157,7 +159,12 @@ def _profile(place: Place, size: str) -> Any:
 def _bench(place: Place, command: list[str], label: str) -> Any:
     result = place.work / f"{label}.json"
     whole = ["-m", "vllm_tide", "bench", "run", *command, "--json", str(result)]
-    place.command([*whole, "--work", str(place.work / label)], label)
+    try:
+        place.command([*whole, "--work", str(place.work / label)], label)
+    except RuntimeError:
+        # A run that stops at its last minute has still measured something.
+        if not result.exists() or "max-minutes" not in str(_read(result)["stopped"]):
+            raise
     return _read(result)
 
 

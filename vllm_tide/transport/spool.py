@@ -318,7 +318,7 @@ def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
         return None
 
 
-_MAX_COUNT = 2**53  # of shards, rows or versions: what is larger is damage
+_MAX_COUNT = 2**63 - 1  # of shards, rows or versions: what is larger is damage
 _FITS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and 0 <= value <= _MAX_COUNT,
     "float": lambda value: type(value) in (int, float) and abs(value) < 1e18,
