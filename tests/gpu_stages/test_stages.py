@@ -29,6 +29,7 @@ def test_without_a_gpu_a_stage_ends_with_one_sentence(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # three processes that import torch
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_kernels_run_in_the_interpreter_and_are_not_measured_twice(tmp_path):
     file = tmp_path / "f.json"
