@@ -29,6 +29,8 @@ WARM_UP = 12
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
+    if case["check"]:
+        os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
     from counts import Counters
     from vllm import LLM
 
