@@ -89,11 +89,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--timeout", type=float, default=540, help="seconds an engine")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the runs that --json holds already"
+    )
     options = parser.parse_args()
     runs: dict[str, Any] = {}
+    if options.keep and options.json.exists():
+        runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
     for scheduling in options.scheduling.split(","):
         for arm in options.arms.split(","):
             name = f"{scheduling}/{arm}"
+            if name in runs:
+                continue
             runs[name] = run(arm, scheduling == "async", options)
             print(name, json.dumps(runs[name].get("decode", runs[name])), flush=True)
     more = {
