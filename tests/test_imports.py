@@ -23,6 +23,7 @@ LAYERS = {
     "examples": 0,
     "metrics": 0,
     "_shm": 0,
+    "tracing": 0,
     "transport": 1,
     "json_text": 0,
     "control": 1,

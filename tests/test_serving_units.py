@@ -185,6 +185,23 @@ def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
     assert (feedback.installed_version, feedback.refused_version) == (1, 2)
 
 
+def test_a_swap_is_a_span_where_tracing_is_on(swapper):
+    made, loader, publish, _ = swapper
+    sent = []
+    assert made._tracing is None  # off unless an endpoint is configured
+    made._tracing = SimpleNamespace(span=lambda *span: sent.append(span))
+    publish(1, 2.0)
+    made.install_ordered(1)
+    publish(2, 3.0)
+    loader.failures = [True]
+    made.install_ordered(2)
+    assert [(name, facts) for name, _, facts in sent] == [
+        ("swap", {"version": 1, "installed": True}),
+        ("swap", {"version": 2, "installed": False}),
+    ]
+    assert all(0 < seconds < 60 for _, seconds, _ in sent)
+
+
 def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
     made, loader, publish, _ = swapper
     publish(1, 2.0)

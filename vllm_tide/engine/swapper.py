@@ -18,6 +18,7 @@ from vllm_tide.engine.install import install, shared_with_target, verify_install
 from vllm_tide.swap.device_room import DeviceRoom
 from vllm_tide.swap.stage import StagedDraft, Stager
 from vllm_tide.swap.verify import DraftContract
+from vllm_tide.tracing import open_tracing
 from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm_tide")
@@ -76,6 +77,7 @@ class Swapper:
         self.num_swaps = 0
         self.seconds: list[float] = []
         self._last_seconds = 0.0
+        self._tracing = open_tracing("engine")
 
     def use_segment(self, segment: WeightsSegment) -> None:
         """Watch another segment from now on: the one before was cut short."""
@@ -119,6 +121,9 @@ class Swapper:
             self.seconds.append(self._last_seconds)
         self.stager.done(staged)
         self.report()
+        if self._tracing is not None:
+            facts = {"version": version, "installed": self.version == version}
+            self._tracing.span("swap", time.perf_counter() - began, facts)
 
     def report(self) -> None:
         """Tell the trainer what is live and what was refused last."""

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.tracing import Tracing
 from vllm_tide.train.status import finite
 
 logger = logging.getLogger("vllm_tide.train")
@@ -27,11 +28,15 @@ class EventLog:
     Args:
         run_dir: Run directory.
         name: Engine the trainer reports under.
+        tracing: Every event becomes a span as well; see `open_tracing`.
     """
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, tracing: Tracing | None = None
+    ) -> None:
         self.path = run_dir / f"events-{name}.jsonl"
         self.failed_writes = 0
+        self._tracing = tracing
 
     def add(self, event: str, **facts: Any) -> None:
         """Append one event.
@@ -43,6 +48,8 @@ class EventLog:
         """
         line = {"unix": round(time.time(), 3), "event": event}
         line |= finite(facts)
+        if self._tracing is not None:
+            self._tracing.span(event, facts.get("seconds", 0.0), facts)
         logger.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if k != "unix"))
         try:
             if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:

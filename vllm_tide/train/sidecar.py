@@ -21,6 +21,7 @@ from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
+from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint
 from vllm_tide.train.deployment import Deployment, as_wire
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
@@ -104,7 +105,7 @@ class Sidecar:
             logger.info("this CPU has no bfloat16 arithmetic: computing in float32")
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self._file = StatusFile(run_dir, feed.id)
-        self._events = EventLog(run_dir, feed.id)
+        self._events = EventLog(run_dir, feed.id, open_tracing("trainer"))
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self._stopping = self._purge_waits = False
         self._trained_s = 0.0
