@@ -15,7 +15,7 @@ from vllm_tide.control.settings import ControlSettings
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine import control_v2
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.step_log import Step, Timing
 
 K, REQUESTS = 4, 3
 DRAFT = ForwardModel((1, 64), (3e-4, 4e-4), 0.0)
@@ -55,7 +55,6 @@ class Engine:
                 preempted_req_ids=None,
             )
         )
-        self.control._continues = True
         self.drafted = np.full((REQUESTS, 0), 0.5)  # chances of what is verified next
         self.newest = np.zeros(REQUESTS, np.int64)
         self.context = np.full(REQUESTS, 20)
@@ -95,6 +94,7 @@ class Engine:
             token_ids=np.arange(n + drafts.sum()),
             confidence=confidence,
             drafted=np.ones(n, np.int64),
+            timing=Timing(True, lambda: None),
         )
         total = int(drafts.sum())
         self.now += float(self.time.target_curve(n, 60, total)[total])

@@ -131,7 +131,10 @@ def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any
 
 def step(brought: list[Any], order: Any, ended: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(
-        scheduled_new_reqs=brought, tide=order, finished_req_ids=ended
+        scheduled_new_reqs=brought,
+        num_scheduled_tokens={new.req_id: 1 for new in brought},
+        tide=order,
+        finished_req_ids=ended,
     )
 
 
