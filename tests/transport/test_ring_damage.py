@@ -125,3 +125,23 @@ def test_a_record_of_format_1_is_refused_with_a_sentence(num_rows):
     older[71] = 0
     with pytest.raises(RecordError, match="record of format 1, .*speaks 2"):
         decode(older.data)
+
+
+WRITERS = [w for w in Word if w < Word.TAIL]
+READERS = [w for w in Word if w > Word.TAIL and w != Word.CORRUPT]
+
+
+@pytest.mark.parametrize("word", [*WRITERS, Word.TAIL, *READERS])
+def test_a_heartbeat_of_its_owner_mends_every_word(ring_pair, word):
+    writer, reader = ring_pair(make_spec())
+    assert writer.try_write(make_record(make_spec()))
+    assert reader.read() is not None
+    writer.heartbeat()
+    reader.heartbeat()
+    segment = writer._segment
+    good, junk = segment.load(word), 2**63 + 12345
+    segment.store(word, junk)
+    (writer if word < Word.TAIL else reader).heartbeat()
+    now = segment.load(word)
+    beats = (Word.PRODUCER_BEAT, Word.CONSUMER_BEAT)
+    assert good <= now < junk if word in beats else now == good

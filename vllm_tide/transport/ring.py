@@ -127,13 +127,18 @@ class RingWriter:
         return False
 
     def heartbeat(self) -> None:
-        """Say that the engine lives; also repairs header and head damaged in memory."""
+        """Say that the engine lives; also repairs what was damaged in memory."""
         # ValueError: another thread closed the ring between the check and the store.
         with contextlib.suppress(ValueError):
             if not self._unusable():
                 self.mended += self._segment.mend_header()
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
                 self._segment.store(Word.HEAD, self._head)
+                # Both otherwise stand until the next record, or the next drop.
+                written, rows = self._written_records, self._written_rows
+                self._mirror(Word.WRITTEN_RECORDS, written, rows)
+                dropped, rows = self.drops.total(), self.dropped_rows.total()
+                self._mirror(Word.DROPPED_RECORDS, dropped, rows)
 
     @property
     def lost(self) -> bool:
