@@ -99,7 +99,6 @@ def swaps(llm: Any, worker: Any, case: dict[str, Any], texts: Any, params: Any) 
                 raise SystemExit(f"version {version}: {dict(swapper.stager.refused)}")
             time.sleep(0.001)
         staged = time.perf_counter()
-        swapper.seconds.clear()
         llm.generate(texts, params, use_tqdm=False)
         if swapper.version != version:
             raise SystemExit(f"version {version}: {dict(swapper.stager.refused)}")
@@ -107,7 +106,7 @@ def swaps(llm: Any, worker: Any, case: dict[str, Any], texts: Any, params: Any) 
             {
                 "publish_s": published - began,
                 "stage_s": staged - published,
-                "install_s": swapper.seconds[-1],
+                "install_s": swapper._last_seconds,
             }
         )
     writer.close()

@@ -113,10 +113,10 @@ class Place:
             RuntimeError: It failed; the message ends with its last words.
         """
         path = self.work / f"{log}.log"
-        env = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
+        folder = Path(sys.executable).parent
+        env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        if self.cpu:  # as scripts/env.sh: else an engine wants most of the memory
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with path.open("w", encoding="utf-8") as file:
             done = subprocess.run(
                 [sys.executable, *command],
