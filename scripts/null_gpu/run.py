@@ -46,7 +46,6 @@ COMPARED = (
     "event_records",
     "stream_waits",
     "event_queries",
-    "host_ms",
 )
 
 
