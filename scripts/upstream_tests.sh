@@ -7,7 +7,7 @@
 #   --all               every test file that touches what we touch
 #   --group NAME        only this group of scripts/upstream/run.py
 #   --record-baseline   run on UNPATCHED vLLM and rewrite what was run in
-#                       tests/upstream/baseline.json (with --all unless --subset is said)
+#                       tests/upstream/baseline.json.gz (with --all unless --subset is said)
 #
 # Environment: PYTHON (default: the environment that scripts/install.sh --dev made),
 # TIDE_VLLM_ARCHIVES (a folder that keeps the downloaded sdist), TIDE_UPSTREAM_WORK (a
@@ -59,4 +59,4 @@ if [ ! -d "$work/tests" ]; then
 fi
 "$python" "$here/scripts/upstream/stub_hf_configs.py" "$work/hf"
 "$python" "$here/scripts/upstream/run.py" "$which" "$work" \
-    "$here/tests/upstream/baseline.json" "${record[@]}" "${groups[@]}"
+    "$here/tests/upstream/baseline.json.gz" "${record[@]}" "${groups[@]}"

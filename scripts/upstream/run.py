@@ -10,6 +10,7 @@ few of upstream's tests are statistical or time-dependent.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -204,13 +205,14 @@ def _write(path: Path, passed: dict[str, list[str]]) -> None:
         for test in tests:
             file, _, name = test.partition("::")
             files.setdefault(file, []).append(name)
-    path.write_text(json.dumps(groups, indent=0) + "\n")
+    text = json.dumps(groups, indent=0) + "\n"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _read(path: Path) -> dict[str, list[str]]:
     return {
         group: [f"{file}::{name}" for file, names in files.items() for name in names]
-        for group, files in json.loads(path.read_text()).items()
+        for group, files in json.loads(gzip.decompress(path.read_bytes())).items()
     }
 
 

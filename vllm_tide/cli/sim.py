@@ -247,9 +247,9 @@ def _count(text: str) -> int:
 
 
 def _rounded(value: Any) -> Any:
-    """With six digits: the seed decides about the rest."""
+    """With five digits: the seed decides about the rest."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     return [_rounded(part) for part in value] if isinstance(value, list) else value
