@@ -185,7 +185,12 @@ class TrainConfig(_Section):
         "step size); 0 writes none.",
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        0, description="Port of the trainer's own /metrics on localhost; 0 opens none."
+        0, description="Port of the trainer's own /metrics; 0 opens none."
+    )
+    metrics_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Address that port is opened on; 0.0.0.0 lets a Prometheus on "
+        "another machine or outside of the container read it.",
     )
     keep_last_good: bool = Field(
         True, description="A restarted server begins with the last good head."

@@ -289,9 +289,9 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     sidecar._train()
     sidecar._update_status(force=True)
     port = free_port()
-    metrics.open_metrics(port, lambda: sidecar.status)
+    metrics.open_metrics(port, lambda: sidecar.status, "127.0.0.2")
     began = time.monotonic()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics") as page:
         text = page.read().decode()
     assert time.monotonic() - began < 10
     names = [*metrics.COUNTERS, *metrics.SCHEDULE_COUNTERS]

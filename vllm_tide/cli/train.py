@@ -105,7 +105,8 @@ def _lead(
         config = override or parse_tide(manifest.tide)
         if not prepared:  # niceness adds up: once per process
             prepare_process(config.train, manifest.engine_id, pin=ranks is None)
-            open_metrics(config.train.metrics_port, lambda: current[0])
+            chosen = config.train
+            open_metrics(chosen.metrics_port, lambda: current[0], chosen.metrics_host)
             prepared = True
         sidecar = Sidecar(feeds, run_dir, config, ranks)
         current[0] = sidecar.status

@@ -17,15 +17,15 @@ _MOST_BYTES = 4 << 20
 def check(subject: Subject) -> Iterator[Finding]:
     """Try the server's port and the trainer's."""
     yield judge("server port", subject.port, "--port", "", b"vllm:")
-    port = subject.tide.train.metrics_port if subject.tide is not None else 0
-    if not port:
+    train = subject.tide.train if subject.tide is not None else None
+    if train is None or not train.metrics_port:
         yield skipped("trainer port", "tide.train.metrics_port is not set.")
     else:
         yield judge(
             "trainer port",
-            port,
+            train.metrics_port,
             "tide.train.metrics_port",
-            "127.0.0.1",
+            train.metrics_host,
             b"vllm_tide:trainer_",
         )
 

@@ -133,23 +133,28 @@ def _gauge(name: str, text: str, model: str, value: float | None) -> GaugeMetric
     return family
 
 
-def open_metrics(port: int, status: Callable[[], TrainerStatus]) -> None:
-    """Serve `/metrics` on localhost from a daemon thread.
+def open_metrics(
+    port: int, status: Callable[[], TrainerStatus], host: str = "127.0.0.1"
+) -> None:
+    """Serve `/metrics` from a daemon thread.
 
     Args:
         port: 0 does nothing.
         status: Gives the current status.
+        host: Address to listen on.
     """
     if not port:
         return
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     try:
-        server, _ = start_http_server(port, "127.0.0.1", registry)
+        server, _ = start_http_server(port, host, registry)
     except OSError as error:
         logger.error(
-            "tide.train.metrics_port: %d cannot be opened (%s); choose another.",
+            "tide.train.metrics_port: %d cannot be opened on tide.train.metrics_host "
+            "%s (%s); choose another.",
             port,
+            host,
             error.strerror,
         )
         return
