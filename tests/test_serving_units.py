@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import save_file
 
+from tests.transport.samples import make_spec
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.engine.cores import call_on, given_cores
@@ -17,6 +19,8 @@ from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.metrics import TideProm, make_prometheus
 from vllm_tide.swap.stage import Stager
 from vllm_tide.swap.verify import DraftContract, DraftRefused
+from vllm_tide.transport.ring import RingReader, RingWriter
+from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 
@@ -101,6 +105,31 @@ def wire(tensors: dict[str, torch.Tensor]) -> dict:
         name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numpy())
         for name, t in tensors.items()
     }
+
+
+def test_an_engine_without_requests_still_shows_that_it_lives():
+    segment, ring = (
+        WeightsSegment.create(1 << 16),
+        RingWriter.create(make_spec(), 1 << 20),
+    )
+    reader = RingReader.attach(ring.name)
+    stager = Stager(segment, DraftContract(draft(), 4.0))
+    stager.beat = ring.beat
+    try:
+        before = ring._segment.load(Word.PRODUCER_BEAT)
+        stager.start()
+        end = time.monotonic() + 5
+        while ring._segment.load(Word.PRODUCER_BEAT) == before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert reader.producer_alive()
+        ring.close()
+        time.sleep(0.15)  # beats of a closed ring
+        assert stager.refused == {}
+    finally:
+        stager.close()
+        reader.close()
+        segment.close()
 
 
 def test_stager_keeps_the_newest_good_one_and_counts_the_bad():

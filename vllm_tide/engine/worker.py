@@ -338,6 +338,12 @@ class WorkerTide:
             self._group,
             cores,
         )
+        self.swapper.stager.beat = self._beat
+
+    def _beat(self) -> None:
+        """From the stager's thread, also while no request is there."""
+        if (ring := self._ring) is not None:
+            ring.beat()
 
     def _open_control(self, worker: Any) -> None:
         from vllm_tide.engine.blas import use_one_blas_thread

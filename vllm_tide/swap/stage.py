@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,8 @@ class Stager:
 
     Attributes:
         refused: Number of refused publications by reason.
+        beat: Called at every look, so that an engine without requests, which makes no
+            steps, still shows that it lives; None for nothing.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Stager:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.refused: Counter[str] = Counter()
+        self.beat: Callable[[], None] | None = None
         self.last_refused_version = 0
         self.last_refusal = ""
         self._thread = threading.Thread(
@@ -160,6 +164,8 @@ class Stager:
             os.sched_setaffinity(0, self._cpus)
         while not self._stop.wait(POLL_SECONDS):
             try:
+                if self.beat is not None:
+                    self.beat()
                 self.check_now()
             except Exception as error:  # noqa: BLE001 - the serving boundary
                 self.refuse(

@@ -140,6 +140,12 @@ class RingWriter:
                 dropped, rows = self.drops.total(), self.dropped_rows.total()
                 self._mirror(Word.DROPPED_RECORDS, dropped, rows)
 
+    def beat(self) -> None:
+        """Say that the engine lives and nothing else: for any thread, while it idles."""
+        with contextlib.suppress(ValueError):  # as in heartbeat
+            if self._segment.intact():
+                self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
+
     @property
     def lost(self) -> bool:
         """Whether something cut the ring short: it stays unusable and needs another."""
