@@ -141,7 +141,7 @@ class RingWriter:
                 self._mirror(Word.DROPPED_RECORDS, dropped, rows)
 
     def beat(self) -> None:
-        """Say that the engine lives and nothing else: for any thread, while it idles."""
+        """Say only that the engine lives; for any thread, while it idles."""
         with contextlib.suppress(ValueError):  # as in heartbeat
             if self._segment.intact():
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
