@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import re
 import sys
 from pathlib import Path
@@ -13,12 +13,12 @@ from vllm_tide.cli import config
 from vllm_tide.faults.report import markdown
 
 README = Path(__file__).parent.parent / "README.md"
-FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json.gz"
+FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json.xz"
 
 
 def faults() -> list[str]:
     """What became of each kind of fault, from the stored run."""
-    return markdown(json.loads(gzip.decompress(FAULTS.read_bytes()))["kinds"])
+    return markdown(json.loads(lzma.decompress(FAULTS.read_bytes()))["kinds"])
 
 
 TABLES = {

@@ -1,5 +1,7 @@
+import gzip
 import io
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,18 @@ def test_the_document_is_on_disk_after_every_cell(tmp_path):
     needed = {"batch", "domain", "arm", "target", "output_tokens_per_s", "failed"}
     assert needed <= set(data["cells"][0])
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize("packed", [("gz", gzip), ("xz", lzma)], ids=["gz", "xz"])
+def test_compressed_reports_are_read_as_they_are(tmp_path, packed):
+    suffix, library = packed
+    path = tmp_path / f"run.json.{suffix}"
+    data = library.compress(json.dumps(report()).encode())
+    path.write_bytes(data)
+    assert read_document(path) == report()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(BenchError, match="run.json"):
+        read_document(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cells": []}'])

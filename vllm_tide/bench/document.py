@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import subprocess  # noqa: S404 - asks git for the commit
 from pathlib import Path
@@ -15,6 +16,7 @@ from .control_arms import BenchError
 from .control_summary import summarise
 
 SCHEMA = 1
+_UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
 
 def commit() -> dict[str, Any]:
@@ -82,19 +84,19 @@ class Document:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a report, also one that was compressed with gzip.
+    """Read a report, also one that was compressed with xz or gzip.
 
     Raises:
         BenchError: The file is none.
     """
     try:
         raw = path.read_bytes()
-        if path.suffix == ".gz":
-            raw = gzip.decompress(raw)
+        if path.suffix in _UNPACK:
+            raw = _UNPACK[path.suffix](raw)
         data = json.loads(raw)
     except OSError as error:
         raise BenchError(f"{path} cannot be read ({error})") from None
-    except ValueError as error:
+    except (ValueError, EOFError, lzma.LZMAError) as error:
         raise BenchError(f"{path} is not JSON ({error})") from None
     if not isinstance(data, dict) or not {"cells", "environment"} <= data.keys():
         raise BenchError(f"{path} is no report of `vllm-tide bench run`")
