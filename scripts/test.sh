@@ -39,8 +39,7 @@ step "ruff check" "$bin/ruff" check .
 step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
-# Kernels under Triton's interpreter share one process: a group of xdist's.
-step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 --dist loadgroup \
+step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 \
     -m "not slow and not vllm" --junitxml "$scratch/fast.xml"
 if [ $fast = 0 ]; then
     # Engines spend most of their time starting, on one core, and wait in between: three
@@ -48,9 +47,10 @@ if [ $fast = 0 ]; then
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
         "$bin/python" -m pytest -n 3 --dist loadfile -m "(slow or vllm) and not alone" \
         --durations=15 --junitxml "$scratch/slow.xml"
-    # One after the other: ranks that wait for each other, servers and trainers.
+    # One after the other: ranks that wait for each other, servers and trainers, and
+    # kernels under Triton's interpreter, which share one process.
     step "tests on all cores" env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/e2e tests/engine -m alone --durations=5 --junitxml "$scratch/alone.xml"
+        tests/e2e tests/engine tests/kernels -m alone --durations=5 --junitxml "$scratch/alone.xml"
     step "vLLM's own tests" scripts/upstream_tests.sh --subset |
         tee "$scratch/upstream.txt"
     # A pipe runs `step` in a subshell, so its verdict is read back from the summary.

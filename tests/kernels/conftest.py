@@ -28,12 +28,13 @@ def pytest_configure(config):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+@pytest.hookimpl(tryfirst=True)  # before tests are selected
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("interpreted"):
-            # One worker, so one process: see `--dist loadgroup` in scripts/test.sh.
-            item.add_marker(pytest.mark.xdist_group("interpreted"))
+            # Each worker of xdist would start that process, and it is half a minute.
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.alone)
             if find_spec("triton") is None:
                 item.add_marker(pytest.mark.skip(reason="needs triton"))
 
@@ -46,7 +47,7 @@ def pytest_pyfunc_call(pyfuncitem):
     if outcomes is None:
         outcomes = _run_all(pyfuncitem.session)
         pyfuncitem.session.stash[_STASH] = outcomes
-    outcome, text = outcomes.get(_plain(pyfuncitem), ("absent", outcomes[""][1]))
+    outcome, text = outcomes.get(pyfuncitem.nodeid, ("absent", outcomes[""][1]))
     if outcome == "skipped":
         pytest.skip(text)
     if outcome != "passed":
@@ -63,17 +64,12 @@ def pytest_runtest_logreport(report):
             file.write(line + "\n")
 
 
-def _plain(item):
-    """Its id without the group that xdist appends."""
-    return item.nodeid.removesuffix("@interpreted")
-
-
 _STASH = pytest.StashKey[dict[str, tuple[str, str]]]()
 
 
 def _run_all(session):
     """Outcome and text of each test; "" is the process itself."""
-    ids = [_plain(i) for i in session.items if i.get_closest_marker("interpreted")]
+    ids = [i.nodeid for i in session.items if i.get_closest_marker("interpreted")]
     folder = session.config.rootpath
     hidden = ("PYTEST_", _OUTCOMES)  # options and workers of this run are not theirs
     env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
