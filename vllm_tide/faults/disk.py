@@ -22,9 +22,14 @@ async def fill_disk(scene: Scene, rng: random.Random) -> None:
     """The trainer's writes fail, some after a few bytes; then there is room again."""
     trainer = scene.trainer
     before = await scene.reading()
-    logs = [p.stat().st_size for p in scene.run_dir.glob("events-*.jsonl")]
+    # The log that is written to: those of servers that were killed may be longer, and
+    # room for the longest would be room for everything.
+    logs = [p.stat() for p in scene.run_dir.glob("events-*.jsonl")]
+    newest = max(logs, key=lambda stat: stat.st_mtime_ns, default=None)
     scene.struck()
-    limit = max(logs, default=0) + rng.randrange(200) if rng.random() < 0.7 else 0
+    limit = 0
+    if newest is not None and rng.random() < 0.7:
+        limit = newest.st_size + rng.randrange(200)
     trainer.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
     paths = [order(scene.run_dir, "again", 0) for _ in range(3)]
     try:
