@@ -63,9 +63,6 @@ fingerprint() {
     ) | sha256sum | cut -d' ' -f1
 }
 
-# Python compiles the modules that it imports, pip all of them: a minute for Torch and vLLM.
-export PIP_NO_COMPILE=1
-
 # pip [sentence on failure] [arguments of pip install]
 pip_install() {
     local sentence=$1
