@@ -71,7 +71,8 @@ class WorkerTideV2(WorkerTide):
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
         scheduled = scheduler_output.num_scheduled_tokens
-        self._made_up = any(req_id.startswith(MADE_UP) for req_id in scheduled)
+        # A warm-up's step has no request of anybody else.
+        self._made_up = next(iter(scheduled), "").startswith(MADE_UP)
         if self._made_up:
             return
         self._install_ordered(scheduler_output.tide)
