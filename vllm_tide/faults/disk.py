@@ -22,14 +22,12 @@ async def fill_disk(scene: Scene, rng: random.Random) -> None:
     """The trainer's writes fail, some after a few bytes; then there is room again."""
     trainer = scene.trainer
     before = await scene.reading()
-    # The log that is written to: those of servers that were killed may be longer, and
-    # room for the longest would be room for everything.
-    logs = [p.stat() for p in scene.run_dir.glob("events-*.jsonl")]
-    newest = max(logs, key=lambda stat: stat.st_mtime_ns, default=None)
+    # The log of the live engine, which may not be there yet: those of servers that were
+    # killed may be longer, and room for one of them would be room for everything.
+    log = scene.run_dir / f"events-{scene.manifest().engine_id}.jsonl"
+    size = log.stat().st_size if log.exists() else 0
     scene.struck()
-    limit = 0
-    if newest is not None and rng.random() < 0.7:
-        limit = newest.st_size + rng.randrange(200)
+    limit = size + rng.randrange(200) if rng.random() < 0.7 else 0
     trainer.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
     paths = [order(scene.run_dir, "again", 0) for _ in range(3)]
     try:
