@@ -9,7 +9,11 @@ quartiles, and a bootstrap interval of the median; and the same for tokens per C
 second of the engine, which a busy neighbour disturbs far less.  Example::
 
     python scripts/bench/capture_cost.py --venv .venv --target build/.../target-X \
-        --draft scripts/demo/draft --prompts scripts/demo/prompts --work /tmp/cost
+        --draft scripts/demo/draft --prompts scripts/demo/prompts --work build/cost
+
+With `--off-venv` the other server is that environment's vLLM, which may be an unpatched
+one without this package; `--tide` adds to the `tide` section, so that everything the
+package does can be weighed against none of it.
 """
 
 import argparse
@@ -146,11 +150,11 @@ def statistics_of(on: list[float], off: list[float]) -> dict[str, object]:
     }
 
 
-def _server(args: argparse.Namespace, name: str, config: str) -> VllmServer:
+def _server(args: argparse.Namespace, name: str, venv: Path, config: str) -> VllmServer:
     more = ("--no-enable-prefix-caching",) if args.repeat_prompts else ()
     return VllmServer(
         ServerOptions(
-            venv=args.venv,
+            venv=venv,
             model=args.target,
             log_path=args.work / f"server-{name}.log",
             speculative_config=config,
@@ -165,6 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name in ("--venv", "--target", "--draft", "--prompts", "--work"):
         p.add_argument(name, type=Path, required=True)
+    p.add_argument("--off-venv", type=Path, help="of the other server (--venv)")
+    p.add_argument("--tide", type=json.loads, default={}, help="JSON: more of `tide`")
     p.add_argument("--domain", default="python")
     p.add_argument("--pairs", type=int, default=16)
     p.add_argument("--requests-per-block", type=int, default=4)
@@ -188,10 +194,11 @@ def main() -> int:
     spec = speculative_config(args.draft, args.num_speculative_tokens)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_cost_"))
     path = args.work / "tide.json"
-    tide = {"run_dir": str(run_dir), "train": {"autostart": False}}
+    tide = {**args.tide, "run_dir": str(run_dir), "train": {"autostart": False}}
     path.write_text(json.dumps({**spec, "tide": tide}, indent=2))
     prompts = read_prompts(args.prompts, args.domain)
-    on, off = _server(args, "on", str(path)), _server(args, "off", json.dumps(spec))
+    on = _server(args, "on", args.venv, str(path))
+    off = _server(args, "off", args.off_venv or args.venv, json.dumps(spec))
     os.sched_setaffinity(0, on.options.other_cpus)
     with on, off:
         for server in (on, off):

