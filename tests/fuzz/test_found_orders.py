@@ -48,11 +48,11 @@ def test_an_answer_without_end_is_not_read_to_the_end(stranger):
 
 def test_an_answer_that_drips_is_waited_for_as_long_as_was_said(stranger):
     path, pieces = stranger
-    pieces += [b"x"] * 60
+    pieces += [b"x"] * 1500  # 30 s of them
     began = time.monotonic()
     with pytest.raises(TransportError, match="has not answered in 0.1 s"):
         send(path, {"do": "status"}, 0.1)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 15
 
 
 def test_an_answer_nested_without_end_is_no_json(stranger):
