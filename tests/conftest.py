@@ -11,3 +11,11 @@ os.environ.setdefault(
     "VLLM_CACHE_ROOT",
     str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm"),
 )
+
+# Workers take whole files (`--no-loadscope-reorder`), the longest first.
+LONGEST = ("control", "v2", "swap", "architectures", "capture_oracle", "export")
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
