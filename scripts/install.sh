@@ -63,6 +63,9 @@ fingerprint() {
     ) | sha256sum | cut -d' ' -f1
 }
 
+# Compiling all modules is half of the work, and pip does it on one core.
+export PIP_NO_COMPILE=1
+
 # pip [sentence on failure] [arguments of pip install]
 pip_install() {
     local sentence=$1
@@ -122,6 +125,9 @@ if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; t
     say "building and installing vllm_tide"
     CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
         --no-deps --no-build-isolation --editable "$here"
+    say "compiling all modules"
+    "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages \
+        > /dev/null 2>&1 || true  # templates are no modules
     fingerprint > "$venv/.vllm_tide_installed"
 else
     say "$venv is up to date"
