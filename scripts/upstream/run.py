@@ -80,7 +80,12 @@ GROUPS = (
         _in("tests/v1/sample", "rejection_sampler"),
         cpu_kernels=True,
     ),
-    Group("outputs", ("tests/v1/test_outputs.py", "tests/v1/test_request.py")),
+    Group(
+        "outputs",
+        _in("tests/v1", "outputs", "request")
+        + _in("tests/v1/metrics", "stats")
+        + _in(WORKER, "gpu_worker_weight_transfer"),
+    ),
     Group(
         "metrics",
         tuple(
@@ -89,8 +94,6 @@ GROUPS = (
         ),
         in_subset=False,
     ),
-    Group("stats", ("tests/v1/metrics/test_stats.py",)),
-    Group("weight-transfer", _in(WORKER, "gpu_worker_weight_transfer")),
     Group(
         "adaptive",
         _in(
