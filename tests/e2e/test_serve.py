@@ -108,7 +108,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         yield started
 
 
-def greedy(target: Path, prompt: list[int]) -> list[int]:
+def greedy(target: Path, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     # As `ignore_eos`: the token may be sampled and ends nothing. `min_new_tokens` would
     # forbid it.
@@ -116,7 +116,7 @@ def greedy(target: Path, prompt: list[int]) -> list[int]:
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NUM_TOKENS,
+        max_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,
     )

@@ -1,7 +1,8 @@
 """Runs real vLLM offline under a scripted policy; records every drafted token.
 
-Argument: JSON case with `script`: one entry per engine step, cycled: how many draft
-steps, and which share of the drafts is verified. Prints `REPORT {...}`.
+Argument: JSON case with `scripts`, one after the other from an empty cache: of each
+engine step, cycled, how many draft steps, and which share of the drafts is verified.
+Prints a `REPORT {...}` for each.
 """
 
 import json
@@ -93,11 +94,11 @@ def main() -> None:
 
     import vllm_tide.engine.policy_start as policy_start
 
-    policies = []
+    steered = []
 
     def start(worker, control, config):
-        control.policy = Scripted(case["script"], case.get("seed", 0))
-        policies.append((control, control.policy))
+        control.policy = Scripted([[0, 0, 0]], 0)
+        steered.append((worker, control))
 
     policy_start.start_policy = start
     speculative = case["speculative_config"]
@@ -111,43 +112,44 @@ def main() -> None:
         **case.get("engine", {}),
     )
     drafts: list[dict[str, list[int]]] = []
-    if policies:
-        control = policies[0][0]
+    if steered:
+        ((worker, control),) = steered
         inner = control.choose
 
         def choose(req_ids, tokens):
             if control._planned == req_ids:
-                # vLLM appends a random suffix to the request's number.
-                names = [req_id.split("-")[0] for req_id in req_ids]
+                # Requests are numbered on and on; vLLM appends a random suffix.
+                numbers = [int(req_id.split("-")[0]) for req_id in req_ids]
+                names = [str(number % len(case["prompts"])) for number in numbers]
                 drafts.append(dict(zip(names, tokens, strict=True)))
             else:
                 drafts.append({})
             return inner(req_ids, tokens)
 
         control.choose = choose
-    params = [
-        SamplingParams(
-            **{"temperature": 0, "ignore_eos": True, **case.get("params", {})},
-            extra_args=extra,
-        )
-        for extra in case.get("extra", [None] * len(case["prompts"]))
-    ]
+    params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **case["params"]})
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
-    if policies:
-        control, policy = policies[0]
-        report |= {
-            "drafts": drafts,
-            "probes": policy.probes,
-            "confidences": policy.confidences,
-            "outcomes": policy.outcomes,
-            "holes": control._backlog.holes,
-            "lost": control.policy is None,
-            "faults": dict(control.faults),
-            "malformed_slo": control._book.malformed_slo,
-        }
-    print("REPORT " + json.dumps(report), flush=True)
+    for script in case["scripts"]:
+        assert llm.reset_prefix_cache()
+        if steered:
+            # No script finds what another has drafted.
+            for cache in worker.model_runner.kv_caches:
+                cache.zero_()
+            control.policy = policy = Scripted(script, 0)
+            drafts.clear()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
+        if steered:
+            report |= {
+                "drafts": drafts,
+                "probes": policy.probes,
+                "confidences": policy.confidences,
+                "outcomes": policy.outcomes,
+                "holes": control._backlog.holes,
+                "lost": control.policy is None,
+                "faults": dict(control.faults),
+            }
+        print("REPORT " + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

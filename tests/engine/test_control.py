@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import toys
+from tests.e2e.test_serve import greedy
 from tests.patches.test_cpu_sampling import chi_square_p
 
 pytestmark = pytest.mark.vllm
@@ -40,14 +41,19 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(toy, tmp_path_factory) -> list[list[int]]:
-    """The toy target's greedy tokens without speculation."""
-    return run(toy, tmp_path_factory.mktemp("plain"))["tokens"]
+def plain(toy) -> list[list[int]]:
+    """The toy target's greedy tokens, by Transformers."""
+    return [greedy(toy[0], prompt, 24) for prompt in PROMPTS]
 
 
-def run(models: tuple[Path, Path], run_dir: Path, **case: Any) -> dict[str, Any]:
+def run(models: Any, run_dir: Path, script: Any = None, **case: Any) -> Any:
+    """What an engine does under a script, or without speculation."""
+    return run_each(models, run_dir, [script], **case)[0]
+
+
+def run_each(models: Any, run_dir: Path, scripts: list[Any], **case: Any) -> list[Any]:
     speculative = None
-    if "script" in case:
+    if scripts != [None]:
         control = {"policy": "adaspec", **case.pop("control", {})}
         speculative = {
             "method": "eagle3",
@@ -66,6 +72,7 @@ def run(models: tuple[Path, Path], run_dir: Path, **case: Any) -> dict[str, Any]
         "prompts": PROMPTS,
         "params": {"max_tokens": 24},
         "engine": ENGINE,
+        "scripts": scripts,
         **case,
     }
     done = subprocess.run(
@@ -74,16 +81,22 @@ def run(models: tuple[Path, Path], run_dir: Path, **case: Any) -> dict[str, Any]
         text=True,
         check=False,
     )
-    for line in done.stdout.splitlines():
-        if line.startswith("REPORT "):
-            return json.loads(line.removeprefix("REPORT "))
-    raise AssertionError(done.stderr[-4000:])
+    lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
+    assert len(lines) == len(scripts), done.stderr[-4000:]
+    return [json.loads(line.removeprefix("REPORT ")) for line in lines]
 
 
-def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(toy, tmp_path):
+@pytest.fixture(scope="module")
+def scripted(toy, tmp_path_factory) -> list[Any]:
+    """Paused, probed, always drafting."""
+    paused = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [3, 0, 0]]
+    scripts = [paused, [[0, 0, 0], [0, 0, 1]], [[3, 0, 0]]]
+    return run_each(toy, tmp_path_factory.mktemp("run"), scripts)
+
+
+def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(scripted):
     """Off for steps (prefill too), probed, then on: the same drafts each time."""
-    always = run(toy, tmp_path, script=[[3, 0, 0]])
-    paused = run(toy, tmp_path, script=[[0, 0, 0], [0, 0, 0], [0, 0, 1], [3, 0, 0]])
+    paused, _, always = scripted
     assert paused["tokens"] == always["tokens"]
     assert len(paused["drafts"]) == len(always["drafts"])
     drafted = [step for step in paused["drafts"] if step]
@@ -93,12 +106,12 @@ def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(toy, tmp_path)
     assert paused["holes"] == 0 and not paused["lost"]
 
 
-def test_a_probe_sees_what_drafting_would_have_seen(toy, tmp_path):
+def test_a_probe_sees_what_drafting_would_have_seen(toy, scripted, tmp_path):
     # Prefilled whole: at the end of a chunk upstream feeds the draft the prompt's last
     # token instead of the next one, and catching up does not repeat that.
     engine = ENGINE | {"max_num_batched_tokens": 256}
     always = run(toy, tmp_path, script=[[1, 0, 0]], engine=engine)
-    probed = run(toy, tmp_path, script=[[0, 0, 0], [0, 0, 1]])
+    probed = scripted[1]
     assert probed["tokens"] == always["tokens"]
     assert len(probed["probes"]) >= 6
     seen = {round(value, 4) for step in always["confidences"] for value in step}
@@ -165,12 +178,11 @@ def test_any_lengths_keep_the_distribution_of_samples(tmp_path):
 
 def test_preempted_requests_keep_their_outputs(toy, tmp_path):
     engine = ENGINE | {"num_gpu_blocks_override": 12, "enable_prefix_caching": False}
-    shared = {"engine": engine, "params": {"max_tokens": 60}}
-    plain = run(toy, tmp_path, **shared)
-    steered = run(
-        toy, tmp_path, script=[[3, -1, 0], [0, 0, 0], [0, 0, 1], [2, 2, 0]], **shared
-    )
-    assert steered["tokens"] == plain["tokens"] and not steered["lost"]
+    script = [[3, -1, 0], [0, 0, 0], [0, 0, 1], [2, 2, 0]]
+    params = {"max_tokens": 60}
+    steered = run(toy, tmp_path, script=script, engine=engine, params=params)
+    assert steered["tokens"] == [greedy(toy[0], prompt, 60) for prompt in PROMPTS]
+    assert not steered["lost"]
 
 
 @pytest.mark.alone
