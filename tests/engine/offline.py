@@ -55,6 +55,8 @@ def main() -> None:
             break
         if policy is not None and "script" in work:
             policy.script, policy.round = work["script"], -1
+        if work.pop("forget", False):  # prompts served before are prefilled anew
+            assert llm.reset_prefix_cache()
         params = [
             SamplingParams(
                 **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,21 @@ def case(models: tuple[Path, Path], run_dir: Path, **capture: Any) -> dict[str, 
             "block_size": 32,
         },
     }
+
+
+@pytest.fixture(scope="module")
+def started(models, tmp_path_factory) -> Iterator[Any]:
+    """Engines by teacher, started once: a test's first work must `forget`."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(teacher: str) -> tuple[OfflineEngine, RingReader]:
+            folder = tmp_path_factory.mktemp(teacher)
+            run = case(models, folder, teacher=teacher, teacher_topk=8)
+            engine = stack.enter_context(OfflineEngine(run))
+            return engine, RingReader.attach(only_manifest(folder).ring)
+
+        yield start
 
 
 class Oracle:
@@ -125,75 +143,69 @@ def check_all(
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
-def test_captured_rows_equal_transformers(models, tmp_path, teacher):
+def test_captured_rows_equal_transformers(models, started, teacher):
     oracle = Oracle(models[0])
-    run = case(models, tmp_path, teacher=teacher, teacher_topk=8)
-    with OfflineEngine(run) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path).ring)
-        report = engine.work(PROMPTS, params={"max_tokens": 20})
-        records = drain(reader)
-        assert report["faults"] == {}
-        sequences = [p + t for p, t in zip(PROMPTS, report["tokens"], strict=True)]
-        committed = check_all(records, sequences, oracle)
-        rebuilt = {tuple(m[i] for i in sorted(m)) for m in committed.values()}
-        # Every token but the last (never an input) has its row.
-        for sequence in sequences:
-            assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)
-        verify = [r for r in records if r.phase == Phase.VERIFY and r.num_rows > 1]
-        assert verify, "no verification was captured"
-        rejected = [r for r in verify if r.num_accepted < r.num_rows - 1]
-        assert rejected, "no rejected row was captured"
-        assert any(r.phase == Phase.PREFILL and r.start > 0 for r in records)
-        known = np.concatenate([r.draft_probs for r in verify])
-        assert np.isfinite(known).all()
-        assert ((known > 0) & (known <= 1)).all()
+    engine, reader = started(teacher)
+    report = engine.work(PROMPTS, forget=True, params={"max_tokens": 20})
+    records = drain(reader)
+    assert report["faults"] == {}
+    sequences = [p + t for p, t in zip(PROMPTS, report["tokens"], strict=True)]
+    committed = check_all(records, sequences, oracle)
+    rebuilt = {tuple(m[i] for i in sorted(m)) for m in committed.values()}
+    # Every token but the last (never an input) has its row.
+    for sequence in sequences:
+        assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)
+    verify = [r for r in records if r.phase == Phase.VERIFY and r.num_rows > 1]
+    assert verify, "no verification was captured"
+    rejected = [r for r in verify if r.num_accepted < r.num_rows - 1]
+    assert rejected, "no rejected row was captured"
+    assert any(r.phase == Phase.PREFILL and r.start > 0 for r in records)
+    known = np.concatenate([r.draft_probs for r in verify])
+    assert np.isfinite(known).all()
+    assert ((known > 0) & (known <= 1)).all()
 
 
-def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, tmp_path):
+def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, started):
     oracle = Oracle(models[0])
-    with OfflineEngine(case(models, tmp_path)) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path).ring)
-        shared = list(b"a shared preamble that is longer than any block size" * 3)
-        first = engine.work([shared + [1]], params={"max_tokens": 4})
-        drain(reader)
-        assert first["dropped"].get("prefix_cached", 0) == 0
-        second = engine.work([shared + [2]], params={"max_tokens": 4})
-        records = [r for r in drain(reader) if r.num_rows]
-        missing = records[0].start
-        assert missing > 0
-        assert second["dropped"]["prefix_cached"] == missing
-        check_all(records, [shared + [2] + second["tokens"][0]], oracle)
+    engine, reader = started("hidden")
+    shared = list(b"a shared preamble that is longer than any block size" * 3)
+    first = engine.work([shared + [1]], forget=True, params={"max_tokens": 4})
+    drain(reader)
+    assert first["dropped"].get("prefix_cached", 0) == 0
+    second = engine.work([shared + [2]], params={"max_tokens": 4})
+    records = [r for r in drain(reader) if r.num_rows]
+    missing = records[0].start
+    assert missing > 0
+    assert second["dropped"]["prefix_cached"] == missing
+    check_all(records, [shared + [2] + second["tokens"][0]], oracle)
 
-        before = second["rows"]
-        out = engine.work(
-            PROMPTS[:3],
-            params={"max_tokens": 4},
-            extra=[{"tide_capture": False}, {"tide_capture": "maybe"}, None],
-            salts=[None, None, "pepper"],
-        )
-        assert out["rows"] == before
-        assert out["dropped"]["opted_out"] == 1
-        assert out["dropped"]["malformed_opt_out"] == 1
-        assert out["dropped"]["salted"] == 1
-        assert [r for r in drain(reader) if r.num_rows] == []
+    before = second["rows"]
+    out = engine.work(
+        PROMPTS[:3],
+        params={"max_tokens": 4},
+        extra=[{"tide_capture": False}, {"tide_capture": "maybe"}, None],
+        salts=[None, None, "pepper"],
+    )
+    assert out["rows"] == before
+    assert out["dropped"]["opted_out"] == 1
+    assert out["dropped"]["malformed_opt_out"] == 1
+    assert out["dropped"]["salted"] == 1
+    assert [r for r in drain(reader) if r.num_rows] == []
 
 
-def test_rows_become_light_while_the_trainer_pauses(models, tmp_path):
+def test_rows_become_light_while_the_trainer_pauses(models, started):
     oracle = Oracle(models[0])
-    run = case(models, tmp_path, teacher="both", teacher_topk=8)
-    run["engine"]["enable_prefix_caching"] = False
     tenants = [{"tide_tenant": name} for name in ("a", "b", "a")]
-    work = {"params": {"max_tokens": 20}, "extra": tenants}
-    with OfflineEngine(run) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path).ring)
-        full_report = engine.work(PROMPTS[:3], **work)
-        full = [r for r in drain(reader) if r.num_rows]
-        reader.set_collect(False)
-        report = engine.work(PROMPTS[:3], **work)
-        light = [r for r in drain(reader) if r.num_rows]
-        reader.set_collect(True)
-        again = engine.work(PROMPTS[:3], **work)
-        last = [r for r in drain(reader) if r.num_rows]
+    work = {"params": {"max_tokens": 20}, "extra": tenants, "forget": True}
+    engine, reader = started("both")
+    full_report = engine.work(PROMPTS[:3], **work)
+    full = [r for r in drain(reader) if r.num_rows]
+    reader.set_collect(False)
+    report = engine.work(PROMPTS[:3], **work)
+    light = [r for r in drain(reader) if r.num_rows]
+    reader.set_collect(True)
+    again = engine.work(PROMPTS[:3], **work)
+    last = [r for r in drain(reader) if r.num_rows]
     assert report["faults"] == {}
     assert report["tokens"] == full_report["tokens"] == again["tokens"]
     assert not any(r.light for r in full + last) and all(r.light for r in light)
@@ -248,20 +260,19 @@ def test_preempted_requests_are_recomputed_and_captured_right(models, tmp_path):
         assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)
 
 
-def test_stop_strings_and_ended_requests(models, tmp_path):
+def test_stop_strings_and_ended_requests(models, started):
     oracle = Oracle(models[0])
-    with OfflineEngine(case(models, tmp_path)) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path).ring)
-        free = engine.work(PROMPTS[:2], params={"max_tokens": 30})
-        drain(reader)
-        # A byte that the first request emits somewhere in the middle ends it there.
-        stop = [bytes([t]).decode() for t in free["tokens"][0][3:] if 32 < t < 127]
-        report = engine.work(
-            PROMPTS[:2], params={"max_tokens": 30, "stop": stop[:1] or ["zz"]}
-        )
-        # The end of a request is told with the next step.
-        engine.work(PROMPTS[2:3], params={"max_tokens": 2})
-        records = drain(reader)
+    engine, reader = started("hidden")
+    free = engine.work(PROMPTS[:2], forget=True, params={"max_tokens": 30})
+    drain(reader)
+    # A byte that the first request emits somewhere in the middle ends it there.
+    stop = [bytes([t]).decode() for t in free["tokens"][0][3:] if 32 < t < 127]
+    report = engine.work(
+        PROMPTS[:2], params={"max_tokens": 30, "stop": stop[:1] or ["zz"]}
+    )
+    # The end of a request is told with the next step.
+    engine.work(PROMPTS[2:3], params={"max_tokens": 2})
+    records = drain(reader)
     assert report["faults"] == {}
     sequences = [p + t for p, t in zip(PROMPTS[:2], report["tokens"], strict=True)]
     check_all(records, sequences, oracle)
