@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,33 +95,40 @@ def from_disk(models, tmp_path_factory) -> tuple[Any, list]:
         return report["tokens"], drafted(reader)
 
 
+@pytest.fixture(scope="module")
+def serving_a(request, models, tmp_path_factory) -> Iterator[Any]:
+    """An engine started with draft a, and its trainer's ends."""
+    folder = tmp_path_factory.mktemp("a")
+    with OfflineEngine(case(models, "a", folder, eager=request.param)) as engine:
+        manifest = only_manifest(folder)
+        reader = RingReader.attach(manifest.ring)
+        yield engine, reader, WeightsWriter.attach(manifest.weights)
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("serving_a", [True, False], indirect=True)
 def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
-    models, from_disk, tmp_path, eager
+    models, from_disk, serving_a
 ):
     runs = {"b": from_disk}
-    with OfflineEngine(case(models, "a", tmp_path / "a", eager=eager)) as engine:
-        manifest = only_manifest(tmp_path / "a")
-        reader = RingReader.attach(manifest.ring)
-        report = engine.work(PROMPTS, params={"max_tokens": 16})
-        runs["a"] = (report["tokens"], drafted(reader))
-        writer = WeightsWriter.attach(manifest.weights)
-        publish(writer, load_file(models["b"] / "model.safetensors"), 1)
-        report = settled(engine)
-        assert report["version"] == 1
-        assert report["refused"] == {}
-        assert report["faults"] == {}
-        drafted(reader)
-        report = engine.work(PROMPTS, params={"max_tokens": 16})
-        runs["swapped"] = (report["tokens"], drafted(reader))
-        assert writer.feedback().installed_version == 1
-        # And back: the target was not touched by either.
-        publish(writer, load_file(models["a"] / "model.safetensors"), 2)
-        assert settled(engine)["version"] == 2
-        drafted(reader)
-        report = engine.work(PROMPTS, params={"max_tokens": 16})
-        runs["back"] = (report["tokens"], drafted(reader))
+    engine, reader, writer = serving_a
+    report = engine.work(PROMPTS, params={"max_tokens": 16})
+    runs["a"] = (report["tokens"], drafted(reader))
+    publish(writer, load_file(models["b"] / "model.safetensors"), 1)
+    report = settled(engine)
+    assert report["version"] == 1
+    assert report["refused"] == {}
+    assert report["faults"] == {}
+    drafted(reader)
+    report = engine.work(PROMPTS, params={"max_tokens": 16})
+    runs["swapped"] = (report["tokens"], drafted(reader))
+    assert writer.feedback().installed_version == 1
+    # And back: the target was not touched by either.
+    publish(writer, load_file(models["a"] / "model.safetensors"), 2)
+    assert settled(engine)["version"] == 2
+    drafted(reader)
+    report = engine.work(PROMPTS, params={"max_tokens": 16})
+    runs["back"] = (report["tokens"], drafted(reader))
     assert runs["a"][0] == runs["b"][0] == runs["swapped"][0] == runs["back"][0]
     assert [t for t, _ in runs["a"][1]] != [t for t, _ in runs["b"][1]]
     for got, want in (("swapped", "b"), ("back", "a")):
@@ -158,7 +166,10 @@ def test_all_tensor_parallel_ranks_switch_together(models, tmp_path, monkeypatch
         np.testing.assert_allclose(p, q, rtol=1e-4)
 
 
-def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(models, tmp_path):
+@pytest.mark.parametrize("serving_a", [True], indirect=True)
+def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
+    models, serving_a
+):
     good = load_file(models["b"] / "model.safetensors")
 
     def broken(**change: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -174,27 +185,25 @@ def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(models, tm
         ("names", broken(**{"extra.weight": torch.zeros(2)})),
         ("shared", broken(**{"embed_tokens.weight": torch.zeros(toys.VOCAB, 64)})),
     ]
-    with OfflineEngine(case(models, "a", tmp_path)) as engine:
-        manifest = only_manifest(tmp_path)
-        reader = RingReader.attach(manifest.ring)
-        writer = WeightsWriter.attach(manifest.weights)
-        first = engine.work(PROMPTS, params={"max_tokens": 12})
-        before = drafted(reader)
-        reasons: dict[str, int] = {}
-        for version, (reason, tensors) in enumerate(bad, start=1):
-            publish(writer, tensors, version)
-            reasons[reason] = reasons.get(reason, 0) + 1
-            report = settled(engine)
-            assert report["refused"] == reasons
-            assert report["version"] == 0
-            feedback = writer.feedback()
-            assert feedback.refused_version == version
-            assert feedback.refused_reason == reason
-        drafted(reader)
-        report = engine.work(PROMPTS, params={"max_tokens": 12})
-        assert report["tokens"] == first["tokens"]
-        after = drafted(reader)
-        assert [t for t, _ in after] == [t for t, _ in before]
-        # A good one still gets in after all that.
-        publish(writer, good, len(bad) + 1)
-        assert settled(engine)["version"] == len(bad) + 1
+    engine, reader, writer = serving_a
+    first = engine.work(PROMPTS, params={"max_tokens": 12})
+    before = drafted(reader)
+    start = first["version"]  # a's, whatever was installed in between
+    reasons: dict[str, int] = {}
+    for version, (reason, tensors) in enumerate(bad, start + 1):
+        publish(writer, tensors, version)
+        reasons[reason] = reasons.get(reason, 0) + 1
+        report = settled(engine)
+        assert report["refused"] == reasons
+        assert report["version"] == start
+        feedback = writer.feedback()
+        assert feedback.refused_version == version
+        assert feedback.refused_reason == reason
+    drafted(reader)
+    report = engine.work(PROMPTS, params={"max_tokens": 12})
+    assert report["tokens"] == first["tokens"]
+    after = drafted(reader)
+    assert [t for t, _ in after] == [t for t, _ in before]
+    # A good one still gets in after all that.
+    publish(writer, good, version + 1)
+    assert settled(engine)["version"] == version + 1
