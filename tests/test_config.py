@@ -43,6 +43,11 @@ BAD_SECTIONS = [
         "tide.train.cpus.0: Input should be greater than or equal to 0, got -1.",
     ),
     (
+        {"train": {"device": "gpu"}},
+        "tide.train.device: String should match pattern '^(cpu|cuda(:[0-9]+)?)$', "
+        "got 'gpu'.",
+    ),
+    (
         {"swap": {"enabled": "yes"}},
         "tide.swap.enabled: Input should be a valid boolean, got 'yes'.",
     ),

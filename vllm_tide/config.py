@@ -67,8 +67,14 @@ class TrainConfig(_Section):
         False,
         description="Start and stop `vllm-tide train` with the server.",
     )
-    device: str = Field(
-        "cpu", description="Torch device of the trainer; only cpu in this version."
+    device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = Field(
+        "cpu",
+        description="Where the trainer computes: `cpu`, `cuda` or `cuda:N` (ROCm too).",
+    )
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="Largest share of time that the trainer keeps its GPU busy (0 to "
+        "1); for a GPU that also serves.",
     )
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="CPU cores the trainer is pinned to; null leaves it free."

@@ -19,7 +19,12 @@ from vllm_tide.kernels.kl_loss import (
 )
 from vllm_tide.train import loss_terms
 from vllm_tide.train.loss_terms import LossMix
-from vllm_tide.train.losses import HiddenTeacher, LossTask, fused_head_loss
+from vllm_tide.train.losses import (
+    HiddenTeacher,
+    KernelTeacher,
+    LossTask,
+    fused_head_loss,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Largest relative rounding of a gradient stored in each dtype. The interpreter cuts
@@ -163,6 +168,16 @@ def test_loss_and_gradients_are_those_of_training(
     a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
     wanted, theirs = fused_head_loss(a, b, b.detach(), taught, task)
     (wanted * 3).backward()
+    close = {"rtol": 1e-5, "atol": 2e-6}
+
+    x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
+    assert KernelTeacher.fits(task.mix, torch.device("cuda"))
+    assert not KernelTeacher.fits(LossMix({term: 1.0, "tv": 0.1}), torch.device("cuda"))
+    kernel = KernelTeacher(hidden, target, rows[kept])
+    total, values = fused_head_loss(x, y, y.detach(), kernel, task)
+    (total * 3).backward()
+    for ours, its in ((values, theirs), (x.grad, a.grad), (y.grad, b.grad)):
+        torch.testing.assert_close(ours, its, **close)
 
     for by_ids in (False, True):
         x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
@@ -178,7 +193,6 @@ def test_loss_and_gradients_are_those_of_training(
             x @ y.T, teacher, weights, reverse=reverse, chunk_bytes=chunk_bytes
         )
         (total * 3).backward()
-        close = {"rtol": 1e-5, "atol": 2e-6}
         torch.testing.assert_close(total, wanted, **close)
         torch.testing.assert_close(values, theirs[0], **close)
         torch.testing.assert_close(x.grad, a.grad, **close)

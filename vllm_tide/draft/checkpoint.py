@@ -144,12 +144,12 @@ def build_draft(
                 "draft checkpoint: lm_head.weight is missing for a pruned vocabulary."
             )
         values["lm_head.weight"] = target.lm_head
-    embed = values["embed_tokens.weight"] if owns_embed else target.embed_tokens
+    embed = values.get("embed_tokens.weight", target.embed_tokens)
     return Eagle3Draft(
         config,
         values,
         vocab,
-        embed,
+        embed.to(target.embed_tokens.device),
         owns_lm_head=owns_lm_head,
         owns_embed=owns_embed,
         dtype=tensors["fc.weight"].dtype,

@@ -58,7 +58,8 @@ class Eagle3Draft(nn.Module):
         tensors: Initial value of every tensor of `parameter_shapes`, and
             `lm_head.weight` [V_d, H].
         vocab: Draft vocabulary.
-        embed: [V_t, H] frozen token embedding (the draft's own, else the target's).
+        embed: [V_t, H] frozen token embedding (the draft's own, else the target's); the
+            parameters are put where it is.
         owns_lm_head: The checkpoint carries `lm_head.weight`; it is trained and
             exported. Otherwise the target's rows serve, frozen.
         owns_embed: The checkpoint carries `embed_tokens.weight`; exported unchanged.
@@ -90,11 +91,13 @@ class Eagle3Draft(nn.Module):
         self.embed = embed  # not a parameter: frozen, shared, never copied
         self.weights = nn.ParameterDict()
         for name in [*parameter_shapes(config), "lm_head.weight"]:
-            value = tensors[name].detach().to(torch.float32, copy=True)
+            value = tensors[name].detach().to(embed.device, torch.float32, copy=True)
             self.weights[_key(name)] = nn.Parameter(value)
         self.weights[_key("lm_head.weight")].requires_grad_(owns_lm_head)
         self._inv_freq = torch.tensor(
-            config.rope.inverse_frequencies(config.head_dim), dtype=torch.float32
+            config.rope.inverse_frequencies(config.head_dim),
+            dtype=torch.float32,
+            device=embed.device,
         )
 
     @classmethod

@@ -72,8 +72,12 @@ class TargetRows:
         return z if self.logit_scale == 1.0 else z * self.logit_scale
 
     @classmethod
-    def load(cls, directory: str | Path) -> TargetRows:
+    def load(cls, directory: str | Path, device: str = "cpu") -> TargetRows:
         """Read a target directory: one safetensors file, or shards with an index.
+
+        Args:
+            directory: Of the target.
+            device: Where the rows shall be, and a draft that is made for them.
 
         Raises:
             DraftError: A needed tensor is absent or quantised.
@@ -93,6 +97,8 @@ class TargetRows:
         for name, tensor in ((_EMBED, embed), (_HEAD, head)):
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise DraftError(f"{folder}: {name} is quantised ({tensor.dtype}).")
+        shared, embed = head is embed, embed.to(device)
+        head = embed if shared else head.to(device)
         scale = float(text.get("logit_scale") or 1.0)
         scale /= float(text.get("logits_scaling") or 1.0)
         return cls(

@@ -160,6 +160,8 @@ def write_tensors(staged: str | Path, step: TrainStep) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
+    if step.device.type == "cuda":  # it copies on streams of its own
+        torch.cuda.synchronize(step.device)
     with _alone() as alone:
         try:
             dcp.save(train_tensors(step), storage_writer=writer, no_dist=alone)

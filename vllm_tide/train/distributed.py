@@ -327,9 +327,10 @@ def load_setup(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainCon
     """The `Build` of a rank that sees the same files as the leader."""
     from vllm_tide.draft.checkpoint import load_draft
 
-    target = TargetRows.load(setup["target_path"])
+    config = TrainConfig.model_validate(setup["config"])
+    target = TargetRows.load(setup["target_path"], config.device)
     draft = load_draft(setup["draft_path"], target, frozenset(setup["shared"]))
-    return draft, target, TrainConfig.model_validate(setup["config"])
+    return draft, target, config
 
 
 def follow(ranks: Ranks, build: Build = load_setup) -> None:

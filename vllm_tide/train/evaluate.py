@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.train.gpu import on_device
 from vllm_tide.train.masks import plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
 from vllm_tide.train.sample import Sample
@@ -131,8 +132,9 @@ def evaluate(
     capacity: int = 2048,
     dtype: torch.dtype = torch.float32,
     progress: Callable[[], bool] | None = None,
+    attention: str = "auto",
 ) -> Evaluation:
-    """Evaluate a draft.
+    """Evaluate a draft, where the target's rows are.
 
     Args:
         draft: The draft.
@@ -142,6 +144,7 @@ def evaluate(
         capacity: Rows per batch.
         dtype: Compute dtype of the draft; the target's logits are fp32.
         progress: Called between batches; False ends it there.
+        attention: Name as in `tide.train.attention`.
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
@@ -159,6 +162,7 @@ def evaluate(
             rows,
             pack(take_batch(queue, capacity, branches=False), branches=False),
             weights,
+            attention,
         )
         if progress is not None and not progress():
             break
@@ -172,23 +176,23 @@ def _target_probs(
     target: TargetRows,
     rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """True mass p^D fp32 [M, V_d] and argmax target id [M]."""
-    kept = draft.vocab.target_ids
+    """True mass p^D fp32 [M, V_d] and argmax draft id [M], -1 outside D."""
+    vocab, device = on_device(draft.vocab, rows.device), rows.device
+    size = used.numel(), vocab.target_ids.numel()
     if batch.teacher_hidden is None:
-        topk = batch.topk_rows(used)
-        listed = topk.ids.long()
-        ids = draft.vocab.draft_ids[listed]
+        topk = on_device(batch.topk_rows(used), device)
+        ids = vocab.draft_ids[topk.ids.long()]
         mass = topk.logprobs.float().exp().masked_fill(ids < 0, 0.0)
-        probs = torch.zeros(used.numel(), kept.numel())
-        return probs.scatter_add_(1, ids.clamp(min=0), mass), listed[:, 0]
-    probs = torch.empty(used.numel(), kept.numel())
-    best = torch.empty(used.numel(), dtype=torch.int64)
+        probs = torch.zeros(size, device=device)
+        return probs.scatter_add_(1, ids.clamp(min=0), mass), ids[:, 0]
+    probs = torch.empty(size, device=device)
+    best = torch.empty(used.numel(), dtype=torch.int64, device=device)
     for lo in range(0, used.numel(), 256):
-        hidden = batch.teacher_hidden[used[lo : lo + 256]].to(rows.dtype)
-        z = target.logits(hidden, rows).float()
-        best[lo : lo + 256] = z.argmax(-1)
+        hidden = on_device(batch.teacher_hidden[used[lo : lo + 256]], device)
+        z = target.logits(hidden.to(rows.dtype), rows).float()
+        best[lo : lo + 256] = vocab.draft_ids[z.argmax(-1)]
         full = torch.softmax(z, dim=-1)
-        probs[lo : lo + 256] = full if draft.vocab.is_identity else full[:, kept]
+        probs[lo : lo + 256] = full if vocab.is_identity else full[:, vocab.target_ids]
     return probs, best
 
 
@@ -199,24 +203,25 @@ def _add_batch(
     rows: Tensor,
     batch: PackedBatch,
     weights: dict[str, Tensor],
+    attention: str,
 ) -> None:
     plan = plan_steps(batch.valid, batch.doc_ids, result.num_steps, complete=True)
     if plan is None:
         return
+    device = rows.device
+    inputs = batch.tokens, batch.features, batch.positions, batch.doc_starts
     outputs = draft.forward_ttt(
-        batch.tokens,
-        batch.features,
-        batch.positions,
-        batch.doc_starts,
-        plan.steps,
+        *on_device((*inputs, plan.steps), device),
         weights["fc.weight"].dtype,
         weights,
+        attention=attention,
     )
     used, index = torch.unique(torch.cat(plan.targets), return_inverse=True)
+    index = on_device(index, device)
     probs, best = _target_probs(batch, used, draft, target, rows)
     count = plan.targets[0].numel()
-    product = {form: torch.ones(count) for form in FORMS}
-    total = {form: torch.zeros(count) for form in FORMS}
+    product = {form: torch.ones(count, device=device) for form in FORMS}
+    total = {form: torch.zeros(count, device=device) for form in FORMS}
     for i, (normed, at) in enumerate(zip(outputs, index.split(count), strict=True)):
         accepted, loss = _accept(draft, weights, normed, probs, best, at)
         result.loss_sum[i] += loss
@@ -225,6 +230,7 @@ def _add_batch(
             total[form] += product[form]
             result.reached[form][i] += float(product[form].sum())
     docs = batch.doc_ids[plan.steps[0].active]
+    total = {form: sums.cpu() for form, sums in total.items()}
     for doc, key in enumerate(batch.keys):
         mine = docs == doc
         entry = result.requests.setdefault(key, [0.0] * (1 + len(FORMS)))
@@ -242,14 +248,14 @@ def _accept(
     at: Tensor,
 ) -> tuple[dict[str, Tensor], float]:
     """Chance of acceptance per row in each form, and the summed loss."""
-    out = {form: torch.empty(at.numel()) for form in FORMS}
+    out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS}
     loss = 0.0
     for lo in range(0, at.numel(), 256):
         part = slice(lo, lo + 256)
         log_q = draft.logits(normed[part], weights).float().log_softmax(-1)
         p = probs[at[part]]
         choice = log_q.argmax(-1)
-        out["greedy"][part] = (draft.vocab.target_ids[choice] == best[at[part]]).float()
+        out["greedy"][part] = (choice == best[at[part]]).float()
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
         out["mass"][part] = torch.minimum(p, log_q.exp()).sum(-1)
         mass = p.sum(-1).clamp_min(1e-12)

@@ -75,10 +75,9 @@ class LossRows:
         sizes = [t.numel() for t in teacher]
         steps = torch.tensor([*range(len(trunk)), *range(len(off))])
         repeats = torch.tensor(sizes)
-        device = teacher[0].device
         return cls(
             teacher=torch.cat(teacher),
-            step=torch.repeat_interleave(steps, repeats).to(device),
+            step=torch.repeat_interleave(steps, repeats),
             doc=torch.cat(
                 [batch.doc_ids[t] for t in trunk]
                 + ([] if branches is None else branches.docs)
@@ -87,7 +86,7 @@ class LossRows:
                 [follows[t] for t in trunk]
                 + ([] if branches is None else branches.tokens)
             ),
-            branch=torch.arange(sum(sizes), device=device) >= sum(sizes[: len(trunk)]),
+            branch=torch.arange(sum(sizes)) >= sum(sizes[: len(trunk)]),
         )
 
     def labels(self, draft_ids: Tensor) -> Tensor:
@@ -138,8 +137,8 @@ def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
     """
     numbers: dict[int, int] = {}
     owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
-    place = owner.to(rows.doc.device)[rows.doc] + len(numbers) * rows.branch
-    counts = torch.zeros(2 * len(numbers), dtype=torch.float64, device=place.device)
+    place = owner[rows.doc] + len(numbers) * rows.branch
+    counts = torch.zeros(2 * len(numbers), dtype=torch.float64)
     counts.index_add_(0, place, (rows.step == 0).to(torch.float64))
     return (1.0 / counts.clamp(min=MIN_ROWS_OF_FULL_WEIGHT))[place]
 
@@ -158,7 +157,5 @@ def kind_weights(rows: LossRows, labels: Tensor, weights: Tensor) -> Tensor:
 
 def sum_by_step(values: Tensor, step: Tensor, num_steps: int) -> Tensor:
     """float64 [G, num_steps]: sums of `values` [G, L] over the rows of each step."""
-    out = torch.zeros(
-        values.shape[0], num_steps, dtype=torch.float64, device=values.device
-    )
+    out = torch.zeros(values.shape[0], num_steps, dtype=torch.float64)
     return out.index_add_(1, step, values.to(torch.float64))

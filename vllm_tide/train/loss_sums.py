@@ -59,7 +59,7 @@ class LossSums:
         """Per step, the weighted sum of the terms' means."""
         means = self.means
         weights = torch.tensor(list(self.mix.weights.values()), dtype=means.dtype)
-        return (weights.to(means.device) @ means).tolist()
+        return (weights @ means).tolist()
 
     @property
     def terms(self) -> dict[str, list[float]]:
@@ -69,6 +69,8 @@ class LossSums:
 
 class LossSummer:
     """Weighs the rows of one batch; one object per step.
+
+    All on the host, where the rows were planned.
 
     Args:
         mix: T terms.
@@ -96,7 +98,6 @@ class LossSummer:
         labels: Tensor | None,
         keys: Sequence[int],
         num_tokens: int,
-        device: torch.device,
     ) -> Tensor | None:
         """Weight of each term at each row.
 
@@ -105,48 +106,42 @@ class LossSummer:
             labels: From `LossRows.labels`.
             keys: Request key of each document.
             num_tokens: Packed rows, branch rows included.
-            device: Where the reduced vector lives.
 
         Returns:
             float64 [T, L] (L = 0 without rows); None when no rank has a row that a
             term applies to.
         """
         sums = torch.zeros(NUM_KINDS, self.num_steps, dtype=torch.float64)
-        sums = sums.to(device)
         counts = [1, num_tokens, 0, 0]
         if rows is not None and labels is not None:
             by_kind = kind_weights(rows, labels, request_weights(rows, keys))
             sums = sum_by_step(by_kind, rows.step, self.num_steps)
             self._by_term, self._step = by_kind[self._kinds], rows.step
             counts[2:] = rows.branch.numel(), rows.branch.numel() - rows.num_committed
-        counted = torch.tensor(counts, dtype=torch.float64, device=device)
+        counted = torch.tensor(counts, dtype=torch.float64)
         vector = self._sum(torch.cat([sums.flatten(), counted]))
         self._denominators = vector[:-4].view_as(sums)[self._kinds]
         self.num_ranks, *self._counts = (int(c) for c in vector[-4:].tolist())
         if not bool((self._denominators > 0).any()):
             return None
         if self._step is None:
-            return self._by_term.to(device, torch.float64)
+            return self._by_term.to(torch.float64)
         return self._by_term * self._scale()[:, self._step]
 
     def close(self, values: Tensor | None) -> LossSums:
         """Sum the values [T, L] of this rank (None has none) and of the others."""
         sums = torch.zeros_like(self._denominators)
         if values is not None and self._step is not None:
-            sums = sum_by_step(values * self._by_term, self._step, self.num_steps)
+            weighed = values.cpu() * self._by_term
+            sums = sum_by_step(weighed, self._step, self.num_steps)
         sums = self._sum(sums.flatten()).view_as(sums)
         return LossSums(self.mix, sums, self._denominators, *self._counts)
 
     def _scale(self) -> Tensor:
         """float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
         share = self._denominators
-        device = share.device
-        weights = torch.tensor(
-            list(self.mix.weights.values()), dtype=torch.float64, device=device
-        )
-        decay = self.decay ** torch.arange(
-            self.num_steps, dtype=torch.float64, device=device
-        )
+        weights = torch.tensor(list(self.mix.weights.values()), dtype=torch.float64)
+        decay = self.decay ** torch.arange(self.num_steps, dtype=torch.float64)
         inverse = torch.where(share > 0, 1.0 / share, 0.0)
         return weights[:, None] * decay * inverse
 

@@ -22,6 +22,7 @@ from vllm_tide.train.loss_terms import BucketedOutcomes, LossMix, Outcomes, comb
 from vllm_tide.train.sample import TopK
 
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
+GPU_CHUNK_BYTES = 128 << 20  # there each chunk reads the whole LM head
 HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
 
 
@@ -72,7 +73,7 @@ class HiddenTeacher:
         probs = torch.empty(count, size, dtype=dtype, device=device)
         plogp = torch.empty(count, dtype=wide, device=device)
         mass = None if kept is None else torch.empty_like(plogp)
-        chunk = max(1, CHUNK_BYTES // (4 * rows.shape[0]))
+        chunk = max(1, _chunk_bytes(device) // (4 * rows.shape[0]))
         for lo, hi in _blocks(0, count, chunk):
             z = target.logits(hidden[lo:hi].to(rows.dtype), rows).to(wide)
             if mass is not None and kept is not None:
@@ -140,6 +141,42 @@ class TopKTeacher:
 
 
 @dataclass(frozen=True)
+class KernelTeacher:
+    """The whole distribution, never in memory: a kernel takes the KL of logits.
+
+    Attributes:
+        hidden: [M, H] after the final norm, dtype of `rows`.
+        target: Gives scale and soft cap of the logits.
+        rows: [V_d, H] output rows of the draft vocabulary.
+    """
+
+    hidden: Tensor
+    target: TargetRows
+    rows: Tensor
+
+    @staticmethod
+    def fits(mix: LossMix, device: torch.device) -> bool:
+        """Whether it gives on this device what `HiddenTeacher` gives."""
+        if device.type != "cuda" or mix.names not in (("forward_kl",), ("reverse_kl",)):
+            return False
+        from vllm_tide.kernels.launch import HAVE_TRITON  # slow: not on a CPU
+
+        return HAVE_TRITON
+
+    def pull(self, task: LossTask, part: slice, z: Tensor, grad_out: Tensor) -> Tensor:
+        """Values [n] of loss rows with logits z; their gradient goes to `grad_out`."""
+        from vllm_tide.kernels.kl_loss import kl_rows
+
+        return kl_rows(
+            z,
+            self.target.logits(self.hidden[task.index[part]], self.rows),
+            task.weights[0, part],
+            reverse=task.mix.names == ("reverse_kl",),
+            grad_out=grad_out,
+        )
+
+
+@dataclass(frozen=True)
 class LossTask:
     """What is computed for each of L loss rows.
 
@@ -167,6 +204,10 @@ class LossTask:
         return [run for run in runs if run[0] < run[1] and run[2] < run[3]]
 
 
+def _chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+
+
 def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     for lo in range(start, stop, size):
         yield lo, min(stop, lo + size)
@@ -179,7 +220,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         normed: Tensor,
         master: Tensor,
         head: Tensor,
-        teacher: Teacher,
+        teacher: Teacher | KernelTeacher,
         task: LossTask,
     ) -> tuple[Tensor, Tensor]:
         """See `fused_head_loss`."""
@@ -188,7 +229,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         values = torch.zeros_like(task.weights)
         grad_normed = torch.zeros_like(normed)
         grad_head = torch.zeros_like(master) if master.requires_grad else None
-        chunk = max(1, min(count, CHUNK_BYTES // (4 * size)))
+        chunk = max(1, min(count, _chunk_bytes(normed.device) // (4 * size)))
         per_block = max(1, HEAD_BLOCK_BYTES // (normed.element_size() * size * chunk))
         block = max(1, min(count, per_block * chunk))
         kept = torch.empty(block, size, dtype=normed.dtype, device=normed.device)
@@ -197,16 +238,19 @@ class _FusedHeadLoss(torch.autograd.Function):
             terms = slice(low, high)
             for start, stop in _blocks(first, end, block):
                 for lo, hi in _blocks(start, stop, chunk):
-                    z = torch.mm(normed[lo:hi], head.t()).to(wide)
-                    values[terms, lo:hi], grad = combine(
-                        teacher.outcomes(task.index[lo:hi], z),
-                        task.mix,
-                        names[terms],
-                        task.weights[terms, lo:hi],
-                        task.labels[lo:hi],
-                    )
+                    z = torch.mm(normed[lo:hi], head.t())
                     g = kept[lo - start : hi - start]
-                    g.copy_(grad)
+                    if isinstance(teacher, KernelTeacher):
+                        values[0, lo:hi] = teacher.pull(task, slice(lo, hi), z, g)
+                    else:
+                        values[terms, lo:hi], grad = combine(
+                            teacher.outcomes(task.index[lo:hi], z.to(wide)),
+                            task.mix,
+                            names[terms],
+                            task.weights[terms, lo:hi],
+                            task.labels[lo:hi],
+                        )
+                        g.copy_(grad)
                     torch.mm(g, head, out=grad_normed[lo:hi])
                 if grad_head is not None:
                     grad_head += torch.mm(kept[: stop - start].t(), normed[start:stop])
@@ -225,7 +269,11 @@ class _FusedHeadLoss(torch.autograd.Function):
 
 
 def fused_head_loss(
-    normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, task: LossTask
+    normed: Tensor,
+    master: Tensor,
+    head: Tensor,
+    teacher: Teacher | KernelTeacher,
+    task: LossTask,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of all terms over all rows, and the terms' values.
 

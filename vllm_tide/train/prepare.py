@@ -1,4 +1,4 @@
-"""Affinity, niceness, threads and title of the trainer's process."""
+"""Device, affinity, niceness, threads and title of the trainer's process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import DraftError
+from vllm_tide.train.gpu import claim
 
 
 def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
-    """Affinity, niceness, threads and title of this process.
+    """Device, affinity, niceness, threads and title of this process.
 
     Args:
         config: `tide.train`.
@@ -22,10 +23,7 @@ def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) ->
     Raises:
         DraftError: A knob cannot be honoured on this machine.
     """
-    if torch.device(config.device).type != "cpu":
-        raise DraftError(
-            f"tide.train.device: {config.device!r} is not supported yet; use 'cpu'."
-        )
+    claim(config.device)
     if pin:
         _pin(config)
     if config.nice:

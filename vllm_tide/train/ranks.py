@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_tide.draft.config import DraftError
+from vllm_tide.train.gpu import claim
 from vllm_tide.train.rank_messages import LEADER
 from vllm_tide.transport.header import TransportError
 
@@ -49,7 +50,7 @@ class Ranks:
                     f"tide.train.device: {device!r} names one GPU but several ranks "
                     "train; use 'cuda'."
                 )
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            claim(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
             backend = "cpu:gloo,cuda:nccl"
         elif kind.type != "cpu":
             raise DraftError(

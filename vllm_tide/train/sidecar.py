@@ -100,9 +100,10 @@ class Sidecar:
         self._run_dir = run_dir
         self.tide = config or parse_tide(self.manifest.tide)
         self.config = self.tide.train
-        if self.config.compute_dtype == "bfloat16" and not has_fast_bfloat16():
-            self.config = self.config.model_copy(update={"compute_dtype": "float32"})
-            logger.info("this CPU has no bfloat16 arithmetic: computing in float32")
+        train = self.config
+        if train.compute_dtype == "bfloat16" and not has_fast_bfloat16(train.device):
+            self.config = train.model_copy(update={"compute_dtype": "float32"})
+            logger.info("this %s has no bfloat16: computing in float32", train.device)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self._file = StatusFile(run_dir, feed.id)
         self._events = EventLog(run_dir, feed.id, open_tracing("trainer"))
@@ -296,7 +297,7 @@ class Sidecar:
     def _make_trainer(self, feed: Feed, ranks: Ranks | None) -> Trainer:
         manifest, spec = feed.manifest, feed.spec
         target_path, draft_path = feed.models()
-        target = TargetRows.load(target_path)
+        target = TargetRows.load(target_path, self.config.device)
         draft = load_draft(draft_path, target, frozenset(manifest.shared))
         if target.hidden_size != manifest.hidden_size:
             raise DraftError(
@@ -307,6 +308,11 @@ class Sidecar:
         stepper: Stepper
         if ranks is None:
             stepper = OneRank(draft, target, self.config)
+        elif ranks.mesh.device_type != target.lm_head.device.type:
+            raise DraftError(
+                f"tide.train.device is {self.config.device!r}, but ranks have "
+                f"{ranks.mesh.device_type!r} unless --config says so too."
+            )
         else:
             setup = setup_of(
                 str(target_path), str(draft_path), manifest.shared, self.config

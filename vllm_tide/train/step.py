@@ -13,11 +13,13 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft, Weights
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.branch_rows import BranchPlan, plan_branches
+from vllm_tide.train.gpu import on_device
 from vllm_tide.train.loss_rows import LossRows, gather
 from vllm_tide.train.loss_sums import LossSummer, LossSums, Reduce
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
+    KernelTeacher,
     LossTask,
     Teacher,
     TopKTeacher,
@@ -65,12 +67,14 @@ class _Work:
     labels: Tensor
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware.
+def has_fast_bfloat16(device: str = "cpu") -> bool:
+    """Whether a device multiplies bfloat16 in hardware.
 
-    With it a step takes 0.6 of the fp32 time at the demo size, without it 1.8 times
+    On a CPU a step then takes 0.6 of the fp32 time at the demo size, else 1.8 times
     as long (scripts/bench/train_step.py, with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI).
     """
+    if torch.device(device).type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -89,12 +93,14 @@ class TrainStep:
     framework that averages gradients over ranks. The documents of one request belong
     on one rank: they share its weight.
 
+    Batches are planned and weighed on the host, and computed where `target` is.
+
     Args:
         draft: Moved in place.
         target: Output rows for hidden teachers.
         config: Knobs.
-        reduce: Sums a float64 vector over ranks, called twice per step by every rank
-            (once when no rank has anything to train); None is one rank.
+        reduce: Sums a float64 vector (host) over ranks, called twice per step by every
+            rank (once when no rank has anything to train); None is one rank.
 
     Raises:
         ConfigError: No loss term has a weight.
@@ -112,12 +118,14 @@ class TrainStep:
         self.dtype = _DTYPES[config.compute_dtype]
         self.mix = LossMix.from_config(config)
         self.reduce = reduce
+        self.device = target.lm_head.device
+        self._by_kernel = KernelTeacher.fits(self.mix, self.device)
         self._kept = None
         if not self.mix.needs_mass or draft.vocab.is_identity:
             kept = target.lm_head[draft.vocab.target_ids]
             self.target_rows = kept.to(self.dtype)
         else:
-            self._kept = draft.vocab.target_ids
+            self._kept = on_device(draft.vocab.target_ids, self.device)
             self.target_rows = target.rows_in(self.dtype)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -187,7 +195,7 @@ class TrainStep:
         work = None if batch is None else self._plan(batch)
         if work is None and self.reduce is None:
             return None
-        config, device = self.config, self.target_rows.device
+        config = self.config
         weights = self.draft.compute_weights(self.dtype)
         outputs = None if work is None else self._forward(work, weights)
         summer = LossSummer(self.mix, config.ttt_steps, config.step_decay, self.reduce)
@@ -196,7 +204,6 @@ class TrainStep:
             None if work is None else work.labels,
             [] if batch is None else batch.keys,
             0 if batch is None else batch.num_rows,
-            device,
         )
         if per_row is None:
             return None
@@ -221,15 +228,14 @@ class TrainStep:
     def _forward(self, work: _Work, weights: Weights) -> Tensor:
         """Normed output rows [L, H] in the order of `work.rows`."""
         batch, plan, branches = work.batch, work.plan, work.branches
+        inputs = batch.tokens, batch.features, batch.positions, batch.doc_starts
+        steps = [] if plan is None else plan.steps
+        drafted = None if branches is None else branches.inputs
         outputs = self.draft.forward_ttt(
-            batch.tokens,
-            batch.features,
-            batch.positions,
-            batch.doc_starts,
-            [] if plan is None else plan.steps,
+            *on_device((*inputs, steps), self.device),
             self.dtype,
             weights,
-            branches=None if branches is None else branches.inputs,
+            branches=on_device(drafted, self.device),
             attention=self.config.attention,
         )
         return gather(outputs, plan, branches)
@@ -238,11 +244,10 @@ class TrainStep:
         self, work: _Work, outputs: Tensor, weights: Weights, per_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         used, index = torch.unique(work.rows.teacher, return_inverse=True)
+        per_row = per_row.to(torch.promote_types(self.dtype, torch.float32))
         task = LossTask(
             self.mix,
-            index,
-            per_row.to(torch.promote_types(self.dtype, torch.float32)),
-            work.labels,
+            *on_device((index, per_row, work.labels), self.device),
             work.rows.num_committed,
         )
         return fused_head_loss(
@@ -254,11 +259,15 @@ class TrainStep:
         )
 
     @torch.no_grad()
-    def _teacher(self, batch: PackedBatch, used: Tensor) -> Teacher:
+    def _teacher(self, batch: PackedBatch, used: Tensor) -> Teacher | KernelTeacher:
         if batch.teacher_hidden is None:
-            return TopKTeacher.from_topk(batch.topk_rows(used), self.draft.vocab)
+            listed = TopKTeacher.from_topk(batch.topk_rows(used), self.draft.vocab)
+            return on_device(listed, self.device)  # type: ignore[no-any-return]
+        hidden = on_device(batch.hidden_rows(used), self.device)
+        if self._by_kernel:
+            return KernelTeacher(hidden.to(self.dtype), self.target, self.target_rows)
         return HiddenTeacher.from_hidden(
-            batch.hidden_rows(used),
+            hidden,
             self.target,
             self.target_rows,
             self.dtype,

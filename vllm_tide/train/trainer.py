@@ -28,6 +28,7 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate
+from vllm_tide.train.gpu import on_device
 from vllm_tide.train.judgement import (
     CycleResult,
     Pair,
@@ -38,27 +39,14 @@ from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.turns import Progress, Turns, Watch
 from vllm_tide.train.vocabulary import LiveVocabulary
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
-# Called between steps; False ends the cycle early.
-Progress = Callable[[], bool]
 # Request key to group of similar requests, -1 unknown.
 GroupOf = Callable[[int], int]
-
-
-class _Watch:
-    """The caller's `progress`, remembering that it said to stop."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress, self.going = progress, True
-
-    def __call__(self) -> bool:
-        if self._progress is not None and self.going:
-            self.going = self._progress()
-        return self.going
 
 
 class Trainer:
@@ -96,6 +84,9 @@ class Trainer:
         self.metric = metric
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
+        self._turns: Turns | None = None
+        if target.lm_head.device.type == "cuda" and config.gpu_share < 1:
+            self._turns = Turns(config.gpu_share)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
         self.assembler = Assembler(
@@ -205,7 +196,7 @@ class Trainer:
         """
         first, total = self._position
         ahead: Pair | None = None
-        watch, restored = _Watch(progress), self._restored
+        watch, restored = Watch(progress, self._turns), self._restored
         taken, fresh, queue = 0, list[Sample](), self._queue
         if not total:
             ahead = self._judge_fresh(watch)
@@ -268,6 +259,7 @@ class Trainer:
             capacity=self.config.batch_tokens,
             dtype=self.stepper.step.dtype,
             progress=progress,
+            attention=self.config.attention,
         )
 
     def candidate_tensors(
@@ -308,9 +300,12 @@ class Trainer:
         self._differs = False
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the live draft's master weights, and its `d2t` if it is pruned."""
-        live = self.live
-        out = {n: t.detach().clone() for n, t in live.named_tensors().items()}
+        """Copies of the live draft's master weights, and its `d2t` if it is pruned.
+
+        On the host: several of them are kept.
+        """
+        live, master = self.live, self.live.named_tensors()
+        out = {name: t.detach().to("cpu", copy=True) for name, t in master.items()}
         return out if live.vocab.is_identity else out | {"d2t": live.vocab.d2t}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -485,6 +480,7 @@ class Trainer:
             self._target_rows = self.target.rows_in(self.stepper.step.dtype)
         rows = self._target_rows
         for lo in range(0, sample.num_tokens, 256):
-            hidden = sample.teacher_hidden[lo : lo + 256].to(rows.dtype)
-            out[lo : lo + 256] = inside[self.target.logits(hidden, rows).argmax(-1)]
+            hidden = on_device(sample.teacher_hidden[lo : lo + 256], rows.device)
+            z = self.target.logits(hidden.to(rows.dtype), rows)
+            out[lo : lo + 256] = inside[z.argmax(-1).cpu()]
         return out
