@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -28,31 +30,14 @@ def test_a_turn_claims_its_share_of_wall_time():
     assert pacer.rest(113.0) == 5.0
 
 
-class _Turns:
-    said: tuple[str, ...] = ()
-
-    def begin(self):
-        self.said += ("begin",)
-
-    def end(self):
-        self.said += ("end",)
-        self.left = 2 * turns.NAP_S
-
-    def rest(self):
-        return self.left
-
-    def nap(self, seconds):
-        self.left -= seconds
-
-
 def test_a_rest_goes_on_asking_the_caller(monkeypatch):
-    fake, answers = _Turns(), iter([True, True, True, False])
-    monkeypatch.setattr(turns.time, "sleep", fake.nap)
+    answers, rests = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
+    monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
+    fake = Mock(rest=lambda: next(rests))
     watch = turns.Watch(lambda: next(answers), fake)
     assert watch()
-    assert fake.left == 0.0
     assert not watch()
-    assert fake.said == ("begin", "end", "begin", "end", "begin")
+    assert [c[0] for c in fake.mock_calls] == ["begin", "end", "begin", "end", "begin"]
 
 
 def test_a_gpu_that_is_not_there_gets_one_sentence():

@@ -77,7 +77,7 @@ class TargetRows:
 
         Args:
             directory: Of the target.
-            device: Where the rows shall be, and a draft that is made for them.
+            device: Of the rows, and of a draft made for them.
 
         Raises:
             DraftError: A needed tensor is absent or quantised.

@@ -209,9 +209,14 @@ def _add_batch(
     if plan is None:
         return
     device = rows.device
-    inputs = batch.tokens, batch.features, batch.positions, batch.doc_starts
+    inputs = batch.tokens, batch.features, batch.positions
+    tokens, features, positions = on_device(inputs, device)
     outputs = draft.forward_ttt(
-        *on_device((*inputs, plan.steps), device),
+        tokens,
+        features,
+        positions,
+        batch.doc_starts,
+        on_device(plan.steps, device),
         weights["fc.weight"].dtype,
         weights,
         attention=attention,

@@ -19,8 +19,7 @@ from vllm_tide.draft.config import DraftError
 def claim(name: str) -> None:
     """Let this process work on a device (`tide.train.device`), behind the others there.
 
-    Priorities of streams hold inside one process; between processes NVIDIA's MPS has
-    its own, where it runs.
+    Priorities of streams hold inside one process; between processes MPS has its own.
 
     Raises:
         DraftError: Torch has no such device.
@@ -33,7 +32,7 @@ def claim(name: str) -> None:
     if (device.index or 0) >= seen:
         raise DraftError(
             f"tide.train.device: {name!r}, but torch {torch.__version__} sees {seen} "
-            "GPUs here; use 'cpu', or torch for CUDA or ROCm and a GPU that is visible."
+            "GPUs here; use 'cpu', or torch for CUDA or ROCm and a visible GPU."
         )
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -22,7 +22,7 @@ from vllm_tide.train.loss_terms import BucketedOutcomes, LossMix, Outcomes, comb
 from vllm_tide.train.sample import TopK
 
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
-GPU_CHUNK_BYTES = 128 << 20  # there each chunk reads the whole LM head
+GPU_CHUNK_BYTES = 128 << 20  # each reads the whole LM head
 HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
 
 

@@ -228,11 +228,16 @@ class TrainStep:
     def _forward(self, work: _Work, weights: Weights) -> Tensor:
         """Normed output rows [L, H] in the order of `work.rows`."""
         batch, plan, branches = work.batch, work.plan, work.branches
-        inputs = batch.tokens, batch.features, batch.positions, batch.doc_starts
+        inputs = batch.tokens, batch.features, batch.positions
         steps = [] if plan is None else plan.steps
         drafted = None if branches is None else branches.inputs
+        tokens, features, positions = on_device(inputs, self.device)
         outputs = self.draft.forward_ttt(
-            *on_device((*inputs, steps), self.device),
+            tokens,
+            features,
+            positions,
+            batch.doc_starts,
+            on_device(steps, self.device),
             self.dtype,
             weights,
             branches=on_device(drafted, self.device),
@@ -245,11 +250,9 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor]:
         used, index = torch.unique(work.rows.teacher, return_inverse=True)
         per_row = per_row.to(torch.promote_types(self.dtype, torch.float32))
-        task = LossTask(
-            self.mix,
-            *on_device((index, per_row, work.labels), self.device),
-            work.rows.num_committed,
-        )
+        rows = index, per_row, work.labels
+        index, per_row, labels = on_device(rows, self.device)
+        task = LossTask(self.mix, index, per_row, labels, work.rows.num_committed)
         return fused_head_loss(
             outputs,
             self.draft.tensor("lm_head.weight"),

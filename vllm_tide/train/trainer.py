@@ -300,10 +300,7 @@ class Trainer:
         self._differs = False
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the live draft's master weights, and its `d2t` if it is pruned.
-
-        On the host: several of them are kept.
-        """
+        """Master weights of the live draft, on the host; `d2t` too if it is pruned."""
         live, master = self.live, self.live.named_tensors()
         out = {name: t.detach().to("cpu", copy=True) for name, t in master.items()}
         return out if live.vocab.is_identity else out | {"d2t": live.vocab.d2t}
