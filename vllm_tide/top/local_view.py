@@ -37,7 +37,8 @@ def engine_block(engine: EngineFigures, *, brief: bool) -> Block:
         ("ENGINE ", Style.TITLE),
         f"{engine.engine_id[:_SHORT_ID]} pid {engine.pid} ",
         state,
-        f"  {engine.target} + {engine.draft}, K {engine.num_speculative_tokens}",
+        f"  {engine.target} + {engine.draft}, "
+        f"{engine.num_speculative_tokens} draft tokens",
         f", {engine.policy}" if engine.policy else "",
     )
     lines = [head]
@@ -55,6 +56,7 @@ def trainer_block(trainer: TrainerFigures) -> Block:
         _held_out(trainer),
         _published(trainer),
         _schedule(trainer),
+        row("  because", trainer.schedule_reason) if trainer.schedule_reason else [],
         _canary(trainer),
     ]
     if trainer.waiting_for:
@@ -117,7 +119,7 @@ def _head(trainer: TrainerFigures) -> Line:
         f", {trainer.engines} engine{'' if trainer.engines == 1 else 's'}, ",
         (f"silent for {ago(trainer.age_s)}", Style.BAD)
         if trainer.silent
-        else f"{ago(trainer.age_s)} ago",
+        else f"seen {ago(trainer.age_s)} ago",
     )
 
 
@@ -137,7 +139,7 @@ def _held_out(trainer: TrainerFigures) -> Line:
     decision = trainer.last_decision
     return row(
         "held out",
-        f"{number(new, 3)} new, {number(live, 3)} live",
+        f"acceptance {number(new, 3)} new, {number(live, 3)} served",
         f": {decision}" if decision else "",
     )
 
@@ -167,19 +169,19 @@ def _schedule(trainer: TrainerFigures) -> Line:
     averages = ""
     if trainer.short_average is not None:
         averages = (
-            f", short {number(trainer.short_average, 3)} long "
-            f"{number(trainer.long_average, 3)}, {trainer.shifts} shifts"
+            f", accepted {number(trainer.short_average, 3)} lately, "
+            f"{number(trainer.long_average, 3)} usually, {trainer.shifts} shifts"
         )
     return row(
         "schedule",
         "collecting" if trainer.collecting else "paused",
-        f"{averages}; {trainer.schedule_reason}",
+        averages,
     )
 
 
 def _canary(trainer: TrainerFigures) -> Line:
     served = (
-        f"served {number(trainer.served_before, 3)} before, "
+        f"acceptance {number(trainer.served_before, 3)} before swap, "
         f"{number(trainer.served_after, 3)} after, {trainer.canary_requests} requests"
     )
     if trainer.canary_undecided:

@@ -58,17 +58,17 @@ def _acceptance(server: ServerFigures) -> Line:
     return row(
         "acceptance",
         (number(server.acceptance_length, 2), Style.TITLE),
-        f" ({number(server.acceptance_length_total, 2)} since start)",
-        f"   by position {positions}" if positions else "",
+        f" tokens/draft ({number(server.acceptance_length_total, 2)} since start)",
+        f", by position {positions}" if positions else "",
     )
 
 
 def _length(server: ServerFigures) -> Line:
-    spread = "  ".join(f"{k}:{percent(v)}" for k, v in server.lengths.items() if v)
+    spread = " ".join(f"{k}:{percent(v)}" for k, v in server.lengths.items() if v)
     return row(
         "length",
-        f"{number(server.draft_length, 2)} drafted per step",
-        f"   {spread}" if spread else "",
+        f"{number(server.draft_length, 2)} tokens drafted per step",
+        f"; by length {spread}" if spread else "",
     )
 
 
@@ -76,7 +76,7 @@ def _off(server: ServerFigures) -> Line:
     if server.off_share is None:
         return []
     why = f": {shares(server.off_rounds)}" if server.off_rounds else ""
-    return row("off", f"{percent(server.off_share)} of steps{why}")
+    return row("off", f"no draft in {percent(server.off_share)} of steps{why}")
 
 
 def _control(server: ServerFigures) -> Line:
@@ -86,19 +86,19 @@ def _control(server: ServerFigures) -> Line:
     return row(
         "step",
         f"{number(1e3 * server.measured_step_s)} ms, predicted "
-        f"{number(None if predicted is None else 1e3 * predicted)} ms; throughput "
-        f"{number(server.throughput_ratio, 2)} of predicted",
+        f"{number(None if predicted is None else 1e3 * predicted)} ms; tokens/s "
+        f"{number(server.throughput_ratio, 2)} times predicted",
     )
 
 
 def _draft(server: ServerFigures) -> Line:
     parts = [
-        f"version {number(server.draft_version, 0)}",
+        f"version {number(server.draft_version, 0)} served",
         f"{number(server.swaps, 0)} swaps",
     ]
     if server.swap_seconds_last is not None:
         parts.append(
-            f"last {number(1e3 * server.swap_seconds_last)} ms (max "
+            f"last pause {number(1e3 * server.swap_seconds_last)} ms (max "
             f"{number(1e3 * (server.swap_seconds_max or 0.0))})"
         )
     refused = {k: v for k, v in server.refused_drafts.items() if v}
@@ -144,7 +144,7 @@ def _slo(server: ServerFigures) -> Line:
     ended = server.slo_met + server.slo_missed
     if not ended and not server.slo_rounds_missed:
         return []
-    text = f"{server.slo_met:.0f} of {ended:.0f} requests met it"
+    text = f"{server.slo_met:.0f} of {ended:.0f} requests kept their limit"
     share = f" ({percent(server.slo_met / ended)})" if ended else ""
     return row(
         "SLO",
