@@ -12,6 +12,11 @@ from .summary import ArmRun
 
 WINDOW_S = 12.0
 COLORS = {"none": "#7f7f7f", "frozen": "#1f77b4", "tide": "#d62728"}
+LABELS = {
+    "none": "none: no speculation",
+    "frozen": "frozen: draft never trained",
+    "tide": "tide: draft trained while it serves",
+}
 _Rate = Callable[[Scrape, Scrape], float | None]
 
 
@@ -67,7 +72,7 @@ def _panel(axis: Any, runs: Sequence[ArmRun], rate: _Rate, label: str) -> None:
         times, values = windowed(run.samples, rate)
         color = COLORS.get(run.name)
         if times:
-            axis.plot(times, values, label=run.name, color=color, linewidth=1.8)
+            axis.plot(times, values, label=LABELS[run.name], color=color, linewidth=1.8)
         shift = shift_time(run)
         if shift is not None:
             axis.axvline(shift, color=color, linestyle=":", linewidth=1.2)
@@ -77,7 +82,6 @@ def _panel(axis: Any, runs: Sequence[ArmRun], rate: _Rate, label: str) -> None:
                       transform=axis.get_xaxis_transform())  # fmt: skip
     axis.set_ylabel(label)
     axis.grid(alpha=0.25)
-    axis.legend(loc="lower right", frameon=False)
 
 
 def draw(runs: Sequence[ArmRun], path: Path, title: str) -> None:
@@ -88,14 +92,17 @@ def draw(runs: Sequence[ArmRun], path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 1, figsize=(10, 7), sharex=True)
-    _panel(axes[0], runs, _acceptance, "acceptance length (tokens)")
+    _panel(axes[0], runs, _acceptance, "acceptance length, tokens")
     _panel(axes[1], runs, _tokens_per_s, "output tokens/s")
-    axes[0].set_title(title, fontsize=10)
+    figure.suptitle(title)
     axes[1].set_xlabel(
-        f"seconds since the stream began (window {WINDOW_S:.0f} s); dotted: the "
-        "arm's domain shift; triangles: swaps"
+        f"seconds since the arm's stream began (mean of {WINDOW_S:.0f} s)\ndotted: its "
+        "prompts change domain; triangles: a newly trained draft is served"
     )
-    figure.tight_layout()
+    handles, labels = axes[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.96),
+                  ncols=3, frameon=False)  # fmt: skip
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.picture and runs:
-        title = f"shift from {args.before_domain} to {args.after_domain}"
+        title = f"Traffic shifts from {args.before_domain} to {args.after_domain}"
         draw(list(runs.values()), args.picture, title)
     print(table(report) if runs else "no arm ran")
     for reason in reasons:
