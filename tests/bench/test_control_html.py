@@ -41,11 +41,38 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path):
     assert "static1" in written(tmp_path, data)
 
 
-def test_bad_input_gets_one_sentence(tmp_path, capsys):
-    out = str(tmp_path / "x.html")
-    assert main(["bench", "report", str(tmp_path / "none.json"), "--out", out]) == 2
+def test_a_suite_that_learns_has_a_report_too(tmp_path):
+    windows = {"t_s": [1.0, 2.0], "swaps": [0.0, 1.0], "output_tokens_per_s": [9, 8]}
+    windows["acceptance_length"] = [None, 1.5]
+    arm = {"windows": windows, "segments": [{"start_s": 0.0}, {"start_s": 1.5}]}
+    trial = {"plant": "<nan>", "requests_until": 0}
+    results = {"arms": {"none": arm, "always@16": arm}, "trials": [trial], "goals": {}}
+    data = {"suite": "rollback", "environment": {}, "results": results}
+    text = written(tmp_path, data)
+    assert text.count("<svg") == 1 and "<nan>" not in text
+    for part in ("no speculation", "requests apart 16", "<th>requests until</th>"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.json", None, "No such file"),
+        ("x.json", b"\xff{", "is not JSON"),
+        ("x.json", b"[" * 9**6, "is not JSON"),
+        ("x.json.xz", b"{}", "is not JSON"),
+        ("x.json", b'{"arms": {}}', "bench run --json"),
+        ("x.json", b'{"cells": [{}], "environment": {}}', "bench run --json"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, capsys, name, content, message):
+    source, out = tmp_path / name, str(tmp_path / "x.html")
+    if content is not None:
+        source.write_bytes(content)
+    assert main(["bench", "report", str(source), "--out", out]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error and error.count(name) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,6 @@ The control benchmark (``vllm-tide bench``) compares speculation policies:
 * ``prompt_pool``, ``traces``, ``workload``: what is sent;
 * ``closed_loop``, ``open_loop``, ``measure``: how;
 * ``counters``, ``request_figures``, ``attainment``, ``outputs``: what came of it;
-* ``document``, ``control_summary``, ``control_plots``, ``html_report``, ``progress``:
-  what a person gets.
+* ``document``, ``control_summary``, ``control_plots``, ``html_report``, ``html_parts``,
+  ``learning_html``, ``progress``: what a person gets.
 """

@@ -1,4 +1,4 @@
-"""The plots of a control report, as SVG text."""
+"""The plots of a report, as SVG text."""
 
 from __future__ import annotations
 
@@ -75,6 +75,14 @@ def _legend(figure: Any, axis: Any) -> None:
         )
 
 
+def _means(ratios: Sequence[Json]) -> tuple[list[float], list[list[float]]]:
+    """Return means, and how far the least and the largest lie below and above."""
+    return [ratio["mean"] for ratio in ratios], [
+        [max(0.0, ratio["mean"] - ratio["min"]) for ratio in ratios],
+        [max(0.0, ratio["max"] - ratio["mean"]) for ratio in ratios],
+    ]
+
+
 def speedup_by_batch(summary: Json) -> str:
     """Plot each arm's throughput over ``none``'s by batch size, a panel per domain.
 
@@ -95,12 +103,10 @@ def speedup_by_batch(summary: Json) -> str:
             ]
             if not points:
                 continue
-            means = [ratio["mean"] for _, ratio in points]
-            below = [ratio["mean"] - ratio["min"] for _, ratio in points]
-            above = [ratio["max"] - ratio["mean"] for _, ratio in points]
-            errors = [[max(0.0, x) for x in below], [max(0.0, x) for x in above]]
+            places, ratios = zip(*points, strict=True)
+            means, errors = _means(ratios)
             axis.errorbar(
-                [x for x, _ in points],
+                places,
                 means,
                 yerr=errors,
                 label=arm,
@@ -139,20 +145,18 @@ def length_over_time(cells: Sequence[Json]) -> str | None:
         return None
     figure, axes = _figure(2, 1, (9, 4.6), sharex=True)
     for arm in chosen:
-        series, color = first[arm], _style(arm)["color"]
+        series, line = first[arm], ":" if "@" in arm else "-"
+        look = {"color": _style(arm)["color"], "linewidth": 1.4, "linestyle": line}
         axes[0][0].step(
             series["t_s"],
             series["running"],
             where="post",
-            color=color,
-            linewidth=1.2,
             label=arm,
+            **look,
         )
         lengths = [float("nan") if x is None else x for x in series["length"]]
         # The dots show values that stand alone between two idle samples.
-        axes[1][0].plot(
-            series["t_s"], lengths, color=color, linewidth=1.2, marker=".", markersize=3
-        )
+        axes[1][0].plot(series["t_s"], lengths, marker=".", markersize=3, **look)
     axes[0][0].set_ylabel("requests running")
     axes[1][0].set_ylabel("draft tokens verified\nper request and round")
     axes[1][0].set_xlabel("seconds since the trace's start")
@@ -202,14 +206,12 @@ def _percent(shares: Sequence[float | None]) -> list[float]:
 def speedup_by_trace(summaries: Mapping[str, Json]) -> str:
     """Plot each arm's mean end-to-end speed-up over ``none``, a panel per trace."""
     figure, axes = _figure(1, len(summaries), (4.4 * len(summaries), 3.4))
+    order = dict.fromkeys(arm for s in summaries.values() for arm in s["arms"])
     for axis, (name, summary) in zip(axes[0], summaries.items(), strict=True):
-        arms = [a for a, f in summary["arms"].items() if f["speedup_over_none"]]
-        ratios = [summary["arms"][arm]["speedup_over_none"] for arm in arms]
-        means = [ratio["mean"] for ratio in ratios]
-        errors = [
-            [max(0.0, ratio["mean"] - ratio["min"]) for ratio in ratios],
-            [max(0.0, ratio["max"] - ratio["mean"]) for ratio in ratios],
-        ]
+        found = {a: summary["arms"].get(a, {}).get("speedup_over_none") for a in order}
+        arms = [arm for arm, ratio in found.items() if ratio]
+        ratios = [found[arm] for arm in arms]
+        means, errors = _means(ratios)
         axis.barh(
             range(len(arms)),
             means,
@@ -223,4 +225,29 @@ def speedup_by_trace(summaries: Mapping[str, Json]) -> str:
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("mean end-to-end speed-up over none")
     figure.tight_layout()
+    return _svg(figure)
+
+
+def learning_over_time(arms: Mapping[str, Json]) -> str:
+    """Plot `windows` of arms that learn: acceptance length and output rate."""
+    figure, axes = _figure(2, 1, (9, 5.6), sharex=True)
+    labels = {
+        "acceptance_length": "acceptance length, tokens",
+        "output_tokens_per_s": "output tokens/s",
+    }
+    for axis, (key, label) in zip(axes[:, 0], labels.items(), strict=True):
+        for i, (arm, found) in enumerate(arms.items()):
+            windows, color = found["windows"], COLORS.get(arm, f"C{i}")
+            times, swaps = windows["t_s"], windows["swaps"]
+            values = [float("nan") if x is None else x for x in windows[key]]
+            axis.plot(times, values, color=color, label=arm, marker=".")
+            for part in found["segments"][1:]:
+                axis.axvline(part["start_s"], color=color, linestyle=":")
+            new = [i for i in range(1, len(swaps)) if swaps[i] != swaps[i - 1]]
+            axis.plot(times, values, "^", color=color, markevery=new, markersize=8)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+    axes[1][0].set_xlabel("seconds since the arm's stream began")
+    figure.tight_layout()
+    _legend(figure, axes[0][0])
     return _svg(figure)

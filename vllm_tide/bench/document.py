@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import subprocess  # noqa: S404 - asks git for the commit
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,22 @@ def read_document(path: Path) -> dict[str, Any]:
             raw = _UNPACK[path.suffix](raw)
         data = json.loads(raw)
     except OSError as error:
-        raise BenchError(f"{path} cannot be read ({error})") from None
-    except (ValueError, EOFError, lzma.LZMAError) as error:
+        raise BenchError(f"{path} cannot be read ({error.strerror or error})") from None
+    except (ValueError, EOFError, RecursionError, lzma.LZMAError, zlib.error) as error:
         raise BenchError(f"{path} is not JSON ({error})") from None
-    if not isinstance(data, dict) or not {"cells", "environment"} <= data.keys():
-        raise BenchError(f"{path} is no report of `vllm-tide bench run`")
-    return data
+    if not _is_report(data):
+        raise BenchError(
+            f"{path} is not what `vllm-tide bench run --json` writes; only that can be "
+            "shown as HTML"
+        )
+    report: dict[str, Any] = data
+    return report
+
+
+def _is_report(data: Any) -> bool:
+    if not isinstance(data, dict) or not isinstance(data.get("environment"), dict):
+        return False
+    cells = data.get("cells")
+    if isinstance(cells, list):
+        return all(isinstance(cell, dict) and "arm" in cell for cell in cells)
+    return isinstance(data.get("results"), dict) and "suite" in data
