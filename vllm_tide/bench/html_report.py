@@ -152,7 +152,7 @@ def _traces(summary: Mapping[str, Json], cells: Sequence[Json]) -> str:
             attainment,
             note(
                 "Limit = scale x P90 time per output token of arm none on the same "
-                "trace, so none is at 90% (dotted) at scale 1. An arm named with @ was "
+                "trace, so none is near 90% (dotted) at scale 1. An arm with @ was "
                 "given that limit."
             ),
             _attainment(summary),
