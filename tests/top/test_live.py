@@ -147,7 +147,7 @@ def test_it_draws_within_80_by_24_and_q_quits(run_dir):
         assert max(map(len, frame)) <= 80
     text = "\n".join(frames[-1])
     assert "SERVER" in text
-    assert "version 5, 5 swaps" in text
+    assert "version 5 served, 5 swaps" in text
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_servers_come_and_go(run_dir):
     with showing(*options(run_dir), "--url", url) as screen:
         screen.read_until(b"does not answer")
         with serve_page(page_text(), port):
-            end = screen.read_until(b"version 5, 5 swaps")
+            end = screen.read_until(b"version 5 served, 5 swaps")
         end = screen.read_until(b"does not answer", end)
         with serve_page(page_text(version=6), port):
             screen.read_until(b"version 6", end)
