@@ -51,7 +51,9 @@ def speculation(before: Scrape, after: Scrape) -> dict[str, Any]:
     * ``*_per_request_round``: the AdaSpec paper's Table 2, rounds without
       speculation counted as zero.
 
-    A counter the server does not export is None.
+    A counter the server does not export is None. Ours reach the front end twice a
+    second and with a step: what was drafted in the last half second before a server
+    falls idle is counted in the next stretch, which shows where little was drafted.
     """
     plain = _grown(DRAFT_TOKENS, before, after)
     drafted = _grown(TIDE_DRAFTED, before, after)
