@@ -46,7 +46,7 @@ def test_the_worst_block_is_found_and_the_noise_of_the_machine_beside_it():
         item.end_s += 0.4
     found = slowdowns([served(8, 1.0), served(8, 1.02)], slow, 4)
     assert found["first_request"] == [0, 4]
-    assert found["worst"] == pytest.approx(4.4 / 4.04 - 1, abs=1e-3)
+    assert found["worst"] == pytest.approx(5.6 / 4.04 - 1, abs=1e-3)
     assert found["noise"] == pytest.approx(0.02, abs=1e-3)
     assert 0 < found["whole"] < found["worst"]
     assert slowdowns([served(8, 1.0)], slow, 4)["noise"] is None

@@ -34,10 +34,12 @@ def blocks(
     return out
 
 
-def block_seconds(results: Sequence[RequestResult]) -> float:
-    """Return the time from the first request's start to the last one's end (s)."""
-    ends = [r.end_s for r in results if r.end_s is not None]
-    return max(ends) - min(r.start_s for r in results)
+def request_seconds(results: Sequence[RequestResult]) -> float:
+    """Return the time that requests took in all, each from its start to its end (s).
+
+    Not the first start to the last end: with other lengths of requests blocks overlap.
+    """
+    return sum(r.end_s - r.start_s for r in results if r.end_s is not None)
 
 
 def slowdowns(
@@ -45,7 +47,7 @@ def slowdowns(
     drafted: Sequence[RequestResult],
     size: int,
 ) -> dict[str, Any]:
-    """Compare the time of every block of requests with the same block undrafted.
+    """Compare the latency of every block of requests with the same block undrafted.
 
     Args:
         plain: Results without speculation, one sequence a repeat; the same stream.
@@ -53,8 +55,8 @@ def slowdowns(
         size: Requests of a block.
 
     Returns:
-        Columns `first_request`, `seconds`, `plain_seconds` (mean over repeats) and
-        `slowdown`, their ratio - 1; `worst` and `whole` of it, the first over blocks;
+        Columns `first_request`, `seconds` (of all its requests), `plain_seconds` (mean
+        over repeats) and `slowdown`, their ratio - 1; `worst` of it and `whole`;
         `noise`, the largest |ratio - 1| between two repeats of the same block, None
         with one repeat: a slowdown below it may be the machine's.
     """
@@ -68,8 +70,8 @@ def slowdowns(
     }
     noise: list[float] = []
     for place, (_, block) in enumerate(mine):
-        seconds = [block_seconds(found[place][1]) for found in theirs]
-        mean, took = statistics.fmean(seconds), block_seconds(block)
+        seconds = [request_seconds(found[place][1]) for found in theirs]
+        mean, took = statistics.fmean(seconds), request_seconds(block)
         out["first_request"].append(block[0].index)
         out["seconds"].append(round(took, 3))
         out["plain_seconds"].append(round(mean, 3))
