@@ -216,7 +216,9 @@ def main() -> int:
         misplaced = on.misplaced_threads() + off.misplaced_threads()
     rates, cpu_rates = measured["rates"], measured["rates_per_engine_cpu_s"]
     report = {
-        "what": "output tokens/s with capture on / off, trainer off, paired",
+        "what": "output tokens/s with capture on / "
+        + ("off" if args.off_venv is None else "of the other environment")
+        + ", trainer off, paired",
         **statistics_of(rates["on"], rates["off"]),
         "per_engine_cpu_second": statistics_of(cpu_rates["on"], cpu_rates["off"]),
         **measured,

@@ -25,12 +25,13 @@ def stranger(tmp_path):
         client, _ = listener.accept()
         with client:
             client.recv(100)
-            for piece in pieces:
+            pause = 0.02 if len(pieces) > 9 else 0
+            while pieces:
                 try:
-                    client.sendall(piece)
+                    client.sendall(pieces.pop(0))
                 except OSError:
                     return
-                time.sleep(0.02 if len(pieces) > 9 else 0)
+                time.sleep(pause)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -49,10 +50,9 @@ def test_an_answer_without_end_is_not_read_to_the_end(stranger):
 def test_an_answer_that_drips_is_waited_for_as_long_as_was_said(stranger):
     path, pieces = stranger
     pieces += [b"x"] * 1500  # 30 s of them
-    began = time.monotonic()
     with pytest.raises(TransportError, match="has not answered in 0.1 s"):
         send(path, {"do": "status"}, 0.1)
-    assert time.monotonic() - began < 15
+    assert pieces  # not to their end
 
 
 def test_an_answer_nested_without_end_is_no_json(stranger):

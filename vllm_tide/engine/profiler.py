@@ -48,7 +48,8 @@ def measure(
         worker: vLLM's `Worker` with its KV cache and our `tide`, nothing being served.
         quick: Few shapes, because a start-up waits.
         num_speculative_tokens: Longest speculative length.
-        budget_s: Seconds to spend; None: by `quick`.
+        budget_s: Seconds to spend, up to twice that until each shape was measured
+            twice; None: by `quick`.
 
     Returns:
         The measured rounds, without each shape's first run.
