@@ -140,8 +140,10 @@ def test_hopeless_limits_do_not_bind():
     batch.limit[1] = 99.0  # nothing exceeds it
     assert RoundCosts(model, batch, 4).limit == np.inf
     batch.limit[:] = 0.5 * plain
-    costs = RoundCosts(model, batch, 4)
-    assert costs.limit == np.inf and costs.missed
+    for others in (0.5 * plain, np.inf):  # that of a request without a limit
+        batch.limit[1:] = others
+        costs = RoundCosts(model, batch, 4)
+        assert costs.limit == np.inf and costs.missed
 
 
 def test_requests_without_room_are_not_counted():

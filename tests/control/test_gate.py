@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from vllm_tide.control.gate import Gate
@@ -63,3 +64,21 @@ def test_one_strange_round_is_clipped():
         g.plain.add_time(1.0, 1.0)
     g.plain.add_time(1.0, 1000.0)
     assert g.plain.ratio() > 0.8
+
+
+def test_undrafted_rounds_cost_at_most_half_the_share_and_become_rarer():
+    g = gate()
+    cost, step, checks, now = 0.002, 0.01, [], 5.0
+    for _ in range(100_000):
+        now += step
+        if g.check_due(cost, now):
+            checks.append(now)
+    assert len(checks) * cost <= 0.5 * 0.01 * now + cost
+    gaps = np.diff(checks)
+    assert gaps[-1] > 3 * gaps[0]
+    assert min(gaps) > 16 * step
+
+
+def test_a_share_of_zero_never_looks():
+    g = gate(probe_share=0.0)
+    assert not any(g.check_due(0.0, float(now)) for now in range(1000))

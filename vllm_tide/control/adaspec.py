@@ -137,6 +137,9 @@ class AdaSpecPolicy:
                 if reason == "no_gain" and not probe and np.isinf(batch.limit).all():
                     plan = replace(plan, rest=_REST_ROUNDS)
                 return plan
+        lost = costs.plain * max(gain - 1.0, 0.0) + self._time.model.catchup_seconds(n)
+        if self.gate.check_due(lost, now):
+            return self._stay_off("check", probe=False)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds

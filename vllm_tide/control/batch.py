@@ -53,7 +53,8 @@ class Plan:
 
     Attributes:
         steps: Most draft steps; 0: do not draft.
-        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo" or "override".
+        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo", "override"
+            or "check" (to measure what a round takes undrafted).
         probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
             `steps` >= 1: this round is a trial while speculation is off.
         rest: With `steps` 0: rounds of the same requests that may stay off without

@@ -139,7 +139,8 @@ def round_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
     tightest = float(limits.min()) if len(limits) else np.inf
     if tightest >= plain:
         return tightest, False
-    feasible = limits[limits >= plain]
+    # Infinite is no limit: one request without any does not make up for the others.
+    feasible = limits[(limits >= plain) & (limits < np.inf)]
     if not len(feasible):
         return np.inf, True
     return float(feasible.min()), False

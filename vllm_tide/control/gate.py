@@ -5,7 +5,9 @@ sides are multiplied by what recent rounds of their kind really yielded against 
 prediction, so a wrong time model is overridden; that record fades while its side is not
 in use, so the verdict is reviewed after some hundred rounds. While off, probes keep the
 acceptance model fresh within a share of time; probes that keep saying the same become
-rarer.
+rarer. While on, a round now and then goes undrafted: what plain decoding takes is else
+only known from a curve fitted to larger steps, and a curve that is wrong at its end
+would keep speculation on for ever.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _CLIP = 1.5  # one round's time is not believed beyond this factor of the usual
 _JITTER = 0.01  # of times that means nothing
 _PATIENCE = 16.0  # probes without a change after which they are half as frequent
 _LEAST_SHARE = 0.25  # of the probe share
+_CHECK_SHARE = 0.5  # of the probe share, for undrafted rounds while on
+_CHECK_ROUNDS = 16  # drafted rounds between two of them, at least
 
 
 class Record:
@@ -82,7 +86,7 @@ class Gate:
     Args:
         min_gain: Least predicted gain of speculation, a share of plain throughput.
         hysteresis: Added to it before coming on again.
-        probe_share: Most share of time spent on probes while off.
+        probe_share: Most share of time spent on probes.
         half_life_tokens: Memory of the token record.
 
     Attributes:
@@ -104,8 +108,8 @@ class Gate:
         self.on = True
         self.drafting = Record(half_life_tokens)
         self.plain = Record(half_life_tokens)
-        self._probed_at = 0.0
-        self._streak = 0
+        self._probed_at = self._checked_at = 0.0
+        self._streak = self._checks = self._unchecked = 0
 
     def decide(self, gain: float, free: float, now: float) -> str:
         """Set `on` for this round.
@@ -122,7 +126,10 @@ class Gate:
         """
         needed, trust = self._needed(), self._trust()
         if gain >= needed / trust:
-            self.on = True
+            if not self.on:
+                self.on = True
+                self._checked_at = now
+                self._checks = self._unchecked = 0
             return ""
         if self.on:
             self.on = False
@@ -145,13 +152,32 @@ class Gate:
 
     def probe_due(self, cost: float, now: float) -> bool:
         """Whether to probe now, at `cost` seconds; the caller then does."""
-        share = 1.0 / (1.0 + self._streak / _PATIENCE)
-        share = self._probe_share * max(share, _LEAST_SHARE)
-        if (now - self._probed_at) * share < cost:
+        if (now - self._probed_at) * self._share(self._streak) < cost:
             return False
         self._probed_at = now
         self._streak += 1
         return True
+
+    def check_due(self, cost: float, now: float) -> bool:
+        """Whether this round, while on, should go undrafted.
+
+        Args:
+            cost: Seconds that this loses against drafting.
+            now: Time (s).
+        """
+        self._unchecked += 1
+        share = _CHECK_SHARE * self._share(self._checks)
+        soon = self._unchecked <= _CHECK_ROUNDS
+        if not share or soon or (now - self._checked_at) * share < cost:
+            return False
+        self._checked_at = now
+        self._checks += 1
+        self._unchecked = 0
+        return True
+
+    def _share(self, streak: int) -> float:
+        """Of time, after `streak` looks that changed nothing."""
+        return self._probe_share * max(1.0 / (1.0 + streak / _PATIENCE), _LEAST_SHARE)
 
     def eager(self) -> None:
         """Probe at the full share again: something has changed."""

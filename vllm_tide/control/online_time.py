@@ -16,11 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_tide.control.curve_shape import CurveShape
 from vllm_tide.control.time_model import TimeModel
 
 NAN = float("nan")
 
 Triple = tuple[float, float, float]
+Learnt = tuple[tuple[Triple, ...], tuple[float, ...]]
+"""Factors of the target and of draft passes, and the target's by size (logarithms)."""
 
 # Prior variance of a factor: a profile may well be 30% off.
 _PRIOR = 0.1
@@ -179,6 +182,22 @@ class RefinedTime:
         self.draft_next = Factors(once, forgetting)
         known = profile.host / _UNIT, profile.host_per_request / _REQUEST_UNIT, 0.0
         self.host = Factors(known, forgetting, (_FREE, _FREE, _FREE))
+        self.shape = CurveShape()
+
+    def learnt(self) -> Learnt:
+        """What was learnt, as plain numbers for another process's `take`."""
+        factors = tuple(part.value for part in self._parts())
+        return factors, tuple(self.shape.believed.tolist())
+
+    def take(self, learnt: Learnt) -> None:
+        """Put what the same profile has `learnt` elsewhere in the place of ours."""
+        factors, shape = learnt
+        for part, value in zip(self._parts(), factors, strict=True):
+            part.value = value
+        self.shape.take(shape)
+
+    def _parts(self) -> tuple[Factors, ...]:
+        return self.target, self.draft_first, self.draft_next, self.host
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
@@ -186,7 +205,9 @@ class RefinedTime:
         """Seconds [most + 1] of the target step that verifies 0..most draft tokens."""
         tokens, cached = self.profile.target_curves(requests, context, most, prefill)
         on_tokens, on_cached, more = self.target.value
-        return np.asarray(tokens * on_tokens + (cached * on_cached + more * _UNIT))
+        curve = tokens * on_tokens + (cached * on_cached + more * _UNIT)
+        curve *= self.shape.factors(requests + prefill, most + 1)
+        return np.asarray(curve)
 
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
@@ -222,6 +243,7 @@ class RefinedTime:
         """Seconds of a round that verifies `verified` tokens and drafts `steps`."""
         parts = self.profile.target_parts(requests, context, verified, prefill)
         target = self.target.predict((*parts, _UNIT))
+        target *= self.shape.factor(requests + verified + prefill)
         draft = self.draft_curve(requests, context, first_rows, steps)[steps]
         return target + float(draft) + self.overhead(requests)
 
@@ -272,11 +294,18 @@ class OnlineTime:
             profile alone, over what was measured of the round; nan if nothing was.
         """
         refined = unrefined = measured = 0.0
+        shape, rows = self.model.shape, sample.requests + sample.verified
         for factors, parts, seconds in self._measurements(sample):
-            refined += factors.predict(parts)
+            bent = 1.0
+            if factors is self.model.target:
+                bent = shape.factor(rows + sample.prefill)
+            refined += factors.predict(parts) * bent
             unrefined += _dot(factors.initial, parts)
             measured += seconds
-            factors.observe(parts, seconds)
+            factors.observe(parts, seconds / bent)
+            if factors is self.model.target and seconds > 0.0:
+                usual = max(factors.predict(parts), _LEAST)
+                shape.learn(rows + sample.prefill, seconds / usual)
         if measured <= 0.0:
             return NAN, NAN
         errors = abs(refined / measured - 1.0), abs(unrefined / measured - 1.0)

@@ -15,7 +15,8 @@ class ControlSettings:
         min_gain: Speculation is off unless it is predicted to raise throughput by at
             least this share.
         hysteresis: Added to `min_gain` before speculation comes on again.
-        probe_share: Most share of time spent on probing while off.
+        probe_share: Most share of time spent on probing: drafts while off, and half of
+            it undrafted rounds while on.
         threshold: Mean confidence below which the threshold policy stops drafting.
         verify: Choose the verified set by value; False sends every drafted token
             (ablation).

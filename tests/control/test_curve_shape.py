@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+from vllm_tide.control.curve_shape import KNOTS, CurveShape
+from vllm_tide.control.online_time import OnlineTime, RoundSample
+from vllm_tide.control.time_model import TimeModel
+
+
+def test_nothing_learnt_changes_nothing():
+    np.testing.assert_array_equal(CurveShape().factors(1, 5000), 1.0)
+    assert list(KNOTS) == sorted(set(KNOTS))
+
+
+def test_a_size_learns_its_own_factor_and_forgets_it_unseen():
+    shape, rng = CurveShape(), np.random.default_rng(0)
+    for _ in range(40):
+        shape.learn(4, 0.8 * np.exp(0.02 * rng.standard_normal()))
+        shape.learn(16, np.exp(0.02 * rng.standard_normal()))
+    assert shape.factor(4) / shape.factor(16) == pytest.approx(0.8, abs=0.06)
+    assert shape.factor(4) < shape.factor(6) < shape.factor(16)
+    before = shape.factor(4)
+    for _ in range(3000):
+        shape.learn(16, 1.0)
+    assert before < 0.95 * shape.factor(4)
+
+
+def test_one_strange_round_is_not_believed():
+    shape = CurveShape()
+    for _ in range(50):
+        shape.learn(24, 1.0)
+    shape.learn(24, 100.0)
+    assert shape.factor(24) == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_all_sizes_share_is_left_to_the_curves_own_factors():
+    shape = CurveShape()
+    for _ in range(500):
+        for rows in (4, 16, 64):
+            shape.learn(rows, 1.3 if shape.factor(4) < 1.3 else 1.0)
+    common = float(np.average(shape.level, weights=shape.weight))
+    assert abs(common) < 0.2
+
+
+@pytest.mark.parametrize("rows", [1, KNOTS[-1], 10 * KNOTS[-1]])
+def test_ends_of_the_range(rows):
+    shape = CurveShape()
+    for _ in range(30):
+        shape.learn(rows, 1.2)
+    assert 1.0 < shape.factor(rows) < 1.2
+
+
+def test_a_curve_wrong_at_its_beginning_is_bent():
+    """Plain steps are measured 20% below the profile, drafted ones as it says."""
+    knots, seconds = (1, 4, 16, 64), (0.010, 0.012, 0.014, 0.020)
+    online = OnlineTime(TimeModel.from_table(knots, seconds, 0.001, 0.0))
+    for turn in range(300):
+        plain = turn % 16 == 0
+        rows = 4 if plain else 16
+        target = 0.8 * 0.012 if plain else 0.014
+        online.observe(RoundSample(4, 0, rows - 4, 0, 0, 0, target))
+    curve = online.model.target_curve(4, 0, 12)
+    assert curve[0] == pytest.approx(0.0096, abs=0.25 * (0.0120 - 0.0096))
+    assert curve[12] == pytest.approx(0.014, rel=0.03)
+    assert online.model.round_seconds(
+        requests=4, context=0, verified=0, prefill=0, steps=0, first_rows=0
+    ) == pytest.approx(curve[0])
