@@ -3,11 +3,11 @@
 #   docker build --target serve -t tide-serve .
 #   docker build --target train -t tide-train .
 #
-# BASE_IMAGE is any image that carries vLLM 0.32.0; vLLM's release scripts publish
+# BASE_IMAGE is any image that carries vLLM 0.32.0 (or 0.33.0, see README); vLLM's release scripts publish
 #   vllm/vllm-openai:v0.32.0        CUDA (the default)
 #   vllm/vllm-openai-rocm:v0.32.0   ROCm, gfx942 (MI300X) among others
 #   vllm/vllm-openai-cpu:v0.32.0    CPU, what this version of vllm_tide runs on
-# The build stops if a file to be patched is not vLLM 0.32.0's, byte for byte.
+# The build stops if a file to be patched is not that release's, byte for byte.
 #
 # Engine and trainer meet in /dev/shm and in VLLM_TIDE_RUN_DIR, and tell by its pid
 # whether the other lives. So the two containers share the IPC and pid namespaces, a

@@ -7,7 +7,9 @@
 # DIR defaults to $TIDE_PATCHTREE or .patchtree. In DIR the tag `wheel` is the Python
 # source of the CPU wheel (the base of the commits) and the tag `sdist` that of the sdist
 # (the GPU wheel's form of the few files that differ). Export is byte-stable: an import
-# followed by an export changes nothing.
+# followed by an export changes nothing. A patch whose commit did not change keeps its
+# file, because a hunk may have less context than git gives it: what all releases share.
+# The manifest also covers the sdist of $newer.
 #
 # PYTHON (default: python3) needs pip. The archives are fetched through pip's own
 # configuration; TIDE_VLLM_ARCHIVES keeps them in a folder.
@@ -16,6 +18,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 version=0.32.0
+newer=0.33.0
 patches=$here/patches
 action=${1:-}
 tree=${2:-${TIDE_PATCHTREE:-$here/.patchtree}}
@@ -35,6 +38,30 @@ commit_base() {
     git tag "$tag"
 }
 
+# unpack_sdist ARCHIVE DIR: its vllm/**/*.py.
+unpack_sdist() {
+    "$python" - "$@" <<'PY'
+import sys, tarfile
+with tarfile.open(sys.argv[1]) as archive:
+    for member in archive:
+        _, _, name = member.name.partition("/")
+        if member.isfile() and name.startswith("vllm/") and name.endswith(".py"):
+            member.name, member.mode = name, 0o644
+            archive.extract(member, sys.argv[2], filter="data")
+PY
+}
+
+# same_commit FILE COMMIT: does the patch FILE make COMMIT out of its parent?
+same_commit() {
+    local was=$scratch/was look=(log -1 --format=%T%n%an%n%ae%n%at%n%B)
+    git -C "$was" checkout --quiet --force --detach "$2^"
+    if ! git -C "$was" am --quiet "$1" > /dev/null 2>&1; then
+        git -C "$was" am --abort
+        return 1
+    fi
+    [ "$(git -C "$was" "${look[@]}")" = "$(git -C "$was" "${look[@]}" "$2")" ]
+}
+
 import_tree() {
     [ ! -e "$tree" ] || die "$tree exists; remove it or give another folder"
     local archives sdist wheel
@@ -42,19 +69,13 @@ import_tree() {
     sdist=$("$python" "$here/scripts/fetch_vllm.py" sdist "$archives" | tail -1)
     wheel=$("$python" "$here/scripts/fetch_vllm.py" wheel "$archives" | tail -1)
     mkdir -p "$tree" "$scratch/unpacked"
-    "$python" - "$sdist" "$wheel" "$scratch/unpacked" <<'PY'
-import sys, tarfile, zipfile
-sdist, wheel, out = sys.argv[1:]
-with tarfile.open(sdist) as archive:
-    for member in archive:
-        _, _, name = member.name.partition("/")
-        if member.isfile() and name.startswith("vllm/") and name.endswith(".py"):
-            member.name, member.mode = f"sdist/{name}", 0o644
-            archive.extract(member, out, filter="data")
-with zipfile.ZipFile(wheel) as archive:
+    unpack_sdist "$sdist" "$scratch/unpacked/sdist"
+    "$python" - "$wheel" "$scratch/unpacked/wheel" <<'PY'
+import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as archive:
     for name in archive.namelist():
         if name.startswith("vllm/") and name.endswith(".py"):
-            archive.extract(name, f"{out}/wheel")
+            archive.extract(name, sys.argv[2])
 PY
     cd "$tree"
     git init --quiet --initial-branch upstream
@@ -78,22 +99,32 @@ PY
 export_tree() {
     [ -d "$tree/.git" ] || die "$tree is no patch tree: run 'scripts/patches.sh import'"
     [ -z "$(git -C "$tree" status --porcelain)" ] || die "$tree has uncommitted changes"
-    local commit name file
+    local commit name file old sdist
     mkdir -p "$scratch/new" "$patches/vllm-$version"
+    git -C "$tree" worktree add --quiet --detach "$scratch/was" wheel
     {
         echo "# The order in which the patches apply. Written by scripts/patches.sh export."
         for commit in $(git -C "$tree" rev-list --reverse wheel..HEAD); do
             name=$(git -C "$tree" log -1 --format=%s "$commit" | tr '[:upper:]' '[:lower:]' |
                 sed -E 's/[^a-z0-9]+/-/g; s/^-+//; s/-+$//')
             [ ! -e "$scratch/new/$name.patch" ] || die "two commits are named $name"
-            git -C "$tree" -c core.abbrev=40 -c diff.algorithm=myers \
-                -c diff.noprefix=false -c diff.mnemonicPrefix=false \
-                format-patch -1 --stdout --zero-commit --no-signature --full-index \
-                --no-stat --no-numbered --no-renames --unified=3 \
-                "$commit" > "$scratch/new/$name.patch"
+            old=$patches/vllm-$version/$name.patch
+            if [ -e "$old" ] && same_commit "$old" "$commit"; then
+                cp "$old" "$scratch/new/"
+            else
+                git -C "$tree" -c core.abbrev=40 -c diff.algorithm=myers \
+                    -c diff.noprefix=false -c diff.mnemonicPrefix=false \
+                    format-patch -1 --stdout --zero-commit --no-signature --full-index \
+                    --no-stat --no-numbered --no-renames --unified=3 \
+                    "$commit" > "$scratch/new/$name.patch"
+            fi
             echo "$name"
         done
     } > "$scratch/series"
+    git -C "$tree" worktree remove --force "$scratch/was"
+    sdist=$("$python" "$here/scripts/fetch_vllm.py" sdist "$newer" \
+        "${TIDE_VLLM_ARCHIVES:-$scratch}" | tail -1)
+    unpack_sdist "$sdist" "$scratch/newer"
     for name in wheel sdist; do
         mkdir -p "$scratch/$name"
         git -C "$tree" archive "$name" vllm | tar -x -C "$scratch/$name"
@@ -104,7 +135,8 @@ export_tree() {
     done
     cp "$scratch/series" "$patches/series"
     tide patch check --patches "$patches" --update-manifest \
-        --pristine "$scratch/wheel" --pristine "$scratch/sdist"
+        --pristine "$scratch/wheel" --pristine "$scratch/sdist" \
+        --pristine "$scratch/newer"
 }
 
 case $action in

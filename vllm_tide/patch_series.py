@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
+"""The release that is installed by default; the patches are written on it."""
+VLLM_VERSIONS = (VLLM_VERSION, "0.33.0")
+"""The releases that the same patches fit, hunks at other lines where need be."""
+SUPPORTED = "vLLM " + " or ".join(VLLM_VERSIONS)
+"""For sentences."""
 MANIFEST_FORMAT = 1
 HEADER_FIELDS = (
     "Why",
@@ -68,7 +73,7 @@ class Manifest:
     """What the series does, in hashes.
 
     ``images`` maps each touched file to {SHA-256 before: SHA-256 after}. There is more
-    than one pair where the CPU and the GPU wheel carry a file in different forms.
+    than one pair where releases, or the CPU and the GPU wheel, differ in a file.
     """
 
     vllm_version: str
@@ -236,8 +241,8 @@ def _parse_hunk(
 def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> bytes:
     """Applies hunks to a file; every context line must match exactly.
 
-    A hunk may lie at another line than it says (the CPU and GPU wheels differ above
-    some hunks), but then its lines must occur in the file exactly once.
+    A hunk may lie at another line than it says (releases, and the CPU and GPU wheels,
+    differ above it), but then its lines must occur in the file exactly once.
     """
     # Not splitlines(): it would also split at a bare carriage return.
     lines = [line + b"\n" for line in content.split(b"\n")]
@@ -251,7 +256,7 @@ def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> 
         if at is None:
             raise PatchError(
                 f"{name} does not fit {path} near line {hunk.start}: the lines there "
-                "are not those of vLLM " + VLLM_VERSION + "."
+                f"are not those of {SUPPORTED}."
             )
         out += lines[done:at]
         out += hunk.after
@@ -303,7 +308,8 @@ def build_manifest(
         before, after = apply_series(patches, read)
         for path, content in before.items():
             images.setdefault(path, {})[sha256(content)] = sha256(after[path])
-    return Manifest(VLLM_VERSION, {p.name: p.sha256 for p in patches}, images)
+    names = {patch.name: patch.sha256 for patch in patches}
+    return Manifest(", ".join(VLLM_VERSIONS), names, images)
 
 
 def lint(root: Path, patches: list[Patch]) -> list[str]:

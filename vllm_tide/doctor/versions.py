@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from vllm_tide.doctor.builds import torch_build, vllm_device, vllm_distribution
 from vllm_tide.doctor.finding import Finding, failed, ok, skipped
 from vllm_tide.doctor.subject import Subject
-from vllm_tide.patch_series import VLLM_VERSION, PatchError
+from vllm_tide.patch_series import SUPPORTED, PatchError
 from vllm_tide.patching import find_target
 
 PACKAGES = ("torch", "triton", "safetensors", "numpy", "prometheus-client")
@@ -90,7 +90,7 @@ def _vllm() -> Finding:
     except PatchError as error:
         return failed("vLLM", str(error), "scripts/install.sh installs and patches it.")
     found = vllm_distribution()
-    version = found.version if found is not None else VLLM_VERSION
+    version = found.version if found is not None else SUPPORTED
     device = vllm_device(torch_build())
     build = f"{_WORDS[device]} build" if device else "build not known"
     return ok("vLLM", f"{version}, {build}.")
