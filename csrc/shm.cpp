@@ -136,7 +136,7 @@ uint32_t copy_crc32c(uint32_t crc, void* target, const void* source, size_t size
   const uint8_t* from = static_cast<const uint8_t*>(source);
   while (size > 0) {
     const size_t step = size < kCopyBytes ? size : kCopyBytes;
-    std::memcpy(to, from, step);
+    if (to != from) std::memcpy(to, from, step);
     crc = crc32c(crc, to, step);
     to += step;
     from += step;

@@ -19,7 +19,8 @@ bool crc32c_is_hardware();
 
 // memcpy that also extends `crc` over the bytes AS THEY WERE READ from `source`
 // and written to `target`; the checksum is taken of `target`, block by block,
-// while the block is in the cache. The ranges must not overlap.
+// while the block is in the cache. The ranges must not overlap; the same range, which
+// a GPU wrote by itself, is only checked.
 uint32_t copy_crc32c(uint32_t crc, void* target, const void* source, size_t size);
 
 // POSIX shared memory. All return -1 with errno on failure (EINTR is retried).

@@ -107,6 +107,8 @@ def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
     assert order(sidecar, "pause") == {"ok": True, "paused": True, "was_paused": False}
     assert not sidecar._may_train() and not sidecar._tick_in_cycle()
     assert not engine.ring.collect
+    sidecar._update_status(force=True)
+    assert not sidecar.status.schedule["collecting"]
     sidecar.feeds.close()
     again = attach(engine)
     assert again._tick() and not again._may_train() and not engine.ring.collect

@@ -90,6 +90,15 @@ def test_other_methods_and_made_up_acceptance_are_refused(target):
     assert said.startswith("rejection_sample_method: 'synthetic' makes up acceptance")
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("rejection_sample_method", "fly"), ("draft_lm_head_quantization", "fp8")],
+)
+def test_options_new_in_0_33_that_tide_cannot_serve_are_refused(knob, value, target):
+    said = refusal({"model": "x", knob: value, "tide": {}}, target)
+    assert said.startswith(f"{knob}: ") and "leave it out" in said
+
+
 def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     vllm = Path(sys.executable).with_name("vllm")
@@ -151,7 +160,14 @@ def test_what_control_cannot_work_with_is_refused(
 @pytest.mark.parametrize(
     ("change", "start"),
     [
-        ({"enable_adaptive_verification": True}, "enable_adaptive_verification: it"),
+        ({"enable_adaptive_verification": True}, None),
+        (
+            {
+                "enable_adaptive_verification": True,
+                "tide": {"control": {"policy": "threshold", "verify": False}},
+            },
+            "tide.control.verify: false keeps every drafted token",
+        ),
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction: tide"),
         (
             {"tide": {"control": {"policy": "adaspec"}}},

@@ -123,7 +123,7 @@ def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any
     tide = object.__new__(kind)
     floats = np.empty((0, 4), np.float32)
     tide.capture = Both(ring, CaptureConfig(consent=consent), floats, floats)
-    tide.control = tide.swapper = None
+    tide.control = tide.swapper = tide._verification = None
     tide._guard, tide._steps = Guard("capture"), Guard("steps")
     tide._log = SimpleNamespace(begin=lambda ended: False)
     return tide

@@ -45,6 +45,7 @@ def batch(**change) -> SimpleNamespace:
             "num_draft_tokens_per_req": np.array([0, 2], np.int32),
             "is_prefilling_np": np.array([True, False]),
             "cu_num_logits_np": np.array([0, 1, 4], np.int32),
+            "max_query_len": None,
             "idx_mapping_np": np.array([3, 1]),
             "seq_lens": torch.tensor([7, 23, 0], dtype=torch.int32),
             "input_ids": torch.arange(ROWS, dtype=torch.int32),

@@ -347,7 +347,7 @@ def parsers() -> list[Parser]:
                (ValueError, TypeError, KeyError, RecursionError)),
         Parser("record", "transport.record", st.one_of(damaged(BODIES), meta_bodies()),
                read_record, (RecordError,)),
-        Parser("ring", "transport.ring", ring, read_ring, (TransportError,)),
+        Parser("ring", "transport.ring_reader", ring, read_ring, (TransportError,)),
         Parser("weights", "transport.weights", weights, read_weights,
                (TransportError,)),
         Parser("publication", "transport.publication", publications(),

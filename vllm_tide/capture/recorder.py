@@ -16,7 +16,7 @@ import numpy as np
 from vllm_tide.capture.policy import CapturePolicy, Ticket
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Phase, Record
-from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.ring import RingWriter, Slot
 
 _NO_FLOATS = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
@@ -46,14 +46,42 @@ class StepRows:
 
 
 @dataclass(slots=True)
-class RequestRows:
-    """One request's part of a step.
+class Extent:
+    """Which rows of a step are a request's: known before the step has run.
 
     Attributes:
         low: First row.
         high: End of its rows; the last `num_drafts` of them hold drafted tokens.
         num_drafts: Drafted tokens that were scheduled, placeholders included.
         padding: How many of them are placeholders, which are no tokens.
+    """
+
+    low: int
+    high: int
+    num_drafts: int
+    padding: int
+
+    @property
+    def count(self) -> int:
+        """Rows of its record."""
+        return self.high - self.padding - self.low
+
+    @property
+    def drafts(self) -> int:
+        """Drafted tokens among them."""
+        return self.num_drafts - self.padding
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its record is a verification."""
+        return self.drafts > 0 or self.count == 1
+
+
+@dataclass(slots=True)
+class RequestRows(Extent):
+    """One request's part of a step.
+
+    Attributes:
         start: Position of the first row.
         num_prompt_tokens: Of the request.
         token_ids: int32 [>= high - low], input token of each row.
@@ -61,10 +89,6 @@ class RequestRows:
         logit_end: End of the request's rows in the logits.
     """
 
-    low: int
-    high: int
-    num_drafts: int
-    padding: int
     start: int
     num_prompt_tokens: int
     token_ids: np.ndarray
@@ -147,6 +171,7 @@ class Recorder:
         rows: RequestRows,
         drafted: tuple[np.ndarray, int] | None,
         step: StepRows,
+        slot: Slot | None = None,
     ) -> None:
         """Write one record.
 
@@ -156,16 +181,17 @@ class Recorder:
             drafted: Probabilities float32 [>= drafts] of its drafted tokens and the
                 version of the draft that gave them; None if unknown.
             step: What the step computed.
+            slot: Of `_promise`, if its rows have landed there.
         """
         low, full = rows.low, step.full
         if rows.padding:
             self.dropped["placeholder"] += rows.padding
-        high = rows.high - rows.padding
-        count = high - low
-        committed = count - 1 - (rows.num_drafts - rows.padding)
+        count, verify = rows.count, rows.verifies
+        high = low + count
+        committed = count - 1 - rows.drafts
         num_accepted = committed + max(len(rows.sampled) - 1, 0)
         # What follows the last real row; a placeholder may be accepted by chance.
-        last = min(len(rows.sampled) - 1, rows.num_drafts - rows.padding)
+        last = min(len(rows.sampled) - 1, rows.drafts)
         if not ticket.started:
             ticket.started = True
             self.requests += 1
@@ -173,11 +199,8 @@ class Recorder:
             # the record's start says so.
             if full:
                 self.dropped["prefix_cached"] += rows.start
-        verify = rows.num_drafts > rows.padding or (count == 1 and committed == 0)
         probs, version = self._probs(count - 1, drafted) if verify else (None, None)
-        teacher_start, topk = (
-            self._teacher(count, rows, step) if full else (count, None)
-        )
+        teacher_start, topk = self._teacher(rows, step) if full else (count, None)
         hidden = step.hidden if full else None
         record = Record(
             key=ticket.key,
@@ -199,7 +222,7 @@ class Recorder:
             teacher_tail_logprob=None if topk is None else topk[2],
             tenant=ticket.tenant,
         )
-        if self._ring.try_write(record):
+        if self._ring.try_write(record, slot):
             if full:
                 self.rows += count
             else:
@@ -213,21 +236,32 @@ class Recorder:
             return np.full(num_drafts, np.nan, np.float32), None
         return drafted[0][:num_drafts].astype(np.float32, copy=False), drafted[1]
 
-    def _teacher(
-        self, count: int, rows: RequestRows, step: StepRows
-    ) -> tuple[int, TopK | None]:
-        """First row with a teacher, and the rows' top-k slices.
+    def _promise(self, rows: Extent, topk: bool) -> Slot | None:
+        """Room in the ring for a full record, or None; `topk`: as `RingWriter`."""
+        num_probs = rows.count - 1 if rows.verifies else 0
+        start = self._teacher_start(rows, topk)
+        return self._ring.reserve(rows.count, num_probs, start, topk)
+
+    def _teacher_start(self, rows: Extent, topk: bool) -> int:
+        """First row with a teacher.
 
         Only sampled rows have logits (the last of a prefill, all of a verification),
         so a top-k teacher starts later than a hidden one; with both kinds stored the
         record starts where both exist.
         """
+        if not topk:
+            return rows.count if self._topk else 0
+        return max(rows.count - 1 - rows.drafts, 0)
+
+    def _teacher(self, rows: RequestRows, step: StepRows) -> tuple[int, TopK | None]:
+        """First row with a teacher, and the rows' top-k slices."""
+        start = self._teacher_start(rows, step.topk is not None)
         if step.topk is None:
-            return (0, None) if not self._topk else (count, None)
-        have = min(1 + rows.num_drafts - rows.padding, count)
+            return start, None
         end = rows.logit_end - rows.padding
-        ids, top, tail = (array[end - have : end] for array in step.topk)
-        return count - have, (ids, top, tail)
+        low = end - (rows.count - start)
+        ids, top, tail = (array[low:end] for array in step.topk)
+        return start, (ids, top, tail)
 
     def _farewell(self, ticket: Ticket) -> Record:
         topk = self._topk

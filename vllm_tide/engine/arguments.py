@@ -60,6 +60,17 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
             "rejection_sample_method: 'synthetic' makes up acceptance, so there is "
             "nothing to learn from; leave it out or remove the tide section."
         )
+    # Two options that vLLM has from 0.33.0 on.
+    if config.get("rejection_sample_method") == "fly":
+        raise ConfigError(
+            "rejection_sample_method: 'fly' accepts what the target rejects, and then "
+            "answers depend on the draft; leave it out or remove the tide section."
+        )
+    if config.get("draft_lm_head_quantization"):
+        raise ConfigError(
+            "draft_lm_head_quantization: tide cannot swap a draft whose head is a "
+            "quantized copy of the target's; leave it out or remove the tide section."
+        )
     model = config.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(
@@ -147,11 +158,6 @@ def _check_moe_ranks(vllm_config: Any) -> None:
 def _check_v2(vllm_config: Any) -> None:
     """What Model Runner V2 can do that tide cannot do with it yet."""
     speculative = vllm_config.speculative_config
-    if speculative.enable_adaptive_verification:
-        raise ConfigError(
-            "enable_adaptive_verification: it cuts drafts on the device, where "
-            "tide.capture cannot see which rows remain; set it to false."
-        )
     if speculative.use_local_argmax_reduction:
         raise ConfigError(
             "use_local_argmax_reduction: tide reads the draft's logits, which it "
@@ -169,6 +175,11 @@ def _check_v2(vllm_config: Any) -> None:
             "one rank; leave it out."
         )
     control = parse_tide(speculative.tide).control
+    if speculative.enable_adaptive_verification and not control.verify:
+        raise ConfigError(
+            "tide.control.verify: false keeps every drafted token, which "
+            "enable_adaptive_verification cuts; set both to the same."
+        )
     if control.policy not in ("static", "threshold") and control.profile is None:
         raise ConfigError(
             f"tide.control.profile: {control.policy!r} needs forward times, which "

@@ -3,8 +3,10 @@
 On V2 the host launches a step before it knows what the last one decided, so the length
 is predicted: when a step has landed, its verdicts and its confidences say how deep the
 step after the one under way drafts (`depth`, which the scheduler broadcasts), and, with
-synchronous scheduling, which prefix of each request's drafts is verified. Nothing is
-waited for, and no draft step is stopped half-way.
+synchronous scheduling, which prefix of each request's drafts is verified. With vLLM's
+adaptive verification that is decided on the device instead (`verification.py`), at
+`prices` that this object gives. Nothing is waited for, and no draft step is stopped
+half-way.
 
 The policies are V1's. A policy that would have drafted on gets one more step in the
 next round; one that would have stopped gets as many as it wanted. With depth 0 upstream
@@ -23,12 +25,17 @@ import numpy as np
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.costs import TimeSource, round_limit
+from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.online_time import Learnt, OnlineTime
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.event_timer import HostClock, StepClock
 from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.step_log import Step, Timing
 
 logger = logging.getLogger("vllm_tide")
+
+Prices = tuple[float, Learnt]
 
 
 class ControlV2:
@@ -47,6 +54,8 @@ class ControlV2:
         policy: Who decides; None before it is given and after a fault: then the length
             is static.
         depth: Draft steps of steps that are scheduled from now on.
+        cut_on_device: Whether adaptive verification chooses what `choose` would.
+        times: What the policy predicts times with, if it does.
         faults: Contained faults by place.
     """
 
@@ -65,6 +74,9 @@ class ControlV2:
         self.depth = most
         self.faults: Counter[str] = Counter()
         self.trims = trims
+        self.cut_on_device = False
+        self.times: OnlineTime | None = None
+        self._limit = np.inf
         self._book = RequestBook(capacity, longest, config.slo_tpot_ms)
         # Prompt length and parameters of every live request, preempted ones included.
         self._facts: dict[str, tuple[int, Any]] = {}
@@ -105,6 +117,27 @@ class ControlV2:
     def target_ran(self) -> None:
         """The target's logits exist."""
         self.clock.planned(*self._shape)
+
+    @property
+    def context(self) -> int:
+        """Tokens in the KV cache before the step that began, over its requests."""
+        return self._shape[1]
+
+    def cut(self, verified: int) -> None:
+        """So many drafted tokens of the step that began are verified after all."""
+        requests, context, _, prefill = self._shape
+        self._shape = (requests, context, verified, prefill)
+
+    def prices(self) -> Prices | None:
+        """What verifying costs, for the ranks that decide about it.
+
+        Returns:
+            Seconds that a round may take, and what refines the time model; None where
+            times are not predicted.
+        """
+        if self.policy is None or self.times is None:
+            return None
+        return self._limit, self.times.model.learnt()
 
     def draft_ran(self) -> None:
         """A draft pass has its logits; the first one runs in every step."""
@@ -259,17 +292,17 @@ class ControlV2:
             )
         room = self._book.room(slots, context, self.num_speculative_tokens)
         room[emitted == 0] = 0
-        plan = policy.plan(
-            Batch(
-                slots=slots,
-                context=context,
-                room=room,
-                sampled=self._book.table.sampled[slots],
-                limit=self._book.slo.limits(slots, now),
-                first_rows=step.rows,
-            ),
-            now,
+        batch = Batch(
+            slots=slots,
+            context=context,
+            room=room,
+            sampled=self._book.table.sampled[slots],
+            limit=self._book.slo.limits(slots, now),
+            first_rows=step.rows,
         )
+        plan = policy.plan(batch, now)
+        if self.times is not None:
+            self._limit = _limit(batch, KeptPass(self.times.model))
         confidence = np.asarray(step.confidence)[known]
         depth, lengths = self._follow(policy, plan.steps, step.steps, confidence)
         if not plan.steps:
@@ -287,6 +320,8 @@ class ControlV2:
         self._drafted += int(drafted.sum())
         if self.trims:
             self._trimmed += int(np.maximum(drafted - lengths, 0).sum())
+        elif step.trimmed is not None:
+            self._trimmed += int((step.trimmed * ~step.padded).sum())
         names = [step.req_ids[i] for i in known]
         self._lengths = dict(zip(names, lengths.tolist(), strict=True))
         self._of_step = step.req_ids
@@ -345,3 +380,12 @@ class ControlV2:
             type(error).__name__,
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
+
+
+def _limit(batch: Batch, model: TimeSource) -> float:
+    """Seconds that a round of these requests may take for their TPOT limits."""
+    if np.isinf(batch.limit).all():
+        return np.inf
+    n = len(batch)
+    plain = model.target_curve(n, int(batch.context.sum()), 0)[0] + model.overhead(n)
+    return round_limit(batch.limit, float(plain))[0]

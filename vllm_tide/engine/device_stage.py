@@ -7,25 +7,27 @@ after an event query, steps later, has said that the copy is done. Without a fre
 step's rows are left out. All memory, streams and events are made at the start; a step
 allocates nothing.
 
-Rows do not go straight into the shared-memory ring: how long a record is depends on
-what the target accepted, which the host knows only after they have landed, and the
-record's checksum reads every byte on the host anyway.
+Rows of large records land in the shared-memory ring itself, whose pages are registered
+with the runtime: the host then only reads them, for the checksum. Small ones come in
+one copy with all others of their step and are copied on by the host: a copy call for
+each of them would cost the model's thread more.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_tide.capture.pinned import PinnedBytes
+from vllm_tide.capture.pinned import PinnedBytes, register
 from vllm_tide.capture.recorder import TopK
 from vllm_tide.capture.run_ring import Run, RunRing
 from vllm_tide.capture.staging import wire_view
 from vllm_tide.engine.row_stage import TopRows
-from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.engine.run_layout import Landing, RunLayout
 from vllm_tide.kernels.pack_rows import pack_rows
 
 logger = logging.getLogger("vllm_tide")
@@ -122,6 +124,8 @@ class DeviceStage:
         self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._pinned = PinnedBytes(size)
         self._host_bytes = self._pinned.bytes
+        self._shared: torch.Tensor | None = None  # the ring's segment
+        self._undo: Any = None
         # All rows are packed; `pack_rows` wants to be told which, and their verdicts.
         self._all_rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._no_verdicts = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -144,6 +148,7 @@ class DeviceStage:
         hidden: torch.Tensor,
         num_rows: int,
         topk: TopRows | None,
+        landings: Sequence[Landing] = (),
     ) -> DeviceRows | None:
         """See `RowStage`. Every call only enqueues."""
         logits = 0 if topk is None else len(topk[0])
@@ -159,14 +164,29 @@ class DeviceStage:
             rows.packed.record()
             self._copies.wait_event(rows.packed)
             with torch.cuda.stream(self._copies):
-                on_host.copy_(on_device, non_blocking=True)
+                for part, place in layout.copies(landings):
+                    to = on_host[part] if place is None else self._landing(place)
+                    to.copy_(on_device[part], non_blocking=True)
                 rows.landed.record()
         except BaseException:
             self._ring.give_back(run)
             self._free.append(rows)
+            if landings:  # their slots are given up: nothing may be on its way there
+                self._copies.synchronize()
             raise
         rows.run, rows.layout, rows.host = run, layout, on_host
         return rows
+
+    def use_ring(self, memory: memoryview) -> bool:
+        """See `RowStage`. Once: registering waits for the device."""
+        if self._shared is not None:
+            return False
+        held = torch.frombuffer(memory, dtype=torch.uint8)
+        self._undo = register(held, self, "rows reach the ring through the host")
+        if self._undo is None:
+            return False
+        self._shared = held
+        return True
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """See `RowStage`. Triton compiles for 1, for multiples of 16 and for others."""
@@ -194,6 +214,13 @@ class DeviceStage:
         self._copies.synchronize()
         self._free.clear()
         self._pinned.close()
+        if self._undo is not None:
+            self._undo()
+            self._shared = None  # which kept the segment mapped
+
+    def _landing(self, place: slice) -> torch.Tensor:
+        assert self._shared is not None  # noqa: S101 - `use_ring` said so
+        return self._shared[place]
 
     def _pack(
         self,

@@ -21,6 +21,7 @@ from vllm_tide.control.profile_store import (
     save,
 )
 from vllm_tide.control.settings import ControlSettings
+from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine.control_v1 import ControlV1
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.profiler import facts as timing_facts
@@ -74,14 +75,28 @@ def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> 
     """
     settings = _settings(control, config)
     # What is drafted is verified whole where nothing can be cut.
-    settings = replace(settings, verify=settings.verify and control.trims)
+    cuts = control.trims or control.cut_on_device
+    settings = replace(settings, verify=settings.verify and cuts)
     if config.policy == "threshold":
         control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
         return
-    stored = _stored(config, timing_facts(worker))
-    if stored is not None:
-        times = KeptPassTimes(OnlineTime(stored.model))
+    profile = stored_times(worker, config)
+    if profile is not None:
+        control.times = OnlineTime(profile)
+        times = KeptPassTimes(control.times)
         control.policy = make_policy(config.policy, settings, times)
+
+
+def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:
+    """The profile's time model, if the policy needs one and there is one.
+
+    Raises:
+        ConfigError: `tide.control.profile` cannot be used.
+    """
+    if config.policy in ("static", "threshold"):
+        return None
+    stored = _stored(config, timing_facts(worker))
+    return None if stored is None else stored.model
 
 
 def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlSettings:

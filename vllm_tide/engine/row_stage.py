@@ -15,6 +15,7 @@ import torch
 
 from vllm_tide.capture.recorder import TopK
 from vllm_tide.capture.staging import WIRE_DTYPES, Staging
+from vllm_tide.engine.run_layout import Landing
 
 TopRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -51,6 +52,7 @@ class RowStage(Protocol):
         hidden: torch.Tensor,
         num_rows: int,
         topk: TopRows | None,
+        landings: Sequence[Landing] = (),
     ) -> StagedRows | None:
         """Pack a step's rows, on the current stream.
 
@@ -60,10 +62,15 @@ class RowStage(Protocol):
             hidden: [>= num_rows, H], after the target's final norm.
             num_rows: Rows of the step.
             topk: Ids int32 [m, k], log-probabilities [m, k], tail [m]; or None.
+            landings: Rows that go to the ring alone, in order; only after
+                `use_ring` said so.
 
         Returns:
             The rows, or None if there is no room: then nothing was done.
         """
+
+    def use_ring(self, memory: memoryview) -> bool:
+        """Make a ring's memory ready for rows to land in; whether they can."""
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [0, num_aux * H] and hidden states [0, H] in the wire's type."""
@@ -180,14 +187,19 @@ class HostStage:
         hidden: torch.Tensor,
         num_rows: int,
         topk: TopRows | None,
+        landings: Sequence[Landing] = (),
     ) -> HostRows | None:
         """See `RowStage`; the token ids are read elsewhere."""
-        del token_ids
+        del token_ids, landings
         if not self._free:
             return None
         rows = self._free[-1]
         rows.copy_in(aux, hidden, num_rows, topk)
         return self._free.pop()
+
+    def use_ring(self, memory: memoryview) -> bool:
+        """See `RowStage`; the host has to copy anyway."""
+        return False
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""

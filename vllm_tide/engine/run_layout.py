@@ -2,19 +2,39 @@
 
     token ids, verdicts, features (`PackLayout`) | hidden | top-k ids | log-probs | tail
 
-Device and host hold the same bytes at the same offsets, so one copy moves a step.
+Device and host hold the same bytes at the same offsets, so one copy moves a step. Of
+the rows that land in the ring itself each request's are one piece there, and go alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_tide.kernels.pack_layout import NUM_LAYERS, PackLayout
+from vllm_tide.transport.ring_format import Places
 
 _ALIGN = 16
+
+
+class Landing(NamedTuple):
+    """Rows of a step that go straight into a slot of the ring.
+
+    Attributes:
+        low: First row.
+        high: End of the rows.
+        teacher: First row whose hidden state goes too.
+        places: Of the slot.
+    """
+
+    low: int
+    high: int
+    teacher: int
+    places: Places
 
 
 @dataclass(frozen=True)
@@ -57,9 +77,8 @@ class RunLayout:
         Args:
             run: uint8 [num_bytes], 16-byte aligned.
         """
-        packed = self.packed
-        start = 0 if packed is None else packed.features_at
-        return self._view(run, start, self.dtype, self.num_aux * self.hidden_size)
+        width = self.num_aux * self.hidden_size
+        return self._view(run, self._features_at, self.dtype, width)
 
     def hidden_states(self, run: Tensor) -> Tensor | None:
         """Its hidden states, [num_rows, H], or None."""
@@ -78,6 +97,52 @@ class RunLayout:
             run[logprobs : logprobs + 4 * n * k].view(torch.float32).view(n, k),
             run[tail : tail + 4 * n].view(torch.float32),
         )
+
+    def copies(
+        self, landings: Sequence[Landing]
+    ) -> Iterator[tuple[slice, slice | None]]:
+        """What moves a step to the host.
+
+        Args:
+            landings: In the order of their rows.
+
+        Yields:
+            Bytes of the run, and those of the ring's segment that they go to; None for
+            the same bytes of the host's run.
+        """
+        if not landings:
+            yield slice(0, self.num_bytes), None
+            return
+        end = 0
+        for low, high, teacher, places in landings:
+            yield from self._pieces(end, low)
+            features, _ = self._bytes_of(low, high)
+            yield features, places.features
+            if self.hidden and teacher < high:
+                yield self._bytes_of(teacher, high)[1], places.hidden
+            end = high
+        yield from self._pieces(end, self.num_rows)
+        if self.num_logits:
+            yield slice(self._ends()[1], self.num_bytes), None
+
+    def _pieces(self, low: int, high: int) -> Iterator[tuple[slice, None]]:
+        if low < high:
+            features, hidden = self._bytes_of(low, high)
+            yield features, None
+            if self.hidden:
+                yield hidden, None
+
+    def _bytes_of(self, low: int, high: int) -> tuple[slice, slice]:
+        """Of rows: their features, their hidden states."""
+        row = self.hidden_size * self.dtype.itemsize
+        starts = (self._features_at, row * self.num_aux), (self._ends()[0], row)
+        first, second = (slice(at + low * n, at + high * n) for at, n in starts)
+        return first, second
+
+    @property
+    def _features_at(self) -> int:
+        packed = self.packed
+        return 0 if packed is None else packed.features_at
 
     def _view(self, run: Tensor, start: int, dtype: torch.dtype, width: int) -> Tensor:
         end = start + self.num_rows * width * dtype.itemsize

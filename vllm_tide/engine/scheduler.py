@@ -19,10 +19,12 @@ class Order(TypedDict):
     Attributes:
         install: Version of the draft to install before the step.
         salted: New requests of the step that have a `cache_salt`.
+        prices: What its verification costs (`ControlV2.prices`).
     """
 
     install: NotRequired[int]
     salted: NotRequired[list[str]]
+    prices: NotRequired[Any]
 
 
 def make_scheduler(
@@ -64,6 +66,7 @@ class SchedulerTide:
         self._staged = 0
         self._ordered = 0
         self._depth: int | None = None
+        self._prices: Any = None
         self._stats: dict[str, Any] | None = None
         self._swap_seconds: list[float] = []
 
@@ -78,6 +81,8 @@ class SchedulerTide:
             self._ordered = order["install"] = self._staged
         if salted := [new.req_id for new in new_requests if self._salted(new.req_id)]:
             order["salted"] = salted
+        if self._prices is not None:
+            order["prices"] = self._prices
         return order or None
 
     def _salted(self, req_id: str) -> bool:
@@ -104,7 +109,7 @@ class SchedulerTide:
         """
         if report is None:
             return
-        self._depth = report.get("depth")
+        self._depth, self._prices = report.get("depth"), report.get("prices")
         if "staged" not in report:
             return  # no numbers this time
         if report["staged"] == self._ordered:

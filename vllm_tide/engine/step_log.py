@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,20 @@ import torch
 
 from vllm_tide.engine.event_timer import Reading
 from vllm_tide.engine.row_stage import StagedRows
+from vllm_tide.transport.ring import Slot
 
 # Steps under way: two that the scheduler queues, one whose rows are being written.
 PLACES = 3
 # On a device also those whose rows are still being copied beside the next steps.
 DEVICE_PLACES = 6
+
+
+def cut_on_device(batch: Any) -> bool:
+    """Whether adaptive verification cut the drafts of a batch where no host sees it.
+
+    The host's arrays of vLLM's `InputBatch` then have the right sums only.
+    """
+    return batch.max_query_len is not None
 
 
 class Place:
@@ -53,6 +62,8 @@ class Place:
         self._token_ids = torch.empty(max_rows, dtype=torch.int32, **pinned)
         self._confidence = torch.empty(max_reqs, depth, **pinned)
         self._drafted = torch.empty(max_reqs, depth, dtype=torch.int64, **pinned)
+        self._bounds = torch.empty(max_reqs + 1, dtype=torch.int32, **pinned)
+        self._logit_bounds = torch.empty(max_reqs + 1, dtype=torch.int32, **pinned)
         self._event = None if self._on_host else torch.cuda.Event()
 
     def fill(
@@ -78,6 +89,12 @@ class Place:
             (self._drafted[:n], draft_tokens[:n]),
         ):
             host.copy_(source, non_blocking=True)
+        if cut_on_device(batch):
+            for host, source in (
+                (self._bounds, batch.query_start_loc),
+                (self._logit_bounds, batch.cu_num_logits),
+            ):
+                host[: n + 1].copy_(source[: n + 1], non_blocking=True)
 
     def seal(self) -> None:
         """Everything that belongs to the step was enqueued on the current stream."""
@@ -102,6 +119,11 @@ class Place:
             self._drafted.numpy()[:, 0],
         )
 
+    def cuts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step that was cut on the device: bounds of its rows and its logits."""
+        n = self._shape[0] + 1
+        return self._bounds.numpy()[:n], self._logit_bounds.numpy()[:n]
+
 
 @dataclass(slots=True)
 class Timing:
@@ -122,8 +144,9 @@ class Step:
 
     Attributes:
         req_ids: Requests in the order of the batch.
-        bounds: int32 [n + 1], their rows.
-        drafts: int32 [n], drafted tokens that were scheduled, placeholders included.
+        bounds: int32 [n + 1], their rows. Where drafts are cut on the device, this,
+            `drafts` and `logit_ends` are bounds from above until the step is read.
+        drafts: int32 [n], drafted tokens that were verified, placeholders included.
         padded: bool [n], whether a request's drafts are placeholders: nothing had been
             drafted for it yet.
         logit_ends: int32 [n], end of each request's rows in the logits.
@@ -131,11 +154,14 @@ class Step:
         steps: Draft steps that ran, for the next step's verification.
         version: Version of the draft that ran them.
         place: Its host memory.
+        cut: Whether drafts were cut on the device.
+        trimmed: int32 [n], drafted tokens that were cut there, once read.
         after_gap: Whether the step before it was lost: what that one drafted for this
             one is not known.
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
         staged: Its rows, where they were staged.
+        slots: Room in the ring that its rows go to, by place of the request.
         timing: For control: what the clock says of it.
         ended: Requests that were known to have ended when the next step began; None
             before that.
@@ -150,9 +176,12 @@ class Step:
     steps: int
     version: int
     place: Place
+    cut: bool = False
+    trimmed: np.ndarray | None = None
     after_gap: bool = False
     full: bool | None = None
     staged: StagedRows | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
     timing: Timing | None = None
     ended: tuple[str, ...] | None = None
     seen: bool = False
@@ -178,6 +207,12 @@ class Step:
         """
         n = len(self.req_ids)
         seq_lens, emitted, sampled, token_ids, confidence, drafted = self.place.arrays()
+        if self.cut:
+            self.bounds, logit_bounds = self.place.cuts()
+            self.logit_ends = logit_bounds[1:]
+            # One row of a request's logits is no draft's.
+            verified = np.diff(logit_bounds) - 1
+            self.trimmed, self.drafts = self.drafts - verified, verified
         self.start = seq_lens[:n].astype(np.int64) - np.diff(self.bounds)
         self.emitted, self.sampled = emitted[:n], sampled[:n]
         self.token_ids = token_ids[: self.rows]
@@ -220,7 +255,7 @@ class StepLog:
         """A step was enqueued: note it and enqueue the copies.
 
         Args:
-            batch: vLLM's `InputBatch` (V2), not trimmed on the device.
+            batch: vLLM's `InputBatch` (V2).
             prompt_len: int32, prompt length by request slot.
             sampler_output: vLLM's `SamplerOutput` (V2).
             confidence: float32 [>= n, K], probabilities of the drafted tokens.
@@ -252,6 +287,7 @@ class StepLog:
                 steps=steps,
                 version=version,
                 place=place,
+                cut=cut_on_device(batch),
                 after_gap=self._gap,
             )
         except BaseException:

@@ -1,15 +1,17 @@
 """What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
 
-In one step, in order: `begin_step`, `on_logits`, `on_draft_logits` in each draft step
+Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
+`on_logits`, `on_draft_logits` in each draft step
 (on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
 `choose_drafts`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +23,11 @@ from vllm_tide.engine.event_timer import EventTimer, HostClock
 from vllm_tide.engine.step_log import StepLog, Timing
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
+
+if TYPE_CHECKING:
+    from vllm_tide.engine.verification import PricedVerification
+
+logger = logging.getLogger("vllm_tide")
 
 # Of upstream's own requests, with which it compiles kernels before anything is served.
 MADE_UP = ("_warmup_", "_v2_mixed_warmup")
@@ -49,6 +56,9 @@ class WorkerTideV2(WorkerTide):
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
         self._made_up = False
+        speculative = worker.vllm_config.speculative_config
+        self._adaptive = bool(speculative.enable_adaptive_verification)
+        self._verification: PricedVerification | None = None
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -68,6 +78,56 @@ class WorkerTideV2(WorkerTide):
             # Nothing is measured for it, so it need not wait for the KV cache.
             self.warm_up()
 
+    def make_verification(self, create: Callable[..., Any], **upstream: Any) -> Any:
+        """Seam: vLLM makes its manager of adaptive verification.
+
+        Args:
+            create: Upstream's factory, which makes none where none is wanted, and
+                refuses attention backends without graphs for mixed lengths.
+            upstream: Its arguments.
+
+        Returns:
+            The manager, or None.
+        """
+        try:
+            if create(**upstream) is None:
+                return None
+        except ValueError as error:
+            self._do_without_verification(error)
+            return None
+        from vllm_tide.engine.policy_start import stored_times
+        from vllm_tide.engine.verification import PricedVerification
+
+        control = self._config.control
+        self._verification = PricedVerification(
+            self.control,
+            stored_times(self._worker, control),
+            control.probe_share,
+            **{name: upstream[name] for name in PricedVerification.UPSTREAM},
+        )
+        return self._verification
+
+    def _do_without_verification(self, error: ValueError) -> None:
+        """Let the scheduler cap a step's length for its whole batch instead."""
+        if self._leader:
+            logger.warning(
+                "vllm_tide: %s Until then tide.control caps the length of each step "
+                "for all its requests alike, in the scheduler.",
+                error,
+            )
+        runner, self._adaptive = self._runner, False
+        for part in (
+            runner.speculator,
+            runner.rejection_sampler,
+            self._worker.vllm_config.speculative_config,
+        ):
+            part.enable_adaptive_verification = False
+        runner.speculator.acceptance_estimator = None
+        if self.control is not None:
+            self.control.trims, self.control.cut_on_device = not self._async, False
+            if runner.device.type != "cpu":
+                self.warm_up()
+
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
         scheduled = scheduler_output.num_scheduled_tokens
@@ -76,6 +136,9 @@ class WorkerTideV2(WorkerTide):
         if self._made_up:
             return
         self._install_ordered(scheduler_output.tide)
+        if self._verification is not None:
+            version = 0 if self.swapper is None else self.swapper.version
+            self._verification.order(scheduler_output, version)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended)
         if self._steps.tripped:
@@ -154,6 +217,8 @@ class WorkerTideV2(WorkerTide):
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
                 output.tide = {**(output.tide or {}), "depth": self.control.depth}
+                if self._verification is not None:
+                    output.tide["prices"] = self.control.prices()
 
     def choose_drafts(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
@@ -241,7 +306,10 @@ class WorkerTideV2(WorkerTide):
             self._guard.run("forget", self.capture.forget, req_ids)
 
     def _faults(self) -> Counter[str]:
-        return super()._faults() + self._steps.faults
+        faults = super()._faults() + self._steps.faults
+        if self._verification is not None:
+            faults += self._verification.guard.faults
+        return faults
 
     def _open_control(self, worker: Any) -> None:
         control, runner = self._config.control, self._runner
@@ -251,9 +319,16 @@ class WorkerTideV2(WorkerTide):
             runner.max_model_len,
             control,
             runner.num_speculative_steps,
-            trims=not self._async,
+            trims=not (self._async or self._adaptive),
             clock=HostClock() if on_host else EventTimer(len(self._log.places)),
         )
+        self.control.cut_on_device = self._adaptive
+        if control.verify and self._leader and self._async and not self._adaptive:
+            logger.info(
+                "vllm_tide: tide.control.verify: asynchronous scheduling gives a step "
+                "one length; set enable_adaptive_verification to true to cut each "
+                "request's drafts on the device."
+            )
 
     def _make_capture(  # type: ignore[override]
         self, ring: RingWriter, tenant_key: bytes

@@ -190,6 +190,24 @@ def encode(
     return tuple(parts), size
 
 
+def body_places(
+    rows: int, num_probs: int, features: int, hidden: int, *others: int
+) -> tuple[int, int, int]:
+    """Where the features and the hidden teacher of a body begin, and its size.
+
+    Args:
+        rows: n.
+        num_probs: Length of `draft_probs`.
+        features: Size of all features (bytes, like the following and the result).
+        hidden: Of all hidden teachers.
+        others: Of each array after them.
+    """
+    ends = [META_BYTES]
+    for size in (4 * rows, 4 * num_probs, features, hidden, *others):
+        ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
+    return ends[2], ends[3], ends[-1]
+
+
 def decode(body: memoryview) -> Record:
     """Read a record; its arrays are views of `body`, which must stay unchanged.
 

@@ -1,12 +1,13 @@
 """The signal ring: records of live traffic from one engine to one trainer.
 
 Written by the worker's capture thread (``RingWriter``: one producer, one thread), read
-by the sidecar (``RingReader``: one consumer). When it is full the newest record is
-dropped and counted. The writer keeps its own head and believes of the memory only the
-tail, and that only within bounds: out of bounds it drops until the consumer stores a
-sane one; a truncated ring is left alone for good. The reader blanks what it has taken:
-what is in the ring is what nobody has read yet. What lies in the memory is in
-``ring_format``.
+by the sidecar (``RingReader``, in ``ring_reader``: one consumer). When it is full the
+newest record is dropped and counted. The writer keeps its own head and believes of the
+memory only the tail, and that only within bounds: out of bounds it drops until the
+consumer stores a sane one; a truncated ring is left alone for good. A record is written
+at once, or its room is promised, a GPU copies rows there, and the rest follows: the
+head, up to which the reader looks, stays before what is not complete. What lies in the
+memory is in ``ring_format``.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections import Counter
-from dataclasses import asdict
+from collections import Counter, deque
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
-from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES
+from vllm_tide.transport.process import pid_namespace
 from vllm_tide.transport.record import (
+    FEATURE_DTYPES,
     FORMAT_VERSION,
     Record,
     RecordError,
-    decode,
     encode,
 )
 from vllm_tide.transport.ring_format import (
@@ -36,27 +37,19 @@ from vllm_tide.transport.ring_format import (
     RECORD,
     RingSpec,
     RingStats,
+    Slot,
     Word,
-    frame_at,
+    consumer_alive,
     frame_length,
-    next_frame,
     pack_frame,
 )
+from vllm_tide.transport.ring_reader import RingReader
 from vllm_tide.transport.shm import Segment
 
-__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter"]
+__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter", "Slot"]
 
-_BLANK = memoryview(bytes(1 << 16))
 # What a record of wrong kinds can raise while it is encoded.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
-
-
-def _consumer_alive(segment: Segment) -> bool:
-    return (
-        segment.load(Word.CONSUMER) != 0
-        and segment.holder_alive(Word.CONSUMER)
-        and heartbeat_is_fresh(segment.load(Word.CONSUMER_BEAT))
-    )
 
 
 class RingWriter:
@@ -77,6 +70,10 @@ class RingWriter:
         self._capacity = segment.header.size_bytes - DATA_AT
         self._head = 0
         self._tail = 0
+        # Where the next frame goes. The head, up to which the reader looks, stays
+        # before the first slot that is open.
+        self._end = 0
+        self._open: deque[Slot] = deque()
         self._disabled = ""
         self._written_records = self._written_rows = 0
         # Both pids usually live here; the first consumer corrects it.
@@ -101,8 +98,13 @@ class RingWriter:
         segment = Segment.create("ring", MAGIC, FORMAT_VERSION, fields, capacity)
         return cls(segment, spec)
 
-    def try_write(self, record: Record) -> bool:
+    def try_write(self, record: Record, slot: Slot | None = None) -> bool:
         """Append a record, or drop and count it. Never blocks, never raises.
+
+        Args:
+            record: The record.
+            slot: Of `reserve`: its features and hidden teacher have landed there, and
+                those of `record` count by their shape only. It is closed in any case.
 
         Returns:
             Whether it was written.
@@ -110,9 +112,11 @@ class RingWriter:
         num_rows = 0
         try:
             num_rows = len(record.token_ids)
-            reason = self._write(record)
+            reason = self._write(record, slot)
         except _INVALID:
             reason = "closed" if self._segment.closed else "invalid"
+        if slot is not None:
+            self.cancel(slot)
         if not reason:
             self._written_records += 1
             self._written_rows += num_rows
@@ -125,6 +129,60 @@ class RingWriter:
         rows = self.dropped_rows.total()
         self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
         return False
+
+    @property
+    def memory(self) -> memoryview:
+        """The segment, for who lets a GPU copy into slots."""
+        return self._segment.buf
+
+    def reserve(
+        self, rows: int, num_probs: int, teacher_start: int, topk: bool
+    ) -> Slot | None:
+        """Promise room to one record, so that its rows may be copied there meanwhile.
+
+        The reader sees neither a slot nor what is written after it before the slot is
+        closed, by `try_write` or `cancel`: also if this process ends before that.
+        Never blocks, never raises.
+
+        Args:
+            rows: n of the record.
+            num_probs: Length of its `draft_probs`.
+            teacher_start: Of the record.
+            topk: Whether it has a top-k teacher.
+
+        Returns:
+            The slot; None if there is no room now, which nothing is counted for.
+        """
+        shape = rows, num_probs, teacher_start, topk
+        length = frame_length(self.spec.places(0, *shape).body)
+        try:
+            if self._unusable() or self._make_room(length):
+                return None
+        except ValueError:  # as in heartbeat
+            return None
+        places = self.spec.places(self._body_at(self._end), *shape)
+        slot = Slot(self._end, places)
+        self._open.append(slot)
+        self._end += length
+        return slot
+
+    def cancel(self, slot: Slot) -> None:
+        """Close a slot: the reader skips one that holds no record. Idempotent.
+
+        Nothing may be on its way there any more.
+        """
+        if slot not in self._open:
+            return
+        with contextlib.suppress(ValueError):  # as in heartbeat
+            if not slot.closed and not self._unusable():
+                length = frame_length(slot.places.body)
+                self._put(slot.begin, pack_frame(PAD, slot.begin, length))
+        slot.closed = True
+        while self._open and self._open[0].closed:
+            self._open.popleft()
+        with contextlib.suppress(ValueError):
+            if not self._unusable():
+                self._publish()
 
     def heartbeat(self) -> None:
         """Say that the engine lives; also repairs what was damaged in memory."""
@@ -170,7 +228,7 @@ class RingWriter:
             if not self._unusable():
                 used = self._head - self._segment.load(Word.TAIL)
                 corrupt = self._segment.load(Word.CORRUPT)
-                alive = _consumer_alive(self._segment)
+                alive = consumer_alive(self._segment)
         return RingStats(
             capacity_bytes=self._capacity,
             used_bytes=min(max(used, 0), self._capacity),
@@ -201,231 +259,90 @@ class RingWriter:
         except ValueError:  # as in heartbeat; suppress() would cost half a microsecond
             self._disabled = "closed"
 
-    def _write(self, record: Record) -> str:
-        """Append; the reason if it was dropped, else empty."""
+    def _write(self, record: Record, slot: Slot | None) -> str:
+        """Append, or fill a slot; the reason if it was dropped, else empty."""
         if reason := self._unusable():
             return reason
-        segment, capacity = self._segment, self._capacity
+        if slot is not None:
+            if slot not in self._open:  # of a ring that this one replaces
+                return "truncated"
+            record = self._landed(record, slot)
         parts, body = encode(record, self.spec.feature_dtype)
         self.spec.check(record)
         length = frame_length(body)
+        if slot is not None:
+            begin = slot.begin
+            if body != slot.places.body:
+                return "invalid"
+            if not self._tail_is_sane():  # the consumer may have blanked the slot
+                return "cursor"
+        elif reason := self._make_room(length):
+            return reason
+        else:
+            begin = self._end
+        crc = _shm.gather(self._segment.buf, self._body_at(begin), parts)
+        self._put(begin, pack_frame(RECORD, begin, length, body, crc))
+        if slot is None:
+            self._end += length
+            self._publish()
+        else:
+            slot.closed = True
+        return ""
+
+    def _make_room(self, length: int) -> str:
+        """See that a frame fits at the end; why it does not, else empty."""
+        capacity = self._capacity
         if length > capacity:
             return "too_large"
-        tail = segment.load(Word.TAIL)
-        used = self._head - tail
-        if tail < self._tail or not 0 <= used <= capacity or tail % LINE_BYTES:
-            segment.store(Word.HEAD, self._head)
+        if not self._tail_is_sane():
             return "cursor"
-        self._tail = tail
-        offset = self._head % capacity
-        if length > (room := capacity - offset):
+        used = self._end - self._tail
+        if length > (room := capacity - self._end % capacity):
             if room > capacity - used:
                 return "full"
             # Published on its own, so that a record larger than what is free now has
             # the whole ring once the consumer has passed the pad.
-            self._put(offset, pack_frame(PAD, self._head, room), room)
+            self._put(self._end, pack_frame(PAD, self._end, room))
+            self._end += room
+            self._publish()
             used += room
-            offset = 0
-        if length > capacity - used:
-            return "full"
-        crc = _shm.gather(segment.buf, DATA_AT + offset + FRAME_BYTES, parts)
-        self._put(offset, pack_frame(RECORD, self._head, length, body, crc), length)
-        return ""
+        return "full" if length > capacity - used else ""
 
-    def _put(self, offset: int, frame: bytes, length: int) -> None:
-        start = DATA_AT + offset
+    def _tail_is_sane(self) -> bool:
+        """Look where the consumer is, and believe it within bounds."""
+        tail = self._segment.load(Word.TAIL)
+        if not self._tail <= tail <= self._head or tail % LINE_BYTES:
+            self._segment.store(Word.HEAD, self._head)
+            return False
+        self._tail = tail
+        return True
+
+    def _landed(self, record: Record, slot: Slot) -> Record:
+        """The record with the rows that lie in its slot; they are checked in place."""
+        hidden, ids = record.teacher_hidden, record.teacher_topk_ids
+        counts = len(record.token_ids), len(record.draft_probs), record.teacher_start
+        at = self._body_at(slot.begin)
+        if self.spec.places(at, *counts, ids is not None) != slot.places:
+            raise RecordError("the record is not the one that the slot was made for")
+
+        def rows(like: np.ndarray, place: slice) -> np.ndarray:
+            flat = np.frombuffer(self._segment.buf, dtype, like.size, place.start)
+            return flat.reshape(like.shape)
+
+        dtype = FEATURE_DTYPES[self.spec.feature_dtype]
+        features = rows(record.features, slot.places.features)
+        if hidden is not None:
+            hidden = rows(hidden, slot.places.hidden)
+        return replace(record, features=features, teacher_hidden=hidden)
+
+    def _body_at(self, position: int) -> int:
+        """Byte of the segment at which the body of a frame begins."""
+        return DATA_AT + position % self._capacity + FRAME_BYTES
+
+    def _put(self, position: int, frame: bytes) -> None:
+        start = DATA_AT + position % self._capacity
         self._segment.buf[start : start + FRAME_BYTES] = frame
-        self._head += length
+
+    def _publish(self) -> None:
+        self._head = self._open[0].begin if self._open else self._end
         self._segment.store(Word.HEAD, self._head)
-
-
-class RingReader:
-    """The trainer's end. After :meth:`attach` nothing here raises."""
-
-    def __init__(self, segment: Segment, spec: RingSpec) -> None:
-        """Take over a claimed segment; use :meth:`attach`."""
-        self.spec = spec
-        self.name = segment.name
-        self._segment = segment
-        self._capacity = segment.header.size_bytes - DATA_AT
-        self._corrupt = segment.load(Word.CORRUPT)
-        self._tail = segment.load(Word.TAIL)
-        # End of the last sound frame: the true head is never before it.
-        self._floor = -1
-        self._bad_head: int | None = None
-        self._lost = False
-        self._collect = True
-        self.heartbeat()
-
-    @classmethod
-    def attach(cls, name: str) -> RingReader:
-        """Become the consumer of a ring; goes on where a dead one stopped.
-
-        It asks for full rows until :meth:`set_collect` says otherwise.
-
-        Raises:
-            TransportError: One sentence: absent, foreign, damaged, another version, or
-                another live consumer.
-        """
-        segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
-        try:
-            spec = RingSpec.from_fields(segment.header.spec)
-            capacity = segment.header.size_bytes - DATA_AT
-            if capacity < LINE_BYTES or capacity % LINE_BYTES:
-                raise ValueError(f"{capacity} bytes hold no whole lines")
-            segment.claim(Word.CONSUMER, "trainer")
-        except (ValueError, TypeError, KeyError) as error:
-            segment.close()
-            raise TransportError(f"segment {name} is not a ring: {error}") from error
-        except TransportError:
-            segment.close()
-            raise
-        return cls(segment, spec)
-
-    def read(self) -> Record | None:
-        """Take the next record out; None if there is none now.
-
-        Its arrays are private to the caller. Damaged bytes are skipped and counted.
-        """
-        if self._lost or not self._segment.intact():
-            return None
-        head = self._segment.load(Word.HEAD)
-        if not self._plausible(head):
-            return None
-        record = None
-        while record is None and self._tail < head:
-            record = self._take(head)
-        self._segment.store(Word.TAIL, self._tail)
-        return record
-
-    def heartbeat(self) -> None:
-        """Say that the trainer lives; also repairs words damaged in memory."""
-        if not self._segment.intact():
-            return
-        try:
-            self._segment.hold(Word.CONSUMER, "trainer")
-        except TransportError:
-            self._lost = True  # another process took over: it owns the tail now
-            return
-        if self._lost:
-            self._lost = False
-            self._tail = self._segment.load(Word.TAIL)
-        self._segment.store(Word.TAIL, self._tail)
-        self._segment.store(Word.COLLECT, int(self._collect))
-
-    def set_collect(self, wanted: bool) -> None:
-        """Ask the engine for full rows, or for light records only.
-
-        Holds from the engine's next step on, also when this consumer goes; the next one
-        to attach asks for full rows again. What was written before stays as it is.
-
-        Args:
-            wanted: False saves the engine the copy of features and teachers.
-        """
-        self._collect = wanted
-        if not self._lost and self._segment.intact():
-            self._segment.store(Word.COLLECT, int(wanted))
-
-    @property
-    def lost(self) -> bool:
-        """Whether something cut the ring short."""
-        return not self._segment.intact()
-
-    def producer_alive(self) -> bool:
-        """Whether the engine that owns the ring lives."""
-        alive = self._segment.owner_alive()
-        if alive is None:  # another container: only its heartbeat can tell
-            return self._segment.intact() and heartbeat_is_fresh(
-                self._segment.load(Word.PRODUCER_BEAT)
-            )
-        return alive
-
-    def stats(self) -> RingStats:
-        """Counters as of now; the engine's are as it last stored them."""
-        words = [0] * 5
-        alive = False
-        if self._segment.intact():
-            words = [self._segment.load(word) for word in range(Word.HEAD, Word.TAIL)]
-            del words[Word.PRODUCER_BEAT]
-            alive = _consumer_alive(self._segment)
-        return RingStats(
-            capacity_bytes=self._capacity,
-            used_bytes=min(max(words[0] - self._tail, 0), self._capacity),
-            written_records=words[1],
-            written_rows=words[2],
-            dropped_records=words[3],
-            dropped_rows=words[4],
-            corrupt_records=self._corrupt,
-            consumer_alive=alive,
-        )
-
-    def close(self) -> None:
-        """Give up the claim and unmap. Idempotent."""
-        if self._segment.intact() and not self._lost:
-            self._segment.release(Word.CONSUMER)
-        self._segment.close()
-
-    def _count_corrupt(self) -> None:
-        # What an earlier consumer counted came from memory: it may be any number.
-        self._corrupt = (self._corrupt + 1) % 2**64
-        self._segment.store(Word.CORRUPT, self._corrupt)
-
-    def _plausible(self, head: int) -> bool:
-        """Check a head read from memory.
-
-        A tail that stands right behind a sound frame is certain: a head that does not
-        fit it is ignored until the engine repairs it. A tail that does not (it came
-        from memory, or skipped damage) may itself be what is wrong, and starts over
-        at the head.
-        """
-        fits = 0 <= head - self._tail <= self._capacity
-        if fits and not head % LINE_BYTES and not self._tail % LINE_BYTES:
-            self._bad_head = None
-            return True
-        if head != self._bad_head:  # each bad value counts once
-            self._bad_head = head
-            self._count_corrupt()
-        if self._tail != self._floor <= head and not head % LINE_BYTES:
-            self._tail = head
-        self._segment.store(Word.TAIL, self._tail)
-        return False
-
-    def _take(self, head: int) -> Record | None:
-        """Move past the frame at the tail; its record if it holds a good one."""
-        buf, capacity = self._segment.buf, self._capacity
-        frame = frame_at(buf, capacity, self._tail, head)
-        if frame is None:
-            self._count_corrupt()
-            end = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
-            self._blank(self._tail, end)
-            self._tail = end
-            return None
-        begin, start = self._tail, DATA_AT + self._tail % capacity + FRAME_BYTES
-        self._tail = self._floor = begin + frame.length
-        if frame.kind == PAD:
-            self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
-            return None
-        # Checked and decoded as a private copy: the memory may change at any time.
-        copy = np.empty(frame.body, np.uint8)
-        crc = _shm.gather(copy, 0, (buf[start : start + frame.body],))
-        # A pad first: who goes on here after a kill finds no damage.
-        buf[start - FRAME_BYTES : start] = pack_frame(PAD, begin, frame.length)
-        self._blank(begin + FRAME_BYTES, self._tail)
-        try:
-            if crc != frame.crc:
-                raise RecordError("checksum")
-            record = decode(copy.data)
-            self.spec.check(record)
-        except RecordError:
-            self._count_corrupt()
-            return None
-        return record
-
-    def _blank(self, begin: int, end: int) -> None:
-        """Overwrite from one position to another; both before the producer's room."""
-        while begin < end:
-            offset = begin % self._capacity
-            size = min(end - begin, self._capacity - offset, len(_BLANK))
-            start = DATA_AT + offset
-            self._segment.buf[start : start + size] = _BLANK[:size]
-            begin += size

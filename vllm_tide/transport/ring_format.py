@@ -17,7 +17,14 @@ import numpy as np
 
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES
-from vllm_tide.transport.record import FEATURE_DTYPES, Record, RecordError
+from vllm_tide.transport.process import heartbeat_is_fresh
+from vllm_tide.transport.record import (
+    FEATURE_DTYPES,
+    Record,
+    RecordError,
+    body_places,
+)
+from vllm_tide.transport.shm import Segment
 
 Teacher = Literal["hidden", "topk", "both"]
 
@@ -41,6 +48,29 @@ class Word(IntEnum):
     CONSUMER_BEAT = 10
     COLLECT = 11
     """0: the consumer wants ids and counts only (light records)."""
+
+
+class Places(NamedTuple):
+    """Size of a body, and bytes of the segment for its features and hidden teacher."""
+
+    body: int
+    features: slice
+    hidden: slice
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Room that was promised to one record before it is complete.
+
+    Attributes:
+        begin: Position of its frame.
+        places: Of the record.
+        closed: Whether its frame is complete.
+    """
+
+    begin: int
+    places: Places
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,31 @@ class RingSpec:
         """Width of a feature row: captured layers times hidden size."""
         return len(self.aux_layer_ids) * self.hidden_size
 
+    def places(
+        self, at: int, rows: int, num_probs: int, teacher_start: int, topk: bool
+    ) -> Places:
+        """Where a full record lies whose body begins at byte `at` of the segment.
+
+        Args:
+            at: Any multiple of 8.
+            rows: n of the record.
+            num_probs: Length of its `draft_probs`.
+            teacher_start: Of the record.
+            topk: Whether it has a top-k teacher.
+        """
+        item = FEATURE_DTYPES[self.feature_dtype].itemsize
+        left = rows - teacher_start
+        features = rows * self.feature_width * item
+        hidden = 0 if self.teacher == "topk" else left * self.hidden_size * item
+        ids, tail = 4 * left * self.teacher_topk * topk, 4 * left * topk
+        first, second, body = body_places(
+            rows, num_probs, features, hidden, ids, ids, tail
+        )
+        first, second = first + at, second + at
+        return Places(
+            body, slice(first, first + features), slice(second, second + hidden)
+        )
+
     def check(self, record: Record) -> None:
         """Compare a record's widths and teacher with this spec.
 
@@ -139,6 +194,15 @@ class RingStats:
     dropped_rows: int
     corrupt_records: int
     consumer_alive: bool
+
+
+def consumer_alive(segment: Segment) -> bool:
+    """Whether a live process reads the ring."""
+    return (
+        segment.load(Word.CONSUMER) != 0
+        and segment.holder_alive(Word.CONSUMER)
+        and heartbeat_is_fresh(segment.load(Word.CONSUMER_BEAT))
+    )
 
 
 # magic, kind, position (bytes since the ring began), length of the frame, length of

@@ -1,0 +1,274 @@
+"""Adaptive verification at our prices: upstream's manager on a CPU, made-up rounds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.test_control_v2 import SURE, K, begun, landed
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.engine.scheduler import SchedulerTide
+from vllm_tide.engine.step_log import StepLog
+
+pytestmark = pytest.mark.vllm
+
+REQS = 2
+DRAFT = ForwardModel((1, 64), (3e-4, 4e-4), 0.0)
+# Reading the context for a request's further rows costs more, as on real kernels.
+TARGET = ForwardModel(
+    (1, 64), (1e-2, 2e-2), 1e-6, queries=(1.0, 5.0), extra=(0.0, 2e-5)
+)
+TIMES = TimeModel(TARGET, DRAFT, DRAFT, host=1e-3)
+SURVIVAL = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2]])
+DRAFTS = {"a": [-1] * K, "b": [-1] * K}
+TOKENS = {"a": 1 + K, "b": 1 + K}
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes a manager over two decoding requests, with upstream's flat costs."""
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
+
+    from vllm_tide.engine.verification import PricedVerification
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)
+    monkeypatch.setattr(
+        upstream,
+        "_assign_draft_token_budget_compiled",
+        upstream._assign_draft_token_budget,
+    )
+    group = SimpleNamespace(broadcast_object=lambda value, src: value)
+    monkeypatch.setattr(upstream, "get_tp_group", lambda: group)
+
+    def made(context: int = 100, look_share: float = 0.0, profile=TIMES, young=False):
+        states = SimpleNamespace(
+            num_speculative_steps=K,
+            device=torch.device("cpu"),
+            max_num_reqs=REQS,
+            max_num_batched_tokens=64,
+            req_id_to_index={"a": 0, "b": 1},
+            num_computed_tokens_np=np.full(REQS, 50, np.int32),
+            prefill_len=SimpleNamespace(np=np.full(REQS, 9, np.int32)),
+        )
+        control = begun(trims=False)
+        control._shape = (REQS, context, REQS * K, 0)
+        manager = PricedVerification(
+            control,
+            profile,
+            look_share,
+            req_states=states,
+            query_start_loc=torch.zeros(REQS + 1, dtype=torch.int32),
+            num_bonus_tokens=1,
+            max_total_logits=1000,
+        )
+        manager.set_cost_curves([(1, 1.0)], [(1, 10.0), (64, 10.0)])
+        chances = SURVIVAL / np.column_stack([np.ones(REQS), SURVIVAL[:, :-1]])
+        manager._stale_confidences[0].np[:] = chances
+        manager._confidence_probs.copy_(torch.from_numpy(chances))
+        manager._rounds = 0 if young else 1000
+        return manager
+
+    return made
+
+
+def order(manager, limit=np.inf, version=0, prices=True):
+    told = {"prices": (limit, OnlineTime(TIMES).model.learnt())} if prices else None
+    manager.order(SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K), version)
+
+
+def best(context: int, limit: float = np.inf) -> int:
+    """The budget of most tokens per second, one by one."""
+    model = KeptPass(OnlineTime(TIMES).model)
+    drafting = model.draft_curve(REQS, context, 10, K)[K] + model.overhead(REQS)
+    scores = np.sort(SURVIVAL.ravel())[::-1]
+    rates = {}
+    for budget in range(REQS * K + 1):
+        target = model.target_curve(REQS, context, REQS * K)[budget]
+        seconds = target + drafting
+        if budget == 0 or seconds <= limit:
+            rates[budget] = (REQS + scores[:budget].sum()) / seconds
+    return max(rates, key=rates.__getitem__)
+
+
+def verified(manager) -> int:
+    return manager.get_num_tokens(TOKENS, DRAFTS) - REQS
+
+
+def test_a_longer_context_makes_verification_dearer_and_cuts_more(make):
+    found = []
+    for context in (0, 200, 400, 800):
+        manager = make(context)
+        order(manager)
+        found.append(verified(manager))
+        assert found[-1] == best(context)
+        assert manager._control._shape == (REQS, context, found[-1], 0)
+    assert found == sorted(found, reverse=True) and found[0] > found[-1] > 0
+
+
+def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
+    free = best(0)
+    found = []
+    for limit in (np.inf, 13.3e-3, 12.9e-3, 1e-9):
+        manager = make(0)
+        order(manager, limit)
+        found.append(verified(manager))
+        assert found[-1] == best(0, limit)
+        assert np.isfinite(manager.cost_tables[1][REQS])
+    assert found[0] == free > found[1] > found[2] > found[3] == 0
+
+
+@pytest.mark.parametrize("prices", [False, True])
+def test_without_prices_or_a_profile_upstream_decides_as_ever(make, prices):
+    manager = make(profile=None)
+    order(manager, prices=prices)
+    manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
+    assert verified(manager) == 3  # up to the stair
+
+
+def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
+    make,
+):
+    manager = make(800, look_share=0.5, young=True)
+    order(manager)
+    cut = best(800)
+    assert [verified(manager) for _ in range(200)] == [REQS * K] * 200
+    assert [verified(manager) for _ in range(4)] == [cut, REQS * K] * 2
+    order(manager, version=1)
+    assert verified(manager) == REQS * K
+    order(manager, limit=1e-9, version=1)
+    assert verified(manager) == 0  # a limit holds then too
+
+
+def test_a_fault_of_ours_leaves_upstreams_costs(make):
+    manager = make(800)
+    order(manager)
+    manager._prices = ("nonsense",)
+    assert verified(manager) == REQS * K  # upstream's cost is flat here
+    assert manager.guard.faults == {"prices": 1}
+
+
+def test_the_host_learns_what_the_device_verified(make):
+    manager = make(800)
+    order(manager)
+    total = manager.get_num_tokens(TOKENS, DRAFTS)
+    rows, _ = manager.compact_batch(
+        np.full(REQS, K), np.full(REQS, 1 + K), np.array([0, 5, 10])
+    )
+    logits, bounds, budget = manager.reallocate_drafts(["a", "b"], torch.arange(REQS))
+    assert rows.sum() == total and budget == total - REQS
+    log = StepLog(16, REQS, K, torch.device("cpu"))
+    step = log.record(
+        SimpleNamespace(
+            req_ids=["a", "b"],
+            num_reqs=REQS,
+            num_tokens=total,
+            query_start_loc=bounds,
+            query_start_loc_np=np.append(0, np.cumsum(rows)).astype(np.int32),
+            cu_num_logits=logits,
+            cu_num_logits_np=np.array([0, 5, 10], np.int32),
+            num_draft_tokens_per_req=np.full(REQS, K, np.int32),
+            is_prefilling_np=np.zeros(REQS, bool),
+            idx_mapping_np=np.arange(REQS),
+            seq_lens=torch.tensor([60, 70], dtype=torch.int32),
+            input_ids=torch.arange(16, dtype=torch.int32),
+            max_query_len=1 + K,
+        ),
+        np.full(REQS, 9, np.int32),
+        SimpleNamespace(
+            num_sampled=torch.ones(REQS, dtype=torch.int32),
+            sampled_token_ids=torch.zeros(REQS, 1 + K, dtype=torch.int64),
+        ),
+        torch.full((REQS, K), 0.5),
+        torch.zeros(REQS, K, dtype=torch.int64),
+        K,
+        0,
+    )
+    assert step.rows == total
+    assert list(log.landed()) == [step]
+    # The surest tokens of all, which are no even split.
+    least = np.sort(SURVIVAL.ravel())[::-1][budget - 1]
+    drafts = (least <= SURVIVAL).sum(axis=1)
+    assert step.drafts.tolist() == drafts.tolist() != [budget // 2, budget // 2]
+    assert step.trimmed.tolist() == (K - drafts).tolist()
+    assert step.bounds.tolist() == [0, 1 + drafts[0], total]
+    assert step.logit_ends.tolist() == [1 + drafts[0], total]
+    assert step.start.tolist() == [60 - 1 - drafts[0], 70 - 1 - drafts[1]]
+
+
+def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
+    control = begun(trims=False)
+    assert control.prices() is None
+    control.times = OnlineTime(TIMES)
+    control.times.model.target.value = (1.5, 1.0, 0.0)
+    scheduler = SchedulerTide(K, {})
+    assert scheduler.control() is None
+    scheduler.observe({"depth": 2, "prices": control.prices()})
+    limit, learnt = scheduler.control()["prices"]
+    other = OnlineTime(TIMES)
+    other.model.take(learnt)
+    assert limit == np.inf and other.model.target.value == (1.5, 1.0, 0.0)
+    control.stop()
+    assert control.prices() is None
+
+
+def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
+    control = begun(trims=False)
+    control.times = OnlineTime(TIMES)
+    slo = control._book.slo
+    slo.add(control._book.table.slot_of["a"], 60.0)
+    slo.add(control._book.table.slot_of["b"], 1e-4)  # no step is that fast
+    for _ in range(2):
+        control.learn(landed(SURE, 4, trimmed=np.array([0, 2])))
+    assert 200.0 < control.prices()[0] <= 240.0
+    assert control.stats()["trimmed_tokens"] == 4
+
+
+def worker(control):
+    from vllm_tide.engine.worker_v2 import WorkerTideV2
+
+    tide = WorkerTideV2.__new__(WorkerTideV2)
+    flag = {"enable_adaptive_verification": True}
+    tide._runner = SimpleNamespace(
+        device=torch.device("cuda"),
+        speculator=SimpleNamespace(acceptance_estimator=object(), **flag),
+        rejection_sampler=SimpleNamespace(**flag),
+    )
+    config = SimpleNamespace(speculative_config=SimpleNamespace(**flag))
+    tide._worker = SimpleNamespace(vllm_config=config)
+    tide._config = SimpleNamespace(control=ControlConfig(policy="threshold"))
+    tide._leader, tide._async, tide._adaptive = True, True, True
+    tide._verification, tide.control = None, control
+    tide.begun_anew = []
+    tide.warm_up = lambda: tide.begun_anew.append(control.cut_on_device)
+    return tide
+
+
+def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(caplog):
+    control = begun(trims=False)
+    control.cut_on_device = True
+    tide = worker(control)
+
+    def refuse(**upstream):
+        if tide._runner.speculator.enable_adaptive_verification:
+            raise ValueError("FlashAttentionBackend allows none.")
+
+    for _ in range(2):  # upstream makes the KV cache twice
+        assert tide.make_verification(refuse) is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "allows none. Until then tide.control caps" in caplog.text
+    runner = tide._runner
+    assert not runner.rejection_sampler.enable_adaptive_verification
+    assert runner.speculator.acceptance_estimator is None
+    assert not tide._worker.vllm_config.speculative_config.enable_adaptive_verification
+    assert tide.begun_anew == [False] and not control.trims
+
+
+def test_where_none_is_wanted_none_is_made():
+    assert worker(begun()).make_verification(lambda **upstream: None) is None

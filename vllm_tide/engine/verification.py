@@ -1,0 +1,146 @@
+"""vLLM's adaptive verification at this project's prices (Model Runner V2).
+
+Upstream's manager ranks the drafted tokens of all requests by estimated survival and
+verifies, of each request, the prefix that pays; its estimator learns from the target's
+verdicts, on the device. What it lacks is given to it here, and the rest stays its own:
+
+* costs that follow the batch's context and what serving teaches, and a limit on the
+  time of a round: written into the tables of costs that it reads;
+* labels of tokens that it would never verify, by verifying all of a draft now and then.
+
+How deep is drafted, 0 included, is decided before it (`ControlV2`). Every rank decides
+for itself and all must decide alike, so nothing here reads a clock: prices come with
+the scheduler's order, which every rank gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import (
+    OnlineAcceptanceEstimator,
+)
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
+    AdaptiveVerificationManager,
+)
+
+from vllm_tide.capture.guard import Guard
+from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.time_model import TimeModel
+from vllm_tide.engine.control_v2 import ControlV2, Prices
+
+logger = logging.getLogger("vllm_tide")
+
+Tables = tuple[np.ndarray, np.ndarray]
+
+# Rounds until upstream's estimator has been fitted twice: before that, and after a
+# swap, a cut would rest on coefficients of other drafts.
+_YOUNG_ROUNDS = 2 * OnlineAcceptanceEstimator.REFIT_INTERVAL
+
+
+class PricedVerification(AdaptiveVerificationManager):
+    """`AdaptiveVerificationManager` that is told what a round costs.
+
+    Args:
+        control: Knows the context of the step that began; None: upstream's costs.
+        profile: What prices refine; None: upstream's costs.
+        look_share: Share of rounds that verify all that was drafted.
+        upstream: Arguments of upstream's manager.
+    """
+
+    UPSTREAM = ("req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits")
+
+    def __init__(
+        self,
+        control: ControlV2 | None,
+        profile: TimeModel | None,
+        look_share: float,
+        **upstream: Any,
+    ) -> None:
+        super().__init__(**upstream)
+        self.guard = Guard("pricing of verification")
+        self._control = control
+        self._times = None if profile is None else OnlineTime(profile).model
+        self._look_every = round(1 / look_share) if look_share else 0
+        self._prices: Prices | None = None
+        self._depth = self.num_speculative_steps
+        self._measured = self._own = (np.zeros(0), np.zeros(0))
+        self._version = 0
+        self._rounds = 0
+
+    def order(self, scheduler_output: Any, version: int) -> None:
+        """A step begins: its draft steps and its prices.
+
+        Args:
+            scheduler_output: vLLM's.
+            version: Version of the live draft.
+        """
+        self._prices = (scheduler_output.tide or {}).get("prices")
+        self._depth = scheduler_output.num_spec_tokens_to_schedule
+        if version != self._version:
+            self._version, self._rounds = version, 0
+
+    def set_cost_curves(
+        self,
+        draft_curve: list[tuple[int, float]],
+        verify_curve: list[tuple[int, float]],
+    ) -> None:
+        """Keep upstream's tables, and make those that a round's costs go to."""
+        super().set_cost_curves(draft_curve, verify_curve)
+        assert self.cost_tables is not None  # noqa: S101 (set just now)
+        draft_table, verify_table = self._measured = self.cost_tables
+        self._own = draft_table.copy(), verify_table.copy()
+
+    def get_num_tokens(
+        self,
+        num_tokens_per_req: dict[str, int],
+        draft_tokens: dict[str, list[int]],
+    ) -> int:
+        """See upstream: the step's tokens, cut to what pays."""
+        requests, drafts = len(num_tokens_per_req), sum(map(len, draft_tokens.values()))
+        others = sum(num_tokens_per_req.values()) - drafts
+        self._rounds += 1
+        self.cost_tables = (
+            self.guard.run("prices", self._tables, requests, others, drafts)
+            or self._measured
+        )
+        tokens = super().get_num_tokens(num_tokens_per_req, draft_tokens)
+        if self._control is not None:
+            self._control.cut(tokens - others)
+        return tokens
+
+    def _tables(self, requests: int, others: int, drafts: int) -> Tables:
+        """Costs [ms] by requests, and by tokens of the target, where they are read."""
+        window = slice(others, others + drafts + 1)
+        drafting, verifying, limit = self._costs(requests, others, drafts)
+        draft_table, verify_table = self._own
+        draft_table[requests] = drafting
+        row = verify_table[window]
+        row[:] = verifying[0] if self._looks() else verifying
+        # Nothing is worth a token's infinite cost; the plain step is always allowed.
+        row[1:][drafting + verifying[1:] > limit] = np.inf
+        return draft_table, verify_table
+
+    def _costs(
+        self, requests: int, others: int, drafts: int
+    ) -> tuple[float, np.ndarray, float]:
+        """Drafting, the target step by its drafts [drafts + 1], their limit; in ms."""
+        if self._prices is None or self._times is None or self._control is None:
+            draft_table, verify_table = self._measured
+            window = verify_table[others : others + drafts + 1]
+            return float(draft_table[requests]), window, np.inf
+        limit, learnt = self._prices
+        self._times.take(learnt)
+        model, context = KeptPass(self._times), self._control.context
+        target = model.target_curve(requests, context, drafts, others - requests)
+        draft = model.draft_curve(requests, context, others + drafts, self._depth)
+        plain = draft[-1] + model.overhead(requests)
+        return 1e3 * float(plain), 1e3 * target, 1e3 * limit
+
+    def _looks(self) -> bool:
+        if self._rounds <= _YOUNG_ROUNDS:
+            return True
+        return self._look_every > 0 and self._rounds % self._look_every == 0
