@@ -334,8 +334,9 @@ class ControlConfig(_Section):
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,
-        description="Share of time spent on looking, while drafting is off, whether "
-        "it would pay again (0 never looks).",
+        description="Share of time spent on looking: while drafting is off, whether "
+        "it would pay again; while on (half of it), what a step takes undrafted (0 "
+        "never looks).",
     )
     threshold: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.6, description="Mean confidence below which `threshold` stops drafting."

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.train.test_trainer import TOY, _trainer
 from tests.train.toys import ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
@@ -14,10 +15,11 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train import turns
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.gpu import claim
+from vllm_tide.train.gpu import Shortage, claim
 from vllm_tide.train.pacing import Pacer
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
+from vllm_tide.train.trainer import Trainer
 
 
 def test_a_turn_claims_its_share_of_wall_time():
@@ -38,6 +40,61 @@ def test_a_rest_goes_on_asking_the_caller(monkeypatch):
     assert watch()
     assert not watch()
     assert [c[0] for c in fake.mock_calls] == ["begin", "end", "begin", "end", "begin"]
+
+
+def test_rests_grow_until_a_cycle_has_memory(caplog):
+    shortage = Shortage(TrainConfig(batch_tokens=512))
+    assert not shortage.resting(0.0)
+    for starved, rest in ((True, 30), (True, 60), (False, 0), (True, 30)):
+        shortage.cycle_done(starved, 100.0)
+        if rest:
+            assert shortage.resting(99.0 + rest) and not shortage.resting(100.0 + rest)
+            assert f"rests for {rest} s" in caplog.records[-1].message
+    assert "make tide.train.batch_tokens (512) smaller" in caplog.text
+    for _ in range(9):
+        shortage.cycle_done(True, 0.0)
+    assert "rests for 600 s" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("where", ["step", "fresh", "holdout"])
+def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where):
+    trainer = _trainer()
+    if where == "fresh":  # judged there is what came after a first cycle
+        trainer.train_cycle()
+        trainer.add_samples(TOY.document(3, 20, 3, key) for key in range(90, 99))
+    new, fresh = trainer.buffer.new_tokens, len(trainer.buffer.fresh)
+    at, owner, name = {
+        "step": (2, TrainStep, "clip_gradients"),
+        "fresh": (1, Trainer, "evaluate"),
+        "holdout": (1, Trainer, "evaluate"),
+    }[where]
+    whole, calls = getattr(owner, name), []
+
+    def fails_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fails_once)
+    result = trainer.train_cycle()
+    assert (result.reason, result.publish, trainer.out_of_memory) == (
+        "out of memory", False, 1,
+    )  # fmt: skip
+    assert trainer.buffer.new_tokens == new  # the next need not wait for more
+    assert len(trainer.buffer.fresh) <= fresh
+    assert all(p.grad is None for p in trainer.draft.parameters())
+    again = trainer.train_cycle()
+    assert again.steps == 3 and again.new is not None
+    assert trainer.out_of_memory == 1 and trainer.buffer.new_tokens == 0
+
+
+def test_a_group_of_ranks_cannot_go_on_without_memory():
+    trainer = _trainer()
+    starved = torch.OutOfMemoryError("CUDA out of memory.")
+    trainer.stepper = Mock(run=Mock(side_effect=starved), step=trainer.stepper.step)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train_cycle()
 
 
 def test_a_gpu_that_is_not_there_gets_one_sentence():

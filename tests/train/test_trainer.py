@@ -342,6 +342,15 @@ def test_rows_the_pruned_draft_cannot_say_are_not_trained():
     assert trainer.train_cycle().steps == 1
 
 
+def test_a_candidate_that_is_no_number_shows_in_the_loss():
+    trainer = _trainer()
+    trainer.train_cycle()
+    assert trainer.last_loss > 0
+    trainer.draft.take({n: t * np.nan for n, t in trainer.snapshot().items()})
+    assert trainer.train_cycle().reason == "no row could be trained"
+    assert np.isnan(trainer.last_loss)
+
+
 def test_a_small_buffer_gets_few_steps():
     # 30 tokens in batches of KNOBS: a cycle reads them max_passes times at most.
     key = next(k for k in range(100) if not is_held_out(k, 0.3))

@@ -127,8 +127,9 @@ TRAINING = Row(
         ),
         Panel(
             "Requests, cycles and lost writes",
-            "Served requests followed per second; training cycles, and status files "
-            "and events that could not be written, on the right axis.",
+            "Served requests followed per second; on the right axis training cycles, "
+            "those that the device had no memory for, and status files and events that "
+            "could not be written.",
             "none",
             (
                 Query(
@@ -137,6 +138,12 @@ TRAINING = Row(
                 Query(
                     happened(of_trainer("vllm_tide:trainer_cycles_total")),
                     f"{WHO} cycles",
+                    unit="none",
+                    bars=True,
+                ),
+                Query(
+                    happened(of_trainer("vllm_tide:trainer_out_of_memory_total")),
+                    f"{WHO} out of memory",
                     unit="none",
                     bars=True,
                 ),

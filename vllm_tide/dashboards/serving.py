@@ -216,7 +216,8 @@ CONTROL = Row(
         Panel(
             "Steps without drafting",
             "Share of steps by why nothing was drafted: no_gain, slo (a limit forbids "
-            "what would pay), override (measured not to pay), no_room.",
+            "what would pay), override (measured not to pay), check (to measure an "
+            "undrafted step), no_room.",
             "percentunit",
             (
                 Query(

@@ -6,6 +6,7 @@ target's rows are on `tide.train.device`.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -13,7 +14,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import DraftError
+
+logger = logging.getLogger("vllm_tide.train")
+
+
+REST_S, LONGEST_REST_S = 30.0, 600.0
+
+
+def no_memory(config: TrainConfig, what: str) -> str:
+    """What an operator is told; `what`: the device has no memory for."""
+    return (
+        f"tide.train.device: {config.device!r} has no memory left for {what}: make "
+        f"tide.train.batch_tokens ({config.batch_tokens}) smaller, leave the trainer "
+        "more of the GPU (--gpu-memory-utilization of vllm serve), or set "
+        "tide.train.device to another GPU or 'cpu'; tide.train.gpu_share limits time, "
+        "not memory."
+    )
+
+
+class Shortage:
+    """After a cycle that the device had no memory for: a sentence, and a rest.
+
+    The memory may be a server's of the same GPU, so it is tried again; every further
+    rest in a row is twice as long.
+
+    Args:
+        config: `tide.train`.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._rest, self._until = config, REST_S, 0.0
+
+    def cycle_done(self, starved: bool, now: float) -> None:
+        """Note a cycle; `starved`: it was out of memory; `now`: monotonic (s)."""
+        if not starved:
+            self._rest = REST_S
+            return
+        rest = f"training, which rests for {self._rest:.0f} s and tries again"
+        logger.error("%s", no_memory(self._config, rest))
+        self._until = now + self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST_S)
+
+    def resting(self, now: float) -> bool:
+        """Whether training is to wait."""
+        return now < self._until
+
+
+def give_up_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Let go of what a step that failed has left, also for other processes."""
+    optimizer.zero_grad(set_to_none=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def claim(name: str) -> None:

@@ -5,6 +5,7 @@ Sees evaluations only; who made them, and on what data, is the trainer's busines
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,11 @@ class CycleResult:
     by_group: dict[int, bool] = field(default_factory=dict)
     fresh_requests: int = 0
     harmful: bool = False
+
+
+def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
+    """A cycle without an evaluation."""
+    return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
 @dataclass(frozen=True)

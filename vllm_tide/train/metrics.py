@@ -38,6 +38,10 @@ COUNTERS = {
     "vllm_tide:trainer_publications": ("Heads published.", "publications"),
     "vllm_tide:trainer_rollbacks": ("Heads taken back by the canary.", "rollbacks"),
     "vllm_tide:trainer_refused": ("Heads that no engine took.", "refused_versions"),
+    "vllm_tide:trainer_out_of_memory": (
+        "Training cycles that the trainer's device had no memory for.",
+        "out_of_memory",
+    ),
     "vllm_tide:trainer_failed_writes": (
         "Status files and events that could not be written.",
         "failed_writes",

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
@@ -28,6 +30,7 @@ from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feed import Feed
 from vllm_tide.train.feeds import Feeds
+from vllm_tide.train.gpu import Shortage, no_memory
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
@@ -82,8 +85,10 @@ class Sidecar:
         """Load, check and attach."""
         try:
             self._open(feeds, run_dir, config, ranks)
-        except BaseException:
+        except BaseException as error:
             feeds.close()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise DraftError(no_memory(self.config, "the draft")) from error
             raise
 
     def _open(
@@ -118,7 +123,7 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self._pause = Pause(run_dir)
+        self._pause, self._shortage = Pause(run_dir), Shortage(self.config)
         self._set_collect()
         self._intake = Intake(feeds, self.trainer, self._served)
         self.deployment = Deployment(
@@ -214,7 +219,7 @@ class Sidecar:
             self._events.add("pause", reason=self.schedule.reason)
 
     def _may_train(self) -> bool:
-        if self._pause.on:
+        if self._pause.on or self._shortage.resting(time.monotonic()):
             return False
         buffer = self.trainer.buffer
         enough = self.schedule.should_train(buffer.new_tokens)
@@ -222,10 +227,13 @@ class Sidecar:
 
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
+        before = self.trainer.out_of_memory
         result = self.trainer.train_cycle(
             self._tick_in_cycle, self.schedule.wanted_groups()
         )
-        seconds = time.monotonic() - began
+        now = time.monotonic()
+        seconds = now - began
+        self._shortage.cycle_done(self.trainer.out_of_memory > before, now)
         self._trained_s, self._cycle_began = self._trained_s + seconds, None
         self._finish_cycle(result, seconds)
 
@@ -383,6 +391,7 @@ class Sidecar:
         status.samples = trainer.buffer.num_samples
         status.train_tokens = trainer.train_tokens
         status.packing_waste = trainer.packing_waste
+        status.out_of_memory = trainer.out_of_memory
         status.holdout_tokens = trainer.buffer.holdout_tokens
         status.rows_skipped = trainer.rows_skipped
         status.published_version = deployment.published
@@ -392,7 +401,9 @@ class Sidecar:
         status.last_publish_unix = deployment.last_publish_unix
         status.rollbacks = deployment.canary.rollbacks
         status.waiting_for = deployment.waiting_for
-        status.schedule = self.schedule.snapshot()
+        schedule = self.schedule.snapshot()
+        schedule["collecting"] &= not self._pause.on
+        status.schedule = schedule
         found = deployment.snapshot()
         status.canary, status.spacing = found["canary"], found["spacing"]
         status.engines = found["engines"]

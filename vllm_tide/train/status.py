@@ -33,6 +33,7 @@ class TrainerStatus:
         engines: Per engine: version published, installed, refused.
         feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
+        out_of_memory: Cycles that the trainer's device had no memory for.
         failed_writes: Status files and events that could not be written.
     """
 
@@ -66,6 +67,7 @@ class TrainerStatus:
     terms: dict[str, float] = field(default_factory=dict)
     last_publish_unix: float | None = None
     rows_skipped: dict[str, int] = field(default_factory=dict)
+    out_of_memory: int = 0
     failed_writes: int = 0
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0

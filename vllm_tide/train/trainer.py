@@ -28,13 +28,8 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate
-from vllm_tide.train.gpu import on_device
-from vllm_tide.train.judgement import (
-    CycleResult,
-    Pair,
-    judge,
-    newest_within,
-)
+from vllm_tide.train.gpu import give_up_memory, on_device
+from vllm_tide.train.judgement import CycleResult, Pair, judge, newest_within, unjudged
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
@@ -103,7 +98,10 @@ class Trainer:
         self.vocabulary: LiveVocabulary | None = None
         if draft.owns_lm_head and not draft.vocab.is_identity:
             self.vocabulary = LiveVocabulary(target.vocab_size)
+        self.out_of_memory = 0
         self._queue: deque[Sample] = deque()
+        # New tokens and fresh documents that the cycle being run took, and its queue.
+        self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._wanted: Collection[int] | None = None
         self._capacity = self._packed = 0
         self._position = (0, 0)  # steps done and planned of the cycle being run
@@ -186,7 +184,7 @@ class Trainer:
         The comparison is over held-out requests and over those that came since the last
         cycle, judged before the first step on them (prequential: Dawid 1984). Right
         after a shift there are few of the former and enough of the latter. A cycle that
-        a checkpoint was taken in goes on where it was.
+        a checkpoint was taken in goes on where it was; one without memory ends early.
 
         Args:
             progress: Called after every step and evaluation batch, so that the caller
@@ -194,17 +192,35 @@ class Trainer:
             wanted_groups: Groups to train on, each with the same weight; None takes
                 everything.
         """
+        try:
+            return self._run_cycle(progress, wanted_groups)
+        except torch.OutOfMemoryError as error:
+            if not isinstance(self.stepper, OneRank):  # others are amid the same step
+                raise
+            error.__traceback__ = None  # it holds the step's frames, so its tensors
+            give_up_memory(self.stepper.step.optimizer)
+            self.out_of_memory += 1
+            self._differs = self._differs or self._position[0] > 1
+            self._position = (0, 0)
+            self._give_back()
+            return unjudged(0, math.nan, "out of memory")
+        finally:  # a purge finds no documents here
+            self._taken = 0, [], deque()
+
+    def _run_cycle(
+        self, progress: Progress | None, wanted_groups: Collection[int] | None
+    ) -> CycleResult:
         first, total = self._position
         ahead: Pair | None = None
         watch, restored = Watch(progress, self._turns), self._restored
-        taken, fresh, queue = 0, list[Sample](), self._queue
         if not total:
             ahead = self._judge_fresh(watch)
             self._follow_vocabulary(watch)
             taken, fresh = self.buffer.new_tokens, self.buffer.fresh
             self.buffer.new_tokens = 0
             self._wanted = wanted_groups
-            queue = self._queue = self.buffer.shuffled(wanted_groups)
+            self._queue = self.buffer.shuffled(wanted_groups)
+            self._taken = taken, fresh, self._queue
             total = self._num_steps()
         losses: list[float] = []
         for index in range(first, total if watch.going else first):
@@ -219,9 +235,7 @@ class Trainer:
         self._differs = self._differs or bool(losses)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
-        result = CycleResult(
-            len(losses), mean, None, None, 0.0, math.inf, False, "interrupted"
-        )
+        result = unjudged(len(losses), mean, "interrupted")
         if not losses and watch.going:
             return replace(result, reason="no row could be trained")
         if watch.going and self._restored == restored:
@@ -236,13 +250,17 @@ class Trainer:
         if self._restored != restored:
             result = replace(result, reason="another draft was put in place")
         elif not watch.going:
-            # The next cycle need not wait until as many have come again.
-            self.buffer.new_tokens += taken
-            if self._queue is queue:  # what it has not come to is as fresh as before
-                left = {id(sample) for sample in queue}
-                fresh = [sample for sample in fresh if id(sample) in left]
-                self.buffer.fresh = [*self.buffer.fresh, *fresh]
+            self._give_back()
         return result
+
+    def _give_back(self) -> None:
+        """The next cycle need not wait until as many have come again."""
+        taken, fresh, queue = self._taken
+        self.buffer.new_tokens += taken
+        if self._queue is queue:  # what it has not come to is as fresh as before
+            left = {id(sample) for sample in queue}
+            as_fresh = [sample for sample in fresh if id(sample) in left]
+            self.buffer.fresh = [*self.buffer.fresh, *as_fresh]
 
     def evaluate(
         self,
@@ -439,6 +457,7 @@ class Trainer:
         result = self.stepper.run(samples, capacity, lr_scale)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
+            self.last_loss = math.nan  # or the last good one would be shown for ever
             return None
         self.steps += 1
         self.train_tokens += result.num_tokens
