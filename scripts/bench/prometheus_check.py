@@ -2,9 +2,10 @@ r"""Do the dashboard's queries and the alerts' expressions find data on a real s
 
 Starts a real Prometheus (Debian: `apt-get install prometheus`) that scrapes a server
 and its trainer for some minutes, with the package's rules loaded, then asks it for
-every expression. The server must be under load meanwhile; for every panel to have data
-it needs `tide.control.policy` adaspec, capture, and a trainer that has ended a cycle by
-then (`tide.train.metrics_port`). Example::
+every expression. Without `--server` it starts both, on the demo models under load. A
+server that is given must be under load; for every panel to have data it needs
+`tide.control.policy` adaspec, capture, and a trainer that has ended a cycle by then
+(`tide.train.metrics_port`). Example::
 
     python scripts/bench/prometheus_check.py --server http://localhost:8000 \
         --trainer http://localhost:8001 --minutes 5 --json prometheus.json
@@ -18,11 +19,11 @@ no data, or a target could not be scraped.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,9 +39,15 @@ from typing import Any
 
 import yaml
 
+from vllm_tide.bench.server import free_port
 from vllm_tide.dashboards import ALERTS, contents
 from vllm_tide.dashboards.grafana import dashboard
 from vllm_tide.dashboards.promql import filled, metrics_in
+from vllm_tide.faults.command import add_places, run_command
+from vllm_tide.faults.load import Load
+from vllm_tide.faults.reference import Known
+from vllm_tide.faults.scene import Places, serving
+from vllm_tide.faults.trainer import AGAIN, order
 
 JOB = "vllm_tide"
 # Counters by reason that are made with the first fault of that reason.
@@ -127,7 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--server", action="append", required=True, metavar="URL")
+    parser.add_argument("--server", action="append", default=[], metavar="URL")
     parser.add_argument("--trainer", action="append", default=[], metavar="URL")
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--scrape-seconds", type=int, default=5)
@@ -138,7 +145,7 @@ def parse_args() -> argparse.Namespace:
         metavar="METRIC",
         help="also may be missing, beside " + ", ".join(sorted(NEED_A_FAULT)),
     )
-    parser.add_argument("--json", type=Path, help="write the table here too")
+    add_places(parser)
     return parser.parse_args()
 
 
@@ -157,14 +164,16 @@ def targets(urls: list[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def prometheus(urls: list[str], scrape_s: int) -> Iterator[Prometheus]:
-    """A Prometheus of its own, gone with all it wrote afterwards."""
+def prometheus(
+    urls: list[str], scrape_s: int, rules: str | None = None
+) -> Iterator[Prometheus]:
+    """A Prometheus of its own, with the package's rules unless others are given."""
     binary = shutil.which("prometheus")
     if binary is None:
         sys.exit("error: no prometheus in PATH; Debian has it (prometheus).")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / ALERTS).write_text(contents()[ALERTS], encoding="utf-8")
+        (folder / ALERTS).write_text(rules or contents()[ALERTS], encoding="utf-8")
         period = f"{scrape_s}s"
         config = {
             "global": {
@@ -204,13 +213,6 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
         except OSError:
             time.sleep(0.5)
     sys.exit("error: Prometheus did not start; its last lines are above.")
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check(
@@ -291,8 +293,27 @@ def show(lines: list[Line]) -> None:
 
 
 def main() -> int:
-    """Scrape, ask, print."""
+    """Start a server unless one is given, then check."""
     args = parse_args()
+    if args.server:
+        return look(args)
+    return run_command(args, lambda *found: asyncio.run(serve_and_look(*found)))
+
+
+async def serve_and_look(
+    args: argparse.Namespace, places: Places, known: Sequence[Known]
+) -> int:
+    """Check a server and a trainer of our own, which swaps a head at once."""
+    port = free_port()
+    knobs = {"control": {"policy": "adaspec"}, "train": {"metrics_port": port}}
+    async with serving(places, lambda s: Load(s, known, args.seed), knobs=knobs) as own:
+        args.server, args.trainer = [own.server.url], [f"http://127.0.0.1:{port}"]
+        order(places.run_dir, AGAIN, 0)
+        return await asyncio.to_thread(look, args)
+
+
+def look(args: argparse.Namespace) -> int:
+    """Scrape, ask, print."""
     with prometheus(args.server + args.trainer, args.scrape_seconds) as server:
         print(f"scraping for {args.minutes:g} minutes", file=sys.stderr)
         time.sleep(60 * args.minutes)

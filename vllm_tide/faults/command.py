@@ -45,12 +45,15 @@ def say_since(began: float) -> Callable[[str], None]:
     return say
 
 
-def run_command(args: argparse.Namespace, run: Run) -> int:
+def run_command(
+    args: argparse.Namespace, run: Run, domains: tuple[str, ...] = DOMAINS
+) -> int:
     """Prepare folders and known outputs, run, clean up.
 
     Args:
         args: With the options of :func:`add_places`.
         run: Returns the exit status.
+        domains: Of the prompts.
 
     Returns:
         2 where it could not run, 130 where it was stopped.
@@ -64,7 +67,7 @@ def run_command(args: argparse.Namespace, run: Run) -> int:
     say = say_since(time.monotonic())
     try:
         say("computing the outputs that are right")
-        known = known_outputs(args.target, args.prompts, DOMAINS, PROMPTS, args.seed)
+        known = known_outputs(args.target, args.prompts, domains, PROMPTS, args.seed)
         say(f"{len(known)} prompts; starting server and trainer")
         places = Places(args.venv, args.target, args.draft, work, run_dir)
         return run(args, places, known)

@@ -54,6 +54,7 @@ class Load:
         right: Answers that were complete and right.
         excused: Requests that a killed server did not answer, by what it said instead.
         clients: Requests at a time.
+        extra: Further keys of the clients' requests.
         problems: Sentences about wrong answers; whoever reads them takes them out.
         latencies: End (seconds, monotonic clock) and duration (s) of right answers.
     """
@@ -72,6 +73,7 @@ class Load:
         self._open: dict[int, float] = {}
         self._origin_s = time.perf_counter()
         self.url: str | None = None
+        self.extra: dict[str, object] | None = None
         self.excused: Counter[str] = Counter()
         self.right = 0
         self.problems: list[str] = []
@@ -151,7 +153,7 @@ class Load:
             if self.url is None:
                 await asyncio.sleep(0.05)
                 continue
-            wrong = await self.request(self.ask())
+            wrong = await self.request(self.ask(), self.extra)
             if wrong:
                 self.problems.append(wrong)
                 await asyncio.sleep(0.2)

@@ -9,13 +9,16 @@ import os
 import signal
 import subprocess  # noqa: S404 - starts the trainer under test
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
 
+from vllm_tide.bench.client import make_session
 from vllm_tide.bench.server import ServerOptions, VllmServer
 from vllm_tide.transport.peek import peek_ring
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
@@ -40,6 +43,8 @@ KV_BYTES = 9 << 20
 """KV cache (bytes): the steady load fits, a burst of long requests does not."""
 MAX_MODEL_LEN = 320
 MAX_SEQS = 8
+Knobs = Mapping[str, Mapping[str, object]]
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class NotRecovered(Exception):  # noqa: N818 - an outcome, not a fault of ours
@@ -65,9 +70,11 @@ class Places:
     run_dir: Path
 
 
-def tide_section(run_dir: Path, cpus: tuple[int, ...]) -> dict[str, object]:
-    """The `tide` section: a small ring, short cycles, trials that end soon."""
-    return {
+def tide_section(
+    run_dir: Path, cpus: tuple[int, ...], knobs: Knobs = _NONE
+) -> dict[str, Any]:
+    """The `tide` section: a small ring, short cycles, trials that end soon; `knobs`."""
+    section: dict[str, Any] = {
         "run_dir": str(run_dir),
         "capture": {"ring_mib": 2},
         "train": {
@@ -83,6 +90,7 @@ def tide_section(run_dir: Path, cpus: tuple[int, ...]) -> dict[str, object]:
         },
         "deploy": {"canary_requests": 12, "backoff_cycles": 0},
     }
+    return section | {k: section.get(k, {}) | dict(v) for k, v in knobs.items()}
 
 
 class Scene:
@@ -92,6 +100,8 @@ class Scene:
         places: Folders.
         session: For metrics.
         load: Told of the server's address.
+        knobs: Of the `tide` section, by its parts, beside those here.
+        env: Of the server, beside our own.
 
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
@@ -103,8 +113,11 @@ class Scene:
         places: Places,
         session: aiohttp.ClientSession,
         load: Load,
+        knobs: Knobs = _NONE,
+        env: Mapping[str, str] = _NONE,
     ) -> None:
         self.places, self._session, self.load = places, session, load
+        self._knobs, self._env = knobs, env
         cpus = sorted(os.sched_getaffinity(0))
         self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
         self._events = EventCounts(places.run_dir)
@@ -144,7 +157,7 @@ class Scene:
         places = self.places
         self._starts += 1
         config = places.work / "tide.json"
-        section = tide_section(places.run_dir, self.other_cpus)
+        section = tide_section(places.run_dir, self.other_cpus, self._knobs)
         draft = {"method": "eagle3", "model": str(places.draft)}
         spec = {**draft, "num_speculative_tokens": 3, "tide": section}
         config.write_text(json.dumps(spec, indent=2), encoding="utf-8")
@@ -160,6 +173,7 @@ class Scene:
                 max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=MAX_SEQS,
                 extra_args=("--no-enable-prefix-caching",),
+                extra_env=self._env,
             )
         )
         self._server, self._given_up = server, 0.0  # its metrics begin anew
@@ -305,3 +319,32 @@ class Scene:
             )
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    places: Places, load: Callable[[aiohttp.ClientSession], Load], **scene: Any
+) -> AsyncIterator[Scene]:
+    """A server under load whose ring a trainer reads; `scene` goes to `Scene`.
+
+    Raises:
+        ServerError: The server does not start.
+        NotRecovered: The trainer does not, or the end needed force.
+    """
+    async with make_session() as session:
+        made = Scene(places, session, load(session), **scene)
+        cpus = os.sched_getaffinity(0)
+        busy = asyncio.create_task(made.load.run())
+        try:
+            await made.start_server()
+            made.start_trainer()
+            await made.trainer_reads()
+            yield made
+        finally:
+            busy.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await busy
+            clean = await made.stop()
+            os.sched_setaffinity(0, cpus)
+        if not clean:
+            raise NotRecovered("the server or the trainer had to be killed")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_tide.bench.rollback_plants import Plant, planted
+from vllm_tide.bench.rollback_plants import NAN, PERMUTED, Plant, planted
 from vllm_tide.cli.main import main as command
 from vllm_tide.train import sidecar
 from vllm_tide.train.deployment import Master, as_wire
@@ -29,6 +29,13 @@ OFFERED = ("nan", "permuted")
 """Offered as a candidate that passed the held-out gate: refusal or trial follows."""
 AGAIN = "again"
 """The good head once more."""
+SURENESS = {"whole": 1.0, "sure": 8.0, "unsure": 0.125}
+"""Passed on: the live head, and ones of the same best tokens whose logits are times so
+much. Like `SWAPPED` heads the trainer does not know that they are served."""
+SWAPPED = "swapped"
+"""Passed on: permuted."""
+POISON = "poison"
+"""Nothing is published: the candidate in the trainer's memory becomes NaN."""
 
 
 def order(run_dir: Path, what: str, seed: int) -> Path:
@@ -41,14 +48,19 @@ def order(run_dir: Path, what: str, seed: int) -> Path:
 
 
 def spoilt(tensors: Master, what: str, seed: int) -> Master:
-    """A head that the engine must refuse.
+    """A head that the engine must refuse, or that is not the one it should be.
 
     Args:
         tensors: By the names of the served checkpoint.
-        what: One of `PASSED_ON`.
+        what: One of `PASSED_ON` or `SURENESS`, or `SWAPPED`.
         seed: Chooses the tensor.
     """
+    if what == SWAPPED:
+        return planted(tensors, Plant(what, PERMUTED), seed)
     out = dict(tensors)
+    if what in SURENESS:
+        out["norm.weight"] = out["norm.weight"] * SURENESS[what]
+        return out
     names = sorted(n for n, t in out.items() if t.is_floating_point() and t.dim() == 2)
     name = names[seed % len(names)]
     if what == "shape":
@@ -77,6 +89,9 @@ class OrderedSidecar(sidecar.Sidecar):
         trainer, deployment = self.trainer, self.deployment
         if what in OFFERED:
             return self._offer(what, seed)
+        if what == POISON:
+            trainer.draft.take(planted(trainer.snapshot(), Plant(what, NAN), seed))
+            return True
         try:
             if what == AGAIN:
                 deployment.put_back(trainer.snapshot(), {"ordered": what})
