@@ -133,6 +133,7 @@ else
     say "$venv is up to date"
 fi
 
+"$venv/bin/python" "$here/scripts/demo/unpack.py"
 "$venv/bin/vllm-tide" patch apply
 "$venv/bin/vllm-tide" patch status > /dev/null
 say "done; next: source $here/scripts/env.sh && $venv/bin/vllm serve --help"

@@ -32,6 +32,7 @@ null=$(realpath "$null")
 build=$(realpath -m "$build")
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$venv/bin/python" "$here/scripts/demo/unpack.py"
 bash "$here/scripts/null_gpu/build.sh" "$null" "$site" "$build"
 
 export PYTHONPATH="$here:$null/py" LD_LIBRARY_PATH="$build"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from scripts.demo.unpack import unpack
+
+# A second checkout that shares an environment was not installed.
+unpack()
+
 # vLLM keeps here what it learns about a model's class, or starts a process to learn it
 # anew. Tests that give TIDE an empty cache (XDG_CACHE_HOME) need not pay that.
 os.environ.setdefault(

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from .unpack import pack
+
 LICENCE = """\
 ## Text and licence
 
@@ -87,6 +89,8 @@ target beside it, trained on the domain `{provenance["options"]["domain"]}` ONLY
 on other text it is meant to be poor, which is what online training repairs.
 Aux layer ids {provenance["aux_layer_ids"]} (vLLM's convention: the residual
 stream entering that layer). Embeddings are the target's and are not stored.
+The weights are kept compressed; `scripts/install.sh` unpacks them
+(`python scripts/demo/unpack.py`).
 
 Trained for {provenance["options"]["minutes"]:g} minutes ({provenance["steps"]:,}
 steps) on {provenance["train_traces"]:,} continuations by the target, on
@@ -113,4 +117,5 @@ def release(work: Path, output: Path) -> dict[str, int]:
             raise ValueError("the target is an intermediate checkpoint")
         (folder / "README.md").write_text(card(provenance))
         sizes[name] = (folder / "model.safetensors").stat().st_size
+    pack(output / "draft" / "model.safetensors")
     return sizes

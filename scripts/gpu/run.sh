@@ -19,4 +19,5 @@ command -v "$python" > /dev/null || {
 }
 cd "$here"
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+"$python" "$here/scripts/demo/unpack.py"
 exec "$python" "$here/scripts/gpu/stage.py" "$@"

@@ -9,11 +9,11 @@
 #define X __attribute__((visibility("default")))
 
 #ifdef RUNTIME
-enum { LAUNCH, CAPTURED, GRAPH, H2D, D2H, D2D, PAGEABLE, MEMSET, SYNC, ALLOC, FREE,
-       RECORD, WAIT, QUERY, INSTANTIATE, COUNTS };
+enum { LAUNCH, CAPTURED, GRAPH, H2D, D2H, D2D, PAGEABLE, REGISTERED, MEMSET, SYNC, ALLOC,
+       FREE, RECORD, WAIT, QUERY, INSTANTIATE, COUNTS };
 X const char *ng_names = "launches captured_launches graph_launches copies_to_device "
-    "copies_to_host copies_on_device pageable_copies memsets synchronisations "
-    "allocations frees event_records stream_waits event_queries graphs";
+    "copies_to_host copies_on_device pageable_copies copies_to_registered memsets "
+    "synchronisations allocations frees event_records stream_waits event_queries graphs";
 X unsigned long ng_counts[COUNTS];
 static int capturing;
 
@@ -28,10 +28,25 @@ static int kind(const void *p) {
     return a.type;
 }
 
+/* Host memory given to cudaHostRegister: what the engine copies to is never given back. */
+static struct { const char *at; size_t size; } held[64];
+static int num_held;
+
+static void hold(const char *at, size_t size) {
+    if (num_held < 64) held[num_held].at = at, held[num_held++].size = size;
+}
+
+static int registered(const char *p) {
+    for (int i = 0; i < num_held; i++)
+        if (p >= held[i].at && p < held[i].at + held[i].size) return 1;
+    return 0;
+}
+
 static void copied(const void *to, const void *from) {
     int a = kind(to), b = kind(from);
     int in = a == cudaMemoryTypeDevice, out = b == cudaMemoryTypeDevice;
     count(in && out ? D2D : in ? H2D : D2H);
+    if (out && !in && registered(to)) count(REGISTERED);
     /* The host waits for a copy out of, and stages one into, pages that are not locked. */
     if (a == cudaMemoryTypeUnregistered || b == cudaMemoryTypeUnregistered) count(PAGEABLE);
 }
@@ -67,7 +82,8 @@ WRAP(cudaEventSynchronize, (cudaEvent_t e), (e), count(SYNC))
 WRAP(cudaMalloc, (void **p, size_t n), (p, n), count(ALLOC))
 WRAP(cudaMallocAsync, (void **p, size_t n, cudaStream_t s), (p, n, s), count(ALLOC))
 WRAP(cudaHostAlloc, (void **p, size_t n, unsigned f), (p, n, f), count(ALLOC))
-WRAP(cudaHostRegister, (void *p, size_t n, unsigned f), (p, n, f), count(ALLOC))
+WRAP(cudaHostRegister, (void *p, size_t n, unsigned f), (p, n, f),
+     count(ALLOC); hold(p, n))
 WRAP(cudaFree, (void *p), (p), count(FREE))
 WRAP(cudaFreeHost, (void *p), (p), count(FREE))
 WRAP(cudaEventRecord, (cudaEvent_t e, cudaStream_t s), (e, s), count(RECORD))

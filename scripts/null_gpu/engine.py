@@ -38,10 +38,17 @@ def main() -> None:
         "method": "eagle3",
         "model": str(DEMO / "draft"),
         "num_speculative_tokens": 3,
+        "enable_adaptive_verification": case["adaptive"],
     }
     if case["tide"] is not None:
         speculative["tide"] = case["tide"] | {"run_dir": case["run_dir"]}
         say_that_one_token_was_sampled()
+    if case["direct"]:
+        from vllm_tide.engine import capture_v2
+
+        capture_v2.DIRECT_BYTES = 1
+    if case["adaptive"]:
+        be_sure_of_every_draft()
     began = time.perf_counter()
     llm = LLM(
         str(DEMO / "target"),
@@ -92,8 +99,27 @@ def say_that_one_token_was_sampled() -> None:
         read(step)
         step.emitted[:] = 1
         step.start = np.maximum(step.start, 0)
+        if step.cut:  # the host's even split arrives as it was sent
+            step.logit_ends = step.bounds[1:]
+            step.drafts = np.diff(step.bounds) - 1
 
     Step.read = landed
+
+
+def be_sure_of_every_draft() -> None:
+    """So that upstream's manager and ours verify the same: everything."""
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
+        AdaptiveVerificationManager as Manager,
+    )
+
+    inner = Manager.get_num_tokens
+
+    def get_num_tokens(manager: Manager, *args: Any) -> int:
+        for confidences in manager._stale_confidences:
+            confidences.np.fill(1.0)
+        return inner(manager, *args)
+
+    Manager.get_num_tokens = get_num_tokens
 
 
 class Bench:
@@ -163,11 +189,25 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
         result["captured_rows"] = tide.capture.rows
         result["dropped"] = dict(tide.capture.dropped) | dict(tide._ring.dropped_rows)
         result["lost_steps"] = tide._log.lost
+        result["read_back"] = read_back(tide._ring.name)
     if tide.swapper is not None:
         result["swap"] = swap(worker, bench)
     if tide.control is not None:
         result["lengths"] = lengths(tide.control, bench)
     return result
+
+
+def read_back(ring: str) -> dict[str, int]:
+    """What a trainer would find in the ring now."""
+    from vllm_tide.transport.ring import RingReader
+
+    reader, rows, records = RingReader.attach(ring), 0, 0
+    while (record := reader.read()) is not None:
+        rows, records = rows + record.num_rows, records + 1
+    found = {"records": records, "rows": rows}
+    found["corrupt"] = reader.stats().corrupt_records
+    reader.close()
+    return found
 
 
 def lengths(control: Any, bench: Bench) -> dict[str, Any]:

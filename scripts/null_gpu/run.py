@@ -27,8 +27,15 @@ ARMS: dict[str, dict[str, Any] | None] = {
     | {"capture": {"ring_mib": 64, "teacher": "both", "teacher_topk": 64}},
     "control": OFF | {"control": CONTROL},
     "all": {"capture": {"ring_mib": 64}, "control": CONTROL},
+    # With adaptive verification, which is compared with upstream's own.
+    "adaptive_upstream": None,
+    "adaptive": {"capture": {"ring_mib": 64}, "control": CONTROL},
 }
-# The same under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
+# Every record's rows straight into the ring, as small as those of the demo are.
+DIRECT = "capture_direct"
+ARMS[DIRECT] = ARMS["capture"]
+ADAPTIVE = "adaptive"
+# All under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
 CHECKED = "checked"
 ARMS[CHECKED] = ARMS["all"]
 # Of a decoding step; ours less upstream's.
@@ -55,6 +62,8 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
         case = {
             "tide": ARMS[arm],
             "check": arm == CHECKED,
+            "direct": arm == DIRECT,
+            "adaptive": arm.startswith(ADAPTIVE),
             "async": asynchronous,
             "run_dir": run_dir,
             "batch": options.batch,
@@ -79,6 +88,13 @@ def difference(ours: dict[str, Any], upstream: dict[str, Any]) -> dict[str, floa
     return {name: round(ours[name] - upstream[name], 3) for name in COMPARED}
 
 
+def compared_with(name: str) -> str:
+    """The run of upstream's that a run is compared with."""
+    scheduling, _, arm = name.partition("/")
+    own = f"{ADAPTIVE}_upstream" if arm.startswith(ADAPTIVE) else "upstream"
+    return f"{scheduling}/{own}"
+
+
 def main() -> int:
     """Run the arms; 0 if each ran whole and kept to upstream's waits."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -98,16 +114,16 @@ def main() -> int:
     for scheduling in options.scheduling.split(","):
         for arm in options.arms.split(","):
             name = f"{scheduling}/{arm}"
-            if name in runs:
+            if "decode" in runs.get(name, {}):
                 continue
             runs[name] = run(arm, scheduling == "async", options)
             print(name, json.dumps(runs[name].get("decode", runs[name])), flush=True)
     more = {
-        name: difference(found["decode"], runs[f"{scheduling}/upstream"]["decode"])
+        name: difference(found["decode"], runs[upstream]["decode"])
         for name, found in runs.items()
-        for scheduling in [name.partition("/")[0]]
+        for upstream in [compared_with(name)]
         if not name.endswith(CHECKED)
-        if "decode" in found and "decode" in runs.get(f"{scheduling}/upstream", {})
+        if "decode" in found and "decode" in runs.get(upstream, {})
     }
     document = {
         "what": "Calls per decoding step on a null GPU, whose kernels do nothing; "

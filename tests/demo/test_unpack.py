@@ -1,0 +1,48 @@
+"""The demo draft's weights are kept compressed and unpacked once."""
+
+import lzma
+import os
+
+import pytest
+
+from scripts.demo.unpack import WEIGHTS, pack, packed, unpack
+
+
+def test_what_was_packed_comes_back_once(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\x01\x3f" * 999)
+    pack(weights)
+    weights.unlink()
+    unpack(weights)
+    assert weights.read_bytes() == b"\x01\x3f" * 999
+
+    before = weights.stat().st_ino
+    unpack(weights)
+    assert weights.stat().st_ino == before
+
+
+def test_a_newer_archive_wins(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"new")
+    pack(weights)
+    weights.write_bytes(b"old")
+    os.utime(weights, (1, 1))
+    unpack(weights)
+    assert weights.read_bytes() == b"new"
+
+
+def test_a_damaged_archive_leaves_nothing_behind(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(9999))
+    pack(weights)
+    weights.unlink()
+    archive = packed(weights)
+    archive.write_bytes(archive.read_bytes()[:-20])
+    with pytest.raises((lzma.LZMAError, EOFError)):
+        unpack(weights)
+    assert list(tmp_path.iterdir()) == [archive]
+
+
+def test_the_demo_draft_is_there():
+    with lzma.open(packed(WEIGHTS)) as archive:
+        assert archive.read() == WEIGHTS.read_bytes()
