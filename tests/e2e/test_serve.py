@@ -123,6 +123,25 @@ def greedy(target: Path, prompt: list[int], num_tokens: int = NUM_TOKENS) -> lis
     return out[0, len(prompt) :].tolist()
 
 
+def trainers(server: VllmServer) -> list[psutil.Process]:
+    (manifest,) = read_manifests(server.options.model.parent / "run")
+    engine = psutil.Process(manifest.pid)
+    return [p for p in engine.children() if "train" in " ".join(p.cmdline())]
+
+
+def what_the_trainer_does(server: VllmServer) -> str:
+    """For the report of a failure: its times, cores and stacks, and its log's end."""
+    said = []
+    for process in trainers(server):
+        figures = process.cpu_times(), process.cpu_affinity(), process.nice()
+        said.append(f"{process}: {figures}")
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    for log in (server.options.model.parent / "run").glob("trainer-*.log"):
+        said.append(log.read_text(errors="replace")[-6000:])
+    return "\n".join(said)
+
+
 @pytest.mark.timeout(600)
 def test_the_loop_closes_over_http(server):
     folder = server.options.model.parent
@@ -135,7 +154,7 @@ def test_the_loop_closes_over_http(server):
             assert len(complete(server.url, prompt)) == NUM_TOKENS
         swaps = metrics(server.url)["vllm_tide:swaps_total"]
     seen = metrics(server.url)
-    assert swaps >= 2, server.log_tail()
+    assert swaps >= 2, f"{server.log_tail()}\n{what_the_trainer_does(server)}"
     assert seen["vllm_tide:captured_rows_total"] > 1000
     assert seen["vllm_tide:draft_version"] >= 2
     installed = seen["vllm_tide:draft_installed_timestamp_seconds"]
@@ -196,11 +215,8 @@ def test_admin_routes_reach_the_trainer_with_their_token_only(server):
 
 
 def test_a_killed_trainer_never_affects_serving(server):
-    (manifest,) = read_manifests(server.options.model.parent / "run")
-    engine = psutil.Process(manifest.pid)
-    trainers = [p for p in engine.children() if "train" in " ".join(p.cmdline())]
-    assert len(trainers) == 1
-    trainers[0].send_signal(signal.SIGKILL)
+    (trainer,) = trainers(server)
+    trainer.send_signal(signal.SIGKILL)
     before = complete(server.url, PROMPTS[3])
     assert complete(server.url, PROMPTS[3]) == before
 

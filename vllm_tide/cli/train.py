@@ -61,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import refuse_core_dumps
+    from vllm_tide.transport.process import refuse_core_dumps, show_stacks_on_signal
 
     refuse_core_dumps()
+    show_stacks_on_signal()
     override = _override(args.config)
     ranks: Ranks | None = None
     if _many_ranks():

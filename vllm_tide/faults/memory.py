@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, WORDS_AT
 from vllm_tide.transport.publication import SLOT_HEAD
@@ -46,26 +48,32 @@ def set_word(name: str, number: int, value: int) -> None:
     poke(name, WORDS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
 
 
+@contextlib.contextmanager
+def _trainer_stopped(scene: Scene) -> Iterator[None]:
+    """It neither reads nor publishes meanwhile."""
+    trainer = scene.trainer
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+
+
 async def fill_ring(scene: Scene, rng: random.Random) -> None:
     """Nobody reads until the ring is full; then somebody does again."""
-    trainer = scene.trainer
     key = "vllm_tide:dropped_rows_total{ring_full}"
     before = (await scene.reading()).get(key, 0)
     scene.struck()
-    trainer.send_signal(signal.SIGSTOP)
-    try:
+    with _trainer_stopped(scene):
         await scene.until("a full ring", lambda r: r.get(key, 0) > before)
-    finally:
-        trainer.send_signal(signal.SIGCONT)
     await scene.until("an empty ring", lambda r: r.get("ring:used_bytes", 9e9) < 2**20)
 
 
 async def damage_ring(scene: Scene, rng: random.Random) -> None:
     """Random bytes over records that nobody has read yet."""
-    trainer, ring = scene.trainer, scene.manifest().ring
+    ring = scene.manifest().ring
     before = (await scene.reading()).get("ring:corrupt_records", 0)
-    trainer.send_signal(signal.SIGSTOP)
-    try:
+    with _trainer_stopped(scene):
         await scene.until(
             "unread records", lambda r: r.get("ring:used_bytes", 0) > 4 * DAMAGED_BYTES
         )
@@ -74,8 +82,6 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
         place = word(ring, Word.TAIL) + rng.randrange(DAMAGED_BYTES)
         at = min(place % capacity, capacity - DAMAGED_BYTES)
         poke(ring, DATA_AT + at, rng.randbytes(DAMAGED_BYTES))
-    finally:
-        trainer.send_signal(signal.SIGCONT)
     await scene.until(
         "a counted record", lambda r: r.get("ring:corrupt_records", 0) > before
     )
@@ -135,6 +141,15 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
     name = scene.manifest().weights
     if not word(name, _LATEST):
         await scene.good_head()
+    # A head that it publishes now would have the number that is forged here.
+    with _trainer_stopped(scene):
+        refused = await _refusals(scene)
+        _forge_version(scene, rng, name)
+        await _refused(scene, refused)
+    await scene.good_head()
+
+
+def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
     latest = word(name, _LATEST)
     slot_bytes = (os.stat(f"{SHM_DIR}/{name}").st_size - DATA_AT) // 2
     starts = [DATA_AT, DATA_AT + slot_bytes]
@@ -146,19 +161,19 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
     body[: SLOT_HEAD.size] = forged
     for _ in range(rng.randint(1, 64)):
         body[rng.randrange(SLOT_HEAD.size, len(body))] ^= rng.randint(1, 255)
-    refused = await _refusals(scene)
     scene.struck()
     poke(name, starts[1 - slot], bytes(body))
     set_word(name, _LATEST, latest + 1)
-    await _refused_and_mended(scene, refused)
 
 
 async def garbage_version(scene: Scene, rng: random.Random) -> None:
     """The number of the newest version is any number."""
-    refused = await _refusals(scene)
-    scene.struck()
-    set_word(scene.manifest().weights, _LATEST, rng.getrandbits(64) | 1 << 20)
-    await _refused_and_mended(scene, refused)
+    with _trainer_stopped(scene):
+        refused = await _refusals(scene)
+        scene.struck()
+        set_word(scene.manifest().weights, _LATEST, rng.getrandbits(64) | 1 << 20)
+        await _refused(scene, refused)
+    await scene.good_head()
 
 
 async def older_version(scene: Scene, rng: random.Random) -> None:
@@ -166,10 +181,12 @@ async def older_version(scene: Scene, rng: random.Random) -> None:
     name = scene.manifest().weights
     while word(name, _LATEST) < 2:
         await scene.good_head()
-    refused = await _refusals(scene)
-    scene.struck()
-    set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
-    await _refused_and_mended(scene, refused)
+    with _trainer_stopped(scene):
+        refused = await _refusals(scene)
+        scene.struck()
+        set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
+        await _refused(scene, refused)
+    await scene.good_head()
 
 
 REFUSED = "vllm_tide:refused_drafts_total"
@@ -179,12 +196,11 @@ async def _refusals(scene: Scene) -> float:
     return sum(v for k, v in (await scene.reading()).items() if k.startswith(REFUSED))
 
 
-async def _refused_and_mended(scene: Scene, before: float) -> None:
+async def _refused(scene: Scene, before: float) -> None:
     await scene.until(
         "a refusal",
         lambda r: sum(v for k, v in r.items() if k.startswith(REFUSED)) > before,
     )
-    await scene.good_head()
 
 
 async def _rows_flow(scene: Scene) -> None:

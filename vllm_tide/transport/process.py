@@ -7,8 +7,10 @@ from another container a pid means nothing, and then only heartbeats count.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
+import signal
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +46,11 @@ def refuse_core_dumps() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     soft = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
     resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+def show_stacks_on_signal() -> None:
+    """SIGUSR1 writes to stderr where each thread of this process is; it goes on."""
+    faulthandler.register(signal.SIGUSR1)
 
 
 @lru_cache(maxsize=1)
