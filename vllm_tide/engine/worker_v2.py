@@ -21,6 +21,7 @@ from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
 from vllm_tide.engine.step_log import StepLog, Timing
+from vllm_tide.engine.sureness import Sureness
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
 
@@ -52,7 +53,9 @@ class WorkerTideV2(WorkerTide):
         self._log = StepLog(
             runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
         )
-        self._confidence = torch.zeros(runner.max_num_reqs, depth, device=runner.device)
+        self._sureness = Sureness(
+            runner.max_num_reqs, depth, runner.vocab_size, runner.device
+        )
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
         self._made_up = False
@@ -167,14 +170,9 @@ class WorkerTideV2(WorkerTide):
         """
         if draft_step is None or (self.capture is None and self.control is None):
             return
-        self._steps.run("draft_logits", self._keep_confidence, logits, draft_step)
+        self._steps.run("draft_logits", self._sureness.keep, logits, draft_step)
         if self.control is not None:
             self.control.draft_ran()
-
-    def _keep_confidence(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
-        confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
-        where = draft_step.expand(len(confidence), 1)
-        self._confidence[: len(confidence)].scatter_(1, where, confidence)
 
     def on_step(
         self,
@@ -263,7 +261,7 @@ class WorkerTideV2(WorkerTide):
             batch,
             self._runner.req_states.prompt_len.np,
             sampler_output,
-            self._confidence,
+            self._sureness.table,
             self._runner.speculator.draft_tokens,
             num_drafted,
             0 if self.swapper is None else self.swapper.version,

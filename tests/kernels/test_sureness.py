@@ -1,0 +1,54 @@
+"""How sure a draft is: a softmax's largest entry, kept step by step, also by kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_tide.engine.sureness import Sureness
+from vllm_tide.kernels.topk_teacher import TopKWorkspace
+
+REQS, DEPTH, VOCAB = 5, 3, 1500
+CPU = torch.device("cpu")
+
+
+def kept(sureness, dtype=torch.float32, rows=(REQS, 4, 2), vocab=VOCAB):
+    """Fill the table; the table that is right."""
+    random = torch.Generator().manual_seed(0)
+    wanted = torch.zeros(REQS, DEPTH)
+    for step, n in enumerate(rows):
+        logits = (4.0 * torch.randn(n, vocab, generator=random)).to(dtype)
+        logits[0, 7:] = -torch.inf  # a draft with a vocabulary of its own
+        sureness.keep(logits, torch.tensor(step))
+        wanted[:n, step] = logits.float().softmax(-1).amax(-1)
+    return wanted
+
+
+def test_each_step_fills_its_column_for_its_rows():
+    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    wanted = kept(sureness)
+    assert torch.equal(sureness.table, wanted)
+    assert (sureness.table[2:, 2] == 0.0).all()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB // 3])
+def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
+    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
+    monkeypatch.setattr(torch, "softmax", None)
+    wanted = kept(sureness, dtype, vocab=vocab)
+    torch.testing.assert_close(sureness.table, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.interpreted
+def test_the_kernel_works_in_the_memory_that_it_was_given():
+    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    work = sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
+    where = work.logprobs.data_ptr()
+    logits = torch.randn(REQS, VOCAB)
+    assert sureness._highest(logits).data_ptr() == where
+    assert sureness._highest(logits[:2]).data_ptr() == where
+    assert sureness._highest(logits[:, :9]).data_ptr() != where
+    assert torch.isnan(sureness._highest(torch.full((1, VOCAB), torch.nan))).all()
