@@ -15,7 +15,7 @@ headers=(-I"$site/nvidia/cu13/include" -I"$site/triton/backends/nvidia/include")
 gcc=(gcc -O1 -w -fPIC "${headers[@]}")
 
 # Every call that counters.c defines gets another name in the stand-in.
-renamed() { sed -nE "s/^$1\((cu[A-Za-z0-9]+).*/-D\1=ng_real_\1/p" "$here/counters.c"; }
+renamed() { sed -nE "s/^$1\(((__)?cu[A-Za-z0-9]+).*/-D\1=ng_real_\1/p" "$here/counters.c"; }
 mapfile -t runtime < <(renamed WRAP)
 mapfile -t driver < <(renamed LAUNCH)
 

@@ -59,6 +59,13 @@ WRAP(cudaLaunchKernel, (const void *f, dim3 g, dim3 b, void **a, size_t m, cudaS
      (f, g, b, a, m, s), count(LAUNCH))
 WRAP(cudaLaunchKernelExC, (const cudaLaunchConfig_t *c, const void *f, void **a), (c, f, a),
      count(LAUNCH))
+/* What <<<>>> calls. */
+WRAP(__cudaLaunchKernel,
+     (cudaKernel_t f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s), (f, g, b, a, m, s),
+     count(LAUNCH))
+WRAP(cudaLaunchCooperativeKernel,
+     (const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s), (f, g, b, a, m, s),
+     count(LAUNCH))
 WRAP(cudaGraphLaunch, (cudaGraphExec_t g, cudaStream_t s), (g, s), count(GRAPH))
 WRAP(cudaGraphInstantiate, (cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f),
      (e, g, f), count(INSTANTIATE))
@@ -75,6 +82,7 @@ WRAP(cudaMemcpyAsync,
 WRAP(cudaMemcpy2DAsync,
      (void *d, size_t p, const void *s, size_t q, size_t w, size_t h, enum cudaMemcpyKind k,
       cudaStream_t t), (d, p, s, q, w, h, k, t), copied(d, s))
+WRAP(cudaMemset, (void *d, int v, size_t n), (d, v, n), count(MEMSET))
 WRAP(cudaMemsetAsync, (void *d, int v, size_t n, cudaStream_t s), (d, v, n, s), count(MEMSET))
 WRAP(cudaStreamSynchronize, (cudaStream_t s), (s), count(SYNC))
 WRAP(cudaDeviceSynchronize, (void), (), count(SYNC))

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import adaptive
+
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -23,6 +25,7 @@ os.environ |= {
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 DEMO = Path(__file__).parents[1] / "demo"
+PROFILE = "profile.json"
 WARM_UP = 12
 
 
@@ -41,14 +44,19 @@ def main() -> None:
         "enable_adaptive_verification": case["adaptive"],
     }
     if case["tide"] is not None:
-        speculative["tide"] = case["tide"] | {"run_dir": case["run_dir"]}
+        speculative["tide"] = section(case)
         say_that_one_token_was_sampled()
     if case["direct"]:
         from vllm_tide.engine import capture_v2
 
         capture_v2.DIRECT_BYTES = 1
+    confidence = prices = None
     if case["adaptive"]:
-        be_sure_of_every_draft()
+        confidence = adaptive.Confidence()
+        if case["tide"] is not None:
+            adaptive.store_profile(Path(case["run_dir"]) / PROFILE)
+            adaptive.say_what_is_learnt()
+            prices = adaptive.Prices()
     began = time.perf_counter()
     llm = LLM(
         str(DEMO / "target"),
@@ -74,10 +82,18 @@ def main() -> None:
     bench = Bench(engine, counters, case["batch"])
     bench.begin(WARM_UP + 8)
     bench.finish()
-    bench.begin(WARM_UP + case["steps"] + 300)
+    # Within the model's length even for who believes that all drafts are accepted.
+    bench.begin(900)
     result["prefill"] = bench.window(1)
     bench.step(WARM_UP)
+    if prices is not None:
+        prices.read()
     result["decode"] = bench.window(case["steps"])
+    if prices is not None:
+        result["prices"] = prices.read()
+    if confidence is not None:
+        manager = worker.model_runner.adaptive_verification
+        result["cuts"] = adaptive.cuts(manager, confidence, prices, bench)
     if worker.tide is not None:
         result |= with_tide(worker, bench, case)
     bench.abort()
@@ -85,6 +101,15 @@ def main() -> None:
     core.shutdown()
     result["shut_down"] = True
     print("RESULT " + json.dumps(result), flush=True)
+
+
+def section(case: dict[str, Any]) -> dict[str, Any]:
+    """The `tide` section of a case."""
+    found = case["tide"] | {"run_dir": case["run_dir"]}
+    if case["adaptive"]:
+        profile = {"profile": str(Path(case["run_dir"]) / PROFILE)}
+        found["control"] = found["control"] | profile
+    return found
 
 
 def say_that_one_token_was_sampled() -> None:
@@ -96,30 +121,16 @@ def say_that_one_token_was_sampled() -> None:
     read = Step.read
 
     def landed(step: Step) -> None:
+        drafted = step.drafts
         read(step)
         step.emitted[:] = 1
         step.start = np.maximum(step.start, 0)
         if step.cut:  # the host's even split arrives as it was sent
             step.logit_ends = step.bounds[1:]
             step.drafts = np.diff(step.bounds) - 1
+            step.trimmed = drafted - step.drafts
 
     Step.read = landed
-
-
-def be_sure_of_every_draft() -> None:
-    """So that upstream's manager and ours verify the same: everything."""
-    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
-        AdaptiveVerificationManager as Manager,
-    )
-
-    inner = Manager.get_num_tokens
-
-    def get_num_tokens(manager: Manager, *args: Any) -> int:
-        for confidences in manager._stale_confidences:
-            confidences.np.fill(1.0)
-        return inner(manager, *args)
-
-    Manager.get_num_tokens = get_num_tokens
 
 
 class Bench:

@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 # Control drafts at full depth here, so that its steps are comparable: a null draft is
 # never sure of a token.
 CONTROL = {"policy": "threshold", "threshold": 1e-9}
+# Prices need times. Nothing is looked at now and then, so that all steps are alike.
+PRICED = {"policy": "adaspec", "calibrate": False, "probe_share": 0}
 OFF = {"capture": {"enabled": False}, "swap": {"enabled": False}}
 ARMS: dict[str, dict[str, Any] | None] = {
     "upstream": None,
@@ -29,7 +31,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "all": {"capture": {"ring_mib": 64}, "control": CONTROL},
     # With adaptive verification, which is compared with upstream's own.
     "adaptive_upstream": None,
-    "adaptive": {"capture": {"ring_mib": 64}, "control": CONTROL},
+    "adaptive": {"capture": {"ring_mib": 64}, "control": PRICED},
 }
 # Every record's rows straight into the ring, as small as those of the demo are.
 DIRECT = "capture_direct"
@@ -54,6 +56,8 @@ COMPARED = (
     "stream_waits",
     "event_queries",
 )
+# What a step of ours may not do more often.
+WAITS = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
 
 
 def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, Any]:
@@ -69,13 +73,16 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
             "batch": options.batch,
             "steps": options.steps,
         }
-        done = subprocess.run(
-            [sys.executable, str(HERE / "engine.py"), json.dumps(case)],
-            capture_output=True,
-            text=True,
-            timeout=options.timeout,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, str(HERE / "engine.py"), json.dumps(case)],
+                capture_output=True,
+                text=True,
+                timeout=options.timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"after {options.timeout:g} s"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
@@ -88,6 +95,14 @@ def difference(ours: dict[str, Any], upstream: dict[str, Any]) -> dict[str, floa
     return {name: round(ours[name] - upstream[name], 3) for name in COMPARED}
 
 
+def steps_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The kinds of step that a run counted, by a suffix of its name."""
+    kinds = {"": found["decode"]}
+    for name, step in found.get("cuts", {}).items():
+        kinds[f"/verifies_{name}"] = step
+    return kinds
+
+
 def compared_with(name: str) -> str:
     """The run of upstream's that a run is compared with."""
     scheduling, _, arm = name.partition("/")
@@ -95,8 +110,50 @@ def compared_with(name: str) -> str:
     return f"{scheduling}/{own}"
 
 
+def table(runs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What ours do more than upstream's, by run and kind of step."""
+    more = {}
+    for name, found in runs.items():
+        upstream = runs.get(compared_with(name), {})
+        if name.endswith(CHECKED) or not ("decode" in found and "decode" in upstream):
+            continue
+        theirs = steps_of(upstream)
+        for kind, step in steps_of(found).items():
+            more[name + kind] = difference(step, theirs[kind])
+    return more
+
+
+def priced(found: dict[str, Any]) -> bool:
+    """Whether each step that was to be priced was: told to the worker, and used."""
+    if "prices" not in found:
+        return True
+    cuts = (step["prices"] for step in found["cuts"].values())
+    counts = [found["prices"], *cuts]
+    return all(c["steps"] == c["told"] == c["used"] > 0 for c in counts)
+
+
+def sound(runs: dict[str, Any]) -> bool:
+    """Whether each run is whole, without a fault and priced, and none waits more."""
+    kept = all(step[name] <= 0 for step in table(runs).values() for name in WAITS)
+    whole = all(found.get("faults") == {} and priced(found) for found in runs.values())
+    return kept and whole
+
+
+def document(runs: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` gets."""
+    return {
+        "what": "Calls per decoding step on a null GPU, whose kernels do nothing; "
+        "host_ms is the host's time alone, on a shared machine.",
+        "environment": {p: version(p) for p in ("torch", "triton", "vllm")},
+        "batch": options.batch,
+        "steps": options.steps,
+        "more_than_upstream": table(runs),
+        "runs": runs,
+    }
+
+
 def main() -> int:
-    """Run the arms; 0 if each ran whole and kept to upstream's waits."""
+    """Run the arms; 0 if each ran whole, priced and with upstream's waits only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--scheduling", default="async,sync")
@@ -118,28 +175,9 @@ def main() -> int:
                 continue
             runs[name] = run(arm, scheduling == "async", options)
             print(name, json.dumps(runs[name].get("decode", runs[name])), flush=True)
-    more = {
-        name: difference(found["decode"], runs[upstream]["decode"])
-        for name, found in runs.items()
-        for upstream in [compared_with(name)]
-        if not name.endswith(CHECKED)
-        if "decode" in found and "decode" in runs.get(upstream, {})
-    }
-    document = {
-        "what": "Calls per decoding step on a null GPU, whose kernels do nothing; "
-        "host_ms is the host's time alone, on a shared machine.",
-        "environment": {p: version(p) for p in ("torch", "triton", "vllm")},
-        "batch": options.batch,
-        "steps": options.steps,
-        "more_than_upstream": more,
-        "runs": runs,
-    }
-    if options.json:
-        options.json.write_text(json_text(document), encoding="utf-8")
-    waits = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
-    kept = all(step[name] <= 0 for step in more.values() for name in waits)
-    whole = all(found.get("faults") == {} for found in runs.values())
-    return 0 if kept and whole else 1
+            if options.json:
+                options.json.write_text(json_text(document(runs, options)), "utf-8")
+    return 0 if sound(runs) else 1
 
 
 if __name__ == "__main__":
