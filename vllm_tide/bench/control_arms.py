@@ -1,10 +1,13 @@
 """The arms of the control benchmark: which server each one needs.
 
 ``none`` and ``static1/3/5/7`` are plain vLLM; ``vllm_dynamic`` is plain vLLM with its
-batch-size schedule, ``vllm_adaptive`` with its adaptive verification (Model Runner V2
-only, so it has to be asked for); the others run a policy of ``tide.control`` with at
-most ``TIDE_MAX_TOKENS`` draft tokens.  The last four are the ablation of the AdaSpec
-paper's Table 2, each adding one part to the one before.
+batch-size schedule, ``vllm_adaptive`` with its adaptive verification; the others run a
+policy of ``tide.control`` with at most ``TIDE_MAX_TOKENS`` draft tokens.  The last four
+are the ablation of the AdaSpec paper's Table 2, each adding one part to the one before.
+
+``adaspec_adaptive`` is ``adaspec`` with vLLM's adaptive verification cutting its drafts
+on the device.  Both arms with it have to be asked for: few engines can
+(``adaptive.py``).
 
 An arm may be followed by ``@SCALE``: its requests then carry a TPOT limit of SCALE x
 the P90 TPOT of arm ``none`` (``adaspec_slo`` is ``adaspec@1.0``).  Arms that differ
@@ -39,6 +42,8 @@ ABLATION_ARMS = (
 )
 # Baselines the ablation is read against, as in the paper's table.
 ABLATION_SUITE = ("none", "static3", "threshold", *ABLATION_ARMS)
+# With vLLM's adaptive verification.
+ADAPTIVE_ARMS = ("vllm_adaptive", "adaspec_adaptive")
 # (first batch size, last batch size, number of draft tokens), as vLLM takes it.
 Schedule = Sequence[tuple[int, int, int]]
 STATIC = re.compile(r"^static([1-9]\d?)$")
@@ -48,6 +53,7 @@ _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "threshold": {"policy": "threshold"},
     "tide_gate": {"policy": "tide_gate"},
     "adaspec": {"policy": "adaspec"},
+    "adaspec_adaptive": {"policy": "adaspec"},
     "adaspec_drafter": {"policy": "adaspec", "verify": False, "calibrate": False},
     "adaspec_verifier": {"policy": "adaspec", "calibrate": False},
     "adaspec_calibration": {"policy": "adaspec"},
@@ -82,8 +88,8 @@ class Arm:
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether vLLM itself chooses what is verified."""
-        return self.name == "vllm_adaptive"
+        """Return whether drafts are cut by vLLM's adaptive verification."""
+        return self.name.partition("@")[0] in ADAPTIVE_ARMS
 
     @property
     def is_static(self) -> bool:
@@ -122,14 +128,12 @@ def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
         return Arm(text, 0)
     if match := STATIC.match(name):
         return Arm(text, int(match[1]))
-    if name == "vllm_dynamic":
-        return Arm(text, TIDE_MAX_TOKENS)
-    if name == "vllm_adaptive":
+    if name in ("vllm_dynamic", "vllm_adaptive"):
         return Arm(text, TIDE_MAX_TOKENS)
     if name in _POLICIES:
         merged = {**(control or {}), **_POLICIES[name]}
         return Arm(text, TIDE_MAX_TOKENS, merged, scale)
-    known = ", ".join((*CONTROL_ARMS, "vllm_adaptive", *ABLATION_ARMS))
+    known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS))
     raise BenchError(f"there is no arm {text!r}; known: {known}, static<k>")
 
 

@@ -25,6 +25,7 @@ _ARMS = {
     "vllm_dynamic": "vLLM's length by batch size",
     "vllm_adaptive": "vLLM's adaptive verification",
     "adaspec": "the length of most predicted tokens/s, step by step",
+    "adaspec_adaptive": "adaspec, its drafts cut by vLLM's adaptive verification",
     "adaspec_drafter": "adaspec that verifies all it drafts, uncalibrated",
     "adaspec_verifier": "adaspec, uncalibrated",
     "adaspec_calibration": "adaspec",

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .adaptive import why_not
 from .attainment import SCALES
 from .control_arms import (
     ABLATION_SUITE,
@@ -93,13 +94,19 @@ class RunOptions:
         """
         if self.suite not in SUITES:
             raise BenchError(f"--suite is one of {', '.join(SUITES)}")
-        make_arms(self.arm_names, self.control)
+        arms = make_arms(self.arm_names, self.control)
         for option, folder in (("--target", self.target), ("--draft", self.draft)):
             if not folder.is_dir():
                 raise BenchError(f"{option}: there is no folder {folder}")
             read_config(folder)
         if not (self.venv / "bin" / "vllm").exists():
             raise BenchError(f"--venv: {self.venv} has no bin/vllm")
+        runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+        for arm in arms:
+            if not arm.is_adaptive:
+                continue
+            if why := why_not(arm.name, self.venv, runner, compiled=self.compile):
+                raise BenchError(why)
         if not self.domains:
             raise BenchError("--domains names no domain")
         if not self.batches or min(self.batches) < 1:
