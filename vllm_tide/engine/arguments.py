@@ -15,7 +15,19 @@ from vllm_tide.config import (
     parse_tide,
     read_json_object,
 )
+from vllm_tide.engine.adaptive_arguments import KNOB, check_adaptive, refusal_of_vllm
 from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
+
+_NO_PIPELINE = (
+    "--pipeline-parallel-size: tide needs 1 (the draft lives on the last stage only); "
+    "use tensor parallelism instead."
+)
+_NO_LORA = (
+    "--enable-lora: tide cannot tell adapters' hidden states apart; switch LoRA off or "
+    "remove the tide section."
+)
+# vLLM may say it first, of adaptive verification only.
+_NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -83,6 +95,8 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     _check_fit(model, _draft_config(model, config.get("revision")), target)
     if tide.control.policy != "static":
         _check_control(config, tide.control)
+    if config.get(KNOB):
+        check_adaptive(tide.control, target)
 
 
 def _check_control(config: dict[str, Any], control: ControlConfig) -> None:
@@ -123,15 +137,9 @@ def check_engine_config(vllm_config: Any) -> None:
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--pipeline-parallel-size: tide needs 1 (the draft lives on the last "
-            "stage only); use tensor parallelism instead."
-        )
+        raise ConfigError(_NO_PIPELINE)
     if vllm_config.lora_config is not None:
-        raise ConfigError(
-            "--enable-lora: tide cannot tell adapters' hidden states apart; "
-            "switch LoRA off or remove the tide section."
-        )
+        raise ConfigError(_NO_LORA)
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         _check_moe_ranks(vllm_config)
     if vllm_config.use_v2_model_runner:
@@ -294,9 +302,12 @@ def _print_one_line_for_config_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, ConfigError):
-            print(f"error: --speculative-config: {error}", file=sys.stderr)
-        else:
+        said = str(error) if isinstance(error, ConfigError) else refusal_of_vllm(error)
+        if said is None:
             before(kind, error, trace)
+            return
+        if not isinstance(error, ConfigError):
+            said = next((ours for word, ours in _NEVER.items() if word in said), said)
+        print(f"error: --speculative-config: {said}", file=sys.stderr)
 
     sys.excepthook = hook
