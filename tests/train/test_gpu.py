@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from tests.train.test_sidecar import KNOBS, Engine
 from tests.train.test_trainer import TOY, _trainer
 from tests.train.toys import ToyTarget
+from vllm_tide.cli import train as cli
+from vllm_tide.cli.main import main
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train import turns
+from vllm_tide.train import gpu, prepare, sidecar, turns
 from vllm_tide.train.evaluate import evaluate
 from vllm_tide.train.gpu import Shortage, claim
 from vllm_tide.train.pacing import Pacer
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
+from vllm_tide.transport import process
 
 
 def test_a_turn_claims_its_share_of_wall_time():
@@ -56,8 +62,26 @@ def test_rests_grow_until_a_cycle_has_memory(caplog):
     assert "rests for 600 s" in caplog.records[-1].message
 
 
-@pytest.mark.parametrize("where", ["step", "fresh", "holdout"])
-def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where):
+def starved(kind: str) -> RuntimeError:
+    """As torch says it: its allocator, a CUDA call, a BLAS handle."""
+    if kind == "allocator":
+        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.")
+    if kind == "call":
+        return torch.AcceleratorError("CUDA error: out of memory", 2)
+    return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`")
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("step", "allocator"),
+        ("step", "call"),
+        ("step", "handle"),
+        ("fresh", "allocator"),
+        ("holdout", "allocator"),
+    ],
+)
+def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where, kind):
     trainer = _trainer()
     if where == "fresh":  # judged there is what came after a first cycle
         trainer.train_cycle()
@@ -73,7 +97,7 @@ def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where)
     def fails_once(*args, **kwargs):
         calls.append(1)
         if len(calls) == at:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise starved(kind)
         return whole(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, fails_once)
@@ -91,16 +115,116 @@ def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where)
 
 def test_a_group_of_ranks_cannot_go_on_without_memory():
     trainer = _trainer()
-    starved = torch.OutOfMemoryError("CUDA out of memory.")
-    trainer.stepper = Mock(run=Mock(side_effect=starved), step=trainer.stepper.step)
+    run = Mock(side_effect=starved("allocator"))
+    trainer.stepper = Mock(run=run, step=trainer.stepper.step)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train_cycle()
+
+
+def test_another_error_of_a_step_is_no_shortage(monkeypatch):
+    trainer = _trainer()
+    wrong = Mock(side_effect=RuntimeError("size mismatch"))
+    monkeypatch.setattr(TrainStep, "clip_gradients", wrong)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trainer.train_cycle()
+    assert trainer.out_of_memory == 0
 
 
 def test_a_gpu_that_is_not_there_gets_one_sentence():
     claim("cpu")
     with pytest.raises(DraftError, match=r"tide\.train\.device: 'cuda:99', but .* use"):
         claim("cuda:99")
+
+
+NO_CONTEXT = (
+    "tide.train.device: 'cuda:0' has no memory left for the trainer's context: leave "
+    "the trainer more of the GPU (--gpu-memory-utilization of vllm serve), or set "
+    "tide.train.device to another GPU or 'cpu'; tide.train.gpu_share limits time, not "
+    "memory."
+)
+
+
+def full_gpu(monkeypatch, error: RuntimeError, at: str = "set_device") -> None:
+    """A GPU on which the first call that makes a context fails."""
+    calls = {"is_available": True, "device_count": 1, "set_device": None}
+    calls |= {"Stream": object(), "set_stream": None}
+    for name, value in calls.items():
+        fake = Mock(return_value=value, side_effect=error if name == at else None)
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # put back afterwards
+
+
+@pytest.mark.parametrize("kind", ["allocator", "call"])
+@pytest.mark.parametrize("at", ["set_device", "Stream"])
+def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, at):
+    full_gpu(monkeypatch, starved(kind), at)
+    with pytest.raises(DraftError) as refused:
+        claim("cuda:0")
+    assert str(refused.value) == NO_CONTEXT
+    full_gpu(monkeypatch, RuntimeError("CUDA error: unspecified launch failure"), at)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        claim("cuda:0")
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """An engine whose trainer is to work on a GPU; this process stays as it is."""
+    for name in ("refuse_core_dumps", "show_stacks_on_signal"):
+        monkeypatch.setattr(process, name, lambda: None)
+    made = Engine(tmp_path)
+    made.manifest.tide["train"] = {**KNOBS, "device": "cuda:0"}
+    made.announce()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("more", [(), ("--wait",)])
+@pytest.mark.parametrize("where", ["context", "draft"])
+def test_a_trainer_without_memory_ends_with_the_sentence(
+    monkeypatch, capsys, engine, where, more
+):
+    full_gpu(monkeypatch, starved("call"), "set_device" if where == "context" else "")
+    monkeypatch.setattr(prepare, "_pin", lambda config: None)
+    monkeypatch.setattr(cli, "POLL_S", 0.0)
+    load = Mock(side_effect=starved("allocator"))
+    monkeypatch.setattr(sidecar.TargetRows, "load", load)
+    assert main(["train", "--run-dir", str(engine.run_dir), *more]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    what = {"context": "the trainer's context", "draft": "the draft and the target's"}
+    assert said.startswith(
+        f"error: tide.train.device: 'cuda:0' has no memory left for {what[where]}"
+    )
+
+
+def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
+    held, cleared = [], []
+
+    class Attached:
+        """Refers to itself, as a sidecar does."""
+
+        stopping = paused = False
+        status = None
+
+        def __init__(self, feeds, *args):
+            assert all(one() is None for one in held)
+            self.feeds, self.me = feeds, self
+            self.state = "stopped" if held else "engine_gone"
+            held.append(weakref.ref(self))
+
+        def run(self, once):
+            self.feeds.close()
+            return self.state
+
+    monkeypatch.setattr(sidecar, "Sidecar", Attached)
+    monkeypatch.setattr(sidecar, "describe", lambda attached: "")
+    monkeypatch.setattr(prepare, "prepare_process", lambda *args, **kwargs: None)
+    monkeypatch.setattr(gpu, "give_back_cache", lambda: cleared.append(len(held)))
+    gc.disable()  # or it may come by itself
+    try:
+        assert main(["train", "--run-dir", str(engine.run_dir), "--wait"]) == 0
+    finally:
+        gc.enable()
+    assert len(held) == 2 and cleared == [1]
 
 
 @pytest.mark.gpu

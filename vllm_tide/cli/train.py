@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -81,6 +82,7 @@ def _run(args: argparse.Namespace) -> int:
 def _lead(
     args: argparse.Namespace, override: TideConfig | None, ranks: Ranks | None
 ) -> int:
+    from vllm_tide.train.gpu import give_back_cache
     from vllm_tide.train.metrics import open_metrics
     from vllm_tide.train.prepare import prepare_process
     from vllm_tide.train.sidecar import (
@@ -127,6 +129,11 @@ def _lead(
         wait = args.wait and ranks is None and not sidecar.stopping
         if not (wait and state == "engine_gone"):
             return 0
+        # Its draft and rows would lie beside the next engine's, and what a GPU holds
+        # is not there for the server that is to come.
+        del sidecar, feeds
+        gc.collect()  # they refer to each other
+        give_back_cache()
 
 
 def _many_ranks() -> bool:

@@ -23,12 +23,33 @@ logger = logging.getLogger("vllm_tide.train")
 REST_S, LONGEST_REST_S = 30.0, 600.0
 
 
-def no_memory(config: TrainConfig, what: str) -> str:
-    """What an operator is told; `what`: the device has no memory for."""
+# Torch's allocator raises a class of its own. A context, a kernel's launch and a BLAS
+# handle take memory outside of it, and fail with these words.
+_WORDS = ("out of memory", "BLAS_STATUS_ALLOC_FAILED")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that the device has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return any(words in said for words in _WORDS)
+
+
+def no_memory(device: str, what: str, batch_tokens: int | None = None) -> str:
+    """What an operator is told.
+
+    Args:
+        device: `tide.train.device`.
+        what: The device has no memory for.
+        batch_tokens: The knob, where a smaller one would help.
+    """
+    smaller = ""
+    if batch_tokens is not None:
+        smaller = f"make tide.train.batch_tokens ({batch_tokens}) smaller, "
     return (
-        f"tide.train.device: {config.device!r} has no memory left for {what}: make "
-        f"tide.train.batch_tokens ({config.batch_tokens}) smaller, leave the trainer "
-        "more of the GPU (--gpu-memory-utilization of vllm serve), or set "
+        f"tide.train.device: {device!r} has no memory left for {what}: {smaller}leave "
+        "the trainer more of the GPU (--gpu-memory-utilization of vllm serve), or set "
         "tide.train.device to another GPU or 'cpu'; tide.train.gpu_share limits time, "
         "not memory."
     )
@@ -53,7 +74,8 @@ class Shortage:
             self._rest = REST_S
             return
         rest = f"training, which rests for {self._rest:.0f} s and tries again"
-        logger.error("%s", no_memory(self._config, rest))
+        config = self._config
+        logger.error("%s", no_memory(config.device, rest, config.batch_tokens))
         self._until = now + self._rest
         self._rest = min(2 * self._rest, LONGEST_REST_S)
 
@@ -65,6 +87,11 @@ class Shortage:
 def give_up_memory(optimizer: torch.optim.Optimizer) -> None:
     """Let go of what a step that failed has left, also for other processes."""
     optimizer.zero_grad(set_to_none=True)
+    give_back_cache()
+
+
+def give_back_cache() -> None:
+    """Let go of memory that torch keeps for itself, for other processes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -75,7 +102,7 @@ def claim(name: str) -> None:
     Priorities of streams hold inside one process; between processes MPS has its own.
 
     Raises:
-        DraftError: Torch has no such device.
+        DraftError: Torch has no such device, or it has no memory left.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -87,9 +114,14 @@ def claim(name: str) -> None:
             f"tide.train.device: {name!r}, but torch {torch.__version__} sees {seen} "
             "GPUs here; use 'cpu', or torch for CUDA or ROCm and a visible GPU."
         )
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream())  # of the lowest priority
+    try:  # the first calls that make a context
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # of the lowest priority
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        raise DraftError(no_memory(name, "the trainer's context")) from error
 
 
 def on_device(thing: Any, device: torch.device) -> Any:

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
@@ -30,7 +28,7 @@ from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feed import Feed
 from vllm_tide.train.feeds import Feeds
-from vllm_tide.train.gpu import Shortage, no_memory
+from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
@@ -87,8 +85,9 @@ class Sidecar:
             self._open(feeds, run_dir, config, ranks)
         except BaseException as error:
             feeds.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise DraftError(no_memory(self.config, "the draft")) from error
+            if lacks_memory(error):
+                said = no_memory(self.config.device, "the draft and the target's rows")
+                raise DraftError(said) from error
             raise
 
     def _open(

@@ -28,7 +28,7 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate
-from vllm_tide.train.gpu import give_up_memory, on_device
+from vllm_tide.train.gpu import give_up_memory, lacks_memory, on_device
 from vllm_tide.train.judgement import CycleResult, Pair, judge, newest_within, unjudged
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
@@ -194,8 +194,9 @@ class Trainer:
         """
         try:
             return self._run_cycle(progress, wanted_groups)
-        except torch.OutOfMemoryError as error:
-            if not isinstance(self.stepper, OneRank):  # others are amid the same step
+        except RuntimeError as error:
+            # Other ranks are amid the same step.
+            if not (lacks_memory(error) and isinstance(self.stepper, OneRank)):
                 raise
             error.__traceback__ = None  # it holds the step's frames, so its tensors
             give_up_memory(self.stepper.step.optimizer)
