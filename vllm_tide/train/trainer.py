@@ -28,12 +28,13 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate
-from vllm_tide.train.gpu import give_up_memory, lacks_memory, on_device
+from vllm_tide.train.gpu import give_up_memory, lacks_memory
 from vllm_tide.train.judgement import CycleResult, Pair, judge, newest_within, unjudged
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.sayable import Sayable
 from vllm_tide.train.turns import Progress, Turns, Watch
 from vllm_tide.train.vocabulary import LiveVocabulary
 
@@ -108,7 +109,7 @@ class Trainer:
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
         self.rate = 1.0
-        self._target_rows: Tensor | None = None
+        self._sayable = Sayable(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
 
     @property
@@ -155,7 +156,8 @@ class Trainer:
             if not vocab.is_identity:
                 share, seed = self.config.holdout_share, self.config.seed
                 if not is_held_out(sample.key, share, seed):
-                    sample = replace(sample, in_vocab=self._in_vocab(sample))
+                    known = self._sayable.rows_of(sample, vocab)
+                    sample = replace(sample, in_vocab=known)
             if self.group_of is not None:
                 sample = replace(sample, group=self.group_of(sample.key))
             self.buffer.add(sample)
@@ -438,7 +440,8 @@ class Trainer:
         def look_up(sample: Sample) -> Sample:
             if progress is not None:
                 progress()
-            return replace(sample, in_vocab=self._in_vocab(sample))
+            known = self._sayable.rows_of(sample, self.draft.vocab)
+            return replace(sample, in_vocab=known)
 
         self.buffer.map_train(look_up)
 
@@ -484,20 +487,3 @@ class Trainer:
         """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
         return Pair(samples, new, self.evaluate(self.live, progress, samples))
-
-    def _in_vocab(self, sample: Sample) -> Tensor:
-        """Bool [S]: the target's best token is in the draft vocabulary."""
-        inside = self.draft.vocab.t2d
-        if sample.teacher_topk is not None:
-            return inside[sample.teacher_topk.ids[:, 0].long()]
-        out = torch.zeros(sample.num_tokens, dtype=torch.bool)
-        if sample.teacher_hidden is None:
-            return out
-        if self._target_rows is None:  # once: they are the largest tensor there is
-            self._target_rows = self.target.rows_in(self.stepper.step.dtype)
-        rows = self._target_rows
-        for lo in range(0, sample.num_tokens, 256):
-            hidden = on_device(sample.teacher_hidden[lo : lo + 256], rows.device)
-            z = self.target.logits(hidden.to(rows.dtype), rows)
-            out[lo : lo + 256] = inside[z.argmax(-1).cpu()]
-        return out
