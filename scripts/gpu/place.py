@@ -54,6 +54,8 @@ class Place:
             )
         self.cpu, self.file, self._only = cpu, file.resolve(), only
         self.device = torch.device("cpu" if cpu else "cuda")
+        # A GPU has no profile, which adaspec alone needs.
+        self.policy = "adaspec" if cpu else "threshold"
         self.work = self.file.with_name(self.file.name + ".work")
         self._until = time.monotonic() + 60 * minutes
         self._left_out = 0

@@ -11,7 +11,7 @@ def trace(place: Place) -> None:
     """Upstream's EAGLE-3, then ours with capture and with control."""
     run_dir = place.work / "run"
     arms = {"upstream": None, "capture": {"control": {"policy": "static"}},
-            "capture and control": {"control": {"policy": "adaspec"}}}  # fmt: skip
+            "capture and control": {"control": {"policy": place.policy}}}  # fmt: skip
     batch = 2 if place.cpu else 32
 
     def measure(name: str, tide: dict[str, Any] | None) -> dict[str, Any]:

@@ -24,6 +24,10 @@ def main() -> None:
         from v2_on_cpu import prepare
 
         prepare(asynchronous=case["runner"] == "v2-async")
+    if "curves" in case:
+        from v2_on_cpu import verify_adaptively
+
+        verify_adaptively(*case["curves"])
     from vllm import LLM, SamplingParams
 
     policy = None
@@ -89,6 +93,9 @@ def main() -> None:
             report["version"] = tide.swapper.version
             report["refused"] = dict(tide.swapper.stager.refused)
             report["swaps"] = tide.swapper.num_swaps
+        if "curves" in case:
+            report["control"] = tide.control.stats()
+            report["control_faults"] = dict(tide.control.faults)
         if policy is not None:
             report["outcomes"] = policy.outcomes
             report["probes"] = policy.probes
@@ -99,9 +106,10 @@ def main() -> None:
             report["runner"] = type(runner).__module__
             report["async"] = config.scheduler_config.async_scheduling
             draft = runner.get_draft_model()
+            parameters = () if draft is None else draft.named_parameters()
             report["addresses"] = {
                 name: parameter.data_ptr()
-                for name, parameter in draft.named_parameters()
+                for name, parameter in parameters
                 if parameter.numel()
             }
         print("REPORT " + json.dumps(report), flush=True)

@@ -300,6 +300,7 @@ def vllm_error(said: str) -> ValidationError:
             {"tide": {"control": {"policy": "adaspec"}}},
             "tide.control.profile: 'adaspec' needs forward times",
         ),
+        ({"tide": {"control": {"policy": "adaspec"}}, **ADAPTIVE}, None),
         (
             {"tide": {"control": {"policy": "tide_gate"}}},
             "tide.control.profile: 'tide_gate' needs forward times",
@@ -372,29 +373,10 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control():
     check_engine_config(config)
 
 
-@pytest.mark.parametrize(
-    ("requests", "table"),
-    [
-        (8, [(1, 5, 3), (6, 6, 2), (7, 7, 1), (8, 8, 0)]),
-        (3, [(1, 1, 3), (2, 2, 2), (3, 3, 1)]),
-        (1, [(1, 1, 3)]),
-    ],
-)
-def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, table):
+def on_a_gpu(requests=8, **speculative):
     from types import SimpleNamespace as Config
 
-    from vllm_tide.config import ConfigError
-    from vllm_tide.engine.arguments import check_engine_config
-
-    speculative = Config(
-        tide={"control": {"policy": "threshold"}},
-        enable_adaptive_verification=False,
-        use_local_argmax_reduction=False,
-        draft_sample_method="greedy",
-        num_speculative_tokens=3,
-        num_speculative_tokens_per_batch_size=None,
-    )
-    config = Config(
+    return Config(
         device_config=Config(device_type="cuda"),
         parallel_config=Config(
             pipeline_parallel_size=1,
@@ -404,8 +386,48 @@ def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, tabl
         lora_config=None,
         use_v2_model_runner=True,
         scheduler_config=Config(async_scheduling=True, max_num_seqs=requests),
-        speculative_config=speculative,
+        speculative_config=Config(
+            **{
+                "enable_adaptive_verification": False,
+                "use_local_argmax_reduction": False,
+                "draft_sample_method": "greedy",
+                "num_speculative_tokens": 3,
+                "num_speculative_tokens_per_batch_size": None,
+                **speculative,
+            }
+        ),
     )
+
+
+@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
+def test_on_a_gpu_what_vllm_measures_for_adaptive_verification_is_a_profile(policy):
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    tide = {"control": {"policy": policy}}
+    check_engine_config(on_a_gpu(tide=tide, **ADAPTIVE))
+    with pytest.raises(ConfigError) as refused:
+        check_engine_config(on_a_gpu(tide=tide))
+    # Not to make a file on V1, which is refused on a GPU.
+    said = str(refused.value)
+    assert said.startswith(f"tide.control.profile: {policy!r} needs forward times")
+    assert "set enable_adaptive_verification to true" in said and "V1" not in said
+
+
+@pytest.mark.parametrize(
+    ("requests", "table"),
+    [
+        (8, [(1, 5, 3), (6, 6, 2), (7, 7, 1), (8, 8, 0)]),
+        (3, [(1, 1, 3), (2, 2, 2), (3, 3, 1)]),
+        (1, [(1, 1, 3)]),
+    ],
+)
+def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, table):
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = on_a_gpu(requests, tide={"control": {"policy": "threshold"}})
+    speculative = config.speculative_config
     check_engine_config(config)
     assert speculative.num_speculative_tokens_per_batch_size == table
     speculative.num_speculative_tokens_per_batch_size = None

@@ -47,7 +47,13 @@ def make(monkeypatch):
     group = SimpleNamespace(broadcast_object=lambda value, src: value)
     monkeypatch.setattr(upstream, "get_tp_group", lambda: group)
 
-    def made(context: int = 100, look_share: float = 0.0, profile=TIMES, young=False):
+    def made(
+        context: int = 100,
+        look_share: float = 0.0,
+        profile=TIMES,
+        young=False,
+        told=None,
+    ):
         states = SimpleNamespace(
             num_speculative_steps=K,
             device=torch.device("cpu"),
@@ -63,6 +69,7 @@ def make(monkeypatch):
             control,
             profile,
             look_share,
+            told,
             req_states=states,
             query_start_loc=torch.zeros(REQS + 1, dtype=torch.int32),
             num_bonus_tokens=1,
@@ -130,6 +137,34 @@ def test_without_prices_or_a_profile_upstream_decides_as_ever(make, prices):
     order(manager, prices=prices)
     manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
     assert verified(manager) == 3  # up to the stair
+
+
+def test_what_upstream_measured_stands_in_for_a_profile_alike_on_every_rank(make):
+    told = []
+    ranks = [make(profile=None, told=told.append) for _ in range(2)]
+    stair = [(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)]
+    for manager in ranks:
+        manager.set_cost_curves(*stair)
+    assert told[-2] == told[-1] and len(told) == 4  # `make` gives curves too
+    seen = OnlineTime(told[-1])
+    learnt = seen.model.learnt()
+    for limit, drafts in ((np.inf, 3), (1e-9, 0)):
+        for manager in ranks:
+            manager._rounds = 1000
+            order = {"prices": (limit, learnt)}
+            manager.order(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
+            assert verified(manager) == drafts
+            assert manager.guard.faults == {}
+    seen.model.target.value = (1.0, 1.0, 100.0)  # serving found every step dear
+    order = {"prices": (np.inf, seen.model.learnt())}
+    ranks[0].order(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
+    assert verified(ranks[0]) > 3
+
+
+def test_a_profile_is_not_replaced_by_what_upstream_measured(make):
+    told = []
+    make(told=told.append)
+    assert told == []
 
 
 def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
@@ -268,6 +303,51 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(caplog):
     assert runner.speculator.acceptance_estimator is None
     assert not tide._worker.vllm_config.speculative_config.enable_adaptive_verification
     assert tide.begun_anew == [False] and not control.trims
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_the_policy_begins_when_times_were_measured(monkeypatch, leader):
+    from vllm_tide.engine import policy_start, verification
+
+    monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
+    made = []
+    monkeypatch.setattr(
+        verification, "PricedVerification", lambda *args, **kwargs: made.append(args)
+    )
+    verification.PricedVerification.UPSTREAM = ()
+    control = begun(trims=False)
+    control.policy, control.cut_on_device = None, True
+    tide = worker(control)
+    tide._leader = leader
+    tide._config = SimpleNamespace(control=ControlConfig(policy="adaspec"))
+    tide.make_verification(lambda **upstream: object())
+    ((given, profile, _, told),) = made
+    assert given is control and profile is None and control.policy is None
+    told(TIMES)
+    assert (control.policy is not None) == leader
+    if leader:
+        assert control.times.profile == TIMES and control.prices() is not None
+    tide._config = SimpleNamespace(control=ControlConfig(policy="threshold"))
+    tide.make_verification(lambda **upstream: object())
+    assert made[1][3] is None
+
+
+def test_without_verification_or_a_profile_the_length_is_static_and_the_log_says_so(
+    caplog, monkeypatch
+):
+    from vllm_tide.engine import policy_start
+
+    monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
+    tide = worker(begun(trims=False))
+    tide._config = SimpleNamespace(control=ControlConfig(policy="adaspec"))
+
+    def refuse(**upstream):
+        raise ValueError("FlashAttentionBackend allows none.")
+
+    assert tide.make_verification(refuse) is None
+    (record,) = caplog.records
+    assert "Until then the length is static: " in record.message
+    assert "policy 'adaspec' needs tide.control.profile." in record.message
 
 
 def test_where_none_is_wanted_none_is_made():

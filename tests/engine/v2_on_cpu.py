@@ -28,6 +28,42 @@ def prepare(asynchronous: bool) -> None:
         _keep_asynchronous_scheduling()
 
 
+def verify_adaptively(
+    draft_curve: list[list[float]], target_curve: list[list[float]]
+) -> None:
+    """Let adaptive verification run in eager steps, which upstream and we refuse.
+
+    Call it after `prepare`. All of it but the graphs is a GPU's.
+
+    Args:
+        draft_curve: [requests, ms] pairs that capturing graphs would have measured.
+        target_curve: [tokens, ms] pairs, the same.
+    """
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
+
+    from vllm_tide.engine import arguments, verification
+
+    arguments.check_adaptive = lambda control, target: None
+    VllmConfig._validate_adaptive_verification = lambda self: None
+    upstream.get_varlen_cudagraph_unsupported_backend = lambda *args, **kwargs: None
+    upstream._assign_draft_token_budget_compiled = upstream._assign_draft_token_budget
+    model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **kwargs: mode
+    # Cuts from the start: the estimator would first be fitted after hundreds of rounds.
+    verification._YOUNG_ROUNDS = 0
+    inner = verification.PricedVerification.__init__
+
+    def __init__(self, *args, **kwargs):
+        inner(self, *args, **kwargs)
+        self.set_cost_curves(
+            [tuple(pair) for pair in draft_curve],
+            [tuple(pair) for pair in target_curve],
+        )
+
+    verification.PricedVerification.__init__ = __init__
+
+
 def _keep_asynchronous_scheduling() -> None:
     from vllm.platforms.cpu import CpuPlatform
 

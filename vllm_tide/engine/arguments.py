@@ -188,12 +188,23 @@ def _check_v2(vllm_config: Any) -> None:
             "tide.control.verify: false keeps every drafted token, which "
             "enable_adaptive_verification cuts; set both to the same."
         )
-    if control.policy not in ("static", "threshold") and control.profile is None:
+    if control.policy in ("static", "threshold") or control.profile is not None:
+        return
+    if speculative.enable_adaptive_verification:
+        return  # vLLM measures some for it
+    need = (
+        f"tide.control.profile: {control.policy!r} needs forward times, which tide "
+        "does not measure on Model Runner V2; "
+    )
+    if vllm_config.device_config.device_type == "cpu":
         raise ConfigError(
-            f"tide.control.profile: {control.policy!r} needs forward times, which "
-            "tide does not measure on Model Runner V2; make a file with `vllm-tide "
-            "profile` under VLLM_USE_V2_MODEL_RUNNER=0 and name it here."
+            f"{need}make a file with `vllm-tide profile` under "
+            "VLLM_USE_V2_MODEL_RUNNER=0 and name it here."
         )
+    raise ConfigError(
+        f"{need}set enable_adaptive_verification to true, for which vLLM measures "
+        "some, or tide.control.policy to 'threshold'."
+    )
 
 
 def _capture_every_length(vllm_config: Any) -> None:

@@ -59,7 +59,17 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
     control.policy = policy
 
 
-def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> None:
+def needs_times(config: ControlConfig) -> bool:
+    """Whether the policy predicts times, from a profile or what stands in for one."""
+    return config.policy not in ("static", "threshold")
+
+
+def start_predicting(
+    worker: Any,
+    control: ControlV2,
+    config: ControlConfig,
+    profile: TimeModel | None = None,
+) -> None:
     """The same on Model Runner V2, where nothing is measured before serving.
 
     The forwards that a profile holds are the same modules' on both runners; what V2
@@ -68,7 +78,9 @@ def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> 
     Args:
         worker: vLLM's `Worker`.
         control: Gets its policy.
-        config: `tide.control`, with a profile unless the policy needs no times.
+        config: `tide.control`.
+        profile: Stands in for a profile; None: the stored one. Without any, a policy
+            that needs times is not given.
 
     Raises:
         ConfigError: `tide.control.profile` cannot be used.
@@ -80,7 +92,8 @@ def start_predicting(worker: Any, control: ControlV2, config: ControlConfig) -> 
     if config.policy == "threshold":
         control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
         return
-    profile = stored_times(worker, config)
+    if profile is None:
+        profile = stored_times(worker, config)
     if profile is not None:
         control.times = OnlineTime(profile)
         times = KeptPassTimes(control.times)
@@ -93,7 +106,7 @@ def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:
     Raises:
         ConfigError: `tide.control.profile` cannot be used.
     """
-    if config.policy in ("static", "threshold"):
+    if not needs_times(config):
         return None
     stored = _stored(config, timing_facts(worker))
     return None if stored is None else stored.model

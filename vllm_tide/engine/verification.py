@@ -16,6 +16,7 @@ the scheduler's order, which every rank gets.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from vllm_tide.control.kept_pass import KeptPass
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, Prices
+from vllm_tide.engine.measured_times import times_of_tables
 
 logger = logging.getLogger("vllm_tide")
 
@@ -46,8 +48,10 @@ class PricedVerification(AdaptiveVerificationManager):
 
     Args:
         control: Knows the context of the step that began; None: upstream's costs.
-        profile: What prices refine; None: upstream's costs.
+        profile: What prices refine; None: what is measured, or upstream's costs.
         look_share: Share of rounds that verify all that was drafted.
+        on_measured: Without a profile: told the times that upstream measured, whose
+            refinement the prices are then; None: upstream's costs are taken.
         upstream: Arguments of upstream's manager.
     """
 
@@ -58,12 +62,14 @@ class PricedVerification(AdaptiveVerificationManager):
         control: ControlV2 | None,
         profile: TimeModel | None,
         look_share: float,
+        on_measured: Callable[[TimeModel], None] | None = None,
         **upstream: Any,
     ) -> None:
         super().__init__(**upstream)
         self.guard = Guard("pricing of verification")
         self._control = control
         self._times = None if profile is None else OnlineTime(profile).model
+        self._on_measured = on_measured if profile is None else None
         self._look_every = round(1 / look_share) if look_share else 0
         self._prices: Prices | None = None
         self._depth = self.num_speculative_steps
@@ -93,6 +99,13 @@ class PricedVerification(AdaptiveVerificationManager):
         assert self.cost_tables is not None  # noqa: S101 (set just now)
         draft_table, verify_table = self._measured = self.cost_tables
         self._own = draft_table.copy(), verify_table.copy()
+        if self._on_measured is not None:
+            # Of the tables, not of the curves: those are the same on every rank.
+            times = times_of_tables(
+                draft_table, verify_table, self.num_speculative_steps
+            )
+            self._times = OnlineTime(times).model
+            self._on_measured(times)
 
     def get_num_tokens(
         self,

@@ -26,6 +26,7 @@ from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
 
 if TYPE_CHECKING:
+    from vllm_tide.control.time_model import TimeModel
     from vllm_tide.engine.verification import PricedVerification
 
 logger = logging.getLogger("vllm_tide")
@@ -98,7 +99,7 @@ class WorkerTideV2(WorkerTide):
         except ValueError as error:
             self._do_without_verification(error)
             return None
-        from vllm_tide.engine.policy_start import stored_times
+        from vllm_tide.engine.policy_start import needs_times, stored_times
         from vllm_tide.engine.verification import PricedVerification
 
         control = self._config.control
@@ -106,18 +107,34 @@ class WorkerTideV2(WorkerTide):
             self.control,
             stored_times(self._worker, control),
             control.probe_share,
+            self._start_with if needs_times(control) else None,
             **{name: upstream[name] for name in PricedVerification.UPSTREAM},
         )
         return self._verification
 
+    def _start_with(self, times: TimeModel) -> None:
+        """Graphs were captured, and vLLM has measured the times that we lacked."""
+        if self.control is not None and self._leader:
+            from vllm_tide.engine.policy_start import start_predicting
+
+            start_predicting(self._worker, self.control, self._config.control, times)
+
     def _do_without_verification(self, error: ValueError) -> None:
         """Let the scheduler cap a step's length for its whole batch instead."""
+        from vllm_tide.engine.policy_start import needs_times, stored_times
+
+        control = self._config.control
         if self._leader:
-            logger.warning(
-                "vllm_tide: %s Until then tide.control caps the length of each step "
-                "for all its requests alike, in the scheduler.",
-                error,
+            instead = (
+                "tide.control caps the length of each step for all its requests alike, "
+                "in the scheduler."
             )
+            if needs_times(control) and stored_times(self._worker, control) is None:
+                instead = (
+                    "the length is static: without times that vLLM measures for it "
+                    f"policy {control.policy!r} needs tide.control.profile."
+                )
+            logger.warning("vllm_tide: %s Until then %s", error, instead)
         runner, self._adaptive = self._runner, False
         for part in (
             runner.speculator,
