@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,6 +41,26 @@ def keep(report, **changes):
 
 def test_a_static_length_needs_none(tmp_path):
     assert examined(tmp_path, None).status is Status.SKIPPED
+
+
+def test_neither_does_a_threshold(tmp_path):
+    found = examined(tmp_path, {"control": {"policy": "threshold"}})
+    assert found.status is Status.SKIPPED and "threshold" in found.sentence
+
+
+@pytest.mark.parametrize("device", ["cuda", "rocm"])
+def test_on_a_gpu_times_come_from_adaptive_verification_alone(
+    device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(profile, "vllm_device", lambda build: device)
+    found = examined(tmp_path)
+    assert found.status is Status.FAILED
+    assert "enable_adaptive_verification" in found.advice
+    assert "vllm-tide profile" not in found.sentence + found.advice
+    given = make_subject(tmp_path, ADASPEC)
+    adaptive = {**given.speculative, "enable_adaptive_verification": True}
+    (found,) = profile.check(replace(given, speculative=adaptive))
+    assert found.status is Status.OK
 
 
 def test_none_kept_is_a_warning_that_says_what_happens(tmp_path):

@@ -38,8 +38,28 @@ def check(subject: Subject) -> Iterator[Finding]:
         yield skipped(NAME, "tide.control.policy is static, which needs none.")
     elif tide.control.profile is not None:
         yield judge_file(Path(tide.control.profile).expanduser(), known_facts())
+    elif tide.control.policy == "threshold":
+        yield skipped(NAME, "tide.control.policy is threshold, which needs none.")
+    elif vllm_device(torch_build()) in ("cuda", "rocm"):
+        yield judge_gpu(bool(subject.speculative.get("enable_adaptive_verification")))
     else:
         yield judge_folder(default_path("").parent, known_facts())
+
+
+def judge_gpu(adaptive: bool) -> Finding:
+    """A server on a GPU, where no profile can be made.
+
+    Args:
+        adaptive: enable_adaptive_verification.
+    """
+    if adaptive:
+        return ok(NAME, "vLLM measures times for adaptive verification at each start.")
+    return failed(
+        NAME,
+        "On a GPU the policy has no forward times.",
+        "Set enable_adaptive_verification to true, for which vLLM measures some, or "
+        "tide.control.policy to 'threshold'.",
+    )
 
 
 def known_facts() -> dict[str, Any]:
