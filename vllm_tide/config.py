@@ -317,7 +317,8 @@ class ControlConfig(_Section):
     profile: str | None = Field(
         None,
         description="File of `vllm-tide profile`; null uses the cached profile of "
-        "this model and machine, or measures at start-up.",
+        "this model and machine, or measures at start-up; on a GPU, what vLLM measures "
+        "for adaptive verification.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,
