@@ -50,7 +50,8 @@ def refuse_core_dumps() -> None:
 
 def show_stacks_on_signal() -> None:
     """SIGUSR1 writes to stderr where each thread of this process is; it goes on."""
-    faulthandler.register(signal.SIGUSR1)
+    # The descriptor: what is at sys.stderr may have none.
+    faulthandler.register(signal.SIGUSR1, file=2)
 
 
 @lru_cache(maxsize=1)
