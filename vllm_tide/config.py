@@ -317,8 +317,8 @@ class ControlConfig(_Section):
     profile: str | None = Field(
         None,
         description="File of `vllm-tide profile`; null uses the cached profile of "
-        "this model and machine, or measures at start-up; on a GPU, what vLLM measures "
-        "for adaptive verification.",
+        "this model and machine. Without one Model Runner V1 measures at start-up, and "
+        "V2 takes what vLLM measures for adaptive verification.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,

@@ -49,18 +49,21 @@ def test_neither_does_a_threshold(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda", "rocm"])
-def test_on_a_gpu_times_come_from_adaptive_verification_alone(
-    device, tmp_path, monkeypatch
+def test_on_a_gpu_times_are_kept_ones_or_adaptive_verification_s(
+    device, tmp_path, monkeypatch, report
 ):
     monkeypatch.setattr(profile, "vllm_device", lambda build: device)
     found = examined(tmp_path)
     assert found.status is Status.FAILED
     assert "enable_adaptive_verification" in found.advice
-    assert "vllm-tide profile" not in found.sentence + found.advice
+    assert "vllm-tide profile" in found.advice
     given = make_subject(tmp_path, ADASPEC)
     adaptive = {**given.speculative, "enable_adaptive_verification": True}
     (found,) = profile.check(replace(given, speculative=adaptive))
-    assert found.status is Status.OK
+    assert found.status is Status.OK and "vLLM measures" in found.sentence
+    path = keep(report)
+    assert str(path) in examined(tmp_path).sentence
+    assert examined(tmp_path).status is Status.OK
 
 
 def test_none_kept_is_a_warning_that_says_what_happens(tmp_path):

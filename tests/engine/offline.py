@@ -93,7 +93,7 @@ def main() -> None:
             report["version"] = tide.swapper.version
             report["refused"] = dict(tide.swapper.stager.refused)
             report["swaps"] = tide.swapper.num_swaps
-        if "curves" in case:
+        if "curves" in case or case.get("stats"):
             report["control"] = tide.control.stats()
             report["control_faults"] = dict(tide.control.faults)
         if policy is not None:

@@ -316,13 +316,14 @@ def vllm_error(said: str) -> ValidationError:
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
-    change, start, asynchronous
+    change, start, asynchronous, tmp_path, monkeypatch
 ):
     from types import SimpleNamespace as Config
 
     from vllm_tide.config import ConfigError
     from vllm_tide.engine.arguments import check_engine_config
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     off = {
         "enable_adaptive_verification": False,
         "use_local_argmax_reduction": False,
@@ -400,18 +401,26 @@ def on_a_gpu(requests=8, **speculative):
 
 
 @pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
-def test_on_a_gpu_what_vllm_measures_for_adaptive_verification_is_a_profile(policy):
+def test_on_a_gpu_what_vllm_measures_for_adaptive_verification_is_a_profile(
+    policy, tmp_path, monkeypatch
+):
     from vllm_tide.config import ConfigError
     from vllm_tide.engine.arguments import check_engine_config
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tide = {"control": {"policy": policy}}
     check_engine_config(on_a_gpu(tide=tide, **ADAPTIVE))
     with pytest.raises(ConfigError) as refused:
         check_engine_config(on_a_gpu(tide=tide))
-    # Not to make a file on V1, which is refused on a GPU.
     said = str(refused.value)
     assert said.startswith(f"tide.control.profile: {policy!r} needs forward times")
-    assert "set enable_adaptive_verification to true" in said and "V1" not in said
+    assert "vllm-tide profile" in said
+    assert "set enable_adaptive_verification to true" in said
+    # With some profile the worker looks for the one that fits.
+    kept = tmp_path / "vllm_tide" / "profiles" / "some.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    check_engine_config(on_a_gpu(tide=tide))
 
 
 @pytest.mark.parametrize(

@@ -65,15 +65,29 @@ def run(args: argparse.Namespace) -> int:
     model, report = fit(samples, tuple(facts["graph_sizes"]))
     path = args.out or default_path(profile_key(facts))
     save(path, model, facts, report)
-    print_report(model, report, args.num_speculative_tokens, facts["max_num_seqs"])
+    print_report(
+        model,
+        report,
+        args.num_speculative_tokens,
+        facts["max_num_seqs"],
+        least=0 if facts["runner"] == "v1" else 1,
+    )
     print(f"written: {path}")
     return 0
 
 
 def print_report(
-    model: TimeModel, report: FitReport, steps: int, max_requests: int
+    model: TimeModel, report: FitReport, steps: int, max_requests: int, least: int
 ) -> None:
-    """Print how well the model fits, and what a round of n requests costs."""
+    """Print how well the model fits, and what a round of n requests costs.
+
+    Args:
+        model: The fitted model.
+        report: The fit's report.
+        steps: Longest speculative length.
+        max_requests: Largest batch.
+        least: Draft passes that run in every round, one on Model Runner V2.
+    """
     print(
         f"R2 {report.r2:.4f}, median error {report.median_abs_error:.1%} over "
         f"{report.num_samples} shapes, {report.held_out_median_abs_error:.1%} on "
@@ -94,8 +108,8 @@ def print_report(
                 context=n * TABLE_CONTEXT,
                 verified=n * k,
                 prefill=0,
-                steps=k,
-                first_rows=n * (k + 1) if k else 0,
+                steps=max(k, least),
+                first_rows=n * (k + 1) if max(k, least) else 0,
             )
             for k in lengths
         ]

@@ -41,25 +41,31 @@ def check(subject: Subject) -> Iterator[Finding]:
     elif tide.control.policy == "threshold":
         yield skipped(NAME, "tide.control.policy is threshold, which needs none.")
     elif vllm_device(torch_build()) in ("cuda", "rocm"):
-        yield judge_gpu(bool(subject.speculative.get("enable_adaptive_verification")))
+        adaptive = bool(subject.speculative.get("enable_adaptive_verification"))
+        yield judge_gpu(default_path("").parent, known_facts(), adaptive)
     else:
         yield judge_folder(default_path("").parent, known_facts())
 
 
-def judge_gpu(adaptive: bool) -> Finding:
-    """A server on a GPU, where no profile can be made.
+def judge_gpu(folder: Path, facts: dict[str, Any], adaptive: bool) -> Finding:
+    """A server on a GPU, where a start measures nothing by itself.
 
     Args:
+        folder: Where kept profiles are.
+        facts: What is known of this machine.
         adaptive: enable_adaptive_verification.
     """
     if adaptive:
-        return ok(NAME, "vLLM measures times for adaptive verification at each start.")
-    return failed(
+        said = "vLLM measures times for adaptive verification at each start."
+        return judge_folder(folder, facts, ok(NAME, said))
+    lacking = failed(
         NAME,
-        "On a GPU the policy has no forward times.",
-        "Set enable_adaptive_verification to true, for which vLLM measures some, or "
-        "tide.control.policy to 'threshold'.",
+        f"The policy needs forward times, which a start on a GPU does not measure, and "
+        f"nothing in {folder} fits this installation.",
+        f"{_MEASURE}, or set enable_adaptive_verification to true, for which vLLM "
+        "measures some, or tide.control.policy to 'threshold'.",
     )
+    return judge_folder(folder, facts, lacking)
 
 
 def known_facts() -> dict[str, Any]:
@@ -97,12 +103,15 @@ def judge_file(path: Path, facts: dict[str, Any]) -> Finding:
     return _aged(path, "")
 
 
-def judge_folder(folder: Path, facts: dict[str, Any]) -> Finding:
+def judge_folder(
+    folder: Path, facts: dict[str, Any], without: Finding | None = None
+) -> Finding:
     """The profiles kept by earlier starts.
 
     Args:
         folder: Where they are.
         facts: What is known of this machine.
+        without: What is found if none fits; None: a start measures one.
     """
     fitting, others, broken = [], 0, []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
@@ -124,6 +133,8 @@ def judge_folder(folder: Path, facts: dict[str, Any]) -> Finding:
             others += 1
         else:
             fitting.append(path)
+    if not fitting and without is not None:
+        return without
     if broken:
         return warning(
             NAME,

@@ -15,6 +15,7 @@ from vllm_tide.config import (
     parse_tide,
     read_json_object,
 )
+from vllm_tide.control.profile_store import default_path
 from vllm_tide.engine.adaptive_arguments import KNOB, check_adaptive, refusal_of_vllm
 from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
 
@@ -192,19 +193,27 @@ def _check_v2(vllm_config: Any) -> None:
         return
     if speculative.enable_adaptive_verification:
         return  # vLLM measures some for it
-    need = (
-        f"tide.control.profile: {control.policy!r} needs forward times, which tide "
-        "does not measure on Model Runner V2; "
+    if not any(default_path("").parent.glob("*.json")):
+        # With some the worker looks for one that fits, once the models are there.
+        on_gpu = vllm_config.device_config.device_type != "cpu"
+        raise ConfigError(without_times(control.policy, on_gpu))
+
+
+def without_times(policy: str, on_gpu: bool) -> str:
+    """Why a policy does not start on Model Runner V2, and what to do.
+
+    Args:
+        policy: One that needs times.
+        on_gpu: Whether adaptive verification may bring them.
+    """
+    said = (
+        f"tide.control.profile: {policy!r} needs forward times, which tide does not "
+        "measure at the start of Model Runner V2; run `vllm-tide profile` with the "
+        "options of this server before, "
     )
-    if vllm_config.device_config.device_type == "cpu":
-        raise ConfigError(
-            f"{need}make a file with `vllm-tide profile` under "
-            "VLLM_USE_V2_MODEL_RUNNER=0 and name it here."
-        )
-    raise ConfigError(
-        f"{need}set enable_adaptive_verification to true, for which vLLM measures "
-        "some, or tide.control.policy to 'threshold'."
-    )
+    if on_gpu:
+        said += "set enable_adaptive_verification to true (vLLM measures some for it), "
+    return f"{said}or set tide.control.policy to 'threshold'."
 
 
 def _capture_every_length(vllm_config: Any) -> None:

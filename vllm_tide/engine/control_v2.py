@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,9 @@ from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import TimeSource, round_limit
 from vllm_tide.control.kept_pass import KeptPass
-from vllm_tide.control.online_time import Learnt, OnlineTime
+from vllm_tide.control.online_time import Learnt, OnlineTime, RoundSample
 from vllm_tide.control.policies import Policy
-from vllm_tide.engine.event_timer import HostClock, StepClock
+from vllm_tide.engine.event_timer import HostClock, Reading, StepClock
 from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.step_log import Step, Timing
 
@@ -56,6 +56,8 @@ class ControlV2:
         depth: Draft steps of steps that are scheduled from now on.
         cut_on_device: Whether adaptive verification chooses what `choose` would.
         times: What the policy predicts times with, if it does.
+        reading: Times of the newest step, once it has landed.
+        on_round: Called with each measured round.
         faults: Contained faults by place.
     """
 
@@ -90,6 +92,8 @@ class ControlV2:
         self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
         self._drafted = self._trimmed = 0
         self.clock: StepClock = clock or HostClock()
+        self.reading: Reading = lambda: None
+        self.on_round: list[Callable[[RoundSample], None]] = []
         self._shape = (0, 0, 0, 0)
         self._continues = False
 
@@ -152,7 +156,8 @@ class ControlV2:
         Returns:
             To be given to `learn` with the step.
         """
-        return Timing(self._continues, self.clock.end(steps))
+        self.reading = self.clock.end(steps)
+        return Timing(self._continues, self.reading)
 
     def admit(self, scheduler_output: Any) -> None:
         """Give every request of a step a slot; a preempted one keeps its own.
@@ -195,6 +200,11 @@ class ControlV2:
         Args:
             step: The step, in order.
         """
+        if self.on_round and step.timing is not None:
+            sample = step.timing.read()
+            if sample is not None:
+                for listener in self.on_round:
+                    listener(sample)
         if self.policy is None:
             return
         try:

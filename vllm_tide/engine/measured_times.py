@@ -2,10 +2,10 @@
 
 vLLM times a step of each size when it captures graphs, and makes two tables of that:
 the target's forward by its tokens, and the whole draft by its requests. They stand in
-for a profile, which cannot be made on Model Runner V2. What they do not say is learnt
-while it serves: what is spent around the forwards, and what context costs (all was
-measured at one length, `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and is taken
-for the price of the tokens).
+for a profile where there is none. What they do not say is learnt while it serves: what
+is spent around the forwards, and what context costs (all was measured at one length,
+`VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and is taken for the price of the
+tokens).
 """
 
 from __future__ import annotations

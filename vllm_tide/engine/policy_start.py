@@ -70,10 +70,9 @@ def start_predicting(
     config: ControlConfig,
     profile: TimeModel | None = None,
 ) -> None:
-    """The same on Model Runner V2, where nothing is measured before serving.
+    """The same on Model Runner V2, where a start measures nothing.
 
-    The forwards that a profile holds are the same modules' on both runners; what V2
-    spends around them is learnt while it serves.
+    `vllm-tide profile` does, in an engine of its own; what was measured is found here.
 
     Args:
         worker: vLLM's `Worker`.

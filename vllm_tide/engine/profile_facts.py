@@ -18,9 +18,19 @@ from vllm_tide.engine.machine_facts import (
 def facts(worker: Any) -> dict[str, Any]:
     """Everything that changes a worker's timing, JSON-able, for `profile_key`.
 
+    Always as it was when it was first asked for: vLLM settles some of it later, and a
+    server must find what was measured after that.
+
     Args:
-        worker: vLLM's worker after `load_model`.
+        worker: vLLM's worker after `load_model`, with our `tide`.
     """
+    tide = worker.model_runner.tide
+    if tide.timing_facts is None:
+        tide.timing_facts = _facts(worker)
+    return dict(tide.timing_facts)
+
+
+def _facts(worker: Any) -> dict[str, Any]:
     import vllm
 
     config = worker.vllm_config
@@ -28,7 +38,11 @@ def facts(worker: Any) -> dict[str, Any]:
     compilation, scheduler = config.compilation_config, config.scheduler_config
     graphs = str(getattr(compilation.cudagraph_mode, "name", "NONE"))
     sizes = compilation.cudagraph_capture_sizes or []
+    runner = "v1"
+    if worker.use_v2_model_runner:
+        runner = "v2-async" if scheduler.async_scheduling else "v2"
     return {
+        "runner": runner,
         "target": _model_digest(target),
         "draft": _model_digest(speculative.draft_model_config),
         "method": speculative.method,

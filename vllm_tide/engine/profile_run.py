@@ -68,7 +68,6 @@ def open_engine(
     engine_args = EngineArgs.from_cli_args(
         parser.parse_args(["--model", model, *serve_args])
     )
-    engine_args.async_scheduling = False
     engine_args.speculative_config = {
         "method": "eagle3",
         "model": draft,
@@ -76,7 +75,8 @@ def open_engine(
         "tide": {
             "capture": {"enabled": False},
             "swap": {"enabled": False},
-            "control": {"policy": "adaspec"},
+            # Needs no times, so that it starts on Model Runner V2 too.
+            "control": {"policy": "threshold"},
         },
     }
     engine = LLMEngine.from_engine_args(engine_args)

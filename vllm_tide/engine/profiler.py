@@ -1,10 +1,10 @@
 """Measures forward times on the engine's own kernels, before anything is served.
 
-vLLM's own runner is given crafted `SchedulerOutput`s (as vLLM's `warmup_kernels` does
-for its V2 runner): requests that claim a context in the KV cache, with blocks of their
-own, real positions, drafts to verify and prompts to prefill. Everything a served step
-runs, runs: input preparation, both models, sampler, rejection. Times come from the
-control's own clock, so what is fitted is what is observed later.
+vLLM's own runner, V1 or V2, is given crafted `SchedulerOutput`s (as vLLM's
+`warmup_kernels` does for its V2 runner): requests that claim a context in the KV cache,
+with blocks of their own, real positions, drafts to verify and prompts to prefill.
+Everything a served step runs, runs: input preparation, both models, sampler, rejection.
+Times come from the control's own clock, so what is fitted is what is observed later.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm_tide.control.online_time import RoundSample
 from vllm_tide.engine.profile_facts import facts
 from vllm_tide.engine.profile_record import Recorder
 from vllm_tide.engine.profile_shapes import Group, Limits, Step, groups
+from vllm_tide.engine.profile_steps import Take, steps_of
 
 __all__ = ["facts", "measure"]
 
@@ -59,7 +61,7 @@ def measure(
     """
     if budget_s is None:
         budget_s = QUICK_SECONDS if quick else FULL_SECONDS
-    control = worker.tide.control
+    agree = worker.tide.agree
     bench = _Bench(worker, num_speculative_tokens)
     if next(groups(bench.limits, quick=quick), None) is None:
         raise ValueError(
@@ -70,7 +72,7 @@ def measure(
 
     def spent(share: float) -> bool:
         # The leader's clock decides for all ranks: they run the models together.
-        return bool(control.agree(int(time.monotonic() - began > share * budget_s)))
+        return bool(agree(int(time.monotonic() - began > share * budget_s)))
 
     with _undisturbed(worker), torch.inference_mode():
         bench.touch_cache(quick=quick)
@@ -79,7 +81,7 @@ def measure(
         pace = 0.0  # seconds per row
         for group in groups(bench.limits, quick=quick):
             dear = pace * group.rows > 0.06 * budget_s
-            if control.agree(int(dear)):
+            if agree(int(dear)):
                 group = group.thinned()
             at = time.monotonic()
             logger.info(
@@ -96,11 +98,7 @@ def measure(
         bench.recorder = Recorder()
         for done in range(_MOST_PASSES):
             # The leader's rounds decide, for the same reason.
-            left = [
-                group
-                for group in visited
-                if not control.agree(int(bench.settled(group)))
-            ]
+            left = [group for group in visited if not agree(int(bench.settled(group)))]
             if not left:
                 break
             logger.info(
@@ -140,7 +138,7 @@ class _Bench:
     def __init__(self, worker: Any, num_speculative_tokens: int) -> None:
         self._worker = worker
         self._runner = runner = worker.model_runner
-        self._control = worker.tide.control
+        self._runs = steps_of(worker)
         self._steps = num_speculative_tokens
         self._random = np.random.default_rng(0)
         self._vocab = int(runner.model_config.get_vocab_size())
@@ -216,9 +214,10 @@ class _Bench:
             for name, context in zip(self._running, contexts, strict=True)
         ]
         # The batch comes into being here: not a step like those that follow.
-        self._step(new, dict.fromkeys(self._running, 1), {}, 0)
+        self._step(new, dict.fromkeys(self._running, 1), {}, 0, lambda sample: None)
         for step in group.steps:
             self._measured(group, step)
+        self._runs.settle()
 
     def settled(self, group: Group) -> bool:
         """Whether no step of a group needs to be repeated."""
@@ -251,8 +250,9 @@ class _Bench:
             name = self._name()
             new = [self._request(name, 0, step.prefill)]
             scheduled[name] = step.prefill
-        sample = self._step(new, scheduled, spec, step.steps)
-        self.recorder.add((group.requests, group.context, step), sample)
+        shape = (group.requests, group.context, step)
+        take = partial(self.recorder.add, shape)
+        self._step(new, scheduled, spec, step.steps, take)
         self._end([request.req_id for request in new])
         self._next_block = before
 
@@ -262,7 +262,8 @@ class _Bench:
         scheduled: dict[str, int],
         spec: dict[str, list[int]],
         steps: int,
-    ) -> RoundSample:
+        take: Take,
+    ) -> None:
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
         output = SchedulerOutput.make_empty()
@@ -270,28 +271,16 @@ class _Bench:
         output.num_scheduled_tokens = scheduled
         output.total_num_scheduled_tokens = sum(scheduled.values())
         output.scheduled_spec_decode_tokens = spec
-        output.num_spec_tokens_to_schedule = self._steps
         output.finished_req_ids, self._ended = self._ended, set()
         fresh = {request.req_id for request in new}
         old = [name for name in scheduled if name not in fresh]
-        states = [self._runner.requests[name] for name in old]
         cached = CachedRequestData.make_empty()
         cached.req_ids = old
-        # All but the newest token are computed, as after any decoding step.
-        cached.num_computed_tokens = [state.num_tokens - 1 for state in states]
-        cached.num_output_tokens = [len(state.output_token_ids) for state in states]
+        progress = self._runs.progress(old)
+        cached.num_computed_tokens, cached.num_output_tokens = progress
         cached.new_block_ids = [None] * len(old)
         output.scheduled_cached_reqs = cached
-        self._control.force(steps)
-        found: list[RoundSample] = []
-        self._control.on_round.append(found.append)
-        try:
-            self._worker.execute_model(output)
-            self._worker.sample_tokens(None)
-            self._worker.take_draft_token_ids()
-        finally:
-            self._control.on_round.pop()
-        return found[0]
+        self._runs.run(output, steps, take)
 
     def _request(self, name: str, context: int, rows: int) -> Any:
         from vllm import SamplingParams
@@ -318,8 +307,13 @@ class _Bench:
         )
 
     def _lengths(self, verified: int) -> list[int]:
-        """Random lengths up to K, as a verifier's choice would be, with that sum."""
+        """Random lengths up to K, as a verifier's choice would be, with that sum.
+
+        Where nothing is chosen per request, the same length for all, near that sum.
+        """
         num = len(self._running)
+        if self._runs.uniform:
+            return [round(verified / num)] * num
         share = min(verified / (num * self._steps), 1.0)
         lengths = self._random.binomial(self._steps, share, num)
         while (missing := verified - int(lengths.sum())) != 0:
@@ -351,5 +345,4 @@ def _undisturbed(worker: Any) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(states)
-        control.force(None)
         tide.capture, control.policy = capture, policy

@@ -97,6 +97,8 @@ class WorkerTide:
         self.capture: CaptureV1 | None = None
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
+        # What changes timing, as it was when it was first asked for (`profile_facts`).
+        self.timing_facts: dict[str, Any] | None = None
         cores = given_cores()
         rendezvous.reclaim_orphans(self._run_dir)
         if config.capture.enabled and self._leader:
@@ -357,11 +359,11 @@ class WorkerTide:
             facts.num_speculative_tokens,
             len(facts.aux_layer_ids),
             facts.hidden_size,
-            self._agree,
+            self.agree,
             self._leader,
         )
 
-    def _agree(self, value: int) -> int:
+    def agree(self, value: int) -> int:
         """The leader's integer, on every rank."""
         if self._group is None:
             return value

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.config import TideConfig
+from vllm_tide.config import ConfigError, TideConfig
+from vllm_tide.engine.arguments import without_times
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
+from vllm_tide.engine.profile_facts import facts
 from vllm_tide.engine.step_log import StepLog, Timing
 from vllm_tide.engine.sureness import Sureness
 from vllm_tide.engine.worker import WorkerTide
@@ -62,6 +64,7 @@ class WorkerTideV2(WorkerTide):
         self._made_up = False
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
+        self._wants_verification = self._adaptive
         self._verification: PricedVerification | None = None
         super().__init__(worker, config)
 
@@ -69,6 +72,8 @@ class WorkerTideV2(WorkerTide):
         """Let the seams of the runner and its speculator see this object."""
         runner, speculator = self._runner, self._runner.speculator
         runner.tide = speculator.tide = self
+        if self.control is not None:
+            facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
             # Called where the draft's first pass was launched, outside of its graph;
             # upstream does nothing there with an EAGLE-3 draft.
@@ -244,11 +249,21 @@ class WorkerTideV2(WorkerTide):
         return self.control.choose(req_ids, draft_token_ids)
 
     def warm_up(self) -> None:
-        """Seam: the KV cache exists and nothing is served yet."""
-        if self.control is not None and self._leader:
-            from vllm_tide.engine.policy_start import start_predicting
+        """Seam: the models are loaded and nothing is served yet.
 
-            start_predicting(self._worker, self.control, self._config.control)
+        Raises:
+            ConfigError: The policy needs times, and nobody has measured any.
+        """
+        if self.control is None or not self._leader:
+            return
+        from vllm_tide.engine.policy_start import needs_times, start_predicting
+
+        start_predicting(self._worker, self.control, self._config.control)
+        if self._wants_verification:
+            return  # its times come later, or the length is static
+        if needs_times(self._config.control) and self.control.policy is None:
+            on_gpu = self._runner.device.type != "cpu"
+            raise ConfigError(without_times(self._config.control.policy, on_gpu))
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments, let staging memory go. Idempotent."""
