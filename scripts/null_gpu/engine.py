@@ -204,6 +204,9 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
     if tide.swapper is not None:
         result["swap"] = swap(worker, bench)
     if tide.control is not None:
+        if case["tide"]["control"]["policy"] == "adaspec":
+            # From a profile that was named, or found where one is stored.
+            result["predicts"] = tide.control.times is not None
         result["lengths"] = lengths(tide.control, bench)
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
 DIRECT = "capture_direct"
 ARMS[DIRECT] = ARMS["capture"]
 ADAPTIVE = "adaptive"
+# From what `vllm-tide profile` measured and stored before.
+PROFILED = "profiled"
+ARMS[PROFILED] = OFF | {"control": PRICED}
 # All under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
 CHECKED = "checked"
 ARMS[CHECKED] = ARMS["all"]
@@ -60,9 +64,43 @@ COMPARED = (
 WAITS = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
 
 
+def profile(cache: str, asynchronous: bool, options: argparse.Namespace) -> None:
+    """`vllm-tide profile` for the engine that `engine.py` starts.
+
+    Args:
+        cache: Folder of what it stores.
+        asynchronous: How the engine schedules.
+        options: Of this program.
+
+    Raises:
+        subprocess.CalledProcessError: It failed.
+    """
+    demo = HERE.parent / "demo"
+    command = [sys.executable, "-m", "vllm_tide", "profile", "--quick"]
+    command += ["--model", str(demo / "target"), "--draft", str(demo / "draft")]
+    command += ["--num-speculative-tokens", "3", "--", "--skip-tokenizer-init"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", str(options.batch)]
+    command += ["--max-num-batched-tokens", "512"]
+    command += ["--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--async-scheduling" if asynchronous else "--no-async-scheduling"]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    command += ["--compilation-config", json.dumps(graphs)]
+    subprocess.run(
+        command,
+        env=os.environ | {"XDG_CACHE_HOME": cache},
+        stdout=subprocess.DEVNULL,
+        timeout=options.timeout,
+        check=True,
+    )
+
+
 def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, Any]:
     """One engine; its result, or what it said last."""
     with tempfile.TemporaryDirectory() as run_dir:
+        env = dict(os.environ)
+        if arm == PROFILED:
+            profile(run_dir, asynchronous, options)
+            env["XDG_CACHE_HOME"] = run_dir
         case = {
             "tide": ARMS[arm],
             "check": arm == CHECKED,
@@ -76,6 +114,7 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
         try:
             done = subprocess.run(
                 [sys.executable, str(HERE / "engine.py"), json.dumps(case)],
+                env=env,
                 capture_output=True,
                 text=True,
                 timeout=options.timeout,
@@ -136,7 +175,8 @@ def sound(runs: dict[str, Any]) -> bool:
     """Whether each run is whole, without a fault and priced, and none waits more."""
     kept = all(step[name] <= 0 for step in table(runs).values() for name in WAITS)
     whole = all(found.get("faults") == {} and priced(found) for found in runs.values())
-    return kept and whole
+    served = all(found.get("predicts", True) for found in runs.values())
+    return kept and whole and served
 
 
 def document(runs: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
