@@ -45,6 +45,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="time to spend on a profile")
     parser.add_argument("--serve-seconds", type=float, default=60.0)
     parser.add_argument("--max-num-seqs", type=int, default=48)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--keep", type=Path, help="folder that keeps inflated targets")
     parser.add_argument("--raw", action="store_true", help="keep every round's times")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
@@ -84,8 +86,10 @@ def prepare(name: str, folder: Path) -> Path:
 
 def study(target: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Profile one target and serve a trace on it, in this process."""
+    from vllm_tide.config import ControlConfig
     from vllm_tide.control.fit import fit
     from vllm_tide.control.online_time import OnlineTime, RoundSample
+    from vllm_tide.engine.policy_start import start_policy, start_predicting
     from vllm_tide.engine.profile_run import measure_worker, open_engine
 
     logging.basicConfig(format="%(message)s")
@@ -93,19 +97,27 @@ def study(target: Path, args: argparse.Namespace) -> dict[str, Any]:
     served: list[RoundSample] = []
 
     def listen(worker: Any) -> None:
-        worker.tide.control.on_round.append(served.append)
+        control, adaspec = worker.tide.control, ControlConfig(policy="adaspec")
+        if worker.use_v2_model_runner:
+            start_predicting(worker, control, adaspec, model)
+        else:
+            start_policy(worker, control, adaspec)
+        control.on_round.append(served.append)
 
-    arguments = ["--max-num-seqs", str(args.max_num_seqs), "--max-model-len", "2048"]
+    arguments = ["--dtype", args.dtype]
+    if args.gpu_memory_utilization is not None:
+        arguments += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
+    arguments += ["--max-num-seqs", str(args.max_num_seqs), "--max-model-len", "2048"]
     began = time.monotonic()
     with open_engine(str(target), str(DEMO / "draft"), STEPS, arguments) as engine:
         ranks = engine.collective_rpc(
             measure_worker, args=(args.quick, STEPS, args.seconds)
         )
         measured = time.monotonic() - began
+        samples, facts = ranks[0]
+        model, report = fit(samples, tuple(facts["graph_sizes"]))
         engine.collective_rpc(listen)
         serve(engine, args.serve_seconds, args.max_num_seqs)
-    samples, facts = ranks[0]
-    model, report = fit(samples, tuple(facts["graph_sizes"]))
     online = OnlineTime(model)
     errors = [online.observe(sample) for sample in served]
     later = errors[len(errors) // 4 :]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from place import DEMO, ROOT, CannotRun, Place, TimeIsOver
+from place import DEMO, ROOT, Place, TimeIsOver
 
 BENCH = ROOT / "scripts" / "bench"
 ARMS = ("none", "static1", "static3", "static5", "static7", "vllm_dynamic",
@@ -127,20 +127,20 @@ def shift(place: Place) -> None:
 
 def profile(place: Place) -> None:
     """`time_model.py`: the error of predicted times, held out and while serving."""
-    if not place.cpu:
-        raise CannotRun(
-            "profile measures on Model Runner V1, which tide refuses on a GPU: there "
-            "adaspec_adaptive begins with the times that vLLM measures"
-        )
-    place.part("demo", lambda: _profile(place, "demo"))
+    for size in ("demo",) if place.cpu else ("demo", "350m"):
+        place.part(size, lambda s=size: _profile(place, s))
 
 
 def _profile(place: Place, size: str) -> Any:
     result = place.work / f"profile-{size}.json"
     command = [str(BENCH / "time_model.py"), "--models", size, "--json", str(result)]
     command += ["--keep", str(place.work / "models")]
-    command += ["--quick", "--seconds", "5", "--serve-seconds", "5"]
-    command += ["--max-num-seqs", "2"]
+    if place.cpu:
+        command += ["--quick", "--seconds", "5", "--serve-seconds", "5"]
+        command += ["--max-num-seqs", "2"]
+    else:
+        command += ["--seconds", "90", "--serve-seconds", "30"]
+        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.3"]
     place.command(command, f"profile-{size}")
     whole = _read(result)[size]
     return {name: whole[name] for name in ("facts", "samples", "fit", "serving")}
