@@ -54,7 +54,7 @@ class Place:
             )
         self.cpu, self.file, self._only = cpu, file.resolve(), only
         self.device = torch.device("cpu" if cpu else "cuda")
-        # A GPU has no profile, which adaspec alone needs.
+        # A start on a GPU measures no times, which adaspec alone needs.
         self.policy = "adaspec" if cpu else "threshold"
         self.work = self.file.with_name(self.file.name + ".work")
         self._until = time.monotonic() + 60 * minutes
