@@ -11,7 +11,7 @@ import yaml
 from tests.dashboards.test_alerts import FILE, NAMES, RULES
 from tests.dashboards.test_prometheus import ROOT
 
-pytest.importorskip("torch")
+pytest.importorskip("torch")  # the planted heads are tensors
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 import alerts_check  # noqa: E402
 

@@ -136,7 +136,7 @@ def what_the_trainer_does(server: VllmServer) -> str:
         figures = process.cpu_times(), process.cpu_affinity(), process.nice()
         said.append(f"{process}: {figures}")
         process.send_signal(signal.SIGUSR1)
-    time.sleep(2)
+    time.sleep(2)  # the stacks are written meanwhile; only after a failure
     for log in (server.options.model.parent / "run").glob("trainer-*.log"):
         said.append(log.read_text(errors="replace")[-6000:])
     return "\n".join(said)

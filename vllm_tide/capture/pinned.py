@@ -34,7 +34,7 @@ def register(memory: torch.Tensor, owner: object, instead: str) -> Any:
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     try:
         refused = int(runtime.cudaHostRegister(address, len(memory), _PORTABLE))
-    except AttributeError:
+    except AttributeError:  # a build of torch whose runtime does not offer it
         refused = -1
     if not refused:
         return weakref.finalize(owner, runtime.cudaHostUnregister, address)

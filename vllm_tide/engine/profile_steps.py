@@ -162,10 +162,8 @@ class StepsV2:
     def _land(self, step: _Launched) -> None:
         if step.ended is not None:
             step.ended.synchronize()
-        found, drafted = (
-            step.outcome.get_output(),
-            step.output.scheduled_spec_decode_tokens,
-        )
+        found = step.outcome.get_output()
+        drafted = step.output.scheduled_spec_decode_tokens
         for name, tokens in zip(found.req_ids, found.sampled_token_ids, strict=True):
             drafts = len(drafted.get(name, ()))
             if name in self._computed:
