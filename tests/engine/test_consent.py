@@ -67,7 +67,7 @@ def requests(**salts: str | None) -> dict[str, Any]:
 
 
 def new(*req_ids: str) -> list[Any]:
-    params = SimpleNamespace(extra_args=None)
+    params = SimpleNamespace(extra_args=None, temperature=0.0)
     return [
         SimpleNamespace(
             req_id=req_id, sampling_params=params, mm_features=[], prompt_embeds=None

@@ -118,7 +118,8 @@ class Engine:
         )
         for key, name in enumerate("abcd"):
             extra = {"tide_capture": False} if name == "d" else {}
-            ticket = self.capture._admit(name, extra, True)
+            params = SimpleNamespace(extra_args=extra, temperature=0.0)
+            ticket = self.capture._admit(name, params, True)
             self.capture._tickets[name] = replace(ticket, key=key)
 
     def stage(self, seed=0, of_a=9, cut=False):

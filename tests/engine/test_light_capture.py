@@ -31,7 +31,7 @@ class Step:
         self.ring = RingWriter.create(spec, 1 << 18)
         self.reader = RingReader.attach(self.ring.name)
         request = SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args=extra),
+            sampling_params=SimpleNamespace(extra_args=extra, temperature=0.0),
             mm_features=[],
             prompt_embeds=None,
         )

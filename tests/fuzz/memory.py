@@ -28,7 +28,13 @@ from vllm_tide.transport import (
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, Header
 from vllm_tide.transport.peek import peek_ring, peek_weights
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.record import _META, RecordError, decode, encode
+from vllm_tide.transport.record import (
+    _META,
+    FORMAT_VERSION,
+    RecordError,
+    decode,
+    encode,
+)
 from vllm_tide.transport.ring_format import (
     MAGIC,
     RECORD,
@@ -73,14 +79,15 @@ BODIES = [body(seed) for seed in range(9)]
 @st.composite
 def meta_bodies(draw: st.DrawFn) -> bytes:
     """A record whose fixed part has fields of any size, before bytes of any kind."""
-    kinds = "QQqqqiIIIIIIBBBBQ"
+    kinds = "QQqqqiIIIIIIBBBBQI"
     bits = {"Q": 64, "q": 63, "i": 31, "I": 32, "B": 8}
     small = st.integers(0, 9)
     fields = [
         draw(st.one_of(small, edges.map(lambda v, b=bits[k]: v % 2**b))) for k in kinds
     ]
-    fields[15] = 2  # the format, or nothing else would be looked at
-    return _META.pack(*fields) + draw(st.binary(max_size=200))
+    fields[15] = FORMAT_VERSION  # the format, or nothing else would be looked at
+    floats = draw(st.floats(width=32)), draw(st.floats(width=32))
+    return _META.pack(*fields, *floats) + draw(st.binary(max_size=200))
 
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:

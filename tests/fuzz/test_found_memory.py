@@ -23,6 +23,7 @@ from vllm_tide.transport import (
 )
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.peek import peek_ring, peek_weights
+from vllm_tide.transport.record import FORMAT_VERSION
 from vllm_tide.transport.ring_format import MAGIC, Word
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned
 from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT
@@ -57,7 +58,7 @@ def segment(page, size):
 def test_a_ring_whose_description_holds_no_whole_numbers_is_refused(change):
     text = json.dumps(FIELDS)[:-1] + f",{change}}}"
     size = DATA_AT + 4096
-    page = sealed(MAGIC, 2, size, text.encode())
+    page = sealed(MAGIC, FORMAT_VERSION, size, text.encode())
     with segment(page, size) as name, pytest.raises(TransportError, match="not a ring"):
         RingReader.attach(name)
 
@@ -65,7 +66,7 @@ def test_a_ring_whose_description_holds_no_whole_numbers_is_refused(change):
 @pytest.mark.parametrize("capacity", [0, 63, 100])
 def test_a_ring_without_whole_lines_is_refused(capacity):
     size = DATA_AT + capacity
-    page = sealed(MAGIC, 2, size, json.dumps(FIELDS).encode())
+    page = sealed(MAGIC, FORMAT_VERSION, size, json.dumps(FIELDS).encode())
     with (
         segment(page, size) as name,
         pytest.raises(TransportError, match="whole lines"),

@@ -38,12 +38,14 @@ class Ticket:
         refusal: None when it is captured, else the reason it is not.
         tenant: Id of who sent it; 0 when the request names nobody.
         started: Whether a row of it has been captured.
+        sampled: The request's temperature is above zero.
     """
 
     key: int
     refusal: str | None
     tenant: int = NOBODY
     started: bool = False
+    sampled: bool = False
 
 
 class CapturePolicy:

@@ -36,6 +36,8 @@ class StepRows:
             float32 [logits] of the sampled rows; None if not stored.
         full: False while the trainer collects ids and counts only.
         version: The draft that was live.
+        concurrency: Requests of the step.
+        cost: Of the step, as `Record.cost`.
     """
 
     features: np.ndarray
@@ -43,6 +45,8 @@ class StepRows:
     topk: TopK | None
     full: bool
     version: int
+    concurrency: int = 0
+    cost: float = 1.0
 
 
 @dataclass(slots=True)
@@ -87,6 +91,7 @@ class RequestRows(Extent):
         token_ids: int32 [>= high - low], input token of each row.
         sampled: Tokens committed; empty for a prefill chunk that is not the last.
         logit_end: End of the request's rows in the logits.
+        verify_chance: Of its drafts, as `Record.verify_chance`.
     """
 
     start: int
@@ -94,6 +99,7 @@ class RequestRows(Extent):
     token_ids: np.ndarray
     sampled: Sequence[int]
     logit_end: int
+    verify_chance: float = 1.0
 
 
 class Recorder:
@@ -155,11 +161,17 @@ class Recorder:
         """Requests that have a `cache_salt`: before they are decided about."""
         self._salted.update(req_ids)
 
-    def _admit(
-        self, req_id: str, extra: dict[str, Any] | None, supported: bool
-    ) -> Ticket:
-        """Decide about a new request, and count why it is not captured."""
+    def _admit(self, req_id: str, params: Any, supported: bool) -> Ticket:
+        """Decide about a new request, and count why it is not captured.
+
+        Args:
+            req_id: The request.
+            params: vLLM's `SamplingParams`, or None.
+            supported: See `CapturePolicy.admit`.
+        """
+        extra = params.extra_args if params is not None else None
         ticket = self._policy.admit(extra, supported, req_id in self._salted)
+        ticket.sampled = params is not None and params.temperature > 1e-5
         self._tickets[req_id] = ticket
         if ticket.refusal is not None:
             self.dropped[ticket.refusal] += 1
@@ -221,6 +233,10 @@ class Recorder:
             teacher_topk_logprobs=None if topk is None else topk[1],
             teacher_tail_logprob=None if topk is None else topk[2],
             tenant=ticket.tenant,
+            sampled=ticket.sampled,
+            concurrency=step.concurrency,
+            cost=step.cost,
+            verify_chance=rows.verify_chance,
         )
         if self._ring.try_write(record, slot):
             if full:

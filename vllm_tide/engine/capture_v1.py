@@ -64,6 +64,7 @@ class CaptureV1(Recorder):
         self._no_features = staging.features[:, :0]
         self._draft_probs: list[torch.Tensor] = []
         self._logits_topk: TopK | None = None
+        self.step_cost = 1.0  # `Record.cost` of the step that ends
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """Keep the probability of each drafted token.
@@ -117,6 +118,8 @@ class CaptureV1(Recorder):
                 topk=self._logits_topk,
                 full=full,
                 version=self.draft_version,
+                concurrency=len(batch.req_ids),
+                cost=self.step_cost,
             )
             spec = scheduler_output.scheduled_spec_decode_tokens
             logit_ends = self._logit_ends(batch.req_ids, spec)
@@ -136,8 +139,7 @@ class CaptureV1(Recorder):
             state = self._runner.requests[req_id]
             params = state.sampling_params
             supported = not state.mm_features and state.prompt_embeds is None
-            extra = params.extra_args if params is not None else None
-            ticket = self._admit(req_id, extra, supported)
+            ticket = self._admit(req_id, params, supported)
         return ticket
 
     @staticmethod

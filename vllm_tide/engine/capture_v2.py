@@ -92,8 +92,7 @@ class CaptureV2(Recorder):
                 continue
             params = new.sampling_params
             supported = not new.mm_features and new.prompt_embeds is None
-            extra = params.extra_args if params is not None else None
-            self._admit(new.req_id, extra, supported)
+            self._admit(new.req_id, params, supported)
 
     def on_logits(self, logits: torch.Tensor) -> None:
         """Keep the top-k teacher: before sampling, which may work on them in place.
@@ -160,6 +159,8 @@ class CaptureV2(Recorder):
             topk=None if staged is None else staged.topk,
             full=full,
             version=step.version,
+            concurrency=len(step.req_ids),
+            cost=step.cost,
         )
         try:
             for i, req_id in enumerate(step.req_ids):

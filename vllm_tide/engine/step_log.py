@@ -163,6 +163,7 @@ class Step:
         staged: Its rows, where they were staged.
         slots: Room in the ring that its rows go to, by place of the request.
         timing: For control: what the clock says of it.
+        cost: For capture: `Record.cost`, once control has learnt of the step.
         ended: Requests that were known to have ended when the next step began; None
             before that.
     """
@@ -183,6 +184,7 @@ class Step:
     staged: StagedRows | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     timing: Timing | None = None
+    cost: float = 1.0
     ended: tuple[str, ...] | None = None
     seen: bool = False
     start: np.ndarray | None = None

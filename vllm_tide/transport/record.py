@@ -7,7 +7,7 @@ nothing: every length is checked against the bytes there are and against each ot
 Body of a record, little-endian, each array starting at a multiple of 8 bytes (byte 71
 is the format; format 1 had a 0 there)::
 
-    meta (80 bytes) | token_ids | draft_probs | features | teacher_hidden
+    meta (96 bytes) | token_ids | draft_probs | features | teacher_hidden
     | teacher_topk_ids | teacher_topk_logprobs | teacher_tail_logprob
 """
 
@@ -16,10 +16,11 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 
 import numpy as np
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
@@ -33,15 +34,15 @@ _F32 = np.dtype(np.float32)
 
 # key, draft_version, start, num_prompt_tokens, next_token, num_accepted, rows,
 # num_probs, feature_width, teacher_start, hidden_width, topk, phase, flags, dtype,
-# format, tenant
-_META = struct.Struct("<QQqqqiIIIIIIBBBBQ")
+# format, tenant, concurrency, cost, verify_chance, (4 bytes of padding)
+_META = struct.Struct("<QQqqqiIIIIIIBBBBQIff4x")
 META_BYTES = _META.size
 _FORMAT_AT = 71
 _DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 
-_FINISHED, _HIDDEN, _TOPK = 1, 2, 4
-_ALL_FLAGS = _FINISHED | _HIDDEN | _TOPK
+_FINISHED, _HIDDEN, _TOPK, _SAMPLED = 1, 2, 4, 8
+_ALL_FLAGS = _FINISHED | _HIDDEN | _TOPK | _SAMPLED
 _ALIGN = 8
 
 
@@ -92,6 +93,14 @@ class Record:
             top k; may be -inf.
         finished: Last record of the request (one with no rows may just say so).
         tenant: u64 name of who sent the request (``tenant.tenant_id``); 0 is nobody.
+        sampled: The request's temperature is above zero.
+        concurrency: Requests of the step; 0 is unknown.
+        cost: Predicted seconds of the step over those of a step without drafts at the
+            same batch and context; 1 where nothing is predicted.
+        verify_chance: Chance, drawn without regard to its confidence, with which the
+            first drafted token was verified: 1 where control wanted it verified, its
+            share of exploration where only that verified it, 0 where it was cut where
+            the chance is not known.
     """
 
     key: int
@@ -111,6 +120,10 @@ class Record:
     teacher_tail_logprob: np.ndarray | None = None
     finished: bool = False
     tenant: int = 0
+    sampled: bool = False
+    concurrency: int = 0
+    cost: float = 1.0
+    verify_chance: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -145,7 +158,7 @@ def encode(
     width = _width(record.features, n, dtype)
     _check_counts(record.phase, n, num_probs, record.num_accepted, record.teacher_start)
     teacher_rows = n - record.teacher_start
-    flags = _FINISHED if record.finished else 0
+    flags = _FINISHED * record.finished | _SAMPLED * record.sampled
     hidden_width = topk = 0
     arrays = [record.token_ids, record.draft_probs, record.features]
     if record.teacher_hidden is not None:
@@ -181,6 +194,9 @@ def encode(
         _DTYPE_CODES[feature_dtype],
         FORMAT_VERSION,
         record.tenant,
+        record.concurrency,
+        record.cost,
+        record.verify_chance,
     )
     parts: list[bytes | np.ndarray] = [meta]
     size = META_BYTES
@@ -226,9 +242,11 @@ def decode(body: memoryview) -> Record:
         raise RecordError("shorter than its fixed part")
     (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n,
      num_probs, width, teacher_start, hidden_width, topk, phase, flags, code, _, tenant,
-     ) = _META.unpack_from(body)  # fmt: skip
+     concurrency, cost, verify_chance) = _META.unpack_from(body)  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
+    if not (0.0 < cost < inf and 0.0 <= verify_chance <= 1.0):
+        raise RecordError("cost or verify_chance out of range")
     _check_counts(phase, n, num_probs, num_accepted, teacher_start)
     dtype = FEATURE_DTYPES[_DTYPE_NAMES[code]]
     rows = n - teacher_start
@@ -262,6 +280,10 @@ def decode(body: memoryview) -> Record:
         teacher_tail_logprob=tail,
         finished=bool(flags & _FINISHED),
         tenant=tenant,
+        sampled=bool(flags & _SAMPLED),
+        concurrency=concurrency,
+        cost=cost,
+        verify_chance=verify_chance,
     )
 
 
