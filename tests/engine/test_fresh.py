@@ -106,6 +106,7 @@ def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
             "num_speculative_tokens": 3,
             "tide": {
                 "run_dir": str(run_dir),
+                "train": {"autostart": False},  # the test publishes
                 "capture": {"ring_mib": 16},
                 "control": {"policy": "static"},
                 "fresh": {"draft_vocab_size": SIZE},
