@@ -395,6 +395,7 @@ def on_a_gpu(requests=8, **speculative):
             return_sampling_mask=False, is_moe=True, runner_type="generate"
         ),
         cache_config=Config(enable_prefix_caching=True),
+        attention_config=Config(backend=None, backend_per_kind={}),
         compilation_config=Config(
             cudagraph_mode=Config(has_full_cudagraphs=lambda: True)
         ),
@@ -444,6 +445,20 @@ def heard():
     logger.removeHandler(handler)
 
 
+class Chosen:
+    """An attention backend that plans from the lengths that the host knows."""
+
+    name = "FLASHY"
+
+    @classmethod
+    def get_class(cls) -> type[Chosen]:
+        return cls
+
+    @staticmethod
+    def supports_device_cpu_query_lens_mismatch() -> bool:
+        return False
+
+
 def control_of(engine) -> Any:
     return parse_tide(engine.speculative_config.tide).control
 
@@ -487,6 +502,7 @@ def test_what_the_operator_says_of_adaptive_verification_stays(
         ({"compilation_config": "eager"}, "requires full CUDA graphs"),
         ({"aux_output_config": "routed"}, "enable-return-routed-experts"),
         ({"model_config": "replay"}, "sampling distribution replay"),
+        ({"attention_config": "chosen"}, "--attention-backend FLASHY cannot do it."),
     ],
 )
 def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
@@ -497,6 +513,7 @@ def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
     made = {
         "eager": Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False)),
         "routed": Config(enabled=True),
+        "chosen": Config(backend=None, backend_per_kind={"full": Chosen}),
         "replay": Config(
             is_moe=True, runner_type="generate", return_sampling_mask=True
         ),

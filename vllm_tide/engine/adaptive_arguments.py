@@ -70,6 +70,10 @@ def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, An
     return {**section, "control": control}
 
 
+def _cuts(backend: Any) -> bool:
+    return bool(backend.supports_device_cpu_query_lens_mismatch())
+
+
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -99,6 +103,10 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
         vllm_config._verify_aux_output_compatibility()
         vllm_config._verify_sampling_replay_config()
         vllm_config._validate_adaptive_verification()
+        attention = vllm_config.attention_config
+        for backend in (attention.backend, *attention.backend_per_kind.values()):
+            if backend and not _cuts(backend.get_class()):
+                raise ValueError(f"--attention-backend {backend.name} cannot do it.")
     except ValueError as error:
         speculative.enable_adaptive_verification = False
         log.warning(
