@@ -19,8 +19,13 @@ BAD_SECTIONS = [
     ),
     (
         {"zzz": 1},
-        "tide.zzz: unknown key; known: run_dir, capture, train, control, swap, "
+        "tide.zzz: unknown key; known: preset, run_dir, capture, train, control, swap, "
         "schedule, deploy, fresh, spool.",
+    ),
+    (
+        {"preset": "watch"},
+        "tide.preset: Input should be 'full', 'observe', 'control' or 'learn', got "
+        "'watch'.",
     ),
     (
         {"capture": {"sample_rate": 2}},
@@ -64,6 +69,50 @@ def test_bad_section_gets_one_sentence(section, sentence):
 def test_defaults_are_the_documented_ones():
     assert parse_tide({}) == TideConfig()
     assert parse_tide(TideConfig().model_dump()) == TideConfig()
+
+
+def parts(tide):
+    """What runs, and under which policy."""
+    return (
+        tide.capture.enabled,
+        tide.train.autostart,
+        tide.deploy.canary,
+        tide.swap.enabled,
+        tide.control.policy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        (None, (True, True, True, True, "adaspec")),
+        ("full", (True, True, True, True, "adaspec")),
+        ("observe", (True, False, True, False, "static")),
+        ("control", (False, False, True, False, "adaspec")),
+        ("learn", (True, True, True, True, "static")),
+    ],
+)
+def test_a_preset_changes_defaults_only(preset, expected):
+    section = {} if preset is None else {"preset": preset}
+    assert parts(parse_tide(section)) == expected
+    assert section == ({} if preset is None else {"preset": preset})
+    given = {
+        "capture": {"enabled": True, "ring_mib": 8},
+        "train": {"autostart": True},
+        "swap": {"enabled": True},
+        "control": {"policy": "threshold"},
+    }
+    tide = parse_tide({**section, **given})
+    assert parts(tide) == (True, True, True, True, "threshold")
+    assert tide.capture.ring_mib == 8
+    dumped = parse_tide(section).model_dump()
+    assert parse_tide(dumped) == parse_tide(section)  # as a manifest carries it
+
+
+@pytest.mark.parametrize("broken", [{"control": []}, {"control": None}, {"preset": []}])
+def test_a_preset_hides_no_bad_section(broken):
+    with pytest.raises(ConfigError, match=r"tide\.(control|preset): "):
+        parse_tide({"preset": "learn", **broken})
 
 
 def test_inline_json_and_file_say_the_same(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -307,3 +309,38 @@ def test_children_are_started_on_the_cores_that_the_operator_gave():
         assert os.sched_getaffinity(0) == {min(given)}
     finally:
         os.sched_setaffinity(0, given)
+
+
+BOUND = """
+import os, sys, threading
+from vllm_tide.engine.cores import free_cores, given_cores
+
+given = sorted(os.sched_getaffinity(0))
+said, done = threading.Event(), threading.Event()
+
+def model(core):
+    os.sched_setaffinity(0, {core})
+    said.set()
+    done.wait()
+
+for core in given[: int(sys.argv[1])]:
+    said.clear()
+    threading.Thread(target=model, args=(core,)).start()
+    said.wait()
+print(sorted(given_cores()) == given, sorted(free_cores(given_cores())))
+done.set()
+"""
+
+
+def test_a_trainer_gets_the_cores_that_no_thread_of_the_engine_is_bound_to():
+    given = sorted(os.sched_getaffinity(0))
+
+    def free(bound: int) -> str:
+        command = [sys.executable, "-c", BOUND, str(bound)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert free(0) == f"True {given}"
+    assert free(1) == f"True {given[1:] or given}"
+    # None is left: all, where its niceness keeps it behind.
+    assert free(len(given)) == f"True {given}"

@@ -64,8 +64,9 @@ class TrainConfig(_Section):
     """The sidecar trainer."""
 
     autostart: bool = Field(
-        False,
-        description="Start and stop `vllm-tide train` with the server.",
+        True,
+        description="Start and stop `vllm-tide train` with the server, unless "
+        "`tide.capture.enabled` is false.",
     )
     device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = Field(
         "cpu",
@@ -77,7 +78,9 @@ class TrainConfig(_Section):
         "1); for a GPU that also serves.",
     )
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, description="CPU cores the trainer is pinned to; null leaves it free."
+        None,
+        description="CPU cores the trainer is pinned to; null: where it is started, "
+        "with the server on the cores that the engine's threads are not bound to.",
     )
     nice: Annotated[int, Field(ge=0, le=19)] = Field(
         10, description="Scheduling niceness of the trainer (0 to 19)."
@@ -308,7 +311,7 @@ class ControlConfig(_Section):
     """How many tokens are drafted and verified, request by request."""
 
     policy: Literal["static", "adaspec", "threshold", "tide_gate"] = Field(
-        "static",
+        "adaspec",
         description="Who chooses the speculative length: `static` always drafts "
         "num_speculative_tokens; `adaspec` maximises expected tokens per second from "
         "the draft's confidence and measured times; `threshold` stops drafting when "
@@ -318,7 +321,7 @@ class ControlConfig(_Section):
         None,
         description="File of `vllm-tide profile`; null uses the cached profile of "
         "this model and machine. Without one Model Runner V1 measures at start-up, and "
-        "V2 takes what vLLM measures for adaptive verification.",
+        "V2 takes what vLLM measures for adaptive verification, else `threshold`.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,
@@ -369,9 +372,32 @@ class SwapConfig(_Section):
     )
 
 
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "full": {},
+    "observe": {
+        "train": {"autostart": False},
+        "control": {"policy": "static"},
+        "swap": {"enabled": False},
+    },
+    "control": {
+        "capture": {"enabled": False},
+        "train": {"autostart": False},
+        "swap": {"enabled": False},
+    },
+    "learn": {"control": {"policy": "static"}},
+}
+"""Defaults of each `tide.preset`, section by section, where others than `full`'s."""
+
+
 class TideConfig(_Section):
     """Root of the `tide` section."""
 
+    preset: Literal["full", "observe", "control", "learn"] = Field(
+        "full",
+        description="Which defaults the other knobs have: `full` all parts; `observe` "
+        "capture and reports only; `control` no capture and no learning; `learn` "
+        "everything at a static length.",
+    )
     run_dir: str | None = Field(
         None,
         description="Directory (mode 0700) where server and trainer find each other; "
@@ -421,6 +447,10 @@ def parse_tide(section: Any) -> TideConfig:
     if not isinstance(section, dict):
         kind = type(section).__name__
         raise ConfigError(f"tide: must be an object like {{}}, got {kind}.")
+    for name, values in PRESETS.get(str(section.get("preset")), {}).items():
+        given = section.get(name, {})
+        if isinstance(given, dict):
+            section = {**section, name: {**values, **given}}
     try:
         return TideConfig.model_validate(section)
     except ValidationError as error:

@@ -13,7 +13,9 @@ second of the engine, which a busy neighbour disturbs far less.  Example::
 
 With `--off-venv` the other server is that environment's vLLM, which may be an unpatched
 one without this package; `--tide` adds to the `tide` section, so that everything the
-package does can be weighed against none of it.
+package does can be weighed against none of it. `--full` weighs the full mode while
+nothing is learnt: a trainer is attached and reads every row, and no cycle ever begins;
+both servers draft the same static length.
 """
 
 import argparse
@@ -30,7 +32,9 @@ from pathlib import Path
 
 import aiohttp
 
+from vllm_tide.bench.arm import wait_for_trainer
 from vllm_tide.bench.client import RequestResult, make_session, replay
+from vllm_tide.bench.live import LiveView, trainer_statuses
 from vllm_tide.bench.quickstart import speculative_config
 from vllm_tide.bench.report import environment
 from vllm_tide.bench.scrape import Scraper
@@ -120,12 +124,19 @@ async def _measure(
                 sys.stdout.flush()
         last = await scraper.read(session)
     rows = last.value("vllm_tide:captured_rows")
+    trainers = trainer_statuses(args.run_dir) if args.full else []
+    if args.full and [(t["cycles"], t["rows_read"] > 0) for t in trainers] != [
+        (0, True)
+    ]:
+        raise RuntimeError(f"not one trainer that reads and never trains: {trainers}")
     if rows == 0:
         raise RuntimeError("nothing was captured: the comparison would mean nothing")
     return {
         "rates": rates,
         "rates_per_engine_cpu_s": cpu_rates,
         "captured_rows": int(rows),
+        "faults": int(last.value("vllm_tide:faults")),
+        "trainers": trainers,
         "dropped": last.by_label("vllm_tide:dropped_rows", "reason"),
         "outputs_equal": identical,
     }
@@ -171,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument(name, type=Path, required=True)
     p.add_argument("--off-venv", type=Path, help="of the other server (--venv)")
     p.add_argument("--tide", type=json.loads, default={}, help="JSON: more of `tide`")
+    p.add_argument("--full", action="store_true", help="trainer attached, no cycle")
     p.add_argument("--domain", default="python")
     p.add_argument("--pairs", type=int, default=16)
     p.add_argument("--requests-per-block", type=int, default=4)
@@ -194,7 +206,10 @@ def main() -> int:
     spec = speculative_config(args.draft, args.num_speculative_tokens)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_cost_"))
     path = args.work / "tide.json"
-    tide = {**args.tide, "run_dir": str(run_dir), "train": {"autostart": False}}
+    args.run_dir = run_dir
+    train = {"min_new_tokens": 1 << 40} if args.full else {"autostart": False}
+    # Of the presets the one with everything at a static length.
+    tide = {"preset": "learn", **args.tide, "run_dir": str(run_dir), "train": train}
     path.write_text(json.dumps({**spec, "tide": tide}, indent=2))
     prompts = read_prompts(args.prompts, args.domain)
     on = _server(args, "on", args.venv, str(path))
@@ -208,17 +223,22 @@ def main() -> int:
 
         (manifest,) = read_manifests(run_dir)
         command = [sys.executable, "-c", DRAIN, manifest.ring]
-        with subprocess.Popen(command) as drain:
-            try:
-                measured = asyncio.run(_measure(on, off, prompts, args))
-            finally:
-                drain.terminate()
+        if args.full:
+            wait_for_trainer(run_dir, LiveView("on", 0, run_dir))
+            measured = asyncio.run(_measure(on, off, prompts, args))
+        else:
+            with subprocess.Popen(command) as drain:
+                try:
+                    measured = asyncio.run(_measure(on, off, prompts, args))
+                finally:
+                    drain.terminate()
         misplaced = on.misplaced_threads() + off.misplaced_threads()
     rates, cpu_rates = measured["rates"], measured["rates_per_engine_cpu_s"]
     report = {
         "what": "output tokens/s with capture on / "
         + ("off" if args.off_venv is None else "of the other environment")
-        + ", trainer off, paired",
+        + (", trainer attached, no cycle" if args.full else ", trainer off")
+        + ", paired",
         **statistics_of(rates["on"], rates["off"]),
         "per_engine_cpu_second": statistics_of(cpu_rates["on"], cpu_rates["off"]),
         **measured,

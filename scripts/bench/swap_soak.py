@@ -233,7 +233,8 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_soak_"))
     spec = speculative_config(args.draft, args.num_speculative_tokens)
-    tide = {"run_dir": str(run_dir), "train": {"autostart": False}}
+    # A static length: every head drafts, also a damaged one.
+    tide = {"run_dir": str(run_dir), "preset": "learn", "train": {"autostart": False}}
     config = args.work / "tide.json"
     config.write_text(json.dumps({**spec, "tide": tide}, indent=2))
     first = read_draft(args.draft)

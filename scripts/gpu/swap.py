@@ -95,6 +95,7 @@ def _install(place: Place, gigabytes: float) -> dict[str, Any]:
             "run_dir": str(place.work / "run"),
             "train": {"autostart": False},
             "capture": {"enabled": False},
+            "control": {"policy": "static"},  # each step drafts, whatever the head
         },
     }
     heads = 2 if place.cpu else VERSIONS

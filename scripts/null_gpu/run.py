@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 CONTROL = {"policy": "threshold", "threshold": 1e-9}
 # Prices need times. Nothing is looked at now and then, so that all steps are alike.
 PRICED = {"policy": "adaspec", "calibrate": False, "probe_share": 0}
-OFF = {"capture": {"enabled": False}, "swap": {"enabled": False}}
+OFF = {"preset": "observe", "capture": {"enabled": False}}
+ALONE = {"train": {"autostart": False}}
 ARMS: dict[str, dict[str, Any] | None] = {
     "upstream": None,
     "idle": OFF,
@@ -29,10 +30,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "capture_both": OFF
     | {"capture": {"ring_mib": 64, "teacher": "both", "teacher_topk": 64}},
     "control": OFF | {"control": CONTROL},
-    "all": {"capture": {"ring_mib": 64}, "control": CONTROL},
+    "all": ALONE | {"capture": {"ring_mib": 64}, "control": CONTROL},
     # With adaptive verification, which is compared with upstream's own.
     "adaptive_upstream": None,
-    "adaptive": {"capture": {"ring_mib": 64}, "control": PRICED},
+    "adaptive": ALONE | {"capture": {"ring_mib": 64}, "control": PRICED},
 }
 # Every record's rows straight into the ring, as small as those of the demo are.
 DIRECT = "capture_direct"
@@ -40,7 +41,7 @@ ARMS[DIRECT] = ARMS["capture"]
 ADAPTIVE = "adaptive"
 # From what `vllm-tide profile` measured and stored before.
 PROFILED = "profiled"
-ARMS[PROFILED] = OFF | {"control": PRICED}
+ARMS[PROFILED] = OFF | {"control": PRICED | {"verify": True}}
 # All under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
 CHECKED = "checked"
 ARMS[CHECKED] = ARMS["all"]

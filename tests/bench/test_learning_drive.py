@@ -15,10 +15,12 @@ from tests.train.toys import HIDDEN, VOCAB, ToyTarget
 from vllm_tide.bench import arm, learning_capture, learning_session
 from vllm_tide.bench.arm import Hooks, drive
 from vllm_tide.bench.learning_capture import capture
+from vllm_tide.bench.learning_session import Session
 from vllm_tide.bench.live import LiveView
 from vllm_tide.bench.loss_suite import LossOptions
 from vllm_tide.bench.server import ServerError
 from vllm_tide.bench.summary import ArmRun
+from vllm_tide.config import parse_tide
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
@@ -181,17 +183,25 @@ def test_a_stream_is_captured_by_segment_without_the_warm_up(tmp_path, monkeypat
 
     monkeypatch.setattr(learning_session, "run_arm", fake)
     options = options_for(LossOptions, "loss", tmp_path)
-    session = SimpleNamespace(
-        options=options, document=SimpleNamespace(problem=pytest.fail)
-    )
-    session.arm = lambda name, config, stream, **more: fake(
-        SimpleNamespace(name=name, run_dir=more["run_dir"]), stream, more["hooks"]
-    )
+    served = []
+
+    def arm(session, name, config, stream, **more):
+        served.append((session.options, parse_tide(config["tide"])))
+        given = SimpleNamespace(name=name, run_dir=more["run_dir"])
+        return fake(given, stream, more["hooks"])
+
+    monkeypatch.setattr(Session, "arm", arm)
+    document = SimpleNamespace(problem=pytest.fail)
+    session = Session(options, None, document, None, None)
     found = capture(session, STREAM, "capture", "draft")
     assert {name: len(part) for name, part in found.parts.items()} == {
         "0 c": 2,
         "1 docs": 1,
     }
+    # A part of its own: whole documents at one length, and nobody else reads the ring.
+    ((given, tide),) = served
+    assert "--no-enable-prefix-caching" in given.serve_args
+    assert tide.control.policy == "static" and not tide.train.autostart
     (sample,) = found.parts["1 docs"]
     assert sample.num_tokens == 9 and len(sample.branches) == 1
     assert found.manifest.shared == ["lm_head.weight"] and found.lost == {}

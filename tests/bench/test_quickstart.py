@@ -6,13 +6,31 @@ import pytest
 
 from vllm_tide.bench import quickstart
 from vllm_tide.bench.server import ServerError
-from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.config import parse_tide
 
 
-def test_the_demos_tide_section_is_valid():
-    config = parse_tide(quickstart.tide_section(Path("/run"), [1]))
-    assert isinstance(config, TideConfig)
-    assert config.train.autostart and config.train.cpus == [1]
+def test_the_demo_sets_sizes_only():
+    section = quickstart.tide_section(Path("/run"))
+    config = parse_tide(section)
+    assert config.train.autostart and config.control.policy == "adaspec"
+    assert set(section) == {"run_dir", "train"}
+    sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share"}
+    assert set(section["train"]) == sizes | {"batch_tokens", "max_sample_tokens"}
+    assert quickstart.mode_of(section) == "full"
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({}, "full"),
+        ({"train": {"batch_tokens": 512}}, "full"),
+        ({"preset": "learn"}, "changed"),
+        ({"control": {"policy": "threshold"}}, "changed"),
+        ({"deploy": {"canary": False}}, "changed"),
+    ],
+)
+def test_the_mode_is_full_only_with_every_part(changes, mode):
+    assert quickstart.mode_of(changes) == mode
 
 
 def test_changes_are_merged_section_by_section():
@@ -52,6 +70,8 @@ def test_a_server_that_does_not_start_makes_the_run_unsound(
     assert quickstart.main([*arguments, "--json", str(path)]) == 1
     report = json.loads(path.read_text())
     assert report["sound"] is False and report["outputs_identical"] is False
+    assert (report["mode"], report["rollbacks"]) == ("full", 0)
+    assert report["first_swap_after_shift_s"] is None
     assert "unknown key" in capsys.readouterr().out
 
 

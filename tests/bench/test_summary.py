@@ -12,6 +12,7 @@ from vllm_tide.bench.summary import (
     acceptance_length,
     arm_figures,
     capture_figures,
+    first_swap_after_shift_s,
     swap_figures,
 )
 
@@ -148,6 +149,47 @@ def test_a_sound_run_has_every_documented_key_and_no_problem():
     }
     assert set(report["swaps"]) >= {"count", "pause_ms_p50", "pause_ms_max"}
     assert "acceptance length, final" in table(report)
+
+
+def test_a_phase_in_which_control_chose_length_0_is_sound():
+    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    before = runs["tide"].segments[0]
+    before.end = before.start  # nothing was drafted
+    said = ["tide: nothing was drafted in some phase"]
+    assert problems(build_report(runs, [], {}), runs) == said
+    values = runs["tide"].samples[-1].values
+    values["vllm_tide:off_rounds_total", (("reason", "gain"),)] = 5.0
+    report = build_report(runs, [], {})
+    assert problems(report, runs) == []
+    assert report["arms"]["tide"]["acceptance_length"]["before_shift"] is None
+    assert "-" in table(report)
+
+
+def test_rollbacks_are_listed_and_leave_a_run_sound():
+    last = {"swaps_total": 2, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    event = {"unix": 1.0, "version": 3, "to": 2, "reason": "served less"}
+    runs["tide"].rollbacks = [event]
+    report = build_report(runs, [], {})
+    assert (report["rollbacks"], report["rolled_back"]) == (1, [event])
+    assert problems(report, runs) == []
+    assert "served less" in table(report)
+
+
+def test_the_first_swap_after_the_shift_is_timed_from_its_first_request():
+    run = make_run()
+    for segment in run.segments[1:]:
+        segment.start.values["vllm_tide:swaps_total", ()] = 1.0
+    run.samples = [
+        scrape(t_s, swaps_total=swaps)
+        for t_s, swaps in ((5, 1), (10.5, 1), (11.5, 1), (13.25, 2), (20, 3))
+    ]
+    assert first_swap_after_shift_s(run) == 2.25  # the first request began at 11 s
+    run.samples = run.samples[:3]
+    assert first_swap_after_shift_s(run) is None
+    run.segments = run.segments[:1]
+    assert first_swap_after_shift_s(run) is None
 
 
 def test_what_makes_a_run_unsound_is_said():

@@ -84,7 +84,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
             "run_dir": str(folder / "run"),
             "capture": {"ring_mib": 32},
             "train": {
-                "autostart": True,
                 "min_new_tokens": 600,
                 "steps_per_cycle": 10,
                 "batch_tokens": 512,

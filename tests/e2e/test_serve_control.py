@@ -1,17 +1,29 @@
-"""A real `vllm serve` under AdaSpec's control, with capture: outputs, metrics."""
+"""A real `vllm serve` with `"tide": {}`, which is everything: outputs, metrics."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import toys
-from tests.e2e.test_serve import NUM_TOKENS, PROMPTS, VENV, complete, greedy, metrics
+from tests.e2e.test_serve import (
+    NUM_TOKENS,
+    PROMPTS,
+    VENV,
+    complete,
+    greedy,
+    metrics,
+    trainers,
+)
 from vllm_tide.bench.server import ServerOptions, VllmServer
+from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.transport.rendezvous import read_manifests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
@@ -24,11 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         "method": "eagle3",
         "model": str(toys.make_draft(folder / "draft", target)),
         "num_speculative_tokens": 5,
-        "tide": {
-            "run_dir": str(folder / "run"),
-            "capture": {"ring_mib": 8},
-            "control": {"policy": "adaspec", "probe_share": 0.3},
-        },
+        "tide": {},
     }
     options = ServerOptions(
         venv=VENV,
@@ -37,12 +45,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         speculative_config=json.dumps(config),
         max_model_len=256,
         # A cache of its own: it must measure, and leave nothing in the user's.
-        extra_env={"XDG_CACHE_HOME": str(folder / "cache")},
+        extra_env={
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "VLLM_TIDE_RUN_DIR": str(folder / "run"),
+        },
     )
     with VllmServer(options) as started:
         started.wait_ready(lambda _: None)
         assert list((folder / "cache" / "vllm_tide" / "profiles").glob("*.json"))
         yield started
+
+
+def test_nothing_set_runs_every_part(server):
+    run_dir = server.options.model.parent / "run"
+    (manifest,) = read_manifests(run_dir)
+    assert parse_tide(manifest.tide) == TideConfig()
+    assert manifest.tide["control"]["policy"] == "adaspec"
+    deadline = time.monotonic() + 120  # it imports Torch first
+    while time.monotonic() < deadline and not list(run_dir.glob("trainer-*.json")):
+        time.sleep(0.5)
+    (trainer,) = trainers(server)
+    assert os.sched_getaffinity(trainer.pid) <= set(server.options.other_cpus)
+    assert trainer.nice() == min(19, os.nice(0) + 10)
+    complete(server.url, PROMPTS[0])
+    time.sleep(0.6)
+    complete(server.url, PROMPTS[0])
+    assert metrics(server.url)["vllm_tide:ring_consumer_alive"] == 1
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as reply:
+        assert 'enable_prefix_caching="True"' in reply.read().decode()
 
 
 def test_outputs_are_the_targets_and_every_decision_is_counted(server):

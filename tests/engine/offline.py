@@ -38,7 +38,7 @@ def main() -> None:
 
         policy = Scripted(case["script"], 0)
 
-        def start(worker, control, config):
+        def start(worker, control, config, late):
             control.policy = policy
 
         policy_start.start_predicting = start

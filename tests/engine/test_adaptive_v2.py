@@ -49,6 +49,7 @@ def serve(
             "enable_adaptive_verification": True,
             "tide": {
                 "run_dir": str(run_dir),
+                "train": {"autostart": False},
                 "capture": {"ring_mib": 16},
                 "control": control,
             },

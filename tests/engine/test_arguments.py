@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
 from tests import toys
+from vllm_tide.config import TideConfig, parse_tide
 
 pytestmark = pytest.mark.vllm
 
@@ -296,15 +300,9 @@ def vllm_error(said: str) -> ValidationError:
             "tide.control.verify: false keeps every drafted token",
         ),
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction: tide"),
-        (
-            {"tide": {"control": {"policy": "adaspec"}}},
-            "tide.control.profile: 'adaspec' needs forward times",
-        ),
+        ({"tide": {"control": {"policy": "adaspec"}}}, None),
         ({"tide": {"control": {"policy": "adaspec"}}, **ADAPTIVE}, None),
-        (
-            {"tide": {"control": {"policy": "tide_gate"}}},
-            "tide.control.profile: 'tide_gate' needs forward times",
-        ),
+        ({"tide": {"control": {"policy": "tide_gate"}}}, None),
         (
             {"draft_sample_method": "probabilistic"},
             "draft_sample_method: with 'probabilistic' tide does not see",
@@ -353,7 +351,7 @@ def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
     assert str(refused.value).startswith(start)
 
 
-def test_a_mixture_of_experts_on_several_ranks_has_no_control():
+def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
     from types import SimpleNamespace as Config
 
     from vllm_tide.config import ConfigError
@@ -370,14 +368,20 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control():
     )
     with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
         check_engine_config(config)
-    config.speculative_config.tide = {}
+    config.speculative_config.tide = {"control": {"min_gain": 0.1}}
     check_engine_config(config)
+    (said,) = heard
+    assert "--data-parallel-size" in said.getMessage()
+    control = parse_tide(config.speculative_config.tide).control
+    assert (control.policy, control.min_gain) == ("static", 0.1)
 
 
 def on_a_gpu(requests=8, **speculative):
     from types import SimpleNamespace as Config
 
-    return Config(
+    from vllm.config import VllmConfig
+
+    engine = Config(
         device_config=Config(device_type="cuda"),
         parallel_config=Config(
             pipeline_parallel_size=1,
@@ -386,6 +390,15 @@ def on_a_gpu(requests=8, **speculative):
         ),
         lora_config=None,
         use_v2_model_runner=True,
+        aux_output_config=Config(enabled=False),
+        model_config=Config(
+            return_sampling_mask=False, is_moe=True, runner_type="generate"
+        ),
+        cache_config=Config(enable_prefix_caching=True),
+        attention_config=Config(backend=None, backend_per_kind={}),
+        compilation_config=Config(
+            cudagraph_mode=Config(has_full_cudagraphs=lambda: True)
+        ),
         scheduler_config=Config(async_scheduling=True, max_num_seqs=requests),
         speculative_config=Config(
             **{
@@ -398,29 +411,146 @@ def on_a_gpu(requests=8, **speculative):
             }
         ),
     )
+    for check in (
+        "_verify_aux_output_compatibility",
+        "_verify_sampling_replay_config",
+        "_validate_adaptive_verification",
+    ):
+        setattr(engine, check, partial(getattr(VllmConfig, check), engine))
+    return engine
 
 
-@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
-def test_on_a_gpu_what_vllm_measures_for_adaptive_verification_is_a_profile(
-    policy, tmp_path, monkeypatch
+def resolved(speculative: dict[str, Any], target, requests=8, **change) -> Any:
+    """The configuration on a GPU as every process has it, from what a user wrote."""
+    from vllm_tide.engine.arguments import check_engine_config, check_speculative_config
+
+    written = copy.deepcopy(speculative)
+    check_speculative_config(written, target)
+    check_speculative_config(written, target)  # vLLM asks twice
+    engine = on_a_gpu(requests, **{k: written[k] for k in written if k != "model"})
+    vars(engine).update(change)
+    check_engine_config(engine)
+    return engine
+
+
+@pytest.fixture
+def heard():
+    """What was said at the start."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.tide")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+class Chosen:
+    """An attention backend that plans from the lengths that the host knows."""
+
+    name = "FLASHY"
+
+    @classmethod
+    def get_class(cls) -> type[Chosen]:
+        return cls
+
+    @staticmethod
+    def supports_device_cpu_query_lens_mismatch() -> bool:
+        return False
+
+
+def control_of(engine) -> Any:
+    return parse_tide(engine.speculative_config.tide).control
+
+
+def test_nothing_set_is_the_whole_product_on_a_gpu(
+    gpu, target, target_dir, tmp_path, heard
 ):
-    from vllm_tide.config import ConfigError
-    from vllm_tide.engine.arguments import check_engine_config
+    given = {"model": str(toys.make_draft(tmp_path / "draft", target_dir)), "tide": {}}
+    engine = resolved(given, target)
+    tide = parse_tide(engine.speculative_config.tide)
+    assert tide == TideConfig() and tide.control.policy == "adaspec"
+    assert tide.train.autostart and tide.capture.enabled and tide.deploy.canary
+    assert engine.speculative_config.enable_adaptive_verification is True
+    assert heard == []
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tide = {"control": {"policy": policy}}
-    check_engine_config(on_a_gpu(tide=tide, **ADAPTIVE))
-    with pytest.raises(ConfigError) as refused:
-        check_engine_config(on_a_gpu(tide=tide))
-    said = str(refused.value)
-    assert said.startswith(f"tide.control.profile: {policy!r} needs forward times")
-    assert "vllm-tide profile" in said
-    assert "set enable_adaptive_verification to true" in said
-    # With some profile the worker looks for the one that fits.
-    kept = tmp_path / "vllm_tide" / "profiles" / "some.json"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("{}")
-    check_engine_config(on_a_gpu(tide=tide))
+
+@pytest.mark.parametrize(
+    ("section", "more", "on"),
+    [
+        ({"control": {"verify": True}}, {}, True),
+        ({"control": {"policy": "tide_gate"}}, {}, True),
+        ({"control": {"policy": "threshold"}}, {}, False),
+        ({"preset": "control"}, {}, True),
+        ({"preset": "learn"}, {}, False),
+        ({"control": {"verify": False}}, {}, False),
+        ({}, {"enable_adaptive_verification": False}, False),
+        ({"control": {"verify": True}}, {"enable_adaptive_verification": False}, False),
+    ],
+)
+def test_what_the_operator_says_of_adaptive_verification_stays(
+    section, more, on, gpu, target, target_dir, tmp_path
+):
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    engine = resolved({"model": str(draft), "tide": section, **more}, target)
+    assert engine.speculative_config.enable_adaptive_verification is on
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"compilation_config": "eager"}, "requires full CUDA graphs"),
+        ({"aux_output_config": "routed"}, "enable-return-routed-experts"),
+        ({"model_config": "replay"}, "sampling distribution replay"),
+        ({"attention_config": "chosen"}, "--attention-backend FLASHY cannot do it."),
+    ],
+)
+def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
+    change, why, gpu, target, target_dir, tmp_path, heard
+):
+    from types import SimpleNamespace as Config
+
+    made = {
+        "eager": Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False)),
+        "routed": Config(enabled=True),
+        "chosen": Config(backend=None, backend_per_kind={"full": Chosen}),
+        "replay": Config(
+            is_moe=True, runner_type="generate", return_sampling_mask=True
+        ),
+    }
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    given = {"model": str(draft), "tide": {}}
+    engine = resolved(given, target, **{k: made[v] for k, v in change.items()})
+    assert engine.speculative_config.enable_adaptive_verification is False
+    assert control_of(engine).policy == "adaspec"
+    (said,) = heard
+    assert said.levelname == "WARNING" and why in said.getMessage()
+
+
+LEFT_OUT = [
+    {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]},
+    {"disable_padded_drafter_batch": True},
+    {"parallel_drafting": True},
+]
+
+
+@pytest.mark.parametrize("extra", LEFT_OUT)
+@pytest.mark.parametrize("section", [{}, {"control": {"min_gain": 0.1}}])
+def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
+    extra, section, target, target_dir, tmp_path, heard
+):
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    config = {"model": str(draft), "tide": section, **extra}
+    check_speculative_config(config, target)
+    # In the dictionary: so scheduler, workers and trainer read the same.
+    tide = parse_tide(config["tide"])
+    assert tide.control.policy == "static" and tide.train.autostart
+    (said,) = heard
+    assert next(iter(extra)) in said.getMessage()
+    check_speculative_config(config, target)
+    assert len(heard) == 1
 
 
 @pytest.mark.parametrize(
@@ -440,7 +570,7 @@ def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, tabl
     check_engine_config(config)
     assert speculative.num_speculative_tokens_per_batch_size == table
     speculative.num_speculative_tokens_per_batch_size = None
-    speculative.tide = {}
+    speculative.tide = {"preset": "learn"}
     check_engine_config(config)
     assert speculative.num_speculative_tokens_per_batch_size is None
     config.use_v2_model_runner = False

@@ -46,6 +46,8 @@ def case(models: tuple[Path, Path], run_dir: Path, **capture: Any) -> dict[str, 
             "model": str(models[1]),
             "num_speculative_tokens": 3,
             "tide": {
+                # The test reads the ring, and each step drafts.
+                "preset": "observe",
                 "run_dir": str(run_dir),
                 "capture": {"ring_mib": 16, **capture},
             },

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests import toys
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.test_swap import PROMPTS, drafted, publish, settled
+from vllm_tide.config import parse_tide
 from vllm_tide.draft import VocabMap, load_draft, save_draft
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.fresh import is_fresh
@@ -66,7 +67,7 @@ def test_the_word_becomes_a_directory_and_a_policy(target, cache):
     folder = Path(config["model"])
     assert folder.parent == cache and is_fresh(folder)
     assert config["method"] == "eagle3"
-    assert config["tide"] == {"control": {"policy": "adaspec"}}
+    assert parse_tide(config["tide"]).control.policy == "adaspec"
     assert mine["tide"] == {}  # what the operator wrote is not touched
     assert any("adaspec" in line and str(folder) in line for line in heard)
     # Asked again, as vLLM does: nothing changes.
@@ -79,7 +80,7 @@ def test_the_operators_policy_stays(target):
     assert config["tide"] == tide
     tide = {"control": {"min_gain": 0.1}}
     config = checked({"model": "fresh", "tide": tide}, target)
-    assert config["tide"]["control"] == {"min_gain": 0.1, "policy": "adaspec"}
+    assert parse_tide(config["tide"]).control.policy == "adaspec"
 
 
 def test_a_head_that_cannot_be_built_is_one_sentence(target, cache):
@@ -90,9 +91,10 @@ def test_a_head_that_cannot_be_built_is_one_sentence(target, cache):
         checked({"model": "fresh", "tide": tide}, target)
     with pytest.raises(ConfigError, match="set it to 'eagle3'"):
         checked({"model": "fresh", "method": "ngram", "tide": {}}, target)
-    # Limits of speculation control count for the policy we choose, too.
+    # A policy that was asked for is refused where control cannot be.
+    tide = {"control": {"policy": "adaspec"}}
     with pytest.raises(ConfigError, match="parallel_drafting"):
-        checked({"model": "fresh", "parallel_drafting": True, "tide": {}}, target)
+        checked({"model": "fresh", "parallel_drafting": True, "tide": tide}, target)
 
 
 def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
@@ -104,6 +106,7 @@ def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
             "num_speculative_tokens": 3,
             "tide": {
                 "run_dir": str(run_dir),
+                "train": {"autostart": False},  # the test publishes
                 "capture": {"ring_mib": 16},
                 "control": {"policy": "static"},
                 "fresh": {"draft_vocab_size": SIZE},

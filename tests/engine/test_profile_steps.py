@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_tide.config import ConfigError, ControlConfig
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.policies import ThresholdPolicy
 from vllm_tide.engine.profile_steps import StepsV2, steps_of
 
 K, VOCAB = 3, 11
@@ -94,19 +95,28 @@ def test_what_is_verified_are_tokens_wherever_less_was_drafted():
 @pytest.mark.vllm
 @pytest.mark.parametrize("policy", ["adaspec", "tide_gate", "threshold"])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_times_that_nobody_measured_are_asked_for(policy, adaptive, monkeypatch):
+def test_without_times_a_policy_stands_in_that_needs_none(
+    policy, adaptive, monkeypatch, caplog
+):
     from vllm_tide.engine import policy_start
     from vllm_tide.engine.worker_v2 import WorkerTideV2
 
-    monkeypatch.setattr(policy_start, "start_predicting", lambda *given: None)
+    monkeypatch.setattr(policy_start, "stored_times", lambda *given: None)
     tide = WorkerTideV2.__new__(WorkerTideV2)
-    tide.control, tide._leader = SimpleNamespace(policy=None), True
-    tide._worker = None
-    tide._runner = SimpleNamespace(device=torch.device("cuda"))
+    tide.control = SimpleNamespace(
+        policy=None,
+        num_speculative_tokens=3,
+        capacity=8,
+        trims=True,
+        cut_on_device=False,
+    )
+    tide._leader, tide._worker, tide._adaptive = True, None, adaptive
     tide._config = SimpleNamespace(control=ControlConfig(policy=policy))
-    tide._wants_verification = adaptive
-    if adaptive or policy == "threshold":
-        tide.warm_up()
-        return
-    with pytest.raises(ConfigError, match="run `vllm-tide profile` with the options"):
-        tide.warm_up()
+    tide.warm_up()
+    if adaptive and policy != "threshold":
+        assert tide.control.policy is None  # vLLM measures times when it captures
+    else:
+        assert isinstance(tide.control.policy, ThresholdPolicy)
+    said = [r.getMessage() for r in caplog.records if "threshold" in r.getMessage()]
+    assert len(said) == (policy != "threshold" and not adaptive)
+    assert all("run `vllm-tide profile`" in line for line in said)

@@ -103,7 +103,7 @@ def profiled(models: tuple[str, str], asynchronous: bool) -> dict[str, Any]:
 
 
 def serve(models: tuple[str, str], runner: str, run_dir: Path) -> dict[str, Any]:
-    """Serve under AdaSpec, with no profile named."""
+    """Serve with nothing set but where it meets its trainer."""
     case = {
         "target": models[0],
         "runner": runner,
@@ -113,15 +113,23 @@ def serve(models: tuple[str, str], runner: str, run_dir: Path) -> dict[str, Any]
             "method": "eagle3",
             "model": models[1],
             "num_speculative_tokens": STEPS,
-            "tide": {
-                "run_dir": str(run_dir),
-                "capture": {"ring_mib": 16},
-                "control": {"policy": "adaspec"},
-            },
+            "tide": {"run_dir": str(run_dir)},
         },
     }
     with OfflineEngine(case) as engine:
-        return engine.work(PROMPTS, params={"max_tokens": 12})
+        report = engine.work(PROMPTS, params={"max_tokens": 12})
+        assert list(run_dir.glob("trainer-*.log"))  # it was started with the engine
+        return report
+
+
+def test_without_a_profile_v2_starts_and_serves_with_nothing_set(
+    models, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    report = serve(models, "v2", tmp_path / "run")
+    assert report["control_faults"] == report["faults"] == {}
+    assert report["control"]["drafted_tokens"] > 0 and report["rows"] > 0
+    assert [len(tokens) for tokens in report["tokens"]] == [12] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

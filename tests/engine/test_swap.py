@@ -42,7 +42,13 @@ def case(models: dict[str, Path], draft: str, run_dir: Path, **more: Any) -> dic
             "method": "eagle3",
             "model": str(models[draft]),
             "num_speculative_tokens": 3,
-            "tide": {"run_dir": str(run_dir), "capture": {"ring_mib": 16}},
+            # The test is the trainer, and each step drafts.
+            "tide": {
+                "preset": "learn",
+                "run_dir": str(run_dir),
+                "capture": {"ring_mib": 16},
+                "train": {"autostart": False},
+            },
         },
         **more,
     }

@@ -68,7 +68,7 @@ SCRIPT = [[3, -1, 0], [3, 3, 0], [0, 0, 0], [0, 0, 1], [1, 1, 0], [2, -1, 0], [3
 
 
 def make_case(runner: str, run_dir: Path) -> dict[str, Any]:
-    steered = {"control": {"policy": "threshold"}} if runner != "v1" else {}
+    policy = "threshold" if runner != "v1" else "static"
     return {
         "target": str(DEMO / "target"),
         "runner": runner,
@@ -79,7 +79,8 @@ def make_case(runner: str, run_dir: Path) -> dict[str, Any]:
             "tide": {
                 "run_dir": str(run_dir),
                 "capture": {"ring_mib": 16, "teacher": "both", "teacher_topk": 4},
-                **steered,
+                "train": {"autostart": False},  # the test reads the ring
+                "control": {"policy": policy},
             },
         },
         "engine": {
@@ -88,7 +89,7 @@ def make_case(runner: str, run_dir: Path) -> dict[str, Any]:
             "block_size": 32,
             "enable_prefix_caching": False,
         },
-        **({"script": STATIC} if steered else {}),
+        **({"script": STATIC} if runner != "v1" else {}),
     }
 
 

@@ -12,6 +12,7 @@ from tests.engine.test_control_v2 import SURE, K, begun, landed
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.kept_pass import KeptPass
 from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import ThresholdPolicy
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.step_log import StepLog
@@ -332,22 +333,26 @@ def test_the_policy_begins_when_times_were_measured(monkeypatch, leader):
     assert made[1][3] is None
 
 
-def test_without_verification_or_a_profile_the_length_is_static_and_the_log_says_so(
+def test_without_verification_or_a_profile_a_threshold_serves_and_the_log_says_so(
     caplog, monkeypatch
 ):
     from vllm_tide.engine import policy_start
 
     monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
     tide = worker(begun(trims=False))
+    del tide.warm_up  # the real one
+    tide.control.policy = None
     tide._config = SimpleNamespace(control=ControlConfig(policy="adaspec"))
 
     def refuse(**upstream):
         raise ValueError("FlashAttentionBackend allows none.")
 
     assert tide.make_verification(refuse) is None
-    (record,) = caplog.records
-    assert "Until then the length is static: " in record.message
-    assert "policy 'adaspec' needs tide.control.profile." in record.message
+    assert isinstance(tide.control.policy, ThresholdPolicy)
+    cap, instead = caplog.records
+    assert "allows none. Until then tide.control caps" in cap.message
+    assert "is 'threshold' instead of 'adaspec'" in instead.message
+    assert "run `vllm-tide profile`" in instead.message
 
 
 def test_where_none_is_wanted_none_is_made():

@@ -64,6 +64,7 @@ def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypat
     target = make_target(tmp_path / "target", family)
     run_dir = tmp_path / "run"
     train = {
+        "autostart": False,  # the test runs it
         "nice": 0,
         "compute_dtype": "float32",
         # Which of the 12 requests are held out is chance: two are enough to begin.

@@ -172,9 +172,9 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
 
     monkeypatch.setattr("vllm_tide.engine.trainer_process.subprocess.Popen", Child)
     spooled = parse_tide({"spool": {"url": "s3://secret@bucket"}})
-    alone = parse_tide({"train": {"autostart": True}})
+    alone = parse_tide({})
     for config, kind in ((spooled, "relay"), (alone, "train")):
-        assert TrainerProcess.wanted(config.train, config.spool)
+        assert TrainerProcess.wanted(config)
         process = TrainerProcess("e1", tmp_path, config.train, config.spool)
         process.start()
         process.close()
@@ -183,8 +183,14 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
             "-m", "vllm_tide", kind, "--engine", "e1", "--run-dir", str(tmp_path)
         ]  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["relay-e1.log", "trainer-e1.log"]
-    neither = parse_tide({})
-    assert not TrainerProcess.wanted(neither.train, neither.spool)
+    for nobody in (
+        {"preset": "control"},
+        {"preset": "observe"},
+        {"capture": {"enabled": False}},  # a trainer gets no rows
+        {"train": {"autostart": False}},
+    ):
+        assert not TrainerProcess.wanted(parse_tide(nobody))
+        assert TrainerProcess.wanted(parse_tide({**nobody, "spool": {"url": "/s"}}))
 
 
 def relay_command(*argv):

@@ -15,6 +15,7 @@ import aiohttp
 from vllm_tide.transport.rendezvous import read_manifests
 
 from .client import RequestResult, make_session, replay, send
+from .learning_events import read_events
 from .live import LiveView, trainer_statuses
 from .scrape import Scrape, Scraper
 from .server import SERVED_NAME, ServerOptions, VllmServer
@@ -228,6 +229,11 @@ def run_arm(
         finish(server, run, at_start)
         _check_trainer(server, run, options.expect_trainer)
         run.trainers = trainer_statuses(options.run_dir)
+        run.rollbacks = [
+            {key: event.get(key) for key in ("unix", "version", "to", "reason")}
+            for event in (read_events(options.run_dir) if options.run_dir else ())
+            if event["event"] == "rollback"
+        ]
         stop(server, run, options.run_dir)
     view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
     return run

@@ -185,13 +185,12 @@ def speculative_config(
         # vLLM reserves slots for the longest entry: ask for no more than is used.
         config["num_speculative_tokens"] = max(1, *(k for _, _, k in schedule))
         config["num_speculative_tokens_per_batch_size"] = [list(r) for r in schedule]
-    if arm.is_adaptive:
-        config["enable_adaptive_verification"] = True
+    if arm.is_adaptive or arm.control is not None:  # tide's default is on
+        config["enable_adaptive_verification"] = arm.is_adaptive
     if arm.control is not None:
         config["tide"] = {
             "run_dir": str(run_dir),
-            "capture": {"enabled": False},
-            "swap": {"enabled": False},
+            "preset": "control",
             "control": dict(arm.control),
         }
     return json.dumps(config)

@@ -30,7 +30,7 @@ def _environment(
             "client_api_cpus": list(options.other_cpus),
             "omp_threads": len(options.engine_cpus),
             "enforce_eager": not options.compile,
-            "prefix_caching": False,
+            "prefix_caching": False,  # `arm_servers` says why
             "seed": options.seed,
             "waiting_servers": "stopped with SIGSTOP",
             "client_nice": f"{CLIENT_NICE} while measuring, where permitted",

@@ -46,7 +46,6 @@ FRESH = "fresh"
 LEAST_DRAFTS = 50
 """Verified drafts that a window of the learning curve needs: while the head is new,
 control drafts rarely, and then where it expects most."""
-ADASPEC = {"control": {"policy": "adaspec"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +231,7 @@ class _Day0:
             return
         self.last_head.unlink(missing_ok=True)  # of an earlier run
         with private_run_dir(self.options.work / "run" / FRESH) as run_dir:
-            section = trained_section(
-                self.options, run_dir, merged({"fresh": self.fresh}, ADASPEC)
-            )
+            section = trained_section(self.options, run_dir, {"fresh": self.fresh})
 
             def keep_head(_: VllmServer) -> None:
                 try:
@@ -279,14 +276,7 @@ class _Day0:
             self.session.say("ceiling: measured before")
             return
         with private_run_dir(self.options.work / "run" / "ceiling") as run_dir:
-            section = merged(
-                {
-                    "run_dir": str(run_dir),
-                    "capture": {"enabled": False},
-                    "swap": {"enabled": False},
-                },
-                ADASPEC,
-            )
+            section = {"run_dir": str(run_dir), "preset": "control"}
             control = self.options.tide.get("control")
             if control:
                 section = merged(section, {"control": control})
@@ -311,7 +301,7 @@ class _Day0:
                 self.stream,
                 "capture",
                 FRESH,
-                tide={"fresh": self.fresh, "control": {"policy": "static"}},
+                tide={"fresh": self.fresh},
             )
             if found is None:
                 return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,11 @@ def capture(
     Raises:
         OutOfTimeError: `--max-minutes` is over.
     """
-    options = session.options
+    # What a cached prefix leaves out, and what control does, are no part of documents
+    # that losses and draft shapes are compared on.
+    alone = ("--no-enable-prefix-caching", *session.options.serve_args)
+    options = replace(session.options, serve_args=alone)
+    session = replace(session, options=options)
     with private_run_dir(options.work / "run" / name) as run_dir:
         sink = _Sink(run_dir)
         config = draft_config(options, model, _section(options, run_dir, tide or {}))
@@ -188,6 +192,6 @@ def _section(
     section = {
         "run_dir": str(run_dir),
         "capture": {"teacher": "hidden", "feature_dtype": "bfloat16"},
-        "train": {"autostart": False},
+        "control": {"policy": "static"},
     }
     return merged(merged(section, changes), {"train": {"autostart": False}})

@@ -50,11 +50,8 @@ def trained_section(
     """
     section: dict[str, Any] = {
         "run_dir": str(run_dir),
-        "capture": {"teacher": "hidden", "feature_dtype": "bfloat16"},
         "train": {
-            "autostart": True,
             "cpus": list(options.other_cpus),
-            "learning_rate": 1e-3,
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
             "min_new_tokens": 512,
@@ -100,8 +97,7 @@ def server_options(
         max_model_len=options.max_model_len,
         max_num_seqs=max(MAX_SEQS, *options.concurrency),
         enforce_eager=not options.compile,
-        # A cached prefix is computed by nobody, so nothing of it could be captured.
-        extra_args=("--no-enable-prefix-caching", *options.serve_args),
+        extra_args=options.serve_args,
     )
 
 

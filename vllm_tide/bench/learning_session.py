@@ -124,7 +124,7 @@ def _facts(options: SuiteOptions, target: Target, began_s: float) -> dict[str, A
             "engine_cpus": list(options.engine_cpus),
             "client_api_trainer_cpus": list(options.other_cpus),
             "enforce_eager": not options.compile,
-            "prefix_caching": False,
+            "prefix_caching": "as vLLM has it; off where documents are captured",
             "seed": options.seed,
             "wall_clock_s": round(time.monotonic() - began_s, 1),
         }

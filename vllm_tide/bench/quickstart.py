@@ -12,10 +12,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from vllm_tide.config import parse_tide
 
 from .arm import ArmOptions, run_arm
 from .identity import compare_arms, rescore_all
@@ -35,15 +38,11 @@ def speculative_config(draft: Path, num_speculative_tokens: int) -> dict[str, An
     }
 
 
-def tide_section(run_dir: Path, trainer_cpus: Sequence[int]) -> dict[str, Any]:
-    """Return the demo's ``tide`` section: small cycles, since the stream is short."""
+def tide_section(run_dir: Path) -> dict[str, Any]:
+    """Return the demo's ``tide`` section: the full mode, sized for a short stream."""
     return {
         "run_dir": str(run_dir),
-        "capture": {"teacher": "hidden", "feature_dtype": "bfloat16"},
         "train": {
-            "autostart": True,
-            "cpus": list(trainer_cpus),
-            "learning_rate": 1e-3,
             "batch_tokens": 1024,
             "max_sample_tokens": 512,
             # A new cycle as soon as a few requests came; few steps, since more of them
@@ -53,6 +52,14 @@ def tide_section(run_dir: Path, trainer_cpus: Sequence[int]) -> dict[str, Any]:
             "holdout_share": 0.15,
         },
     }
+
+
+def mode_of(section: Mapping[str, Any]) -> str:
+    """Return "full" if a ``tide`` section leaves every part as it is by default."""
+    tide, full = parse_tide(dict(section)), parse_tide({})
+    parts = ("capture.enabled", "train.autostart", "deploy.canary", "swap.enabled")
+    same = all(attrgetter(p)(tide) == attrgetter(p)(full) for p in parts)
+    return "full" if same and tide.control == full.control else "changed"
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     elif name == "tide":
         # Short: also a place for sockets; private: mode 0700.
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
-        section = tide_section(run_dir, args.other_cpus)
+        section = tide_section(run_dir)
         path = args.work / "tide.json"
         text = json.dumps({**spec, "tide": _merge(section, args.tide)}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
@@ -216,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "wall_clock_s": round(time.monotonic() - began, 1),
         }
     )
-    report = build_report(runs, rescored, facts)
+    report = {"mode": mode_of(args.tide), **build_report(runs, rescored, facts)}
     reasons = problems(report, runs)
     report["sound"], report["problems"] = not reasons, reasons
     if args.json:

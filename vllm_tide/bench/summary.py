@@ -69,6 +69,8 @@ class ArmRun:
     problems: list[str] = field(default_factory=list)
     # Last status file of each trainer.
     trainers: list[dict[str, object]] = field(default_factory=list)
+    # Of the trainers' event logs.
+    rollbacks: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def results(self) -> list[RequestResult]:
@@ -174,6 +176,17 @@ def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
         "pause_ms_p50_is": "exact" if exact else "upper edge of histogram bucket",
         "refused": last.by_label("vllm_tide:refused_drafts", "reason"),
     }
+
+
+def first_swap_after_shift_s(run: ArmRun) -> float | None:
+    """Return seconds from the first shifted request to the next swap seen; or None."""
+    shifted = [s for s in run.segments if s.name == AFTER_SHIFT and s.results]
+    if not shifted:
+        return None
+    began = min(result.start_s for result in shifted[0].results)
+    before = shifted[0].start.value(SWAPS)
+    seen = (s.t_s for s in run.samples if s.t_s >= began and s.value(SWAPS) > before)
+    return _rounded(next((t_s - began for t_s in seen), None), 2)
 
 
 def capture_figures(samples: Sequence[Scrape]) -> dict[str, object]:

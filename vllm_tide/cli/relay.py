@@ -152,9 +152,9 @@ def _relay(relay: Relay) -> str:
 
 def _prepare(config: TrainConfig) -> None:
     """Off the engine's cores and behind its work, like the trainer it stands for."""
-    # The server that started us may be pinned, and children inherit that.
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, config.cpus or range(os.cpu_count() or 1))
+    if config.cpus:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, config.cpus)
     os.nice(config.nice)  # adds up: once per process
 
 

@@ -69,7 +69,9 @@ def judge(
             "Allow more cores, or train elsewhere (tide.spool.url).",
         )
     if trainer is None:
-        floats = "the trainer is not pinned and yields by its niceness"
+        floats = (
+            "the trainer takes cores that the engine leaves, and yields by niceness"
+        )
         return ok(NAME, f"{have}; {floats}.")
     return _overlap(set(trainer), engine, bind, allowed, have)
 

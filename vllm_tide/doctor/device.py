@@ -37,7 +37,7 @@ def refusal(device_type: str) -> str:
         enable_adaptive_verification=False,
         use_local_argmax_reduction=False,
         draft_sample_method="greedy",
-        tide={},
+        tide={"control": {"policy": "static"}},
     )
     plain = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device_type),

@@ -34,14 +34,14 @@ def check(subject: Subject) -> Iterator[Finding]:
     tide = subject.tide
     if tide is None:
         yield skipped(NAME, "The configuration cannot be used.")
-    elif tide.control.policy == "static" and subject.draft != "fresh":
+    elif tide.control.policy == "static":
         yield skipped(NAME, "tide.control.policy is static, which needs none.")
     elif tide.control.profile is not None:
         yield judge_file(Path(tide.control.profile).expanduser(), known_facts())
     elif tide.control.policy == "threshold":
         yield skipped(NAME, "tide.control.policy is threshold, which needs none.")
     elif vllm_device(torch_build()) in ("cuda", "rocm"):
-        adaptive = bool(subject.speculative.get("enable_adaptive_verification"))
+        adaptive = subject.speculative.get("enable_adaptive_verification") is not False
         yield judge_gpu(default_path("").parent, known_facts(), adaptive)
     else:
         yield judge_folder(default_path("").parent, known_facts())
@@ -53,17 +53,16 @@ def judge_gpu(folder: Path, facts: dict[str, Any], adaptive: bool) -> Finding:
     Args:
         folder: Where kept profiles are.
         facts: What is known of this machine.
-        adaptive: enable_adaptive_verification.
+        adaptive: Whether enable_adaptive_verification is switched on where it can be.
     """
     if adaptive:
-        said = "vLLM measures times for adaptive verification at each start."
+        said = "vLLM measures times at each start that has adaptive verification."
         return judge_folder(folder, facts, ok(NAME, said))
-    lacking = failed(
+    lacking = warning(
         NAME,
-        f"The policy needs forward times, which a start on a GPU does not measure, and "
-        f"nothing in {folder} fits this installation.",
-        f"{_MEASURE}, or set enable_adaptive_verification to true, for which vLLM "
-        "measures some, or tide.control.policy to 'threshold'.",
+        "A start on a GPU does not measure forward times, and nothing in "
+        f"{folder} fits this installation: 'threshold' serves instead of the policy.",
+        f"{_MEASURE}, or do not set enable_adaptive_verification to false.",
     )
     return judge_folder(folder, facts, lacking)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_tide.config import ConfigError, ControlConfig
+from vllm_tide.config import ConfigError, ControlConfig, parse_tide
 
 KNOB = "enable_adaptive_verification"
 
@@ -49,6 +49,68 @@ def check_adaptive(control: ControlConfig, target: Any) -> None:
             f"tide.control.slo_tpot_ms: {control.policy!r} predicts no times, so "
             f"{KNOB} cannot keep a limit; set tide.control.policy to 'adaspec', or "
             "leave the limit out."
+        )
+
+
+def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, Any]:
+    """Note in a `tide` section whether adaptive verification may be switched on.
+
+    It may where `tide.control.verify` is not given (`switch_adaptive_on`), as only the
+    dictionary that a configuration is made from shows what an operator left out.
+
+    Args:
+        section: The `tide` section, with control.
+        asked: The knob of adaptive verification, None where it is not given.
+    """
+    control = dict(section.get("control", {}))
+    if asked is None and control.get("verify"):
+        del control["verify"]  # which is the default
+    elif asked is not None:
+        control.setdefault("verify", _is_cpu())
+    return {**section, "control": control}
+
+
+def _cuts(backend: Any) -> bool:
+    return bool(backend.supports_device_cpu_query_lens_mismatch())
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
+    """Switch adaptive verification on, unless the operator or vLLM is against it.
+
+    Only on Model Runner V2 and a GPU. An attention backend that cannot do it shows
+    later: `WorkerTideV2.make_verification`.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`; its `speculative_config` is changed.
+        log: Where one sentence goes if it stays off.
+    """
+    speculative = vllm_config.speculative_config
+    control = parse_tide(speculative.tide).control
+    given = "verify" in speculative.tide.get("control", {})
+    if control.policy in ("static", "threshold") or given:
+        return
+    if speculative.enable_adaptive_verification:
+        return
+    speculative.enable_adaptive_verification = True
+    try:
+        # What vLLM asked of it when the configuration was made.
+        vllm_config._verify_aux_output_compatibility()
+        vllm_config._verify_sampling_replay_config()
+        vllm_config._validate_adaptive_verification()
+        attention = vllm_config.attention_config
+        for backend in (attention.backend, *attention.backend_per_kind.values()):
+            if backend and not _cuts(backend.get_class()):
+                raise ValueError(f"--attention-backend {backend.name} cannot do it.")
+    except ValueError as error:
+        speculative.enable_adaptive_verification = False
+        log.warning(
+            "tide: %s stays off, which cuts each request's drafts: %s", KNOB, error
         )
 
 

@@ -15,8 +15,13 @@ from vllm_tide.config import (
     parse_tide,
     read_json_object,
 )
-from vllm_tide.control.profile_store import default_path
-from vllm_tide.engine.adaptive_arguments import KNOB, check_adaptive, refusal_of_vllm
+from vllm_tide.engine.adaptive_arguments import (
+    KNOB,
+    check_adaptive,
+    refusal_of_vllm,
+    settle_adaptive,
+    switch_adaptive_on,
+)
 from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
 
 _NO_PIPELINE = (
@@ -29,6 +34,10 @@ _NO_LORA = (
 )
 # vLLM may say it first, of adaptive verification only.
 _NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
+
+
+class _NoControl(ConfigError):
+    """Control cannot be, whatever its knobs are."""
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -50,7 +59,8 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
 def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     """Check a speculative configuration with a `tide` section against the target.
 
-    With `"model": "fresh"` a head is built first and written into `config`.
+    With `"model": "fresh"` a head is built first and written into `config`; so is what
+    was settled in the `tide` section, for every process that reads it later.
 
     Args:
         config: The dictionary that `SpeculativeConfig` will be made from; changed.
@@ -91,27 +101,64 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
             f"{FRESH!r} to begin with a new one."
         )
     if model == FRESH:
-        tide = use_fresh_head(config, tide, target)
+        use_fresh_head(config, tide, target)
         model = config["model"]
     _check_fit(model, _draft_config(model, config.get("revision")), target)
     if tide.control.policy != "static":
-        _check_control(config, tide.control)
+        try:
+            _check_control(config)
+            _check_profile(tide.control)
+        except _NoControl as error:
+            config["tide"] = _without_control(config["tide"], error)
+            tide = parse_tide(config["tide"])
     if config.get(KNOB):
         check_adaptive(tide.control, target)
+    elif tide.control.policy != "static":
+        config["tide"] = settle_adaptive(config["tide"], config.get(KNOB))
 
 
-def _check_control(config: dict[str, Any], control: ControlConfig) -> None:
+def _check_control(config: dict[str, Any]) -> None:
     if config.get("num_speculative_tokens_per_batch_size"):
-        raise ConfigError(
+        raise _NoControl(
             "num_speculative_tokens_per_batch_size: tide.control chooses the length "
             "itself; remove it, or set tide.control.policy to 'static'."
         )
     for knob in ("disable_padded_drafter_batch", "parallel_drafting"):
         if config.get(knob):
-            raise ConfigError(
+            raise _NoControl(
                 f"{knob}: tide.control stops the draft between two of its steps and "
                 "needs it false; or set tide.control.policy to 'static'."
             )
+
+
+def _without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
+    """Leave control out where nobody asked for it.
+
+    Args:
+        section: The `tide` section.
+        error: Why control cannot be.
+
+    Returns:
+        The section with a static length.
+
+    Raises:
+        ConfigError: `tide.control.policy` is given: `error`.
+    """
+    control = section.get("control", {})
+    if "policy" in control:
+        raise error
+    _log().warning("tide: the speculative length is static: %s", error)
+    return {**section, "control": {**control, "policy": "static"}}
+
+
+def _log() -> Any:
+    from vllm.logger import init_logger
+
+    # A child of vLLM's own logger: shown without further configuration.
+    return init_logger("vllm.tide")
+
+
+def _check_profile(control: ControlConfig) -> None:
     if control.profile is not None and not Path(control.profile).expanduser().is_file():
         raise ConfigError(
             f"tide.control.profile: no file {control.profile!r}; make one with "
@@ -142,10 +189,11 @@ def check_engine_config(vllm_config: Any) -> None:
     if vllm_config.lora_config is not None:
         raise ConfigError(_NO_LORA)
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        _check_moe_ranks(vllm_config)
+        _check_moe_ranks(vllm_config.speculative_config)
     if vllm_config.use_v2_model_runner:
         _check_v2(vllm_config)
         if device != "cpu":
+            switch_adaptive_on(vllm_config, _log())
             _capture_every_length(vllm_config)
     elif vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
@@ -154,14 +202,14 @@ def check_engine_config(vllm_config: Any) -> None:
         )
 
 
-def _check_moe_ranks(vllm_config: Any) -> None:
-    control = parse_tide(vllm_config.speculative_config.tide).control
-    if control.policy != "static":
-        raise ConfigError(
+def _check_moe_ranks(speculative: Any) -> None:
+    if parse_tide(speculative.tide).control.policy != "static":
+        error = ConfigError(
             "--data-parallel-size: tide.control may choose another length on each "
             "rank, which a mixture of experts cannot follow; set tide.control.policy "
             "to 'static'."
         )
+        speculative.tide = _without_control(speculative.tide, error)
 
 
 def _check_v2(vllm_config: Any) -> None:
@@ -189,31 +237,6 @@ def _check_v2(vllm_config: Any) -> None:
             "tide.control.verify: false keeps every drafted token, which "
             "enable_adaptive_verification cuts; set both to the same."
         )
-    if control.policy in ("static", "threshold") or control.profile is not None:
-        return
-    if speculative.enable_adaptive_verification:
-        return  # vLLM measures some for it
-    if not any(default_path("").parent.glob("*.json")):
-        # With some the worker looks for one that fits, once the models are there.
-        on_gpu = vllm_config.device_config.device_type != "cpu"
-        raise ConfigError(without_times(control.policy, on_gpu))
-
-
-def without_times(policy: str, on_gpu: bool) -> str:
-    """Why a policy does not start on Model Runner V2, and what to do.
-
-    Args:
-        policy: One that needs times.
-        on_gpu: Whether adaptive verification may bring them.
-    """
-    said = (
-        f"tide.control.profile: {policy!r} needs forward times, which tide does not "
-        "measure at the start of Model Runner V2; run `vllm-tide profile` with the "
-        "options of this server before, "
-    )
-    if on_gpu:
-        said += "set enable_adaptive_verification to true (vLLM measures some for it), "
-    return f"{said}or set tide.control.policy to 'threshold'."
 
 
 def _capture_every_length(vllm_config: Any) -> None:

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.config import ConfigError, TideConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FRESH = "fresh"
-_POLICY = "adaspec"
 
 
-def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> TideConfig:
+def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
     """Build a head for the target (or take it from the cache) and configure it.
 
-    An untrained head drafts badly: unless the operator chose `tide.control.policy`,
-    `adaspec` is used, under which nothing is drafted until it pays.
+    An untrained head drafts badly: under the policy `adaspec`, which is the default,
+    nothing is drafted until it pays.
 
     Args:
-        config: The dictionary that `SpeculativeConfig` will be made from; gets `model`,
-            `method` and perhaps `tide.control.policy`.
+        config: The dictionary that `SpeculativeConfig` will be made from; gets `model`
+            and `method`.
         tide: Its `tide` section, parsed.
         target: vLLM's `ModelConfig` of the target.
-
-    Returns:
-        The `tide` section as it is used now.
 
     Raises:
         ConfigError: No head can be built for this target.
@@ -38,19 +34,11 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Tid
     folder = _head(tide, target)
     config["model"] = str(folder)
     config["method"] = "eagle3"
-    section = config["tide"]
-    control = section.get("control") or {}
-    if "policy" in control:
-        logger.info("tide: serving a fresh head from %s", folder)
-        return tide
-    config["tide"] = {**section, "control": {**control, "policy": _POLICY}}
     logger.info(
-        "tide: serving a fresh head from %s; tide.control.policy is not set, so %r is "
-        "used: nothing is drafted until it pays",
+        "tide: serving a fresh head from %s under policy %r",
         folder,
-        _POLICY,
+        tide.control.policy,
     )
-    return parse_tide(config["tide"])
 
 
 def _head(tide: TideConfig, target: Any) -> Path:

@@ -69,17 +69,21 @@ def start_predicting(
     control: ControlV2,
     config: ControlConfig,
     profile: TimeModel | None = None,
+    *,
+    late: bool = False,
 ) -> None:
     """The same on Model Runner V2, where a start measures nothing.
 
     `vllm-tide profile` does, in an engine of its own; what was measured is found here.
+    Without times `threshold` stands in, which needs none: it never drafts more than a
+    static length would.
 
     Args:
         worker: vLLM's `Worker`.
         control: Gets its policy.
         config: `tide.control`.
-        profile: Stands in for a profile; None: the stored one. Without any, a policy
-            that needs times is not given.
+        profile: Stands in for a profile; None: the stored one.
+        late: vLLM will measure times: without any a policy is given later.
 
     Raises:
         ConfigError: `tide.control.profile` cannot be used.
@@ -88,11 +92,18 @@ def start_predicting(
     # What is drafted is verified whole where nothing can be cut.
     cuts = control.trims or control.cut_on_device
     settings = replace(settings, verify=settings.verify and cuts)
-    if config.policy == "threshold":
-        control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
-        return
     if profile is None:
         profile = stored_times(worker, config)
+    if not needs_times(config) or (profile is None and not late):
+        control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+        if needs_times(config):
+            logger.warning(
+                "vllm_tide: tide.control.policy is 'threshold' instead of %r, so no "
+                "length is weighed against what it costs: there are no forward times; "
+                "run `vllm-tide profile` with the options of this server.",
+                config.policy,
+            )
+        return
     if profile is not None:
         control.times = OnlineTime(profile)
         times = KeptPassTimes(control.times)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_tide.config import SpoolConfig, TrainConfig
+from vllm_tide.config import SpoolConfig, TideConfig, TrainConfig
 
 logger = logging.getLogger("vllm_tide")
 
@@ -46,9 +46,10 @@ class TrainerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
-    def wanted(config: TrainConfig, spool: SpoolConfig) -> bool:
-        """Whether the server starts a child at all."""
-        return config.autostart or spool.url is not None
+    def wanted(config: TideConfig) -> bool:
+        """Whether the server starts a child: a trainer, if it gets rows, or a relay."""
+        trains = config.train.autostart and config.capture.enabled
+        return trains or config.spool.url is not None
 
     def start(self) -> None:
         """Start it; a failure is logged, serving goes on."""

@@ -19,7 +19,7 @@ import torch
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
-from vllm_tide.engine.cores import call_on, given_cores
+from vllm_tide.engine.cores import call_on, free_cores, given_cores
 from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
@@ -109,11 +109,11 @@ class WorkerTide:
             self._open_control(worker)
         if self._leader:
             self._announce()
-            if TrainerProcess.wanted(config.train, config.spool):
+            if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
                     self._engine_id, self._run_dir, config.train, config.spool
                 )
-                call_on(cores, self._trainer.start)
+                call_on(free_cores(cores), self._trainer.start)
         if self.swapper is not None:
             self.swapper.stager.start()
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.config import ConfigError, TideConfig
-from vllm_tide.engine.arguments import without_times
+from vllm_tide.config import TideConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
@@ -64,7 +63,6 @@ class WorkerTideV2(WorkerTide):
         self._made_up = False
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
-        self._wants_verification = self._adaptive
         self._verification: PricedVerification | None = None
         super().__init__(worker, config)
 
@@ -126,20 +124,12 @@ class WorkerTideV2(WorkerTide):
 
     def _do_without_verification(self, error: ValueError) -> None:
         """Let the scheduler cap a step's length for its whole batch instead."""
-        from vllm_tide.engine.policy_start import needs_times, stored_times
-
-        control = self._config.control
         if self._leader:
-            instead = (
-                "tide.control caps the length of each step for all its requests alike, "
-                "in the scheduler."
+            logger.warning(
+                "vllm_tide: %s Until then tide.control caps the length of each step "
+                "for all its requests alike, in the scheduler.",
+                error,
             )
-            if needs_times(control) and stored_times(self._worker, control) is None:
-                instead = (
-                    "the length is static: without times that vLLM measures for it "
-                    f"policy {control.policy!r} needs tide.control.profile."
-                )
-            logger.warning("vllm_tide: %s Until then %s", error, instead)
         runner, self._adaptive = self._runner, False
         for part in (
             runner.speculator,
@@ -252,18 +242,15 @@ class WorkerTideV2(WorkerTide):
         """Seam: the models are loaded and nothing is served yet.
 
         Raises:
-            ConfigError: The policy needs times, and nobody has measured any.
+            ConfigError: `tide.control.profile` cannot be used.
         """
         if self.control is None or not self._leader:
             return
-        from vllm_tide.engine.policy_start import needs_times, start_predicting
+        from vllm_tide.engine.policy_start import start_predicting
 
-        start_predicting(self._worker, self.control, self._config.control)
-        if self._wants_verification:
-            return  # its times come later, or the length is static
-        if needs_times(self._config.control) and self.control.policy is None:
-            on_gpu = self._runner.device.type != "cpu"
-            raise ConfigError(without_times(self._config.control.policy, on_gpu))
+        # With adaptive verification times may come later.
+        late = self._adaptive
+        start_predicting(self._worker, self.control, self._config.control, late=late)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments, let staging memory go. Idempotent."""
@@ -356,8 +343,8 @@ class WorkerTideV2(WorkerTide):
         if control.verify and self._leader and self._async and not self._adaptive:
             logger.info(
                 "vllm_tide: tide.control.verify: asynchronous scheduling gives a step "
-                "one length; set enable_adaptive_verification to true to cut each "
-                "request's drafts on the device."
+                "one length; only enable_adaptive_verification, which is off, cuts "
+                "each request's drafts on the device."
             )
 
     def _make_capture(  # type: ignore[override]

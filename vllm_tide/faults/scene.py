@@ -78,6 +78,7 @@ def tide_section(
         "run_dir": str(run_dir),
         "capture": {"ring_mib": 2},
         "train": {
+            "autostart": False,  # the scene starts one that plants spoilt heads
             "cpus": list(cpus),
             "min_new_tokens": 2048,
             "steps_per_cycle": 3,
@@ -172,7 +173,6 @@ class Scene:
                 kv_cache_bytes=KV_BYTES,
                 max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=MAX_SEQS,
-                extra_args=("--no-enable-prefix-caching",),
                 extra_env=self._env,
             )
         )

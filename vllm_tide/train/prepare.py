@@ -35,19 +35,19 @@ def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) ->
 
 
 def _pin(config: TrainConfig) -> None:
-    # The server that started us may be pinned, and children inherit that.
-    cpus = config.cpus or range(os.cpu_count() or 1)
+    allowed = len(os.sched_getaffinity(0))
+    if config.cpus is None:
+        # Where we were started; the server leaves out the cores of its engine.
+        torch.set_num_threads(max(1, allowed // 4))
+        return
     try:
-        os.sched_setaffinity(0, cpus)
+        os.sched_setaffinity(0, config.cpus)
         # Attaching to an engine may already have started threads (checksums of files).
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), cpus)
+                os.sched_setaffinity(int(thread), config.cpus)
     except OSError as error:
-        if config.cpus:
-            raise DraftError(
-                f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
-            ) from None
-    allowed = len(os.sched_getaffinity(0))
-    # Unpinned: leave most of the machine to the server.
-    torch.set_num_threads(allowed if config.cpus else max(1, allowed // 4))
+        raise DraftError(
+            f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
+        ) from None
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
