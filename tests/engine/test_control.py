@@ -116,6 +116,7 @@ def test_a_probe_sees_what_drafting_would_have_seen(toy, scripted, tmp_path):
     probed = scripted[1]
     assert probed["tokens"] == always["tokens"]
     assert len(probed["probes"]) >= 6
+    assert probed["written"] == 0  # to the target's table of tokens
     seen = {round(value, 4) for step in always["confidences"] for value in step}
     for _, confidence, _ in probed["probes"]:
         assert any(abs(confidence - value) < 2e-4 for value in seen)
@@ -199,8 +200,7 @@ def test_a_seed_gives_the_same_answer_at_every_length_and_with_every_draft(tmp_p
     plain, static, varied, swapped = reports
     assert plain["drafts"].count({}) == len(plain["drafts"])
     assert static["outcomes"]["accepted"] > 10
-    accepted = {report["outcomes"]["accepted"] for report in reports}
-    assert len(accepted) == len(reports)
+    assert swapped["drafts"] != static["drafts"] != varied["drafts"]
     assert len({tuple(row) for row in plain["tokens"]}) == len(PROMPTS)
     for report in (static, varied, swapped):
         assert report["tokens"] == plain["tokens"]
