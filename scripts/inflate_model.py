@@ -185,15 +185,34 @@ def _models(*folders: Path) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def max_logit_difference(source: Path, destination: Path, num_tokens: int) -> float:
-    """Return the largest absolute fp32 logit difference on random tokens."""
+def logits_of_both(
+    source: Path, destination: Path, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both models' fp32 logits [2, num_tokens, V] on the same random tokens."""
     logits = []
     for model in _models(source, destination):
         generator = torch.Generator().manual_seed(0)
         size = (2, num_tokens)
         ids = torch.randint(model.config.vocab_size, size, generator=generator)
         logits.append(model(ids, use_cache=False).logits)
-    return float((logits[0] - logits[1]).abs().max())
+    return logits[0], logits[1]
+
+
+def compare(before: torch.Tensor, after: torch.Tensor) -> tuple[float, int]:
+    """Return how far two sets of logits [..., V] differ by more than rounding.
+
+    How much kernels round depends on the CPU, in proportion to the logits' size.
+
+    Returns:
+        Largest difference as a share of the largest logit, and at how many positions
+        the most likely token is another although it was behind by more than that
+        difference.
+    """
+    apart = float((before - after).abs().max())
+    size = float(before.abs().max())
+    other = after.argmax(-1, keepdim=True)
+    ahead = before.amax(-1) - before.gather(-1, other).squeeze(-1)
+    return apart / size if size else apart, int((ahead > apart).sum())
 
 
 def main() -> int:
@@ -207,8 +226,8 @@ def main() -> int:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=1e-5,
-        help="largest fp32 logit difference allowed",
+        default=1e-4,
+        help="largest fp32 logit difference allowed, as a share of the largest logit",
     )
     args = parser.parse_args()
     try:
@@ -219,12 +238,21 @@ def main() -> int:
         parser.error(str(error))
     for key, value in report.items():
         sys.stdout.write(f"{key}: {value}\n")
-    worst = max_logit_difference(args.source, args.destination, args.proof_tokens)
-    verdict = "identical" if worst == 0.0 else "rounding only"
-    if worst > args.tolerance:
-        verdict = f"NOT EQUAL (tolerance {args.tolerance:g})"
-    sys.stdout.write(f"max abs fp32 logit difference: {worst:g} ({verdict})\n")
-    return int(worst > args.tolerance)
+    logits = logits_of_both(args.source, args.destination, args.proof_tokens)
+    relative, flips = compare(*logits)
+    equal = relative <= args.tolerance and not flips
+    verdict = "identical" if relative == 0.0 else "rounding only"
+    sys.stdout.write(
+        f"fp32 logits differ by {relative:g} of the largest, the most likely token at "
+        f"{flips} positions ({verdict if equal else 'NOT EQUAL'})\n"
+    )
+    if not equal:
+        sys.stderr.write(
+            f"inflate_model.py: the inflated model is not the same function within "
+            f"--tolerance {args.tolerance:g}: run again with ATEN_CPU_CAPABILITY=avx2 "
+            "ONEDNN_MAX_CPU_ISA=AVX2, and report the CPU's name if that succeeds.\n"
+        )
+    return int(not equal)
 
 
 if __name__ == "__main__":

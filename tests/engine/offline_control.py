@@ -127,6 +127,15 @@ def main() -> None:
             return inner(req_ids, tokens)
 
         control.choose = choose
+        probe, written = control._probe, [0]
+
+        def watched(*args):
+            table = worker.model_runner.input_batch.token_ids_cpu
+            before = table.copy()
+            probe(*args)
+            written[0] += int((table != before).sum())
+
+        control._probe = watched
     params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **case["params"]})
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     for script in case["scripts"]:
@@ -143,6 +152,7 @@ def main() -> None:
             report |= {
                 "drafts": drafts,
                 "probes": policy.probes,
+                "written": written[0],
                 "confidences": policy.confidences,
                 "outcomes": policy.outcomes,
                 "holes": control._backlog.holes,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import toys
 from tests.e2e.test_serve import greedy
@@ -114,6 +116,7 @@ def test_a_probe_sees_what_drafting_would_have_seen(toy, scripted, tmp_path):
     probed = scripted[1]
     assert probed["tokens"] == always["tokens"]
     assert len(probed["probes"]) >= 6
+    assert probed["written"] == 0  # to the target's table of tokens
     seen = {round(value, 4) for step in always["confidences"] for value in step}
     for _, confidence, _ in probed["probes"]:
         assert any(abs(confidence - value) < 2e-4 for value in seen)
@@ -174,6 +177,46 @@ def test_any_lengths_keep_the_distribution_of_samples(tmp_path):
         assert chi_square_p(a, b) > 1e-4, position
     joint = [len({tuple(row) for row in side["tokens"]}) for side in (plain, steered)]
     assert joint[1] > 0.85 * joint[0]
+
+
+SEEDED = {"max_tokens": 40, "temperature": 1.0, "seed": 11}
+VARIED = [[5, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [5, 5, 0], [2, -1, 0]]
+
+
+def test_a_seed_gives_the_same_answer_at_every_length_and_with_every_draft(tmp_path):
+    """Chunked prefill too: upstream takes back what it drew, which a CPU cannot."""
+    target = DEMO / "target"
+    other = tmp_path / "other"
+    shutil.copytree(DEMO / "draft", other)
+    weights = load_file(other / "model.safetensors")
+    for name in weights:
+        if "proj" in name:
+            weights[name] = weights[name] * 0.7
+    save_file(weights, other / "model.safetensors")
+    case = {"most": 5, "params": SEEDED, "engine": DEMO_CASE["engine"]}
+    scripts = [[[0, 0, 0]], [[5, 5, 0]], VARIED]
+    reports = run_each((target, DEMO / "draft"), tmp_path / "run", scripts, **case)
+    reports += run_each((target, other), tmp_path / "run", scripts[1:2], **case)
+    plain, static, varied, swapped = reports
+    assert plain["drafts"].count({}) == len(plain["drafts"])
+    assert static["outcomes"]["accepted"] > 10
+    assert swapped["drafts"] != static["drafts"] != varied["drafts"]
+    assert len({tuple(row) for row in plain["tokens"]}) == len(PROMPTS)
+    for report in (static, varied, swapped):
+        assert report["tokens"] == plain["tokens"]
+        assert not report["lost"]
+
+
+def test_a_seed_gives_the_same_answer_to_a_preempted_request(toy, tmp_path):
+    """Penalties, top-k and top-p as well, and prefixes cached the second time."""
+    params = {"max_tokens": 60, "temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    params |= {"seed": 3, "presence_penalty": 0.3, "logprobs": 1}
+    few = ENGINE | {"num_gpu_blocks_override": 12}
+    scripts = [[[0, 0, 0]], VARIED, [[3, 3, 0]]]
+    reports = run_each(toy, tmp_path, scripts, params=params, engine=few)
+    reports += run_each(toy, tmp_path, scripts[:1], params=params, engine=ENGINE)
+    for report in reports:
+        assert report["tokens"] == reports[0]["tokens"]
 
 
 def test_preempted_requests_keep_their_outputs(toy, tmp_path):

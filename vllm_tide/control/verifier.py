@@ -3,6 +3,9 @@
 Survival p_ij never rises with j, so the m most likely tokens of the whole batch are a
 prefix of every request: the best set of each size m is a sort, and the best size is a
 scan over all m, across every stair of the cost. O(nk log nk).
+
+For greedy drafts only: whether a token is in the set depends on the confidences after
+it, so on the token. Of a sampled draft such a choice would bias the output.
 """
 
 from __future__ import annotations

@@ -123,16 +123,23 @@ class DraftBacklog:
             self.holes += int(lost.sum())
 
     def catch_up(
-        self, indices: np.ndarray, slots: np.ndarray, attention: Any
+        self,
+        indices: np.ndarray,
+        slots: np.ndarray,
+        attention: Any,
+        newest: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Run the draft over the missing positions of some requests.
 
-        The token after each position is read from the runner's own table.
+        The token after each position is read from the runner's own table, which is not
+        written: it gets a step's tokens only after drafting.
 
         Args:
             indices: [m] the requests' indices in the runner's batch.
             slots: [m] their slots.
             attention: vLLM's `CommonAttentionMetadata` of this step.
+            newest: [m] the token after each request's last position, where that is of
+                this step.
 
         Returns:
             [m, H] the draft's last hidden state at each request's last position; rows
@@ -155,7 +162,7 @@ class DraftBacklog:
                 if end < len(spans[i][1]):
                     todo.append((i, end))
                     break
-            self._pass(pieces, spans, indices, attention, last)
+            self._pass(pieces, spans, indices, attention, last, newest)
         return last
 
     def _span(self, slot: int) -> tuple[int, np.ndarray]:
@@ -186,6 +193,7 @@ class DraftBacklog:
         indices: np.ndarray,
         attention: Any,
         last: torch.Tensor,
+        newest: np.ndarray | None,
     ) -> None:
         from vllm.forward_context import set_forward_context
 
@@ -202,6 +210,11 @@ class DraftBacklog:
                 for i, b, e in pieces
             ]
         )
+        ends = np.cumsum([e - b for _, b, e in pieces]) - 1
+        if newest is not None:
+            for (i, _, e), end in zip(pieces, ends, strict=True):
+                if e == len(spans[i][1]):
+                    tokens[end] = newest[i]
         num_rows = len(rows)
         metadata = self._metadata(pieces, spans, indices, positions, attention)
         features = self._store[torch.from_numpy(rows)]
@@ -222,7 +235,6 @@ class DraftBacklog:
             hidden = drafter.model(**inputs)
         if drafter.model_returns_tuple():
             hidden = hidden[0]
-        ends = np.cumsum([e - b for _, b, e in pieces]) - 1
         owners = torch.tensor([i for i, _, _ in pieces])
         last[owners] = hidden[torch.from_numpy(ends)]
 

@@ -420,13 +420,10 @@ class ControlV1:
         able = able[np.cumsum(missing[able]) <= max(PROBE_ROWS, int(missing.max()))]
         if len(able) == 0:
             return
-        # The runner's table gets this step's tokens only after drafting.
-        table = self._runner.input_batch.token_ids_cpu
         newest = sampled_token_ids.numpy()[able, emitted[able] - 1]
-        fits = context[able] < table.shape[1]
+        fits = context[able] < self._runner.input_batch.token_ids_cpu.shape[1]
         able, newest = able[fits], newest[fits]
-        table[able, context[able]] = newest
-        hidden = self._backlog.catch_up(able, slots[able], attention)
+        hidden = self._backlog.catch_up(able, slots[able], attention, newest)
         logits = self._runner.drafter.model.compute_logits(hidden)
         confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1).numpy()
         self._probed = (slots[able], confidence, logits.argmax(dim=-1).numpy())

@@ -53,10 +53,19 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
             stored = _fitted(samples, facts)
     if stored is None:
         return
-    policy = make_policy(
-        config.policy, _settings(control, config), OnlineTime(stored.model)
-    )
-    control.policy = policy
+    settings = _settings(control, config)
+    method = worker.vllm_config.speculative_config.draft_sample_method
+    if method != "greedy" and config.policy == "adaspec" and settings.verify:
+        # Which tokens are worth it depends on confidences after them, so on what was
+        # drawn: cutting by it would bias the output. When to stop drafting does not.
+        settings = replace(settings, verify=False)
+        logger.warning(
+            "vllm_tide: tide.control.verify is off: with draft_sample_method %r a token "
+            "may not be cut for what was drawn after it, so every drafted token is "
+            "verified; set draft_sample_method to 'greedy' to have the verifier choose.",
+            method,
+        )
+    control.policy = make_policy(config.policy, settings, OnlineTime(stored.model))
 
 
 def needs_times(config: ControlConfig) -> bool:

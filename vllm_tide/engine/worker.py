@@ -21,6 +21,7 @@ from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.cores import call_on, free_cores, given_cores
 from vllm_tide.engine.draft_facts import draft_facts
+from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import rendezvous
@@ -79,6 +80,8 @@ class WorkerTide:
         self._facts = draft_facts(worker)
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
         self._guard = Guard("capture")
+        self._seeded: SeededSampling | None = None
+        self._drafts: dict[str, list[int]] = {}  # verified by the step
         self._engine_id = secrets.token_hex(8)
         self._run_dir = (
             Path(config.run_dir) if config.run_dir else rendezvous.default_run_dir()
@@ -121,6 +124,7 @@ class WorkerTide:
         """Let the seams of the runner and its proposer see this object."""
         runner = self._worker.model_runner
         runner.tide = runner.drafter.tide = self
+        runner.rejection_sampler.tide = self._seeded = SeededSampling(runner)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
@@ -135,6 +139,8 @@ class WorkerTide:
 
     def on_logits(self, logits: Any) -> None:
         """Seam: the target's raw logits, before sampling."""
+        if self._seeded is not None:
+            self._seeded.begin(self._drafts)
         if self.capture is not None:
             self._guard.run("logits", self.capture.on_logits, logits)
 
@@ -178,7 +184,8 @@ class WorkerTide:
         Recurrent layers read their state at an offset that only the speculative path
         applies, so with them every step goes through it.
         """
-        return self._recurrent or bool(scheduler_output.scheduled_spec_decode_tokens)
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
+        return self._recurrent or bool(self._drafts)
 
     def on_draft_logits(self, logits: Any) -> None:
         """Seam: the draft's logits of one draft step."""
