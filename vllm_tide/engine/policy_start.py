@@ -53,10 +53,15 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
             stored = _fitted(samples, facts)
     if stored is None:
         return
-    policy = make_policy(
-        config.policy, _settings(control, config), OnlineTime(stored.model)
-    )
-    control.policy = policy
+    model = stored.model
+
+    def start() -> None:
+        control.times = OnlineTime(model)
+        settings = _settings(control, config)
+        control.policy = make_policy(config.policy, settings, control.times)
+
+    control.start = start
+    start()
 
 
 def needs_times(config: ControlConfig) -> bool:
@@ -87,16 +92,21 @@ def start_predicting(
     settings = _settings(control, config)
     # What is drafted is verified whole where nothing can be cut.
     cuts = control.trims or control.cut_on_device
-    settings = replace(settings, verify=settings.verify and cuts)
-    if config.policy == "threshold":
-        control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
-        return
-    if profile is None:
+    settings = replace(settings, verify=settings.verify and cuts, explore=control.trims)
+    if profile is None and config.policy != "threshold":
         profile = stored_times(worker, config)
-    if profile is not None:
-        control.times = OnlineTime(profile)
-        times = KeptPassTimes(control.times)
-        control.policy = make_policy(config.policy, settings, times)
+
+    def start() -> None:
+        if config.policy == "threshold":
+            control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+        elif profile is not None:
+            control.times = OnlineTime(profile)
+            times = KeptPassTimes(control.times)
+            control.policy = make_policy(config.policy, settings, times)
+
+    if profile is not None or config.policy == "threshold":
+        control.start = start
+        start()
 
 
 def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:
