@@ -41,6 +41,38 @@ def test_guard_contains_counts_and_trips(caplog):
     assert "RuntimeError" in caplog.text
 
 
+def test_a_guard_tries_again_after_one_two_four_minutes_and_at_least_each_hour():
+    now = [0.0]
+    guard, waits = Guard("capture", lambda: now[0]), []
+    for _ in range(9):
+        assert not guard.retry()
+        for _ in range(LIMIT):
+            guard.run("here", fail)
+        assert guard.tripped and guard.run("there", lambda: 1) is None
+        assert guard.always("there", lambda: 1) == 1
+        waits.append(guard.suspension.left)
+        now[0] += waits[-1] - 1.0
+        assert not guard.retry()
+        now[0] += 1.0
+        assert guard.retry() and not guard.tripped and not guard.suspension.left
+        assert guard.run("there", lambda: 1) == 1
+    assert waits[:6] == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0]
+    assert set(waits[6:]) == {3600.0}
+    now[0] += 7200.0  # a long time without a fault
+    for _ in range(LIMIT):
+        guard.run("here", fail)
+    assert guard.suspension.left == 60.0
+
+
+def test_a_guard_counts_the_faults_of_an_hour():
+    now = [0.0]
+    guard = Guard("capture", lambda: now[0])
+    for _ in range(4 * LIMIT):
+        guard.run("here", fail)
+        now[0] += 1000.0
+    assert not guard.tripped and guard.faults["here"] == 4 * LIMIT
+
+
 def test_guard_hands_results_through():
     assert Guard("capture").run("here", max, 1, 2) == 2
 

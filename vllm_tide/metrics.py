@@ -111,6 +111,16 @@ GAUGES = {
         "1 while a trainer reads the ring.",
         "consumer_alive",
     ),
+    "vllm_tide:control_suspended_seconds": (
+        "Time until control, left out after a fault, drafts again (seconds); 0 while "
+        "it runs.",
+        "control_suspended_s",
+    ),
+    "vllm_tide:capture_suspended_seconds": (
+        "Time until capture, left out after repeated faults, goes on (seconds); 0 "
+        "while it runs.",
+        "capture_suspended_s",
+    ),
     "vllm_tide:draft_length": (
         "Mean draft passes per step since the last report.",
         "draft_length",

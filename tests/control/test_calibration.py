@@ -1,5 +1,10 @@
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.control.toys import sigmoid
 from vllm_tide.control.calibration import Calibration, RequestOffsets
@@ -128,3 +133,82 @@ def test_one_requests_unusual_acceptance_is_learnt():
     assert offsets.value[2] == 0.0 and offsets.value[3] < -1.0
     offsets.reset()
     assert not offsets.value.any()
+
+
+@pytest.mark.parametrize(("centre", "spread"), [(5.0, 1.0), (7.0, 1.0), (9.0, 0.1)])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_saturated_confidences_that_are_wrong_do_not_make_the_fit_diverge(
+    centre, spread, kind
+):
+    rng = np.random.default_rng(7)
+    calibration = Calibration(7)
+    for _ in range(100):
+        z = rng.normal(centre, spread, 64)
+        kinds = np.full(64, kind)
+        seen, logit = calibration.logits(1, sigmoid(z), kinds)
+        accepted = (rng.random(64) < 0.05).astype(float)
+        calibration.learn(np.zeros(64, int), kinds, seen, sigmoid(logit), accepted)
+        assert np.abs(calibration._line[kind, 0]) < 16.5
+        assert np.isfinite(calibration._table).all()
+    found = predicted(calibration, np.array([centre]), sampled=kind)
+    assert found[0] == pytest.approx(0.05, abs=0.05)
+
+
+confidences = st.sampled_from([0.0, 1e-30, 0.5, 0.999, 1.0 - 1e-9, 1.0, float("nan")])
+phase = st.tuples(confidences, st.floats(0.0, 1.0), st.integers(2, 40))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    k=st.integers(1, 8),
+    phases=st.lists(phase, min_size=1, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_every_table_and_forecast_stays_finite(k, phases, seed):
+    from vllm_tide.control.history import History
+
+    rng = np.random.default_rng(seed)
+    calibration, history, n = Calibration(k), History(k, 32), 32
+    slots = np.arange(n)
+    for confidence, acceptance, rounds in phases:
+        for _ in range(rounds):
+            kind = rng.integers(0, 2, n)
+            at = rng.integers(0, k, n)
+            seen = np.empty((k, n))
+            logit = np.empty((k, n))
+            for step in range(k):
+                told = np.full(n, confidence, np.float32)
+                seen[step], logit[step] = calibration.logits(step + 1, told, kind)
+            accepted = (rng.random(n) < acceptance).astype(float)
+            own = seen[at, slots], sigmoid(logit[at, slots])
+            calibration.learn(at, kind, *own, accepted, rng.choice([1.0, 500.0], n))
+            history.learn(slots, logit, sigmoid(logit), np.ones((k, n), bool))
+        history.refresh()
+        assert np.isfinite(calibration._table).all()
+        assert np.abs(calibration._table).max() <= 12.0
+        assert 0.0 <= calibration.error() <= 1.0
+        for table in (history.sets, *history.gains, *history.excess, *history.spectra):
+            assert np.isfinite(table).all()
+        assert (history.survival > -1e-9).all()
+        assert np.isfinite(history.expected()).all()
+    calibration.forget(0.2)
+    assert np.isfinite(calibration._table).all()
+
+
+def judge():
+    path = Path(__file__).parents[2] / "scripts/bench/judge_calibration.py"
+    spec = importlib.util.spec_from_file_location("judge_calibration", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("requests", [32, 128])
+@pytest.mark.parametrize("confidence", [0.99, 0.9999, 1.0])
+def test_the_next_good_draft_is_used_after_one_that_was_sure_and_wrong(
+    confidence, requests
+):
+    module = judge()
+    module.REQUESTS, module.GOOD_ROUNDS = requests, 800
+    assert module.finite(confidence, 0.05, seed=1)
+    assert module.recovers(confidence, 0.05, seed=1)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.control.toys import published
+from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.policies import ThresholdPolicy
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.step_log import Step, Timing
 
@@ -158,15 +162,66 @@ def test_a_step_after_a_lost_one_teaches_nothing_and_is_planned_for():
     assert control.depth == 3
 
 
-def test_after_a_fault_the_length_is_static_for_good():
+@pytest.mark.parametrize("trims", [True, False])
+def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    control = begun(trims)
+    control.suspension = Suspension(lambda: now[0])
+    policies = []
+
+    def start():
+        policies.append(ThresholdPolicy(K, 0.6))
+        added = policies[-1].added = []
+        policies[-1].add = lambda slot, *_: added.append(slot)
+        control.policy = policies[-1]
+
+    control.start = start
+    for minutes in (1, 2):
+        control.learn(landed(UNSURE, 4, sampled=None))
+        assert control.policy is None and control.depth == 0
+        assert control.faults == {"control": minutes}
+        assert control.stats() == {"control_suspended_s": 60.0 * minutes}
+        now[0] += 60.0 * minutes - 1.0
+        control.learn(landed(SURE, 0))
+        assert control.policy is None and control.depth == 0
+        now[0] += 1.0
+        control.learn(landed(SURE, 4))
+        assert control.policy is policies[-1] and control.depth > 0
+        assert sorted(policies[-1].added) == sorted(slots_in(control))
+        assert control.stats()["control_suspended_s"] == 0.0
+        assert control.stats()["rounds"] >= 0
+    assert len(policies) == 2
+
+
+def slots_in(control: ControlV2) -> list[int]:
+    return list(control._book.table.slot_of.values())
+
+
+def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies(monkeypatch):
     control = begun()
-    control.learn(landed(UNSURE, 4))
-    control.learn(landed(UNSURE, 4, sampled=None))
-    assert control.policy is None and control.depth == K
-    assert control.faults == {"control": 1}
-    step = landed(UNSURE, 4)
+    control.times = OnlineTime(published("Llama-3.3-70B"))
+    step = landed(SURE, 4)
     control.learn(step)
-    assert control.choose(step.req_ids, [[-1] * 4] * 2) == [[-1] * 4] * 2
+    model = control.times.model
+    plain = model.target_curve(2, 60, 4) + model.overhead(2)
+    dear = plain[4] + model.draft_curve(2, 60, 6, 4)[4]
+    assert step.cost == pytest.approx(dear / plain[0])
+    prefill = landed(SURE, 4, bounds=np.array([0, 40, 80]), drafts=np.array([0, 0]))
+    control.learn(prefill)
+    assert prefill.cost == 1.0
+    control.policy = AdaSpecPolicy(
+        ControlSettings(k_max=K, max_requests=8), control.times
+    )
+    monkeypatch.setattr(control.policy, "choose", lambda: np.array([2, 3]))
+    control.policy.verify_chance = np.array([1.0, 0.125])
+    step = landed(SURE, 4)
+    control.learn(step)
+    assert control.explored == {}, "not before the scheduler asks"
+    control.choose(step.req_ids, [[-1] * 4] * 2)
+    assert control.explored == {"b": 0.125}
+    control.choose(["a", "b"], [[-1] * 4] * 2)  # of a step that has not landed
+    assert control.explored == {}
 
 
 def slots_of(control: ControlV2) -> set[str]:

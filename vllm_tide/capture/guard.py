@@ -2,12 +2,14 @@
 
 Style law: no blind except anywhere else. A fault is counted by where it happened,
 logged once with its type (never with content), and after `LIMIT` faults the guarded
-part is switched off for this worker; serving goes on.
+part is left out for a while; serving goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,25 +17,72 @@ from typing import Any
 logger = logging.getLogger("vllm_tide")
 
 LIMIT = 8
+FIRST_SECONDS, MOST_SECONDS = 60.0, 3600.0
+
+
+class Suspension:
+    """How long a part that failed is left out: 1, 2, 4, ... minutes, at most an hour.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = -math.inf
+        self._next = FIRST_SECONDS
+
+    def begin(self) -> float:
+        """The part failed; seconds until it is tried again."""
+        now = self._clock()
+        if now - self._until > MOST_SECONDS:  # it ran well since, or never failed
+            self._next = FIRST_SECONDS
+        length, self._next = self._next, min(2.0 * self._next, MOST_SECONDS)
+        self._until = now + length
+        return length
+
+    @property
+    def left(self) -> float:
+        """Seconds until the part is tried again; 0 if it may run."""
+        return max(self._until - self._clock(), 0.0)
 
 
 class Guard:
     """Runs callables and contains whatever they raise.
 
+    Args:
+        what: The guarded part, for messages.
+        clock: Monotonic seconds.
+
     Attributes:
         faults: Number of faults by place.
-        tripped: True once `LIMIT` faults happened: guarded calls are then skipped.
+        tripped: True after `LIMIT` faults within an hour, until `retry`: calls of `run`
+            are then skipped.
+        suspension: How long that lasts.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.what = what
         self.faults: Counter[str] = Counter()
         self.tripped = False
+        self.suspension = Suspension(clock)
+        self._clock = clock
+        self._since = 0.0
+        self._recent = 0
+
+    def retry(self) -> bool:
+        """A step begins: whether a part that was left out runs again from here on."""
+        if not self.tripped or self.suspension.left:
+            return False
+        self.tripped, self._recent = False, 0
+        return True
 
     def run(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
         """Call `call(*args)`; on a fault count it and return None."""
-        if self.tripped:
-            return None
+        return None if self.tripped else self.always(where, call, *args)
+
+    def always(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
+        """The same also while the part is left out: for what must not be missed."""
         try:
             return call(*args)
         except Exception as error:  # noqa: BLE001 - the serving boundary
@@ -57,11 +106,19 @@ class Guard:
                 type(error).__name__,
                 line,
             )
-        if sum(self.faults.values()) >= LIMIT:
+        if self.tripped:
+            return
+        if self._recent and self._clock() - self._since > MOST_SECONDS:
+            self._recent = 0
+        if not self._recent:
+            self._since = self._clock()
+        self._recent += 1
+        if self._recent >= LIMIT:
             self.tripped = True
             logger.error(
-                "vllm_tide: %s is switched off after %d faults; serving goes on "
-                "without it. Restart the server to switch it on again.",
+                "vllm_tide: %s is left out for %d s after %d faults; serving goes on "
+                "without it.",
                 self.what,
+                self.suspension.begin(),
                 LIMIT,
             )

@@ -148,6 +148,10 @@ class Recorder:
         """Write to another ring from now on: the one before was cut short."""
         self._ring = ring
 
+    def resume(self) -> None:
+        """Capture was left out for some steps: what the last one drafted is old."""
+        self._drafted = {}
+
     def forget(self, req_ids: Sequence[str]) -> None:
         """Requests ended (finished or aborted): say so to the trainer, drop state."""
         for req_id in req_ids:

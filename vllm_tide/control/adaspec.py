@@ -25,6 +25,7 @@ from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.calibration import Calibration, RequestOffsets
 from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
 from vllm_tide.control.drafter import Drafter
+from vllm_tide.control.exploration import Exploration
 from vllm_tide.control.gate import Gate
 from vllm_tide.control.history import History
 from vllm_tide.control.settings import ControlSettings
@@ -43,6 +44,7 @@ _SMOOTH = 0.05
 # While drafting does not pay the question is asked again after so many rounds of the
 # same batch: what a forecast costs would be a tax on plain decoding.
 _REST_ROUNDS = 3
+_EXPLORE_SHARE = 0.5  # of the probe share
 
 
 class AdaSpecPolicy:
@@ -52,6 +54,10 @@ class AdaSpecPolicy:
         settings: Knobs.
         time: Time model, refined by what `observe` is given.
         book: The SLO book that the caller fills `Batch.limit` from, for `stats`.
+
+    Attributes:
+        verify_chance: float64 [n], of what `choose` chose: the chance with which the
+            first token of each draft is verified (`Record.verify_chance`).
     """
 
     def __init__(
@@ -69,6 +75,9 @@ class AdaSpecPolicy:
         self.gate = Gate(
             settings.min_gain, settings.hysteresis, settings.probe_share, half_life
         )
+        share = _EXPLORE_SHARE * settings.probe_share * settings.explore
+        self._exploration = Exploration(share)
+        self.verify_chance = np.empty(0)
         # Per round, [K, n] views are cut out of these.
         self._space = np.empty(3 * k * capacity)
         self._survival_space = np.empty(k * capacity, np.float32)
@@ -178,22 +187,22 @@ class AdaSpecPolicy:
         if not step:
             return np.zeros(n, np.int64)
         costs, survival = self._costs, self._survival[:step]
-        drafting = float(costs.draft[step])
+        seconds = costs.target[: step * n + 1] + float(costs.draft[step])
+        whole = np.minimum(batch.room, step)
         if self._settings.verify:
-            seconds = costs.target[: step * n + 1] + drafting
             choice = select(survival, n, seconds, costs.limit, self._bar)
-            lengths, total = choice.lengths, choice.total
-            self._predicted = (choice.tokens, choice.seconds)
+            expected, spent = choice.tokens, choice.seconds
+            lengths = self._exploration.widen(choice.lengths, whole, seconds)
         else:
-            lengths = np.minimum(batch.room, step)
-            total = int(lengths.sum())
-            survivors = float(np.maximum(survival, 0.0).sum())
-            self._predicted = (n + survivors, float(costs.target[total]) + drafting)
-        drafted = int(np.minimum(batch.room, step).sum())
+            lengths = whole
+            expected = n + float(np.maximum(survival, 0.0).sum())
+            spent = float(seconds[int(whole.sum())])
+        total, drafted = int(lengths.sum()), int(whole.sum())
+        self.verify_chance = self._exploration.verify_chance(lengths)
+        self._predicted = (expected, float(seconds[total]))
         self._count["drafted_tokens"] += drafted
         self._count["trimmed_tokens"] += drafted - total
         keep = 1.0 - n / (n + _BAR_REQUESTS)
-        expected, spent = self._predicted
         self._bar_tokens = keep * self._bar_tokens + expected / n
         self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
         return lengths
@@ -291,6 +300,8 @@ class AdaSpecPolicy:
         self._least_room = int(batch.room.min())
         self._offset = self.offsets.value[batch.slots]
         self._count["probes"] += self._trial
+        allowed = self._settings.verify and self._costs.limit == np.inf
+        self._exploration.draw(n, allowed)
 
     def _learn(
         self,
@@ -331,6 +342,7 @@ class AdaSpecPolicy:
             z[judged],
             chance[judged],
             hit[judged].astype(np.float64),
+            self._exploration.weight(position, row),
         )
 
     def _observe_probe(

@@ -27,8 +27,13 @@ _TOP = len(NODES) - 1 - 1e-9
 _LEAST = 1e-4  # confidences are kept this far from 0 and 1
 _LINE = np.array([0.0, 1.0, 0.0])  # a, b, d of a confidence that tells the truth
 _TRUST = np.array([4.0, 16.0, 16.0])  # prior precision of a, b, d
+_LOW, _HIGH = np.array([-16.0, 0.1, -2.0]), np.array([16.0, 4.0, 2.0])  # a, b, d
+_MOST = 12.0  # log-odds of any table
+_HALVINGS = 6  # of one step of the fit
 _SHRINK = 16.0  # tokens of evidence that the line is worth at each node
 _ECE_BINS = 10
+_ECE_EXPLORED = 512.0  # labels of cut tokens after which one counts half in the error
+_MOST_WEIGHT = 4.0  # of a label in the map: beyond it one label is mostly noise
 _BATCH_LABELS = 64  # learning costs as much for one label as for a hundred
 _BATCH_ROUNDS = 8
 
@@ -56,7 +61,10 @@ class Calibration:
         self._inputs = np.stack(cells).reshape(3, -1)  # of the line, at each cell
         self._pending: list[tuple[np.ndarray, ...]] = []
         self._waiting = 0
-        self._ece = np.zeros((3, _ECE_BINS))  # tries, accepts, sum of predictions
+        # [verified for their worth, explored] x [tries, accepted - predicted, its
+        # variance] x bin, and the labels of which each is a sum.
+        self._ece = np.zeros((2, 3, _ECE_BINS))
+        self._ece_labels = np.zeros((2, 1, 1))
         self._table = np.empty(0)
         self._rise = np.empty(0)
         self._refresh()
@@ -96,6 +104,7 @@ class Calibration:
         z: np.ndarray,
         predicted: np.ndarray,
         accepted: np.ndarray,
+        weight: np.ndarray | None = None,
     ) -> None:
         """Take labels; small lots wait for each other for a few rounds.
 
@@ -105,22 +114,22 @@ class Calibration:
             z: float64 [l], log-odds of confidence.
             predicted: float64 [l], the probability that was predicted.
             accepted: float64 [l], 1 where the token was accepted, else 0.
+            weight: float64 [l], drafted tokens that a label stands for in the
+                calibration error, those never verified included; None: one each.
         """
-        self._pending.append((position, sampled, z, predicted, accepted))
+        if weight is None:
+            weight = np.ones(len(z))
+        self._pending.append((position, sampled, z, predicted, accepted, weight))
         self._waiting += len(z)
         if self._waiting < _BATCH_LABELS and len(self._pending) < _BATCH_ROUNDS:
             return
-        position, sampled, z, predicted, accepted = map(
+        position, sampled, z, predicted, accepted, weight = map(
             np.concatenate, zip(*self._pending, strict=True)
         )
         self._pending.clear()
         self._waiting = 0
         decay = 0.5 ** (len(z) / self._half_life)
-        cell = (predicted * _ECE_BINS).astype(np.intp)
-        np.minimum(cell, _ECE_BINS - 1, out=cell)
-        self._ece *= decay
-        for row, weights in enumerate((None, accepted, predicted)):
-            self._ece[row] += np.bincount(cell, weights, _ECE_BINS)
+        self._measure(predicted, accepted, weight, decay)
         if not self._enabled:
             return
         at = (z - NODES[0]) * (1.0 / _STEP)
@@ -131,6 +140,7 @@ class Calibration:
         low += (sampled * self.k_max + position) * len(NODES)
         node = np.concatenate([low, low + 1])
         share = np.concatenate([1.0 - high_share, high_share])
+        share *= np.tile(np.minimum(weight, _MOST_WEIGHT), 2)
         size = self._counts.shape[1]
         self._counts *= decay
         self._counts[0] += np.bincount(node, share, size)
@@ -138,17 +148,44 @@ class Calibration:
         self._fit_line()
         self._refresh()
 
+    def _measure(
+        self,
+        predicted: np.ndarray,
+        accepted: np.ndarray,
+        weight: np.ndarray,
+        decay: float,
+    ) -> None:
+        """Take labels for the calibration error; explored ones are few and last."""
+        explored = weight > 1.0
+        keep = np.array([decay, 0.5 ** (explored.sum() / _ECE_EXPLORED)])[:, None, None]
+        surprise = weight * (accepted - predicted)
+        cell = np.minimum((predicted * _ECE_BINS).astype(np.intp), _ECE_BINS - 1)
+        cell += explored * _ECE_BINS
+        sums = [
+            np.bincount(cell, values, 2 * _ECE_BINS).reshape(2, _ECE_BINS)
+            for values in (weight, surprise, surprise**2)
+        ]
+        self._ece *= keep
+        self._ece[:, 2] *= keep[:, 0]
+        self._ece += np.stack(sums, axis=1)
+        self._ece_labels *= keep
+        self._ece_labels += len(predicted)
+
     def error(self) -> float:
         """Expected calibration error of recent predictions, 0..1 (nan without any).
 
-        The mean over ten bins of predicted probability of |observed - predicted|,
-        weighted by how often the bin was predicted; decayed like everything else.
+        Over all drafted tokens up to the first rejection, those that were cut before
+        verification included: the few of them that were explored stand for the rest.
+        The mean over ten bins of predicted probability of |observed - predicted|, less
+        what is chance, weighted by how often the bin was predicted; decayed.
         """
-        tries, accepts, predicted = self._ece
-        total = tries.sum()
-        if not total > 0:
+        if not self._ece_labels.all():
             return float("nan")
-        return float(np.abs(accepts - predicted).sum() / total)
+        rates = self._ece / self._ece_labels
+        tries, gap = rates[:, :2].sum(axis=0)
+        noise = (rates[:, 2] / self._ece_labels[:, 0]).sum(axis=0)
+        real = np.sqrt(np.maximum(gap**2 - noise, 0.0))
+        return float(real.sum() / tries.sum())
 
     def forget(self, keep: float) -> None:
         """Keep a share of the evidence: the draft has changed.
@@ -158,24 +195,43 @@ class Calibration:
         """
         self._counts *= keep
         self._ece *= keep
+        self._ece_labels *= keep
         self._refresh()
 
     def _fit_line(self) -> None:
-        """One Newton step of the logistic regression on the counts, for both kinds."""
+        """One damped Newton step of the logistic regression on the counts, per kind.
+
+        Where all confidences are saturated and wrong the curvature at hand is that of a
+        flat place far from the maximum: a whole step overshoots, and the next one more.
+        """
         tries, accepts = self._counts.reshape(2, 2, -1)
         chance = 1.0 / (1.0 + np.exp(-(self._line @ self._inputs)))
         gradient = (accepts - tries * chance) @ self._inputs.T
         gradient -= _TRUST * (self._line - _LINE)
         weight = tries * chance * (1.0 - chance)
         curve = (self._inputs * weight[:, None]) @ self._inputs.T + np.diag(_TRUST)
-        self._line += np.linalg.solve(curve, gradient[..., None])[..., 0]
-        slope = self._line[:, 1]
-        np.minimum(np.maximum(slope, 0.1, out=slope), 4.0, out=slope)
+        step = np.linalg.solve(curve, gradient[..., None])[..., 0]
+        before = self._likelihood(self._line)
+        for _ in range(_HALVINGS):
+            line = np.minimum(np.maximum(self._line + step, _LOW), _HIGH)
+            worse = self._likelihood(line) < before
+            if not worse.any():
+                break
+            step[worse] *= 0.5
+        self._line = line
+
+    def _likelihood(self, line: np.ndarray) -> np.ndarray:
+        """What the fit maximises, [2]: log-likelihood of the counts and the prior."""
+        tries, accepts = self._counts.reshape(2, 2, -1)
+        logit = line @ self._inputs
+        likely = accepts * logit - tries * np.logaddexp(0.0, logit)
+        prior = 0.5 * (_TRUST * (line - _LINE) ** 2).sum(axis=1)
+        return np.asarray(likely.sum(axis=1) - prior)
 
     def _refresh(self) -> None:
         """Recompute the table from the line and the counts."""
         shape = (2, self.k_max, len(NODES))
-        line = (self._line @ self._inputs).reshape(shape)
+        line = _bounded((self._line @ self._inputs).reshape(shape))
         chance = 1.0 / (1.0 + np.exp(-line))
         tries, accepts = self._counts.reshape(2, *shape)
         # What all positions together say about a node corrects each of them...
@@ -185,14 +241,19 @@ class Calibration:
         hits = accepts.sum(axis=1) + _SHRINK * mean
         misses = (tries - accepts).sum(axis=1) + _SHRINK * (1.0 - mean)
         line += (np.log(hits / misses) - np.log(mean / (1.0 - mean)))[:, None]
+        line = _bounded(line)
         # ... and then its own record does.
         chance = 1.0 / (1.0 + np.exp(-line))
         hits = accepts + _SHRINK * chance
         misses = tries - accepts + _SHRINK * (1.0 - chance)
-        self._table = np.log(hits / misses).ravel()
+        self._table = _bounded(np.log(hits / misses).ravel())
         self._rise = np.empty_like(self._table)
         self._rise[:-1] = self._table[1:] - self._table[:-1]
         self._rise[-1] = 0.0
+
+
+def _bounded(logit: np.ndarray) -> np.ndarray:
+    return np.asarray(np.minimum(np.maximum(logit, -_MOST), _MOST))
 
 
 class RequestOffsets:

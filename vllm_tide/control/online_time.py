@@ -335,3 +335,30 @@ class OnlineTime:
     def _median(self, row: int) -> float:
         known = self._errors[row, : min(self._count, _KEPT_ERRORS)]
         return float(np.median(known)) if known.size else NAN
+
+
+def step_cost(
+    model: RefinedTime, requests: int, context: int, verified: int, steps: int
+) -> float:
+    """Predicted seconds of a decode step over those of one without speculation.
+
+    Args:
+        model: Time model.
+        requests: Requests that decode; prefilling ones are left out.
+        context: Tokens in their KV cache before the step.
+        verified: Their draft tokens.
+        steps: Draft passes that ran.
+
+    Returns:
+        Above 0; 1 where no request decodes or the times are no numbers.
+    """
+    if not requests:
+        return 1.0
+    plain = {"requests": requests, "context": context, "prefill": 0}
+    without = model.round_seconds(**plain, verified=0, steps=0, first_rows=0)
+    first_rows = requests + verified
+    seconds = model.round_seconds(
+        **plain, verified=verified, steps=steps, first_rows=first_rows
+    )
+    cost = seconds / without if without > 0.0 else NAN
+    return cost if 0.0 < cost < math.inf else 1.0

@@ -15,11 +15,13 @@ class ControlSettings:
         min_gain: Speculation is off unless it is predicted to raise throughput by at
             least this share.
         hysteresis: Added to `min_gain` before speculation comes on again.
-        probe_share: Most share of time spent on probing: drafts while off, and half of
-            it undrafted rounds while on.
+        probe_share: Most share of time spent on probing: drafts while off; while on,
+            half of it undrafted rounds and half of it tokens that do not pay.
         threshold: Mean confidence below which the threshold policy stops drafting.
         verify: Choose the verified set by value; False sends every drafted token
             (ablation).
+        explore: Verify whole drafts now and then, within half of `probe_share`; False
+            where what `choose` says is not what is verified.
         calibrate: Learn acceptance from verification results; False takes confidence
             for probability (ablation).
         half_life_tokens: Verified tokens after which an observation counts half.
@@ -35,6 +37,7 @@ class ControlSettings:
     probe_share: float = 0.01
     threshold: float = 0.6
     verify: bool = True
+    explore: bool = True
     calibrate: bool = True
     half_life_tokens: float = 2000.0
     slo_seconds: float | None = None

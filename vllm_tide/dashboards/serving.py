@@ -423,6 +423,20 @@ CAPTURE = Row(
             width=6,
             steps=True,
         ),
+        Panel(
+            "Left out after faults",
+            "Time until control or capture, left out after faults, is tried again.",
+            "s",
+            (
+                Query(
+                    of_engine("vllm_tide:control_suspended_seconds"), f"{EACH} control"
+                ),
+                Query(
+                    of_engine("vllm_tide:capture_suspended_seconds"), f"{EACH} capture"
+                ),
+            ),
+            width=6,
+        ),
     ),
 )
 

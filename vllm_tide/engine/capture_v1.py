@@ -64,7 +64,15 @@ class CaptureV1(Recorder):
         self._no_features = staging.features[:, :0]
         self._draft_probs: list[torch.Tensor] = []
         self._logits_topk: TopK | None = None
-        self.step_cost = 1.0  # `Record.cost` of the step that ends
+        # Of the step that ends: `Record.cost`, and `Record.verify_chance` of the
+        # requests whose drafts only exploration verified.
+        self.step_cost = 1.0
+        self.explored: dict[str, float] = {}
+
+    def resume(self) -> None:
+        """See `Recorder`; nothing of an earlier step is left."""
+        super().resume()
+        self._draft_probs, self._logits_topk = [], None
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """Keep the probability of each drafted token.
@@ -168,4 +176,5 @@ class CaptureV1(Recorder):
             token_ids=runner.input_ids.np[low:high],
             sampled=sampled,
             logit_end=logit_end,
+            verify_chance=self.explored.get(batch.req_ids[index], 1.0),
         )

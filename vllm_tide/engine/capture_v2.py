@@ -245,4 +245,5 @@ class CaptureV2(Recorder):
             token_ids=token_ids[known.low : known.high],
             sampled=sampled[i, : emitted[i]].tolist(),
             logit_end=int(step.logit_ends[i]),
+            verify_chance=step.explored.get(step.req_ids[i], step.verify_chance),
         )

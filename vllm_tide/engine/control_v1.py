@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
+from vllm_tide.control.adaspec import AdaSpecPolicy
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.online_time import OnlineTime, RoundSample, step_cost
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.catchup import DraftBacklog
 from vllm_tide.engine.request_book import RequestBook
@@ -47,8 +49,14 @@ class ControlV1:
         leader: Whether this rank decides.
 
     Attributes:
-        policy: Who decides; None until the time model is known, on followers, and
-            after a fault: then the length is static.
+        policy: Who decides; None until the time model is known (the length is static),
+            on followers, and after a fault (the length is 0, for a while).
+        start: Gives a new policy and its times, at first and after a fault; None
+            where nobody decides.
+        times: What the policy predicts times with, if it does.
+        suspension: How long a fault keeps the length at 0.
+        explored: Chance, by request, of the newest drafts that only exploration sends
+            to verification.
         faults: Contained faults by place.
         on_round: Called with each measured round.
     """
@@ -80,6 +88,11 @@ class ControlV1:
         )
         self.timer = RoundTimer()
         self.policy: Policy | None = None
+        self.start: Callable[[], None] | None = None
+        self.times: OnlineTime | None = None
+        self.suspension = Suspension()
+        self.explored: dict[str, float] = {}
+        self._decoding = (0, 0, 0)  # requests, context, verified tokens
         self.on_round: list[Callable[[RoundSample], None]] = []
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
@@ -111,6 +124,7 @@ class ControlV1:
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
         self._steps = self._asked = 0
+        self._decoding = (0, 0, 0)
         self._planned = []
 
     def plan(
@@ -152,8 +166,11 @@ class ControlV1:
         verified = int(drafts.sum())
         num_rows = int(bounds[-1])
         self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
+        decoding = rows - drafts == 1
+        decodes, read = int(np.count_nonzero(decoding)), int(start[decoding].sum())
+        self._decoding = (decodes, read, verified)
         now = time.monotonic()
-        code = self.num_speculative_tokens
+        code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
             try:
                 code = self._decide(
@@ -205,6 +222,7 @@ class ControlV1:
         count = bounds[1:] - row
         start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
         rows = int(bounds[-1])
+        self._decoding = (num, int(start.sum()), 0)
         self._resting -= 1
         self._rests += 1
         self._rested += 1
@@ -225,8 +243,9 @@ class ControlV1:
         """The leader's choice: steps, 0, or a probe."""
         if self._forced is not None:
             return self._forced
-        if self.policy is None:
-            return self.num_speculative_tokens
+        if self.policy is None and not self._start_again(now):
+            return 0 if self.start is not None else self.num_speculative_tokens
+        assert self.policy is not None  # noqa: S101 (it has just been started)
         self._slo.advance(slots, emitted, now)
         rested, self._rested = self._rested, 0
         probe = self._probe_result(slots)
@@ -279,7 +298,7 @@ class ControlV1:
 
     def go_on(self) -> bool:
         """Whether the draft runs once more."""
-        more = True
+        more = self.policy is not None or self.start is None
         if self._forced is not None:
             more = self._steps < self._forced
         elif self.leader and self.policy is not None:
@@ -287,6 +306,7 @@ class ControlV1:
                 more = self._tell_confidence()
             except Exception as error:  # noqa: BLE001 - the serving boundary
                 self._lose("go_on", error)
+                more = False
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
@@ -307,16 +327,20 @@ class ControlV1:
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
         """The prefix of each request's drafts that is verified."""
+        self.explored = {}
         if self._planned != req_ids:
             # Not drafted in this step (off, or the input does not fit the draft).
             return [[] for _ in req_ids]
-        if self._forced is not None or self.policy is None:
+        if self._forced is not None or (self.policy is None and self.start is None):
             return draft_token_ids
         try:
+            if self.policy is None:  # it failed in this step
+                return [[] for _ in req_ids]
             lengths = self.policy.choose().tolist()
+            self.explored = explored(self.policy, req_ids)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose("choose", error)
-            return draft_token_ids
+            return [[] for _ in req_ids]
         return [
             tokens[:length]
             for tokens, length in zip(draft_token_ids, lengths, strict=True)
@@ -334,17 +358,38 @@ class ControlV1:
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose(where, error)
 
+    def cost(self) -> float:
+        """`Record.cost` of the step that ends; 1 where no times are predicted."""
+        if self.times is None:
+            return 1.0
+        return step_cost(self.times.model, *self._decoding, self._steps)
+
+    def _start_again(self, now: float) -> bool:
+        """A new policy in the place of one that failed, unless it is too soon."""
+        if self.start is None or self.suspension.left:
+            return False
+        self.start()
+        if self.policy is None:
+            return False
+        self._told, self._rests, self._sample = (0, 0), 0, None
+        for slot in self._table.slot_of.values():
+            self.policy.add(slot, bool(self._table.sampled[slot]), now)
+        return True
+
     def _lose(self, where: str, error: Exception) -> None:
-        """A fault of the policy's: from now on the length is vLLM's static one."""
+        """A fault of the policy's: nothing is drafted until it is tried again."""
         self.faults[f"control_{where}"] += 1
-        self.policy = None
+        self.policy = self.times = None
         self._resting = 0
+        if self.suspension.left:
+            return
         # The type, not the message: a message may quote content.
         logger.error(
-            "vllm_tide: control failed in %s (%s); the speculative length is static "
-            "from now on. Restart the server to control it again.",
+            "vllm_tide: control failed in %s (%s); the speculative length is 0 for the "
+            "next %d s, then control begins anew.",
             where,
             type(error).__name__,
+            self.suspension.begin(),
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
 
@@ -356,9 +401,10 @@ class ControlV1:
 
     def stats(self) -> dict[str, Any]:
         """Totals and values for the metrics (`vllm_tide.metrics`)."""
+        suspended = {"control_suspended_s": self.suspension.left}
         if self.policy is None:
-            return {}
-        stats = self.policy.stats()
+            return suspended
+        stats = self.policy.stats() | suspended
         lengths = [*stats["length_hist"]] or [0]
         lengths[0] += self._rests
         off = dict(stats.get("off_rounds", {}))
@@ -442,3 +488,11 @@ class ControlV1:
         good = self._newest[here] >= 0
         kept = np.array(found, np.int64)[good]
         return probed[kept], confidence[kept], token[kept] == self._newest[here[good]]
+
+
+def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:
+    """Requests whose drafts only exploration sends to verification, and its chance."""
+    if not isinstance(policy, AdaSpecPolicy):
+        return {}
+    chance = policy.verify_chance
+    return {req_ids[i]: float(chance[i]) for i in np.flatnonzero(chance < 1.0)}

@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import TimeSource, round_limit
 from vllm_tide.control.kept_pass import KeptPass
-from vllm_tide.control.online_time import Learnt, OnlineTime, RoundSample
+from vllm_tide.control.online_time import Learnt, OnlineTime, RoundSample, step_cost
 from vllm_tide.control.policies import Policy
+from vllm_tide.engine.control_v1 import explored
 from vllm_tide.engine.event_timer import HostClock, Reading, StepClock
 from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.step_log import Step, Timing
@@ -51,8 +53,13 @@ class ControlV2:
 
     Attributes:
         trims: As given.
-        policy: Who decides; None before it is given and after a fault: then the length
-            is static.
+        policy: Who decides; None before it is given (the length is static) and after a
+            fault (the depth is 0, for a while).
+        start: Gives a new policy and its times, at first and after a fault; None
+            where nobody decides.
+        suspension: How long a fault keeps the depth at 0.
+        explored: Chance, by request, of the newest drafts that only exploration sends
+            to verification.
         depth: Draft steps of steps that are scheduled from now on.
         cut_on_device: Whether adaptive verification chooses what `choose` would.
         times: What the policy predicts times with, if it does.
@@ -73,6 +80,10 @@ class ControlV2:
         self.capacity = capacity
         self.num_speculative_tokens = most
         self.policy: Policy | None = None
+        self.start: Callable[[], None] | None = None
+        self.suspension = Suspension()
+        self.explored: dict[str, float] = {}
+        self._explored: dict[str, float] = {}
         self.depth = most
         self.faults: Counter[str] = Counter()
         self.trims = trims
@@ -205,10 +216,12 @@ class ControlV2:
             if sample is not None:
                 for listener in self.on_round:
                     listener(sample)
-        if self.policy is None:
-            return
         try:
-            self._decide(self.policy, step, time.monotonic())
+            now = time.monotonic()
+            if self.policy is None:
+                self._start_again(now)
+            if self.policy is not None:
+                self._decide(self.policy, step, now)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose(error)
 
@@ -221,19 +234,21 @@ class ControlV2:
             req_ids: Requests of the step that drafted.
             draft_token_ids: Its drafts; V2 gives placeholders, only lengths count.
         """
+        self.explored = {}
         # The list itself names the step: one that has not landed is not cut.
         if self.policy is None or not self.trims or self._of_step is not req_ids:
             return draft_token_ids
-        lengths = self._lengths
+        lengths, self.explored = self._lengths, self._explored
         return [
             tokens[: lengths.get(req_id, len(tokens))]
             for req_id, tokens in zip(req_ids, draft_token_ids, strict=True)
         ]
 
     def stop(self) -> None:
-        """From now on the length is vLLM's static one."""
-        self.policy = None
-        self.depth = self.num_speculative_tokens
+        """Draft nothing until steps are learnt from again and no suspension is left."""
+        if self.policy is not None:
+            self.policy = self.times = self._probed = None
+            self.depth = 0
 
     def draft_swapped(self) -> None:
         """Another draft is live: what was learnt of the old one counts less."""
@@ -243,9 +258,10 @@ class ControlV2:
 
     def stats(self) -> dict[str, Any]:
         """Totals and values for the metrics (`vllm_tide.metrics`)."""
+        suspended = {"control_suspended_s": self.suspension.left}
         if self.policy is None:
-            return {}
-        stats = self.policy.stats()
+            return suspended
+        stats = self.policy.stats() | suspended
         by_depth = self._by_depth
         rounds, steps = int(by_depth.sum()), int(by_depth @ np.arange(len(by_depth)))
         new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
@@ -271,6 +287,13 @@ class ControlV2:
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
         # A placeholder may be accepted by chance: it counts here, as no draft.
         rows = np.diff(step.bounds)[known] - step.drafts[known]
+        decoding = rows == 1
+        if self.times is not None:
+            read = int(np.asarray(step.start)[known][decoding].sum())
+            decodes = int(np.count_nonzero(decoding))
+            # Upstream runs the draft's first pass in every step.
+            shape = (decodes, read, int(drafts.sum()), max(step.steps, 1))
+            step.cost = step_cost(self.times.model, *shape)
         rows = rows + np.maximum(emitted - 1, 0)
         context = np.asarray(step.start)[known] + rows
         newest = np.asarray(step.sampled)[known, 0]
@@ -334,6 +357,7 @@ class ControlV2:
             self._trimmed += int((step.trimmed * ~step.padded).sum())
         names = [step.req_ids[i] for i in known]
         self._lengths = dict(zip(names, lengths.tolist(), strict=True))
+        self._explored = explored(policy, names) if plan.steps and self.trims else {}
         self._of_step = step.req_ids
 
     @staticmethod
@@ -379,15 +403,29 @@ class ControlV2:
         if self.policy is not None:
             self.policy.drop(slot)
 
+    def _start_again(self, now: float) -> None:
+        """A new policy in the place of one that failed, unless it is too soon."""
+        if self.start is None or self.suspension.left:
+            return
+        self.start()
+        if self.policy is not None:
+            self._told = (0, 0)
+            table = self._book.table
+            for slot in table.slot_of.values():
+                self.policy.add(slot, bool(table.sampled[slot]), now)
+
     def _lose(self, error: Exception) -> None:
-        """A fault of the policy's: from now on the length is vLLM's static one."""
+        """A fault of the policy's: nothing is drafted until it is tried again."""
         self.faults["control"] += 1
         self.stop()
+        if self.suspension.left:
+            return
         # The type, not the message: a message may quote content.
         logger.error(
-            "vllm_tide: control failed (%s); the speculative length is static from now "
-            "on. Restart the server to control it again.",
+            "vllm_tide: control failed (%s); the speculative length is 0 for the next "
+            "%d s, then control begins anew.",
             type(error).__name__,
+            self.suspension.begin(),
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
 

@@ -53,7 +53,7 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
             stored = _fitted(samples, facts)
     if stored is None:
         return
-    settings = _settings(control, config)
+    model, settings = stored.model, _settings(control, config)
     method = worker.vllm_config.speculative_config.draft_sample_method
     if method != "greedy" and config.policy == "adaspec" and settings.verify:
         # Which tokens are worth it depends on confidences after them, so on what was
@@ -65,7 +65,13 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
             "verified; set draft_sample_method to 'greedy' to have the verifier choose.",
             method,
         )
-    control.policy = make_policy(config.policy, settings, OnlineTime(stored.model))
+
+    def start() -> None:
+        control.times = OnlineTime(model)
+        control.policy = make_policy(config.policy, settings, control.times)
+
+    control.start = start
+    start()
 
 
 def needs_times(config: ControlConfig) -> bool:
@@ -100,23 +106,29 @@ def start_predicting(
     settings = _settings(control, config)
     # What is drafted is verified whole where nothing can be cut.
     cuts = control.trims or control.cut_on_device
-    settings = replace(settings, verify=settings.verify and cuts)
+    settings = replace(settings, verify=settings.verify and cuts, explore=control.trims)
     if profile is None:
         profile = stored_times(worker, config)
-    if not needs_times(config) or (profile is None and not late):
-        control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
-        if needs_times(config):
-            logger.warning(
-                "vllm_tide: tide.control.policy is 'threshold' instead of %r, so no "
-                "length is weighed against what it costs: there are no forward times; "
-                "run `vllm-tide profile` with the options of this server.",
-                config.policy,
-            )
-        return
-    if profile is not None:
+    if profile is None and needs_times(config):
+        if late:
+            return
+        logger.warning(
+            "vllm_tide: tide.control.policy is 'threshold' instead of %r, so no length "
+            "is weighed against what it costs: there are no forward times; run "
+            "`vllm-tide profile` with the options of this server.",
+            config.policy,
+        )
+
+    def start() -> None:
+        if profile is None:
+            control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+            return
         control.times = OnlineTime(profile)
         times = KeptPassTimes(control.times)
         control.policy = make_policy(config.policy, settings, times)
+
+    control.start = start
+    start()
 
 
 def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:

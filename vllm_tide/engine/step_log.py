@@ -164,6 +164,8 @@ class Step:
         slots: Room in the ring that its rows go to, by place of the request.
         timing: For control: what the clock says of it.
         cost: For capture: `Record.cost`, once control has learnt of the step.
+        verify_chance: `Record.verify_chance` of requests that `explored` does not name.
+        explored: The same of drafts that only exploration verified, by request.
         ended: Requests that were known to have ended when the next step began; None
             before that.
     """
@@ -185,6 +187,8 @@ class Step:
     slots: dict[int, Slot] = field(default_factory=dict)
     timing: Timing | None = None
     cost: float = 1.0
+    verify_chance: float = 1.0
+    explored: dict[str, float] = field(default_factory=dict)
     ended: tuple[str, ...] | None = None
     seen: bool = False
     start: np.ndarray | None = None
@@ -299,6 +303,10 @@ class StepLog:
         self._gap = False
         self._steps.append(step)
         return step
+
+    def skip(self) -> None:
+        """A step is not recorded: what it drafted is not known."""
+        self._gap = True
 
     def begin(self, ended: Sequence[str]) -> bool:
         """The next step begins.

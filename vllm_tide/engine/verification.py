@@ -53,6 +53,11 @@ class PricedVerification(AdaptiveVerificationManager):
         on_measured: Without a profile: told the times that upstream measured, whose
             refinement the prices are then; None: upstream's costs are taken.
         upstream: Arguments of upstream's manager.
+
+    Attributes:
+        verify_chance: `Record.verify_chance` of the step that begins: the share of
+            steps like it that verify whole drafts; 0, unknown, where the device cut
+            them by what it knows of them.
     """
 
     UPSTREAM = ("req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits")
@@ -66,7 +71,9 @@ class PricedVerification(AdaptiveVerificationManager):
         **upstream: Any,
     ) -> None:
         super().__init__(**upstream)
-        self.guard = Guard("pricing of verification")
+        # Ranks must agree when it is tried again: steps of 20 ms are its clock.
+        self._steps = 0
+        self.guard = Guard("pricing of verification", lambda: 0.02 * self._steps)
         self._control = control
         self._times = None if profile is None else OnlineTime(profile).model
         self._on_measured = on_measured if profile is None else None
@@ -76,6 +83,7 @@ class PricedVerification(AdaptiveVerificationManager):
         self._measured = self._own = (np.zeros(0), np.zeros(0))
         self._version = 0
         self._rounds = 0
+        self.verify_chance = 0.0
 
     def order(self, scheduler_output: Any, version: int) -> None:
         """A step begins: its draft steps and its prices.
@@ -86,6 +94,9 @@ class PricedVerification(AdaptiveVerificationManager):
         """
         self._prices = (scheduler_output.tide or {}).get("prices")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
+        self.verify_chance = 0.0
+        self._steps += 1
+        self.guard.retry()
         if version != self._version:
             self._version, self._rounds = version, 0
 
@@ -155,5 +166,7 @@ class PricedVerification(AdaptiveVerificationManager):
 
     def _looks(self) -> bool:
         if self._rounds <= _YOUNG_ROUNDS:
-            return True
-        return self._look_every > 0 and self._rounds % self._look_every == 0
+            self.verify_chance = 1.0
+        elif self._look_every > 0 and self._rounds % self._look_every == 0:
+            self.verify_chance = 1.0 / self._look_every
+        return self.verify_chance > 0.0

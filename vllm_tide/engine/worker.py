@@ -131,8 +131,10 @@ class WorkerTide:
         if self.control is not None:
             self.control.begin(scheduler_output)
         self._install_ordered(scheduler_output.tide)
+        if self._guard.retry() and self.capture is not None:
+            self.capture.resume()
         if self.capture is not None and scheduler_output.finished_req_ids:
-            self._guard.run(
+            self._guard.always(
                 "forget", self.capture.forget, tuple(scheduler_output.finished_req_ids)
             )
         self._keep_out(scheduler_output.tide)
@@ -207,6 +209,10 @@ class WorkerTide:
     ) -> None:
         """Seam: the step's outcome. Attaches our report to `output.tide`."""
         if self.capture is not None:
+            if self.control is not None:
+                cost = self._guard.run("cost", self.control.cost)
+                self.capture.step_cost = 1.0 if cost is None else cost
+                self.capture.explored = self.control.explored
             self._guard.run(
                 "sampled",
                 self.capture.on_sampled,
@@ -233,7 +239,7 @@ class WorkerTide:
     def _keep_out(self, order: Order | None) -> None:
         """The scheduler's word on requests that capture may not have."""
         if self.capture is not None and order is not None and "salted" in order:
-            self._guard.run("keep_out", self.capture.keep_out, order["salted"])
+            self._guard.always("keep_out", self.capture.keep_out, order["salted"])
 
     def _install_ordered(self, order: Order | None) -> None:
         if order is None or "install" not in order or self.swapper is None:
@@ -460,6 +466,7 @@ class WorkerTide:
             "rows": capture.rows,
             "requests": capture.requests,
             "dropped": dropped,
+            "capture_suspended_s": self._guard.suspension.left,
             "ring_used_bytes": stats.used_bytes,
             "ring_capacity_bytes": stats.capacity_bytes,
             "consumer_alive": stats.consumer_alive,

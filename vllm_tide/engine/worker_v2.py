@@ -151,6 +151,9 @@ class WorkerTideV2(WorkerTide):
         if self._made_up:
             return
         self._install_ordered(scheduler_output.tide)
+        self._steps.retry()
+        if self._guard.retry() and self.capture is not None:
+            self.capture.resume()
         if self._verification is not None:
             version = 0 if self.swapper is None else self.swapper.version
             self._verification.order(scheduler_output, version)
@@ -221,6 +224,7 @@ class WorkerTideV2(WorkerTide):
             timing,
         )
         if self._steps.tripped and self.control is not None:
+            self._log.skip()
             self.control.stop()
         if self._leader:
             output.tide = self._report()
@@ -290,6 +294,10 @@ class WorkerTideV2(WorkerTide):
                 self.capture.dropped["behind"] += batch.num_tokens
         else:
             step.timing = timing
+            if self.control is not None:
+                step.explored = self.control.explored
+            if self._verification is not None:
+                step.verify_chance = self._verification.verify_chance
             step.place.seal()
             if self.capture is not None:
                 self._guard.run(
@@ -315,12 +323,12 @@ class WorkerTideV2(WorkerTide):
             overrun = step.ended or ()
             if self.capture is not None:
                 skipped = overrun if self._async else ()
-                self._guard.run("write", self.capture.write, step, skipped)
+                self._guard.always("write", self.capture.write, step, skipped)
             self._forget(overrun)
 
     def _forget(self, req_ids: Sequence[str]) -> None:
         if self.capture is not None and req_ids:
-            self._guard.run("forget", self.capture.forget, req_ids)
+            self._guard.always("forget", self.capture.forget, req_ids)
 
     def _faults(self) -> Counter[str]:
         faults = super()._faults() + self._steps.faults

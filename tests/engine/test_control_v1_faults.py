@@ -1,0 +1,177 @@
+"""Control on Model Runner V1 without vLLM: faults, costs and chances of a step."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.control.toys import published
+from vllm_tide.capture.guard import Suspension
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
+from vllm_tide.engine.control_v1 import ControlV1
+
+K, N = 3, 2
+REQS = [f"r{i}" for i in range(N)]
+
+
+class Engine:
+    """The arrays of a runner whose requests decode, and one step over them."""
+
+    def __init__(self, agree=lambda value: value, leader=True):
+        params = SimpleNamespace(
+            max_tokens=1000, temperature=0.0, structured_outputs=None, extra_args=None
+        )
+        state = SimpleNamespace(num_prompt_tokens=5, sampling_params=params)
+        self.batch = SimpleNamespace(
+            req_ids=list(REQS), num_computed_tokens_cpu=np.full(N, 50)
+        )
+        runner = SimpleNamespace(
+            max_num_reqs=4,
+            max_model_len=2000,
+            max_num_tokens=64,
+            dtype=torch.float32,
+            requests=dict.fromkeys(REQS, state),
+            input_batch=self.batch,
+            query_start_loc=SimpleNamespace(np=np.zeros(N + 1, np.int64)),
+            discard_request_mask=SimpleNamespace(np=np.zeros(N, bool)),
+        )
+        self.runner = runner
+        self.control = ControlV1(
+            runner, ControlConfig(policy="threshold"), K, 1, 4, agree, leader
+        )
+        self.drafts = {}
+
+    def step(self, sure=0.9):
+        """One step whose drafts are all rejected; passes that ran, drafts to come."""
+        control, spec = self.control, {r: d for r, d in self.drafts.items() if d}
+        bounds = np.cumsum([0] + [1 + len(spec.get(r, ())) for r in REQS])
+        self.runner.query_start_loc.np[:] = bounds
+        output = SimpleNamespace(
+            finished_req_ids=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=REQS),
+            scheduled_spec_decode_tokens=spec,
+        )
+        control.begin(output)
+        sampled = torch.full((N, 1 + K), -1)
+        sampled[:, 0] = 7
+        features = [torch.zeros(64, 4)]
+        steps, more = 0, True
+        planned = control.plan(output, sampled, features, None)
+        while steps < planned and more:
+            steps += 1
+            control.on_draft_logits(torch.full((N,), sure))
+            more = steps == planned or control.go_on()
+        self.cost = control.cost()
+        self.told = dict(control.explored)
+        control.end()
+        made = control.choose(REQS, [[1] * steps for _ in REQS])
+        self.drafts = dict(zip(REQS, made, strict=True))
+        self.batch.num_computed_tokens_cpu += 1
+        return planned, [len(tokens) for tokens in made]
+
+
+def failing(engine, where):
+    def fail(*args):
+        raise ValueError("negative elements")
+
+    setattr(engine.control.policy, where, fail)
+
+
+@pytest.mark.parametrize("where", ["plan", "observe", "go_on", "choose"])
+def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
+    where, monkeypatch, caplog
+):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine = Engine()
+    control = engine.control
+    control.suspension = Suspension(lambda: now[0])
+    added = []
+
+    def start():
+        control.policy = ThresholdPolicy(K, 0.6)
+        added.clear()
+        control.policy.add = lambda slot, *_: added.append(slot)
+
+    control.start = start
+    start()
+    assert engine.step() == (K, [K] * N)
+    for minutes in (1, 2):
+        failing(engine, where)
+        assert engine.step()[1] == [0] * N
+        assert control.policy is None
+        assert sum(control.faults.values()) == minutes
+        assert control.stats() == {"control_suspended_s": 60.0 * minutes}
+        for _ in range(2):  # the draft is left out, its rows are kept
+            now[0] += 60.0 * minutes / 2 - 1.0
+            before = control._backlog.missing.sum() + control._backlog.holes
+            assert engine.step() == (0, [0] * N)
+            assert control._backlog.missing.sum() + control._backlog.holes > before
+        now[0] += 2.0
+        control._backlog.missing[:] = 0  # nothing here can catch up
+        assert engine.step() == (K, [K] * N)
+        assert sorted(added) == sorted(control._table.slot_of.values())
+        assert control.stats()["control_suspended_s"] == 0.0
+        assert (control.stats()["draft_length"] or 0.0) >= 0.0
+    assert "negative elements" not in caplog.text
+
+
+def test_a_policy_that_cannot_begin_is_tried_ever_more_rarely(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine, tries = Engine(), []
+    engine.control.suspension = Suspension(lambda: now[0])
+
+    def start():
+        tries.append(now[0])
+        raise ValueError
+
+    engine.control.start = start
+    while now[0] < 4 * 3600:
+        assert engine.step() == (0, [0] * N)
+        now[0] += 30.0
+    waits = np.diff(tries)
+    assert waits[:6].tolist() == [60, 120, 240, 480, 960, 1920]
+    assert set(waits[6:]) == {3600.0}
+
+
+def test_followers_follow_and_before_a_start_the_length_is_static():
+    assert Engine().step() == (K, [K] * N)
+    codes = iter([0, 0])
+    follower = Engine(agree=lambda value: next(codes), leader=False)
+    assert follower.step() == (0, [0] * N)
+
+
+def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
+    engine = Engine()
+    control = engine.control
+    control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
+    model = control.times.model
+    control.policy = ThresholdPolicy(K, 0.6)
+    engine.step()
+    assert engine.cost == pytest.approx(
+        1.0 + model.draft_curve(N, 100, N, K)[K] / base(model, 100)
+    )
+    context = int(engine.batch.num_computed_tokens_cpu.sum())
+    engine.step()
+    curve = model.target_curve(N, context, N * K) + model.overhead(N)
+    draft = model.draft_curve(N, context, N * (1 + K), K)[K]
+    assert engine.cost == pytest.approx((curve[-1] + draft) / curve[0])
+    control.policy = AdaSpecPolicy(
+        ControlSettings(k_max=K, max_requests=4), control.times
+    )
+    control.policy.choose = lambda: np.array([1, 2])
+    control.policy.verify_chance = np.array([1.0, 0.125])
+    control.force(None)
+    engine.step(sure=0.999)
+    assert engine.told == {}
+    engine.step(sure=0.999)
+    assert engine.told == {"r1": 0.125}, "the drafts that this step verified"
+
+
+def base(model, context):
+    return float(model.target_curve(N, context, 0)[0] + model.overhead(N))
