@@ -244,30 +244,27 @@ class DeployConfig(_Section):
 
     canary: bool = Field(
         True,
-        description="Compare served acceptance after a swap with the window before and "
-        "go back to the head before when it fell.",
+        description="Compare served speed after a swap with the window before and go "
+        "back to the head before when it fell.",
     )
     canary_requests: Annotated[int, Field(ge=2)] = Field(
-        32, description="Requests begun after the swap that decide, at most."
+        48, description="Requests begun after the swap that decide, at most."
     )
     canary_tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
         0.02,
-        description="Relative fall of served acceptance length that is let pass.",
+        description="Relative fall of served speed over plain decoding that is let "
+        "pass.",
     )
     backoff_cycles: Annotated[int, Field(ge=0)] = Field(
         2,
         description="Cycles that publish nothing after a rollback; doubled at each "
         "further one.",
     )
-    min_requests: Annotated[int, Field(ge=0)] | None = Field(
-        0,
-        description="Requests between two publications, at least; null chooses it from "
-        "the measured cost of a swap and the measured gain.",
+    min_requests: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests between two publications, at least."
     )
-    min_seconds: Annotated[float, Field(ge=0)] | None = Field(
-        0.0,
-        description="Seconds between two publications, at least; null chooses it from "
-        "the measured cost of a swap and the measured gain.",
+    min_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Seconds between two publications, at least."
     )
 
 

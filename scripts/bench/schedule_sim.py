@@ -12,15 +12,13 @@ delays can be compared only at equal false alarms.
 *Loop*: a model of training (a cycle closes a share of the gap of the domains it was fed
 with, the others forget a little) on a stream whose domains shift, and on a mixed one.
 
-*Spacing*: loss per request of publication intervals as in Aurora's figure 5, on a gain
-that grows evenly, with the interval that `lazy_sync` chooses.
-
 Everything is simulated: this compares decisions, it measures no server.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -32,9 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train.lazy_sync import best_spacing, loss_per_request
 from vllm_tide.train.schedule import Schedule
-from vllm_tide.train.served import ServedRequest, bucket_of
+from vllm_tide.train.served import Cell, ServedRequest, bucket_of
 
 K = 3
 CYCLE_REQUESTS = 32
@@ -42,6 +39,9 @@ WARM_REQUESTS = 400
 BETWEEN_REQUESTS = 0.07  # standard deviation of acceptance between requests
 MIN_GAIN = 0.006
 """Gain in acceptance that is published: about 0.01 tokens."""
+
+
+_BEGAN = itertools.count(1)
 
 
 def make_request(
@@ -71,23 +71,23 @@ def make_request(
     count = int(rng.integers(rounds[0], rounds[1] + 1))
     passed = rng.random((count, drafts)) < chance
     accepted = np.cumprod(passed, axis=1).sum(axis=1)
-    cells: dict[tuple[int, int], tuple[int, int]] = {}
+    cells: dict[Cell, list[float]] = {}
     generated = 0
     for taken in accepted.tolist():
-        cell = (bucket_of(generated), drafts)
-        before = cells.get(cell, (0, 0))
-        cells[cell] = (before[0] + 1, before[1] + taken)
+        sums = cells.setdefault((bucket_of(generated), 1, 0), [0.0, 0.0])
+        sums[0] += taken + 1
+        sums[1] += 1.0
         generated += taken + 1
     return ServedRequest(
         key=key,
         engine=engine,
         group=group,
         versions=(version,),
-        rounds=count,
-        drafted=count * drafts,
-        accepted=int(accepted.sum()),
-        examined=int(np.minimum(accepted + 1, drafts).sum()),
+        began=next(_BEGAN),
         cells=cells,
+        tries=float(count),
+        hits=float((accepted > 0).sum()),
+        squares=float(count),
     )
 
 
@@ -394,22 +394,6 @@ def loop_frozen(stream: str) -> float:
     return (0.6 + 0.3 * 3) / 4
 
 
-def spacing_table(
-    swap_seconds: float = 0.05, gain_seconds: float = 0.02, after: float = 400.0
-) -> list[dict[str, float | str]]:
-    """Loss per request over intervals, the chosen one last."""
-    chosen = best_spacing(swap_seconds, gain_seconds, after)
-    return [
-        {
-            "requests": round(n, 1),
-            "loss_ms_per_request": 1e3
-            * loss_per_request(n, swap_seconds, gain_seconds, after),
-            "note": "chosen" if n == chosen else "",
-        }
-        for n in (10, 20, 48, 80, 160, 400, 800, 1600, chosen)
-    ]
-
-
 def print_table(rows: list[dict[str, object]]) -> None:
     """Columns aligned."""
     names = list(rows[0])
@@ -432,7 +416,6 @@ def main() -> int:
     tables: dict[str, list] = {
         "detection": detection_table(args.seeds),
         "loop": loop_table(max(1, args.seeds // 4)),
-        "spacing": spacing_table(),
     }
     for rows in tables.values():
         print_table(rows)

@@ -50,8 +50,7 @@ def events(engine: Engine) -> list[dict]:
 
 def published_once(engine: Engine):
     """A sidecar whose first publication is installed."""
-    serve(engine, 20, 0, 4)
-    engine.serve(60)
+    serve(engine, 120, 0, 4)
     sidecar = attach(engine)
     assert sidecar._tick()
     sidecar._train()
@@ -65,8 +64,8 @@ def test_a_head_that_serves_worse_is_taken_back(engine):
     sidecar = published_once(engine)
     before = sidecar.deployment._masters[0]
     assert sidecar.deployment.canary.undecided
-    assert "canary" in sidecar.deployment.waiting_for
-    serve(engine, 30, 1, 1)
+    assert sidecar.deployment.waiting_for == ""  # learning is not held back
+    serve(engine, 60, 1, 1)
     assert sidecar._tick()
     assert engine.weights.latest_version() == 2
     back = master_of(engine.weights.read())
@@ -86,7 +85,7 @@ def test_a_head_that_serves_worse_is_taken_back(engine):
 
 def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine):
     sidecar = published_once(engine)
-    serve(engine, 40, 1, 4)
+    serve(engine, 160, 1, 4)
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
     assert engine.weights.latest_version() == 1
@@ -118,7 +117,7 @@ def test_a_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
 
     monkeypatch.setattr("vllm_tide.train.deployment.RETRY_S", 0.0)
     monkeypatch.setattr(feed, "publish", full)
-    serve(engine, 30, 1, 1)
+    serve(engine, 60, 1, 1)
     assert sidecar._tick()  # it would go back, and cannot
     assert engine.weights.latest_version() == 1
     assert "no engine could be sent" in sidecar.deployment.waiting_for
@@ -136,7 +135,7 @@ def test_a_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
 def test_a_rollback_that_is_refused_leaves_the_good_weights(engine):
     sidecar = published_once(engine)
     before = sidecar.deployment._masters[0]
-    serve(engine, 30, 1, 1)
+    serve(engine, 60, 1, 1)
     assert sidecar._tick()
     assert engine.weights.latest_version() == 2
     engine.weights.report(1, 2, "for a reason", 2.0)
@@ -149,7 +148,7 @@ def test_a_rollback_that_is_refused_leaves_the_good_weights(engine):
 
 def test_a_stored_head_that_is_refused_is_forgotten(engine):
     sidecar = published_once(engine)
-    serve(engine, 40, 1, 4)
+    serve(engine, 160, 1, 4)
     assert sidecar._tick()
     sidecar.feeds.close()
     engine.weights.close()
@@ -167,7 +166,7 @@ def test_a_stored_head_that_is_refused_is_forgotten(engine):
 
 def test_a_stored_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
     sidecar = published_once(engine)
-    serve(engine, 40, 1, 4)
+    serve(engine, 160, 1, 4)
     assert sidecar._tick()
     sidecar.feeds.close()
     engine.weights.close()
@@ -234,7 +233,7 @@ def test_gated_mode_asks_for_light_records_until_something_shifts(engine):
     serve(engine, 30, 0, 4)
     assert sidecar._tick()
     assert not sidecar.schedule.collecting and not sidecar._may_train()
-    serve(engine, 10, 0, 1)
+    serve(engine, 10, 0, 0)
     assert sidecar._tick()
     assert sidecar.schedule.collecting and engine.ring.collect
     shift = [e for e in events(engine) if e["event"] == "shift"]

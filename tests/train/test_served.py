@@ -14,8 +14,9 @@ PREFILL, VERIFY = 0, 1
 
 
 def record(
-    start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False, first=0
-):
+    start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False,
+    first=0, cost=1.0, concurrency=4, chance=1.0,
+):  # fmt: skip
     """A record as the ring gives it; VERIFY when `accepted` is given."""
     verify = accepted is not None
     return SimpleNamespace(
@@ -28,6 +29,9 @@ def record(
         token_ids=np.arange(first, first + count, dtype=np.int32),
         finished=finished,
         tenant=3,
+        cost=cost,
+        concurrency=concurrency,
+        verify_chance=chance,
     )
 
 
@@ -43,59 +47,118 @@ def serve(*records, groups=None, engine="e"):
     return out
 
 
-def test_counts_rounds_drafts_and_accepted_tokens():
+def test_tokens_and_cost_of_every_decode_step_are_counted():
     (request,) = serve(
         record(0, 10),
-        record(10, 4, 2),  # 3 drafts, 2 accepted
-        record(13, 4, 0),
-        record(14, 4, 3),
+        record(10, 4, 2, cost=1.5),  # 3 drafts, 2 accepted
+        record(13, 4, 0, cost=1.5),
+        record(14, 4, 3, cost=1.25),
         record(18, 1, 0),  # no draft
         farewell(),
     )
-    assert (request.rounds, request.plain_rounds) == (3, 1)
-    assert (request.drafted, request.accepted) == (9, 5)
-    assert request.examined == 3 + 1 + 3
-    assert request.acceptance_length == pytest.approx(1 + 5 / 3)
-    assert request.accepted_share == pytest.approx(5 / 9)
-    assert request.acceptance == pytest.approx(5 / 7)
+    assert request.cells == {(0, 3, 0): [3 + 1 + 4 + 1, 1.5 + 1.5 + 1.25 + 1.0]}
     assert (request.key, request.engine, request.tenant) == (7, "e", 3)
     assert request.versions == (1,)
-    assert request.whole
+    assert request.whole and request.ended
 
 
-def test_acceptance_does_not_move_with_the_number_of_drafts():
-    rng = np.random.default_rng(0)
-    shares, acceptances = [], []
-    for drafts in (1, 7):
-        accepted = np.cumprod(rng.random((4000, drafts)) < 0.6, axis=1).sum(axis=1)
-        rounds = [record(10 + i, drafts + 1, int(a)) for i, a in enumerate(accepted)]
-        (request,) = serve(record(0, 10), *rounds, farewell())
-        shares.append(request.accepted_share)
-        acceptances.append(request.acceptance)
-    assert shares[0] - shares[1] > 0.2
-    assert abs(acceptances[0] - acceptances[1]) < 0.03
-
-
-def test_without_drafts_acceptance_is_unknown():
-    (request,) = serve(record(0, 10), record(10, 1, 0), farewell())
-    assert request.acceptance is None
-    assert request.accepted_share is None
-    assert request.acceptance_length is None
-
-
-def test_rounds_are_counted_by_generation_position_and_draft_length():
+def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
     (request,) = serve(
         record(0, 10),
-        record(10, 4, 1),
-        record(10 + 16, 3, 2),
-        record(10 + 20, 3, 0),
-        record(10 + 2000, 2, 1),
+        record(10, 4, 2),
+        record(13, 2, 0),
+        record(14, 3, 1, chance=0.1),
+        record(16, 2, 1, chance=0.0),  # the chance is not known
+        record(18, 1, 0),  # nothing was verified
         farewell(),
     )
-    assert request.cells == {(0, 3): (1, 1), (1, 2): (2, 2), (4, 1): (1, 1)}
+    assert request.tries == pytest.approx(1 + 1 + 10)
+    assert request.hits == pytest.approx(1 + 10)
+    assert request.squares == pytest.approx(1 + 1 + 100)
+
+
+def test_first_token_acceptance_does_not_move_with_the_lengths_that_control_chooses():
+    rng = np.random.default_rng(0)
+    found = []
+    for share in (1.0, 0.1):  # of the unlikely tokens that are verified
+        records, at = [record(0, 10)], 10
+        for _ in range(6000):
+            likely = rng.random() < 0.5
+            verified = likely or rng.random() < share
+            chance = 1.0 if likely else share
+            accepted = int(verified and rng.random() < (0.8 if likely else 0.3))
+            records.append(record(at, 1 + verified, accepted, chance=chance))
+            at += accepted + 1
+        (request,) = serve(*records, farewell())
+        found.append(request.hits / request.tries)
+    assert found == pytest.approx([0.55, 0.55], abs=0.04)
+
+
+def test_steps_are_counted_by_position_concurrency_and_cached_share():
+    for start, cached in ((0, 0), (4, 1), (5, 2), (8, 2)):
+        (request,) = serve(
+            record(start, 10 - start),
+            record(10, 4, 1),
+            record(10 + 16, 3, 2, concurrency=7),
+            record(10 + 20, 3, 0, concurrency=8),
+            record(10 + 2000, 2, 1, concurrency=0),
+            farewell(),
+        )
+        assert request.cells == {
+            (0, 3, cached): [2, 1],
+            (1, 3, cached): [3, 1],
+            (1, 4, cached): [1, 1],
+            (4, 0, cached): [2, 1],
+        }
     assert [bucket_of(n) for n in (0, 15, 16, 63, 64, 1023, 1024)] == [
         0, 0, 1, 1, 2, 3, 4,
     ]  # fmt: skip
+
+
+def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
+    (request,) = serve(
+        record(0, 10, version=4),
+        record(10, 4, 1, version=4),
+        record(12, 4, 3, version=5),
+        record(16, 4, 3, version=4),  # said late
+        farewell(),
+    )
+    assert request.versions == (4, 5, 4)
+    assert request.cells == {(0, 3, 0): [2, 1]}
+
+
+def test_open_requests_are_listed_in_the_order_in_which_they_began():
+    served = ServedRequests()
+    for key in (8, 7, 6):
+        served.add(record(0, 10, key=key), "e", 0.0)
+    for key in (7, 8):
+        served.add(record(10, 4, 2, key=key), "e", 1.0)
+    found = sorted(served.open_requests(), key=lambda r: r.began)
+    assert [(r.key, r.began, r.ended) for r in found] == [(8, 1, False), (7, 2, False)]
+    (ended,) = served.add(farewell(8), "e", 2.0)
+    assert ended.began == 1 and ended.ended
+    assert [r.key for r in served.open_requests()] == [7]
+
+
+def test_an_open_request_unlike_every_group_is_not_listed():
+    rng = np.random.default_rng(0)
+    served = ServedRequests(Groups())
+
+    def begin(key, low):
+        made = record(0, 200, prompt=200, key=key)
+        made.token_ids = rng.integers(low, low + 50, 200).astype(np.int32)
+        served.add(made, "e", 0.0)
+        served.add(record(200, 4, 2, prompt=200, key=key, first=low), "e", 0.0)
+
+    for key in range(40):
+        begin(key, 0)
+        served.add(farewell(key), "e", 0.0)
+    begin(100, 0)
+    begin(101, 9000)
+    (found,) = served.open_requests()
+    assert (found.key, found.group) == (100, 0)
+    # Its end founds a group.
+    assert served.add(farewell(101), "e", 0.0)[0].group == 1
 
 
 def test_version_is_that_of_the_first_record_and_changes_are_kept():
@@ -106,7 +169,7 @@ def test_version_is_that_of_the_first_record_and_changes_are_kept():
         farewell(),
     )
     assert request.versions == (4, 5)
-    assert (request.first_version, request.last_version) == (4, 5)
+    assert request.first_version == 4
 
 
 @pytest.mark.parametrize(
@@ -122,14 +185,16 @@ def test_a_request_whose_beginning_was_missed_is_not_whole(first):
     assert not request.whole
 
 
-def test_prefix_cached_prompt_is_whole():
-    (request,) = serve(record(8, 2), record(10, 4, 1), farewell())
+@pytest.mark.parametrize("first", [record(8, 2), record(9, 1, 0)])
+def test_prefix_cached_prompt_is_whole(first):
+    (request,) = serve(first, record(10, 4, 1), farewell())
     assert request.whole
+    assert request.cells == {(0, 3, 2): [2, 1]}
 
 
 def test_a_last_record_with_rows_counts():
     (request,) = serve(record(0, 10), record(10, 4, 3, finished=True))
-    assert request.accepted == 3
+    assert request.cells == {(0, 3, 0): [4, 1]}
 
 
 def test_requests_of_two_engines_with_one_key_are_two():
@@ -139,7 +204,7 @@ def test_requests_of_two_engines_with_one_key_are_two():
     served.add(record(10, 4, 3), "a", 0.0)
     (a,) = served.add(farewell(), "a", 0.0)
     (b,) = served.add(farewell(), "b", 0.0)
-    assert (a.accepted, b.accepted) == (3, 0)
+    assert (a.hits, b.hits) == (1, 0)
 
 
 def test_farewell_of_an_unknown_request_says_nothing():
@@ -224,7 +289,8 @@ def test_a_record_of_the_ring_is_understood():
     made = make_record(make_spec(), seed=1, num_rows=4, phase=Phase.VERIFY)
     assert made.finished
     (request,) = serve(made)
-    assert (request.drafted, request.accepted) == (3, made.num_accepted)
+    ((tokens, cost),) = request.cells.values()
+    assert (tokens, cost) == (made.num_accepted + 1, made.cost)
 
 
 def test_a_record_at_a_negative_position_is_left_out():

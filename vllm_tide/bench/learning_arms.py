@@ -21,14 +21,13 @@ class LearningArm:
         drafts: A draft is served.
         mode: `tide.schedule.mode` of its trainer; None: it is never trained.
         spacing: `tide.deploy.min_requests`, the laziness of synchronisation (Aurora,
-            figure 5): a number, or "auto" for the trainer's own choice, which sets
-            `min_seconds` too; None: as configured.
+            figure 5); None: as configured.
     """
 
     name: str
     drafts: bool
     mode: str | None = None
-    spacing: int | str | None = None
+    spacing: int | None = None
 
 
 ARMS = (
@@ -61,13 +60,12 @@ def _arm_of(name: str) -> LearningArm:
         return known[base]
     if known[base].mode is None:
         raise BenchError(f"--arms: {name!r}: only arms that are trained take @REQUESTS")
-    if spacing != "auto" and not spacing.isdecimal():
+    if not spacing.isdecimal():
         raise BenchError(
             f"--arms: {name!r}: after @ comes a number of requests between two "
-            "publications, or auto"
+            "publications"
         )
-    chosen = spacing if spacing == "auto" else int(spacing)
-    return replace(known[base], name=name, spacing=chosen)
+    return replace(known[base], name=name, spacing=int(spacing))
 
 
 def config_of(
@@ -82,9 +80,6 @@ def config_of(
     section = trained_section(options, run_dir)
     # After the user's own knobs: the mode is what the arm is.
     section = merged(section, {"schedule": {"mode": arm.mode}})
-    if arm.spacing == "auto":
-        chosen = {"min_requests": None, "min_seconds": None}
-        section = merged(section, {"deploy": chosen})
-    elif arm.spacing is not None:
+    if arm.spacing is not None:
         section = merged(section, {"deploy": {"min_requests": arm.spacing}})
     return draft_config(options, draft, section)

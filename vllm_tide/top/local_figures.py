@@ -54,7 +54,8 @@ class TrainerFigures:
         age_s: Since its last sign of life (s).
         silent: It should have given one by now.
         canary_undecided: A trial of the newest draft is under way.
-        served_before: Acceptance length before the swap on trial; `served_after` since.
+        speed_before: Speed over plain decoding before the swap; `speed_after` since.
+        speed_change: Of the one over the other, less one; `speed_error` of it.
     """
 
     name: str
@@ -85,8 +86,10 @@ class TrainerFigures:
     shifts: int
     canary_undecided: bool
     canary_requests: int
-    served_before: float | None
-    served_after: float | None
+    speed_before: float | None
+    speed_after: float | None
+    speed_change: float | None
+    speed_error: float | None
     backoff_cycles: int
     engines: int
 
@@ -169,8 +172,10 @@ def trainer_figures(look: TrainerLook, unix_s: float) -> TrainerFigures:
         shifts=look.count("schedule", "shifts"),
         canary_undecided=look.flag("canary", "undecided"),
         canary_requests=look.count("canary", "requests"),
-        served_before=look.number("canary", "served_before"),
-        served_after=look.number("canary", "served_after"),
+        speed_before=look.number("canary", "speed_before"),
+        speed_after=look.number("canary", "speed_after"),
+        speed_change=look.number("canary", "change"),
+        speed_error=look.number("canary", "error"),
         backoff_cycles=look.count("canary", "backoff_cycles"),
         engines=len(engines) if isinstance(engines, dict) else 0,
     )

@@ -181,9 +181,11 @@ def _schedule(trainer: TrainerFigures) -> Line:
 
 def _canary(trainer: TrainerFigures) -> Line:
     served = (
-        f"acceptance {number(trainer.served_before, 3)} before swap, "
-        f"{number(trainer.served_after, 3)} after, {trainer.canary_requests} requests"
+        f"speed over plain {number(trainer.speed_before, 2)} -> "
+        f"{number(trainer.speed_after, 2)}, {trainer.canary_requests} requests"
     )
+    if trainer.speed_change is not None and trainer.speed_error is not None:
+        served += f" ({trainer.speed_change:+.0%} +- {trainer.speed_error:.0%})"
     if trainer.canary_undecided:
         return row("canary", ("undecided", Style.WARN), f": {served}")
     if trainer.backoff_cycles:

@@ -1,29 +1,33 @@
 """Goes back to the draft before when a new one serves worse.
 
-Held-out acceptance is teacher-forced and optimistic; the served one has the last word.
+Held-out acceptance is teacher-forced and optimistic; what is served has the last word.
 Requests begun after the swap (older ones have draft KV of old weights) are compared
-with the window before it (`comparison.py`); the decision is sequential: as early as
-the interval allows, and at `canary_requests` at the latest. Pure: no clock, no torch.
+with the window before it (`comparison.py`), ended or not; the decision is sequential:
+as early as the interval allows, and when the first `canary_requests` of them have ended
+at the latest. A better draft may supersede one under canary: the window before and the
+draft to go back to stay, and the requests of all of them together are compared too, so
+that harm which adds up is found. Pure: no clock, no torch.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.comparison import Comparison, compare
+from vllm_tide.train.comparison import Comparison, Window, compare
 from vllm_tide.train.served import ServedRequest
 
 Decision = Literal["keep", "rollback"]
 
 MIN_COMPARED = 3
 """Requests before the first decision."""
-MAX_OUTDONE = 2
-"""Times in a row that a trial may go on with a newer draft: then one is decided on."""
 PATIENCE = 4
 """Times `canary_requests` that are waited for when few can be compared."""
+LAST_SIGMAS = 2.0
+"""Standard errors beyond the tolerance that the last look takes for a loss."""
 _MAX_BACKOFF = 1024  # cycles
 
 
@@ -35,7 +39,7 @@ class Verdict:
         decision: Keep the new draft, or go back to the one before.
         version: Of the new draft.
         reason: Why, in words.
-        requests: Requests begun after the swap that had finished by then.
+        requests: Requests that were compared.
         comparison: What it rests on; None where nothing could be compared.
     """
 
@@ -64,14 +68,17 @@ class Canary:
         self.config = config
         self.rollbacks = self.backoff = 0
         self.comparison: Comparison | None = None
+        self._chain: Comparison | None = None
         self._in_a_row = 0
         self._size = max(64, 4 * config.canary_requests)
-        self._before: deque[ServedRequest] = deque(maxlen=self._size)
-        self._after: list[ServedRequest] = []
-        self._version = 0  # on trial, at the engines
+        self._before: deque[ServedRequest] = deque()
+        self._let_go = -1  # newest beginning of a request that the window let go
+        self._oldest = 0  # version that the window before is not older than
+        self._window: Window | None = None  # of the trial
+        self._after: deque[ServedRequest] = deque(maxlen=2 * self._size)
+        self._version = 0  # under canary, at the engines
         self._engines: set[str] = set()
         self._first = 0  # version that the window before is older than
-        self._outdone = 0
         self._bad: set[int] = set()
         self._verdict: Verdict | None = None
 
@@ -84,53 +91,81 @@ class Canary:
     def may_publish(self) -> bool:
         """Whether a better draft may be published now.
 
-        Also during a trial that shows no harm so far, or that has had its requests and
-        can say nothing (few are like those before): it then goes on with the newer
-        draft against the same window. After a shift every draft is soon outdone, and
-        waiting for a verdict on each would hold adaptation up. With none ever decided
-        there would be nothing to go back to, so `MAX_OUTDONE` times in a row.
+        Also during a trial that shows no harm so far, of the newest draft or of all that
+        it superseded: waiting for a verdict on each would hold adaptation up.
         """
         if self.backoff or not self.undecided:
             return not self.backoff
-        if self._outdone >= MAX_OUTDONE:
-            return False
-        found = self.comparison
+        return not (self._harmful(self.comparison) or self._harmful(self._chain))
+
+    def _harmful(self, found: Comparison | None) -> bool:
         if found is None or found.requests < MIN_COMPARED:
-            return len(self._after) >= self.config.canary_requests
-        return found.change + found.error >= -self.config.canary_tolerance
+            return False
+        return found.change + found.error < -self.config.canary_tolerance
 
     def begin(self, engine: str, version: int) -> None:
         """An engine reports a new draft as installed.
 
         Engines that install the same draft during its trial join it. A newer version
-        begins the trial anew, against the same window; an engine that only now installs
-        an older one is on its way to the newer. Not to be called for a draft that was
-        put back.
+        supersedes the one under canary, against the same window; an engine that only
+        now installs an older one is on its way to the newer. Not to be called for a
+        draft that was put back.
         """
         if not self.config.canary or version in self._bad:
             return
         if self.undecided and version < self._version:
             return
         if not self.undecided:
-            self._first, self._outdone = version, 0
-        elif version > self._version:
-            self._outdone += 1
+            self._first = version
+            self._after.clear()
+            self._chain = None
         if version != self._version or not self.undecided:
-            self._version, self._engines = version, set()
-            self._after, self.comparison = [], None
+            self._version, self._engines, self.comparison = version, set(), None
         self._engines.add(engine)
-        if not any(r.rounds for r in self._before):
-            self._end("keep", "nothing was drafted before, so nothing can have fallen")
+        self._window = None  # it may have requests of this engine that are new to it
 
     def observe(self, request: ServedRequest) -> None:
-        """Take a finished request, also between trials: they are the window before."""
-        if self._bad.intersection(request.versions):
+        """Take an ended request, also between trials: they are the window before."""
+        first = request.first_version
+        if first in self._bad or not request.whole:
             return
-        if not self.undecided or request.last_version < self._first:
-            self._before.append(request)
-        elif request.first_version == self._version and request.whole:
+        if self.undecided and first >= self._first:
             self._after.append(request)
-            self._decide()
+        elif first >= self._oldest:
+            self._take_before(request)
+
+    def _take_before(self, request: ServedRequest) -> None:
+        self._before.append(request)
+        while len(self._before) > self._size:
+            self._let_go = max(self._let_go, self._before.popleft().began)
+
+    def look(self, others: Iterable[ServedRequest] = ()) -> None:
+        """Decide, if the trial under way can be decided.
+
+        Args:
+            others: Requests that have not ended.
+        """
+        if not self.undecided:
+            return
+        others = [r for r in others if r.whole and r.first_version not in self._bad]
+        chain = [*self._after, *(r for r in others if r.first_version >= self._first)]
+        newest = [r for r in chain if r.first_version == self._version]
+        if not newest:
+            return
+        if self._window is None:
+            every = (*self._before, *others)
+            self._window = Window([r for r in every if self._is_before(r)])
+        cap = self.config.canary_requests
+        self.comparison = compare(self._window, newest, cap=cap, limit=cap)
+        self._chain = None
+        if len(newest) < len(chain):
+            self._chain = compare(self._window, chain, cap=cap)
+        self._decide(len(newest) >= PATIENCE * cap)
+
+    def _is_before(self, request: ServedRequest) -> bool:
+        """True if the window before holds every request that began since this one."""
+        first = request.first_version
+        return self._oldest <= first < self._first and request.began > self._let_go
 
     def cycle_done(self) -> None:
         """A training cycle ended: one less to wait after a rollback."""
@@ -148,7 +183,7 @@ class Canary:
         """
         self._engines.discard(engine)
         if not self._engines:
-            self._after = []
+            self._after.clear()
 
     def overruled(self, version: int) -> None:
         """A draft was taken back by order: as if a trial had found it worse."""
@@ -164,56 +199,65 @@ class Canary:
 
     def _break_off(self) -> None:
         """End the trial under way, if any, without a verdict."""
-        self._engines, self._after, self._verdict = set(), [], None
+        self._engines, self._verdict = set(), None
+        self._after.clear()
 
-    def _decide(self) -> None:
-        cap, seen = self.config.canary_requests, len(self._after)
-        self.comparison = found = compare(self._before, self._after, cap=cap)
-        last = seen >= PATIENCE * cap
-        if found is None:
+    def _decide(self, last: bool) -> None:
+        """Decide on the newest draft by its own requests, or those of the chain.
+
+        Args:
+            last: No more requests are waited for.
+        """
+        found = self.comparison
+        if found is None or found.requests < MIN_COMPARED:
             if last:
-                self._end(*self._without_comparison())
-            return
-        if found.requests < MIN_COMPARED and not last:
+                self._end("keep", "no request is like those before the swap")
             return
         allowed = -self.config.canary_tolerance
-        said = (
-            f"served acceptance length {found.before:.3f} -> {found.after:.3f} "
-            f"({found.change:+.1%} +- {found.error:.1%}, {found.requests} requests)"
-        )
+        last |= found.requests >= self.config.canary_requests and found.settled
+        chain = self._chain
         if found.change + found.bound < allowed:
-            self._end("rollback", said)
+            self._end("rollback", _said(found))
         elif found.change - found.bound > allowed:
-            self._end("keep", said)
-        elif found.requests >= cap or last:
+            self._end("keep", _said(found))
+        elif last:
             # The held-out gate spoke for the new draft: the doubt is its benefit.
-            worse = found.change + found.error < allowed
-            self._end("rollback" if worse else "keep", said)
-
-    def _without_comparison(self) -> tuple[Decision, str]:
-        drafting = sum(1 for r in self._before if r.rounds)
-        if any(r.rounds for r in self._after) or 2 * drafting < len(self._before):
-            return "keep", "no request is like those before the swap"
-        # It was worth drafting before and never is now: the controller gave it up.
-        return "rollback", "drafting stopped with the new draft"
+            worse = found.change + LAST_SIGMAS * found.error < allowed
+            self._end("rollback" if worse else "keep", _said(found))
+        elif (
+            chain is not None
+            and chain.change + chain.bound < allowed
+            and found.change < allowed
+        ):
+            superseded = "with the drafts that it superseded: "
+            self._end("rollback", superseded + _said(chain))
 
     def _end(self, decision: Decision, reason: str) -> None:
-        verdict = Verdict(
-            decision, self._version, reason, len(self._after), self.comparison
-        )
+        found = self.comparison
+        requests = 0 if found is None else found.requests
+        self._verdict = Verdict(decision, self._version, reason, requests, found)
         if decision == "keep":
             self._in_a_row = 0
-            if self._after:
-                # The next window is this draft's own, unless it is too short to be one.
-                enough = len(self._after) >= self.config.canary_requests
-                kept = [] if enough else [*self._before][-self._size // 2 :]
-                self._before = deque([*kept, *self._after], maxlen=self._size)
+            own = [r for r in self._after if r.first_version == self._version]
+            self._bad.update(range(self._first, self._version))
+            # The next window is this draft's own, unless it is too short to be one.
+            if len(own) >= self.config.canary_requests:
+                self._oldest, self._before = self._version, deque()
+            for request in own:
+                self._take_before(request)
         else:
             self.rollbacks += 1
             self.backoff = min(
                 self.config.backoff_cycles << min(self._in_a_row, 16), _MAX_BACKOFF
             )
             self._in_a_row += 1
-            self._bad.add(self._version)
-        self._engines, self._after = set(), []
-        self._verdict = verdict
+            self._bad.update(range(self._first, self._version + 1))
+        self._engines = set()
+        self._after.clear()
+
+
+def _said(found: Comparison) -> str:
+    return (
+        f"served speed over plain {found.before:.3f} -> {found.after:.3f} "
+        f"({found.change:+.1%} +- {found.error:.1%}, {found.requests} requests)"
+    )

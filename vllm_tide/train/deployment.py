@@ -26,8 +26,7 @@ from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import EngineVersions, Feeds
 from vllm_tide.train.head_store import HeadStore, StoredHead
 from vllm_tide.train.judgement import CycleResult
-from vllm_tide.train.lazy_sync import LazySync
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication
@@ -36,6 +35,8 @@ logger = logging.getLogger("vllm_tide.train")
 
 RETRY_S = 5.0
 """A draft that could not be taken back is tried to be again after this (s)."""
+LOOK_SHARE = 0.003
+"""Share of the trainer's time, at most, that looking at a canary takes."""
 
 Master = dict[str, Tensor]
 
@@ -49,6 +50,7 @@ class Deployment:
         config: All sections.
         store: Keeps good drafts over a restart; None keeps none.
         events: Told of every decision.
+        served: Follows the requests, for those that have not ended.
 
     Attributes:
         published: Newest version published; 0 if none was.
@@ -66,19 +68,21 @@ class Deployment:
         config: TideConfig,
         store: HeadStore | None,
         events: EventLog,
+        served: ServedRequests,
     ) -> None:
         self._feeds, self._trainer, self._events = feeds, trainer, events
-        self._store = store
-        self.canary = Canary(config.deploy)
-        self.lazy = LazySync(config.deploy)
-        self._canary_on = config.deploy.canary
+        self._store, self._served = store, served
+        self.canary, self._config = Canary(config.deploy), config.deploy
+        self._next_look = 0.0  # monotonic (s)
+        self._requests = 0  # since the last publication, like the next
+        self._published_at = -math.inf  # monotonic (s)
         self.published = self.installed = 0
         self.publications = self.refusals = 0
         self.last_publish_unix: float | None = None
         self._masters: dict[int, Master] = {0: trainer.snapshot()}
         self._figures: dict[int, dict[str, Any]] = {}
         self.good = 0  # the version to go back to: the last one kept and installed
-        self._outdone: tuple[int, Master] | None = None  # good before the good one
+        self._superseded: tuple[int, Master] | None = None  # good before the good one
         self._put_back: set[int] = set()
         self._stored: dict[int, StoredHead] = {}
         self._seen: dict[str, EngineVersions] = {}
@@ -133,14 +137,9 @@ class Deployment:
         self._put_back.add(version)
         return version
 
-    def observe(self, request: ServedRequest, now: float) -> None:
-        """Take a finished request.
-
-        Args:
-            request: What it was served.
-            now: Monotonic clock (seconds).
-        """
-        self.lazy.request_done(now)
+    def observe(self, request: ServedRequest) -> None:
+        """Take a request that has ended."""
+        self._requests += 1
         self.canary.observe(request)
 
     def tick(self) -> None:
@@ -159,11 +158,20 @@ class Deployment:
             if time.monotonic() >= self._retry_at:
                 self._roll_back(self._undone)
             return
+        self._look()
         verdict = self.canary.poll()
         if verdict is not None and verdict.decision == "rollback":
             self._roll_back(verdict)
         elif verdict is not None:
             self._keep(verdict.version, verdict.reason)
+
+    def _look(self) -> None:
+        """Let the canary decide, also on requests that have not ended."""
+        began = time.monotonic()
+        if self.canary.undecided and began >= self._next_look:
+            self.canary.look(self._served.open_requests())
+            now = time.monotonic()
+            self._next_look = now + (now - began) / LOOK_SHARE
 
     def offer(self, result: CycleResult, now: float) -> None:
         """A cycle was judged: publish its candidate if everything allows it.
@@ -176,10 +184,7 @@ class Deployment:
             now: Monotonic clock (seconds).
         """
         self.canary.cycle_done()
-        if result.live is not None:
-            live = result.live.acceptance()
-            self.lazy.gain_measured(live, live + result.gain)
-        if not (result.publish and self.canary.may_publish and self.lazy.ready(now)):
+        if not (result.publish and self.canary.may_publish and self._apart(now)):
             return
         if self._undone is not None:
             return
@@ -217,7 +222,7 @@ class Deployment:
         served_as = self.put_back(
             master, {"rollback_of": bad, "to": to, "reason": reason}
         )
-        self._undone = self._outdone = None
+        self._undone = self._superseded = None
         self._masters.pop(bad, None)
         self.good = served_as
         self.canary.overruled(bad)
@@ -241,8 +246,8 @@ class Deployment:
         """
         if self.good != version and self.good in self._masters:
             return self.good, self._masters[self.good]
-        if self._outdone is not None:
-            return self._outdone
+        if self._superseded is not None:
+            return self._superseded
         stored = () if self._store is None else self._store.heads()
         for head in stored:
             if not _same(head, live):
@@ -263,28 +268,31 @@ class Deployment:
             return f"{self.canary.backoff} cycles after a rollback"
         if not self.canary.may_publish:
             return "the canary of the last publication"
-        if not self.lazy.ready(time.monotonic()):
+        if not self._apart(time.monotonic()):
             return "the spacing of publications"
         return ""
+
+    def _apart(self, now: float) -> bool:
+        """True if a publication would be far enough from the last one."""
+        c = self._config
+        waited = now - self._published_at
+        return waited == math.inf or (
+            self._requests >= c.min_requests and waited >= c.min_seconds
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """State for the status file."""
         found = self.canary.comparison
-        spacing = self.lazy.spacing()
         return {
             "canary": {
                 "undecided": self.canary.undecided,
                 "rollbacks": self.canary.rollbacks,
                 "backoff_cycles": self.canary.backoff,
                 "requests": 0 if found is None else found.requests,
-                "served_before": None if found is None else found.before,
-                "served_after": None if found is None else found.after,
-            },
-            "spacing": {
-                "requests": spacing.requests,
-                "seconds": spacing.seconds,
-                "reason": spacing.reason,
-                "swap_seconds": self.lazy.swap_seconds,
+                "speed_before": None if found is None else found.before,
+                "speed_after": None if found is None else found.after,
+                "change": None if found is None else found.change,
+                "error": None if found is None else found.error,
             },
             "engines": {
                 engine: {
@@ -329,14 +337,12 @@ class Deployment:
         self.published = version
         self.publications += 1
         self.last_publish_unix = time.time()
-        self.lazy.published(time.monotonic())
+        self._requests, self._published_at = 0, time.monotonic()
         self._events.add("publish", version=version, **facts)
         return version
 
     def _installed(self, engine: str, told: EngineVersions, *, first: bool) -> None:
         version = told.installed
-        if not first:
-            self.lazy.swap_measured(told.swap_pause_ms / 1e3)
         if version not in self._masters:
             return
         self.installed = max(self.installed, version)
@@ -347,16 +353,16 @@ class Deployment:
             self.canary.forget(engine)
         if version == 0 or first or version in self._put_back:
             return
-        if self._canary_on:
+        if self._config.canary:
             self.canary.begin(engine, version)
         else:
             self._keep(version, "")
 
     def _keep(self, version: int, reason: str) -> None:
-        if version not in self._masters:  # refused by another engine, or outdone
+        if version not in self._masters:  # refused by another engine, or superseded
             return
         if self.good != version and self.good in self._masters:
-            self._outdone = self.good, self._masters[self.good]
+            self._superseded = self.good, self._masters[self.good]
         self.good = version
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]

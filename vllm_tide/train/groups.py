@@ -167,12 +167,23 @@ class Groups:
             group = self._cut(group)
         return group.id
 
-    def nearest(self, token_ids: Sequence[int] | np.ndarray) -> int:
-        """Group a request would join, changing nothing; -1 if none or too short."""
+    def nearest(
+        self, token_ids: Sequence[int] | np.ndarray, far: int | None = None
+    ) -> int:
+        """Group a request would join, changing nothing; -1 if none or too short.
+
+        Args:
+            token_ids: Integers [n].
+            far: Returned for a request that is none of the group's; None: its id.
+        """
         if len(token_ids) < MIN_TOKENS:
             return UNKNOWN
         found = self._nearest(signature(token_ids), len(token_ids))
-        return UNKNOWN if found is None else found[0].id
+        if found is None:
+            return UNKNOWN
+        group, score = found
+        is_far = far is not None and group.is_far(score, len(token_ids))
+        return far if is_far and far is not None else group.id
 
     def _nearest(self, vector: np.ndarray, tokens: int) -> tuple[_Group, float] | None:
         scored = [(group, group.score(vector, tokens)) for group in self._groups]

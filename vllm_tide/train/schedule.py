@@ -1,17 +1,26 @@
 """When to collect and when to train: a state machine over served requests.
 
-Three modes. `always` never pauses. `tide` is TIDE's algorithm 1 to the letter: one pair
-of averages of the accepted share; a fall of the short one below the long one by epsilon
-switches collection on, one cycle without improvement switches it off. `gated` mends
-what is weak in that:
+Three modes. `always` never pauses. `tide` is TIDE's algorithm 1 as far as it says when
+to collect: one pair of averages with its start, its decays and its threshold; a fall of
+the short one below the long one by epsilon switches collection on, one cycle without
+improvement switches it off. Two things differ from the paper:
+
+* What is averaged. The accepted share of drafted tokens moves with the lengths that
+  control chooses, which hides a shift. Here it is the acceptance of the *first* drafted
+  token of a step, each weighted by the inverse chance with which it was verified
+  (Horvitz and Thompson): no length moves it. Requests with too little of it are pooled
+  with the next. Steps in which nothing was drafted say nothing.
+* When training ends. The paper evaluates the new draft on held-out data against the
+  acceptance seen in training; here the same publish gate as in other modes decides
+  (`judgement.py`), which compares both drafts on the same requests.
+
+`gated` mends what is weak in algorithm 1:
 
 * One average of a mixed stream dilutes the fall of one domain by its share of the
   traffic. Here each group of similar requests has its own averages.
 * A fixed epsilon is below the noise of short requests and far above that of long ones.
   Here it is widened to three standard errors (`shift.py`); slow drift is seen as well.
 * A draft that is bad from the start never falls. Here a new group counts as a shift.
-* The accepted share falls when a controller drafts more tokens. Here acceptance is per
-  examined token.
 * One unlucky cycle ends training. Here it takes `patience` of them, counted per group,
   and only groups not yet saturated are trained on. Soon after a shift there is too
   little to learn from, so each of these cycles waits for twice the tokens of the one
@@ -24,7 +33,7 @@ Pure: no clock, no torch. Runs in the trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tide.config import ScheduleConfig
@@ -35,6 +44,8 @@ NEW_GROUP_REQUESTS = 4
 """Requests that make a new group a shift: one odd request does not."""
 ACTIVE_REQUESTS = 512
 """A group unseen for so many requests of the stream is not waited for."""
+MIN_TRIES = 8.0
+"""First tokens, counted as equally weighted ones, that make a value of a series."""
 _MAX_DOUBLINGS = 16
 
 
@@ -47,7 +58,7 @@ class Schedule:
         day0: The draft is fresh: collect from the first request on.
 
     Attributes:
-        averages: Averages of the accepted share over all requests, in every mode.
+        averages: Averages of first-token acceptance over all requests, in every mode.
         reason: Why the state is what it is.
         shifts: Shifts seen so far, new groups included.
         pauses: Times that training was paused.
@@ -60,6 +71,7 @@ class Schedule:
         self.averages = Averages(
             config.short_decay, config.long_decay, config.init_requests
         )
+        self._pool = FirstTokens()
         self.shifts = self.pauses = 0
         self._enabled = day0 or config.mode == "always"
         self._gate = _GroupGate(config) if config.mode == "gated" else None
@@ -78,8 +90,8 @@ class Schedule:
 
     def observe(self, request: ServedRequest) -> None:
         """Take a finished request, in the order of finishing."""
-        share = request.accepted_share
-        moved = share is not None and self.averages.add(share)
+        value = self._pool.add(request)
+        moved = value is not None and self.averages.add(value)
         if self._gate is not None:
             why, shift = self._gate.observe(request)
             if why:
@@ -93,7 +105,7 @@ class Schedule:
         if short < long - self.config.epsilon:
             if not self._enabled:
                 self.shifts += 1
-                self.reason = f"accepted share fell from {long:.3f} to {short:.3f}"
+                self.reason = f"acceptance fell from {long:.3f} to {short:.3f}"
             self._enabled = True
 
     def should_train(self, new_tokens: int) -> bool:
@@ -155,12 +167,42 @@ class Schedule:
         }
 
 
+@dataclass(slots=True)
+class FirstTokens:
+    """Acceptance of first drafted tokens, of as many requests as make a value.
+
+    Attributes:
+        tries: Weighted tries since the last value; `hits`, `squares`: as in
+            `ServedRequest`.
+    """
+
+    tries: float = 0.0
+    hits: float = 0.0
+    squares: float = 0.0
+
+    def add(self, request: ServedRequest) -> float | None:
+        """Take a request; the next value of the series, or None if it is not due.
+
+        A value rests on at least `MIN_TRIES` tries by Kish's count, the squared sum of
+        the weights over the sum of their squares: one rare look of great weight is one.
+        """
+        self.tries += request.tries
+        self.hits += request.hits
+        self.squares += request.squares
+        if self.tries**2 < MIN_TRIES * self.squares or not self.tries:
+            return None
+        value = self.hits / self.tries
+        self.tries = self.hits = self.squares = 0.0
+        return value
+
+
 @dataclass
 class _Watched:
     """One group under watch."""
 
     test: ShiftTest
     seen: int
+    pool: FirstTokens = field(default_factory=FirstTokens)
     requests: int = 0
     wanted: bool = False
     failures: int = 0
@@ -196,7 +238,7 @@ class _GroupGate:
         group.requests += 1
         group.seen = self._clock
         why: str | None = None
-        value = request.acceptance
+        value = group.pool.add(request)
         if value is not None:
             why = group.test.add(value)
         if why is None and group.requests == NEW_GROUP_REQUESTS:

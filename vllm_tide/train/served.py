@@ -1,4 +1,4 @@
-"""What every request was served: rounds, drafts, acceptance, put together from records.
+"""What every request was served: steps, drafts, acceptance, put together from records.
 
 Reads ids and counts only, so light records are as good as full ones. Memory is bounded:
 open requests are limited in number and in tokens kept. No torch.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tide.train.groups import UNKNOWN, Groups
+from vllm_tide.train.groups import MIN_TOKENS, UNKNOWN, Groups
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
@@ -22,13 +23,14 @@ BUCKET_EDGES = (16, 64, 256, 1024)
 _PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, kept for its group
 _REMEMBERED = 8192  # finished requests whose group can still be asked for
 
-Cell = tuple[int, int]
-"""Bucket of generation position, and number of drafted tokens, of a round."""
+Cell = tuple[int, int, int]
+"""Bucket of generation position, bucket of concurrency, and of the prompt's cached share
+(0: none, 1: less than half, 2: the rest) of a decode step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServedRequest:
-    """How one request was drafted for.
+    """How one request was drafted for; it grows until the request has ended.
 
     Attributes:
         key: Request key.
@@ -37,13 +39,15 @@ class ServedRequest:
         group: Group of similar requests; -1 is unknown.
         versions: Draft versions seen, in order; the first is the one it began under.
         whole: Its beginning was captured, so `first_version` is true.
-        rounds: Verifications of at least one drafted token.
-        plain_rounds: Decoding steps without a draft.
-        drafted: Drafted tokens.
-        accepted: Drafted tokens that were accepted.
-        examined: Drafted tokens whose predecessors were all accepted: up to the first
-            rejection of each round, that one included.
-        cells: Per (bucket, drafts): rounds and accepted tokens.
+        began: Place in the order in which requests began, on all engines.
+        ended: Nothing more will come.
+        cached: Bucket of the share of the prompt that came from the prefix cache.
+        cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
+            these steps in steps without drafts (`Record.cost`). Only of steps under the
+            first version: later ones had draft KV of two versions.
+        tries: Drafted first tokens that were verified, weighted by 1 / `verify_chance`.
+        hits: Those of them that were accepted, weighted alike.
+        squares: Sum of the squared weights of `tries`.
     """
 
     key: int
@@ -52,41 +56,18 @@ class ServedRequest:
     group: int = UNKNOWN
     versions: tuple[int, ...] = (0,)
     whole: bool = True
-    rounds: int = 0
-    plain_rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    examined: int = 0
-    cells: dict[Cell, tuple[int, int]] = field(default_factory=dict)
+    began: int = 0
+    ended: bool = True
+    cached: int = 0
+    cells: dict[Cell, list[float]] = field(default_factory=dict)
+    tries: float = 0.0
+    hits: float = 0.0
+    squares: float = 0.0
 
     @property
     def first_version(self) -> int:
         """Version it began under."""
         return self.versions[0]
-
-    @property
-    def last_version(self) -> int:
-        """Version it ended under."""
-        return self.versions[-1]
-
-    @property
-    def accepted_share(self) -> float | None:
-        """Accepted / drafted tokens (TIDE's alpha); None if nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted / examined tokens: the chance that one more draft is accepted.
-
-        The maximum-likelihood alpha of TIDE's equation 2. Unlike the accepted share it
-        does not move when a controller drafts more or fewer tokens.
-        """
-        return self.accepted / self.examined if self.examined else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens per drafted round, the target's own included (vLLM's definition)."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else None
 
 
 def bucket_of(generated: int) -> int:
@@ -95,21 +76,14 @@ def bucket_of(generated: int) -> int:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Open(ServedRequest):
     """A request that may still grow."""
 
-    tenant: int
-    whole: bool
-    seen: float
-    versions: list[int]
+    seen: float = 0.0
     upto: int = 0
-    plain_rounds: int = 0
-    cells: dict[Cell, list[int]] = field(default_factory=dict)
+    asked_at: int = 0  # tokens at which its likely group was looked for
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
-    examined: int = 0
 
 
 class ServedRequests:
@@ -132,6 +106,7 @@ class ServedRequests:
         self.groups = groups
         self.max_open, self.idle_s = max_open, idle_s
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
+        self._begun = 0
         # By key alone, which is random and 64 bits: who asks may not know the engine.
         self._group: OrderedDict[int, int] = OrderedDict()
 
@@ -148,8 +123,8 @@ class ServedRequests:
         request = self._open.get(name)
         if count and record.start >= 0:
             if request is None:
-                request = _begin(record, count, now)
-                self._open[name] = request
+                self._begun += 1
+                request = self._open[name] = _begin(record, count, engine, self._begun)
             request.seen = now
             self._open.move_to_end(name)
             _append(request, record, count)
@@ -196,57 +171,75 @@ class ServedRequests:
             return UNKNOWN
         return self.groups.nearest(request.prompt + request.output)
 
+    def open_requests(self) -> Iterator[ServedRequest]:
+        """Requests that have not ended, as far as they were served.
+
+        Left out are those unlike every group that is known: only their end founds one.
+        """
+        for request in self._open.values():
+            if request.cells and (self.groups is None or self._placed(request)):
+                yield request
+
+    def _placed(self, request: _Open) -> bool:
+        """True if the group of an open request is likely, or it is too short for one."""
+        tokens = len(request.prompt) + len(request.output)
+        if request.group == UNKNOWN and tokens >= 2 * request.asked_at:
+            request.asked_at = tokens
+            text = request.prompt + request.output
+            request.group = self.groups.nearest(text, far=UNKNOWN) if self.groups else 0
+        return request.group != UNKNOWN or tokens < MIN_TOKENS
+
     def _close(self, name: tuple[str, int]) -> ServedRequest:
         request = self._open.pop(name)
-        group = UNKNOWN
         if self.groups is not None:
-            group = self.groups.assign(request.prompt + request.output)
-        self._group[name[1]] = group
+            request.group = self.groups.assign(request.prompt + request.output)
+        self._group[name[1]] = request.group
         while len(self._group) > _REMEMBERED:
             self._group.popitem(last=False)
-        return ServedRequest(
-            key=name[1],
-            engine=name[0],
-            tenant=request.tenant,
-            group=group,
-            versions=tuple(request.versions),
-            whole=request.whole,
-            rounds=sum(rounds for rounds, _ in request.cells.values()),
-            plain_rounds=request.plain_rounds,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            examined=request.examined,
-            cells={cell: (n, a) for cell, (n, a) in request.cells.items()},
-        )
+        request.ended = True
+        request.prompt, request.output = [], []
+        return request
 
 
-def _begin(record: Record, count: int, now: float) -> _Open:
+def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
     prompt = record.num_prompt_tokens
     if record.phase == PREFILL:
         # Rows past the prompt are recomputed: the request began before we looked.
         whole = record.start < prompt and record.start + count <= prompt
     else:
-        whole = record.start == prompt
-    return _Open(record.tenant, whole, now, [record.draft_version])
+        # One row short of the prompt's end: all the rest came from the prefix cache.
+        whole = prompt - 1 <= record.start <= prompt
+    return _Open(
+        record.key,
+        engine,
+        record.tenant,
+        versions=(record.draft_version,),
+        whole=whole,
+        began=began,
+        ended=False,
+        cached=(record.start > 0) + (2 * record.start >= max(prompt, 1)),
+    )
 
 
 def _append(request: _Open, record: Record, count: int) -> None:
     if record.draft_version != request.versions[-1]:
-        request.versions.append(record.draft_version)
+        request.versions += (record.draft_version,)
     _keep_tokens(request, record, count)
-    if record.phase == PREFILL:
+    if record.phase == PREFILL or record.start < record.num_prompt_tokens:
         return
     drafts, accepted = count - 1, record.num_accepted
-    if drafts == 0:
-        request.plain_rounds += 1
+    if drafts and record.verify_chance > 0:
+        weight = 1.0 / record.verify_chance
+        request.tries += weight
+        request.squares += weight * weight
+        request.hits += weight * (accepted > 0)
+    if len(request.versions) > 1:
         return
-    request.drafted += drafts
-    request.accepted += accepted
-    request.examined += min(accepted + 1, drafts)
     bucket = bucket_of(record.start - record.num_prompt_tokens)
-    cell = request.cells.setdefault((bucket, drafts), [0, 0])
-    cell[0] += 1
-    cell[1] += accepted
+    cell = (bucket, record.concurrency.bit_length(), request.cached)
+    sums = request.cells.setdefault(cell, [0.0, 0.0])
+    sums[0] += accepted + 1
+    sums[1] += record.cost
 
 
 def _keep_tokens(request: _Open, record: Record, count: int) -> None:

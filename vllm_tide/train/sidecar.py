@@ -126,7 +126,12 @@ class Sidecar:
         self._set_collect()
         self._intake = Intake(feeds, self.trainer, self._served)
         self.deployment = Deployment(
-            feeds, self.trainer, self.tide, self._open_store(), self._events
+            feeds,
+            self.trainer,
+            self.tide,
+            self._open_store(),
+            self._events,
+            self._served,
         )
         self.deployment.adopt()
         self._resume()
@@ -207,7 +212,7 @@ class Sidecar:
         self.schedule.observe(request)
         if self.schedule.shifts != shifts:
             self._events.add("shift", reason=self.schedule.reason)
-        self.deployment.observe(request, now)
+        self.deployment.observe(request)
 
     def _set_collect(self) -> None:
         self.feeds.set_collect(self.schedule.collecting and not self._pause.on)
@@ -404,8 +409,7 @@ class Sidecar:
         schedule["collecting"] &= not self._pause.on
         status.schedule = schedule
         found = deployment.snapshot()
-        status.canary, status.spacing = found["canary"], found["spacing"]
-        status.engines = found["engines"]
+        status.canary, status.engines = found["canary"], found["engines"]
         status.feeds = self.feeds.stats()
         status.failed_writes = self._file.failed_writes + self._events.failed_writes
         self._file.write(status, force=True)

@@ -29,7 +29,8 @@ class TrainerStatus:
         training_seconds: Time spent in training cycles, evaluations included.
         waiting_for: Why a better draft would not be published now; empty if it would.
         schedule: `Schedule.snapshot()`.
-        canary: Trial of the newest draft; `spacing`: between publications.
+        canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
+            in tokens per step without drafts, `change`, its `error`, `requests`.
         engines: Per engine: version published, installed, refused.
         feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
@@ -61,7 +62,6 @@ class TrainerStatus:
     requests: int = 0
     schedule: dict[str, Any] = field(default_factory=dict)
     canary: dict[str, Any] = field(default_factory=dict)
-    spacing: dict[str, Any] = field(default_factory=dict)
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     feeds: dict[str, dict[str, int]] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,392 @@
+"""Is the canary right? A closed loop, the real policies, the real canary.
+
+    python scripts/bench/judge_canary.py [--seed 0] [--json FILE]
+
+A batch of requests (64 to 256 tokens each, some easier than others) is served by the
+real `StaticPolicy` or `AdaSpecPolicy` on published step times; each decode step becomes
+records for the real `ServedRequests` and `Canary` (default `tide.deploy`). After 96
+requests the draft is swapped, for one as good or for one that is worse by as many logits,
+in acceptance and in confidence, as cost 15 or 25 % of throughput at that policy and batch
+(found by paired runs). Half of the trials have acceptance that is logistic in what the
+draft believes, as the policy's own estimator has it; in the other half it has a plateau:
+the draft is right three times in four at most, however confident.
+
+Everything is simulated: this judges decisions, it measures no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from vllm_tide.config import DeployConfig
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.policies import AdaSpecPolicy, Policy, StaticPolicy
+from vllm_tide.control.settings import ControlSettings
+from vllm_tide.sim.published import published
+from vllm_tide.train.canary import Canary, Verdict
+from vllm_tide.train.served import ServedRequest, ServedRequests
+
+BEFORE = 96
+"""Ended requests before a swap."""
+LOSSES = (-0.15, -0.25)
+LENGTHS = (64, 257)
+SPREAD = 0.5
+"""Standard deviation of requests, log-odds."""
+_PROMPT, _CONTEXT = 16, 500
+_TOKENS = np.zeros(16, np.int32)
+_LOOK_S = 0.5  # simulated seconds between two looks at requests that have not ended
+
+
+@dataclass(slots=True)
+class Row:
+    """What `ServedRequests` reads of a record."""
+
+    key: int
+    start: int
+    num_accepted: int
+    token_ids: np.ndarray
+    draft_version: int
+    cost: float
+    concurrency: int
+    phase: int = 1
+    num_prompt_tokens: int = _PROMPT
+    finished: bool = False
+    tenant: int = 0
+    verify_chance: float = 1.0
+
+
+class Times:
+    """A time model that is right and does not learn."""
+
+    error = 0.0
+
+    def __init__(self) -> None:
+        self.model = published("Llama-3.3-70B-Instruct")
+
+    def observe(self, sample: Any) -> None:
+        """It is right already."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a draft gets right, and what it believes.
+
+    Attributes:
+        plateau: See the module.
+        worse: Logits by which it is worse than the first draft.
+        level: Of the first draft, logits.
+    """
+
+    plateau: bool
+    worse: float = 0.0
+    level: float = 1.4
+
+    def draw(
+        self, rng: np.random.Generator, ease: np.ndarray, k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Chances of acceptance and confidences of drafts 1..k, both [k, n]."""
+        n = len(ease)
+        noise = rng.standard_normal((2, k, n))
+        for j in range(1, k):
+            noise[0, j] = 0.5 * noise[0, j - 1] + 0.87 * noise[0, j]
+        logit = self.level + ease + 1.2 * noise[0] - 0.1 * np.arange(k)[:, None]
+        belief = 0.5 + 1.25 * logit + 0.6 * noise[1] - self.worse
+        logit -= self.worse
+        if not self.plateau:
+            return _sigmoid(logit), _sigmoid(belief)
+        return 0.1 + 0.75 * _sigmoid(2.5 * logit), _sigmoid(belief)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.asarray(1.0 / (1.0 + np.exp(-x)))
+
+
+class Loop:
+    """Requests of a constant batch, one begun where one ended.
+
+    Args:
+        policy: "static" (K = 3) or "adaspec" (K = 5).
+        n: Batch.
+        truth: Of the draft served.
+        seed: Of chance.
+
+    Attributes:
+        version: Of the draft served.
+        served: Follows the requests; ended ones are handed to `step`'s caller.
+        tokens: Expected tokens so far, without the luck of the coins.
+        seconds: Simulated.
+    """
+
+    def __init__(self, policy: str, n: int, truth: Truth, seed: int) -> None:
+        self.k = 3 if policy == "static" else 5
+        self.static, self.n, self.truth = policy == "static", n, truth
+        self.rng = np.random.default_rng(seed)
+        self.time = Times()
+        self.policy: Policy = StaticPolicy(self.k)
+        if not self.static:
+            settings = ControlSettings(k_max=self.k, max_requests=n)
+            self.policy = AdaSpecPolicy(settings, self.time)
+        self.served, self.version = ServedRequests(max_open=1 << 20), 1
+        self.tokens = self.seconds = 0.0
+        self._rows: list[Row] = []
+        self._slots = np.arange(n)
+        self._context, self._limit = np.full(n, _CONTEXT), np.full(n, np.inf)
+        self._greedy = np.zeros(n, bool)
+        # Of their own, so that paired runs serve the same requests.
+        self.people = np.random.default_rng([seed, 1])
+        self.ease = SPREAD * self.people.standard_normal(n)
+        self.left = self.people.integers(1, LENGTHS[1], n)
+        self.done = np.zeros(n, np.int64)
+        self.key = np.arange(n)
+        self._next = n
+        for slot in range(n):
+            self.policy.add(slot, False, 0.0)
+
+    def swap(self, truth: Truth) -> None:
+        """Serve another draft from now on."""
+        self.truth, self.version = truth, self.version + 1
+        self.policy.draft_swapped()
+
+    def step(self, *, records: bool = True) -> list[ServedRequest]:
+        """One round; the requests that it ended.
+
+        Args:
+            records: False leaves the records out: only throughput is asked for.
+        """
+        n, model = self.n, self.time.model
+        room = np.minimum(self.k, self.left - 1)
+        plan = self.policy.plan(
+            Batch(self._slots, self._context, room, self._greedy, self._limit, n),
+            self.seconds,
+        )
+        chance, belief = self.truth.draw(self.rng, self.ease, self.k)
+        luck = self.rng.random((self.k, n)) < chance
+        step, lengths = 0, np.zeros(n, np.int64)
+        more = plan.steps > 0
+        while more and step < plan.steps:
+            step += 1
+            more = self.policy.go_on(step, belief[step - 1])
+        if step:
+            lengths = np.minimum(self.policy.choose(), room)
+        sent = np.arange(self.k)[:, None] < lengths
+        accepted = np.cumprod(luck & sent, axis=0).sum(axis=0)
+        total = int(lengths.sum())
+        context = n * _CONTEXT
+        target = sum(model.target_parts(n, context, total))
+        draft = float(model.draft_curve(n, context, n, step)[step]) if step else 0.0
+        plain = sum(model.target_parts(n, context, 0))
+        probe = None
+        if plan.probe and not plan.steps:
+            few = self._slots[:4]
+            probe = (few, belief[0, few], luck[0, few])
+            draft += float(model.draft_curve(len(few), 0, len(few), 1)[1])
+        self.seconds += target + draft
+        self.tokens += float((np.cumprod(chance, axis=0) * sent).sum()) + n
+        emitted = np.minimum(accepted + 1, self.left)
+        self.policy.observe(
+            Outcome(self._slots, lengths, accepted, emitted, self.seconds, probe=probe)
+        )
+        cost = 1.0 if self.static else (target + draft) / plain
+        ended = self._write(lengths, accepted, cost) if records else []
+        self.left -= emitted
+        self.done += emitted
+        for slot in np.flatnonzero(self.left <= 0):
+            if records:
+                row = Row(int(self.key[slot]), 0, 0, _TOKENS[:0], 0, 1.0, n)
+                row.finished = True
+                ended += self.served.add(row, "", self.seconds)
+            self._begin(int(slot))
+        return ended
+
+    def _write(
+        self, lengths: np.ndarray, accepted: np.ndarray, cost: float
+    ) -> list[ServedRequest]:
+        ended: list[ServedRequest] = []
+        for key, done, length, taken in zip(
+            self.key.tolist(), self.done.tolist(), lengths.tolist(), accepted.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            row = Row(
+                key, _PROMPT + done, taken, _TOKENS[: length + 1], self.version, cost,
+                self.n,
+            )  # fmt: skip
+            ended += self.served.add(row, "", self.seconds)
+        return ended
+
+    def _begin(self, slot: int) -> None:
+        self.ease[slot] = SPREAD * self.people.standard_normal()
+        self.left[slot] = self.people.integers(*LENGTHS)
+        self.done[slot] = 0
+        self.key[slot] = self._next
+        self._next += 1
+        self.policy.drop(slot)
+        self.policy.add(slot, False, self.seconds)
+
+
+def throughput(policy: str, n: int, truth: Truth, tokens: int = 20_000) -> float:
+    """Expected tokens per second in the long run."""
+    loop = Loop(policy, n, truth, 12345)
+    rounds = tokens // (2 * n)
+    for i in range(rounds):
+        if i == rounds // 5:
+            loop.tokens, began = 0.0, loop.seconds
+        loop.step(records=False)
+    return loop.tokens / (loop.seconds - began)
+
+
+def worse_by(policy: str, n: int, plateau: bool) -> dict[float, float]:
+    """Logits that cost each of `LOSSES`: paired runs, a cubic through what they say."""
+    grid = np.array([0.4, 0.8, 1.2, 1.6, 2.2])
+    usual = throughput(policy, n, Truth(plateau))
+    lost = [throughput(policy, n, Truth(plateau, w)) / usual - 1.0 for w in grid]
+    powers = np.stack([grid, grid**2, grid**3], axis=1)
+    curve = np.linalg.lstsq(powers, np.array(lost), rcond=None)[0]
+    fine = np.linspace(0.05, 2.2, 400)
+    change = np.stack([fine, fine**2, fine**3], axis=1) @ curve
+    return {loss: float(fine[np.abs(change - loss).argmin()]) for loss in LOSSES}
+
+
+def trial(loop: Loop, window: list[ServedRequest], most: int = 0) -> Verdict | None:
+    """Follow a swap that has just been made to its verdict.
+
+    Args:
+        loop: Goes on until the verdict, and until `most` requests have ended.
+        window: Ended requests, all that began from some moment on.
+    """
+    canary = Canary(DeployConfig())
+    oldest = min(request.began for request in window)
+    for request in window:
+        canary.observe(request)
+    canary.begin("", loop.version)
+    verdict, next_look, ended = None, 0.0, 0
+    while verdict is None or ended < most:
+        done = loop.step()
+        ended += len(done)
+        window += done
+        if verdict is not None:
+            continue
+        for request in done:
+            if request.began >= oldest:
+                canary.observe(request)
+        if done or loop.seconds >= next_look:
+            next_look = loop.seconds + _LOOK_S
+            opened = loop.served.open_requests()
+            canary.look([r for r in opened if r.began >= oldest])
+            verdict = canary.poll()
+    return verdict
+
+
+def cell(
+    policy: str, n: int, *, plateau: bool, trials: int, quiet: int, seed: int
+) -> dict[float, list[Verdict]]:
+    """Verdicts by true change of throughput, of one policy, batch and kind of draft."""
+    worse = worse_by(policy, n, plateau)
+    loop = Loop(policy, n, Truth(plateau), seed)
+    ended: list[ServedRequest] = []
+    while len(ended) < BEFORE + 2 * n:
+        ended += loop.step()
+    found: dict[float, list[Verdict]] = {0.0: [], **{change: [] for change in LOSSES}}
+    for index in range(max(trials, quiet)):
+        window = _window(ended)
+        if index < trials:
+            for change in LOSSES:
+                branch = copy.deepcopy(loop)
+                branch.rng, branch.people = np.random.default_rng(
+                    [seed, index, 2]
+                ).spawn(2)
+                branch.swap(Truth(plateau, worse[change]))
+                found[change].append(trial(branch, [*window]))
+        if index < quiet:
+            loop.swap(loop.truth)
+            window = [*window]
+            before = len(window)
+            found[0.0].append(trial(loop, window, 48))
+            ended += window[before:]
+            del ended[: -4 * BEFORE - 4 * n]
+    return found
+
+
+def _window(ended: list[ServedRequest]) -> list[ServedRequest]:
+    """The last requests that ended, of those that began after all others ended."""
+    size = BEFORE
+    while True:
+        oldest = max((r.began for r in ended[:-size]), default=0)
+        window = [r for r in ended[-size:] if r.began > oldest]
+        if len(window) >= BEFORE or size >= len(ended):
+            return window
+        size += 8
+
+
+def rows(
+    seed: int = 0,
+    *,
+    trials: int = 40,
+    quiet: int = 100,
+    policies: tuple[str, ...] = ("static", "adaspec"),
+    batches: tuple[int, ...] = (4, 16, 64),
+) -> list[dict[str, Any]]:
+    """How often a swap was rolled back, by policy, batch and true change.
+
+    Args:
+        seed: Of chance.
+        trials: With a loss, each.
+        quiet: Without any change.
+        policies: Of "static" and "adaspec".
+        batches: Sizes.
+    """
+    found = []
+    for policy in policies:
+        for n in batches:
+            halves = [
+                cell(
+                    policy, n, plateau=plateau, trials=trials // 2, quiet=quiet // 2,
+                    seed=2 * seed + plateau,
+                )
+                for plateau in (False, True)
+            ]  # fmt: skip
+            for change in (0.0, *LOSSES):
+                verdicts = [v for half in halves for v in half[change]]
+                back = [v for v in verdicts if v.decision == "rollback"]
+                counted = back if change else verdicts
+                changes = [v.comparison.change for v in verdicts if v.comparison]
+                found.append(
+                    {
+                        "policy": policy,
+                        "batch": n,
+                        "true_throughput_change": change,
+                        "trials": len(verdicts),
+                        "rolled_back": len(back),
+                        "requests_p50": median([v.requests for v in counted] or [0]),
+                        "requests_max": max([v.requests for v in counted] or [0]),
+                        "change_mean": round(float(np.mean(changes)), 4),
+                    }
+                )
+    return found
+
+
+def main() -> int:
+    """Simulate and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    args = parser.parse_args()
+    found = rows(args.seed)
+    for row in found:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    if args.json:
+        args.json.write_text(json.dumps({"canary": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
