@@ -13,7 +13,7 @@ ALL = {0, 1, 2, 3}
 @pytest.mark.parametrize(
     ("trainer", "bind", "allowed", "status", "part"),
     [
-        (None, "auto", ALL, Status.OK, "not pinned"),
+        (None, "auto", ALL, Status.OK, "takes cores that the engine leaves"),
         ([3], "0-2", ALL, Status.OK, "engine on 0-2, trainer on 3"),
         ([3], "0-3", ALL, Status.WARNING, "may share 3"),
         ([2, 3], "0,1|2,3", ALL, Status.WARNING, "may share 2-3"),
