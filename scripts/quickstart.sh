@@ -18,6 +18,7 @@
 #   TIDE_BUILD       folder for models, logs and results (default: build/quickstart)
 #   TIDE_INFLATE     MLP width of the inflated target (default: 16384)
 #   TIDE_NO_INSTALL  set to 1 to use --venv as it is
+#   TIDE_ISA         avx2 or avx512_core: run as on an older CPU (scripts/with_isa.sh)
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,13 +26,14 @@ venv=${TIDE_VENV:-$here/.venv}
 demo=${TIDE_DEMO:-$here/scripts/demo}
 build=${TIDE_BUILD:-$here/build/quickstart}
 width=${TIDE_INFLATE:-16384}
+isa=("$here/scripts/with_isa.sh" "${TIDE_ISA:-native}")
 json=
 picture=
 extra=()
 
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 say() { echo "quickstart.sh: [${SECONDS}s] $*"; }
-usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -70,7 +72,7 @@ stamp=$(cat "$demo/target"/* | sha256sum | cut -c1-16)-$width
 inflated=$build/target-$stamp
 if [ ! -f "$inflated/inflated.json" ]; then
     say "inflating the target's MLP to $width (same outputs, higher cost)"
-    "$python" "$here/scripts/inflate_model.py" "$demo/target" "$inflated.tmp" \
+    "${isa[@]}" "$python" "$here/scripts/inflate_model.py" "$demo/target" "$inflated.tmp" \
         --intermediate-size "$width"
     rm -rf "$inflated"
     mv "$inflated.tmp" "$inflated"
@@ -80,7 +82,7 @@ say "three arms on one stream"
 set +e
 (
     cd "$here" &&
-        "$python" -m vllm_tide.bench.quickstart --venv "$venv" \
+        "${isa[@]}" "$python" -m vllm_tide.bench.quickstart --venv "$venv" \
             --target "$inflated" --draft "$demo/draft" --prompts "$demo/prompts" \
             --work "$build" --json "$json" --picture "$picture" "${extra[@]}"
 )

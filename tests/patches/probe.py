@@ -49,13 +49,14 @@ def main() -> None:
     worker = core.model_executor.driver_worker.worker
     runner = worker.model_runner
     proposer = getattr(runner, "drafter", None) or runner.speculator
+    sampler = runner.rejection_sampler
     metrics = {metric.name for metric in llm.get_metrics()}
     report = {
         "file": vllm.__file__,
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],
         "tide": [
             getattr(owner, "tide", None) is None
-            for owner in (worker, runner, proposer, core.scheduler)
+            for owner in (worker, runner, proposer, core.scheduler, sampler)
         ],
         "imported": [name for name in sys.modules if name.startswith("vllm_tide")],
         "metrics": sorted(metrics),

@@ -59,9 +59,10 @@ def test_outputs_are_upstreams_token_for_token(reports):
     assert patched["tokens"] == upstream["tokens"]
 
 
-def test_worker_patch_leaves_everything_none(reports):
+def test_worker_patches_leave_everything_none(reports):
+    """The rejection sampler's too: requests with a seed are sampled as upstream does."""
     _, patched = reports
-    assert patched["tide"] == [True, True, True, True]
+    assert patched["tide"] == [True] * 5
 
 
 def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, case):
@@ -69,7 +70,7 @@ def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, c
     upstream, _ = reports
     patched = run_probe(case | {"runner": "v2"}, None)
     assert patched["tokens"] == upstream["tokens"]
-    assert patched["tide"] == [True, True, True, True]
+    assert patched["tide"] == [True] * 5
     assert patched["imported"] == []
 
 

@@ -1,0 +1,40 @@
+"""scripts/with_isa.sh: a process computes as an older CPU would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "with_isa.sh"
+ASK = """
+import torch, torch.backends.cpu
+import vllm.platforms as platforms
+platforms.current_platform.import_kernels()
+maps = open("/proc/self/maps").read().splitlines()
+loaded = {line.split("/")[-1] for line in maps}
+print(torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_supported(),
+      torch.cpu._is_amx_tile_supported(), "_C_AVX2.abi3.so" in loaded,
+      "_C_AVX512.abi3.so" in loaded, "_C.abi3.so" in loaded)
+"""
+
+
+def ask(isa: str, code: str = ASK) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPT), isa, sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.vllm
+def test_vllm_and_torch_take_their_kernels_for_avx2():
+    said = ask("avx2").stdout.splitlines()[-1]
+    assert said == "AVX2 False False True False False"
+
+
+def test_commands_and_their_exit_status_pass_through():
+    done = ask("native", "import sys; sys.exit(7)")
+    assert done.returncode == 7
+    done = ask("avx2", "import os; print(os.environ['ONEDNN_MAX_CPU_ISA'])")
+    assert done.stdout == "AVX2\n"
+    assert ask("neon").returncode == 2
