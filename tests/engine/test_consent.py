@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_tide.bench.summary import REQUEST_REASONS
-from vllm_tide.capture.guard import Guard
+from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import REFUSALS, CapturePolicy, Consent
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.config import CaptureConfig, ConfigError
@@ -165,3 +165,24 @@ def test_the_recorder_obeys_the_knob(
     tide = made(WorkerTideV2, ring, consent)
     tide.begin_step(step(new("a"), None))
     assert tide.capture.dropped == dropped
+
+
+@pytest.mark.parametrize("kind", [WorkerTide, WorkerTideV2])
+def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
+    kind: type[Any], ring: RingWriter
+) -> None:
+    tide, now = made(kind, ring), [0.0]
+    tide._guard = Guard("capture", lambda: now[0])
+    tide.capture._drafted = {"z": (np.ones(1), 1)}
+    brought = new("a", "b", "c")
+    tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
+    for _ in range(LIMIT):
+        tide._guard.run("here", None)
+    tide.begin_step(step(brought[:2], {"salted": ["b"]}))
+    assert tide._guard.run("ticket", tide.capture.ticket, "a") is None
+    tide.begin_step(step([], None, ("z",)))
+    now[0] += 60.0
+    tide.begin_step(step(brought[2:], None))
+    assert not tide._guard.tripped and tide.capture._drafted == {}
+    assert tide.capture.ticket("b").refusal == "salted"
+    assert tide.capture.ticket("c").refusal is None

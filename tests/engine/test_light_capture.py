@@ -170,3 +170,24 @@ def test_a_tenant_that_is_no_name_is_not_captured(step):
     one = step(extra={"tide_tenant": ["a", "b"]})
     assert one.run() == []
     assert one.capture.dropped == {"malformed_tenant": 2}
+
+
+def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
+    full = step()
+    full.capture.step_cost, full.capture.explored = 1.5, {"b": 0.125, "x": 0.5}
+    told = {(r.phase, r.cost, r.verify_chance) for r in full.run() if not r.finished}
+    assert {cost for _, cost, _ in told} == {1.5}
+    assert {chance for _, _, chance in told} == {1.0, 0.125}
+
+
+def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
+    for resumed in (False, True):
+        one = step("both")
+        one.capture.on_draft_logits(torch.tensor([0.5, 0.25]))
+        one.capture._drafted = {"b": (np.full(3, 0.75, np.float32), 4)}
+        if resumed:
+            one.capture.resume()
+        one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+        one.reader.read()
+        record = one.reader.read()
+        assert np.isnan(record.draft_probs).all() == resumed

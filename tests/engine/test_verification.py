@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.test_control_v2 import SURE, K, begun, landed
+from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.kept_pass import KeptPass
 from vllm_tide.control.online_time import OnlineTime
@@ -175,7 +176,11 @@ def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_th
     order(manager)
     cut = best(800)
     assert [verified(manager) for _ in range(200)] == [REQS * K] * 200
-    assert [verified(manager) for _ in range(4)] == [cut, REQS * K] * 2
+    assert manager.verify_chance == 1.0
+    for expected, chance in ((cut, 0.0), (REQS * K, 0.5)) * 2:
+        order(manager)
+        assert manager.verify_chance == 0.0, "unknown until the step is planned"
+        assert (verified(manager), manager.verify_chance) == (expected, chance)
     order(manager, version=1)
     assert verified(manager) == REQS * K
     order(manager, limit=1e-9, version=1)
@@ -188,6 +193,12 @@ def test_a_fault_of_ours_leaves_upstreams_costs(make):
     manager._prices = ("nonsense",)
     assert verified(manager) == REQS * K  # upstream's cost is flat here
     assert manager.guard.faults == {"prices": 1}
+    for _ in range(LIMIT):
+        verified(manager)
+    assert manager.guard.tripped
+    for _ in range(3001):  # steps, not seconds: every rank must try in the same one
+        order(manager)
+    assert not manager.guard.tripped
 
 
 def test_the_host_learns_what_the_device_verified(make):

@@ -352,13 +352,14 @@ def step_cost(
     Returns:
         Above 0; 1 where no request decodes or the times are no numbers.
     """
-    if not requests:
+    if not requests or not (verified or steps):
         return 1.0
-    plain = {"requests": requests, "context": context, "prefill": 0}
-    without = model.round_seconds(**plain, verified=0, steps=0, first_rows=0)
-    first_rows = requests + verified
-    seconds = model.round_seconds(
-        **plain, verified=verified, steps=steps, first_rows=first_rows
-    )
-    cost = seconds / without if without > 0.0 else NAN
+    seconds = [
+        model.round_seconds(
+            requests=requests, context=context, verified=sent, prefill=0,
+            steps=passes, first_rows=requests + sent,
+        )
+        for sent, passes in ((0, 0), (verified, steps))
+    ]  # fmt: skip
+    cost = seconds[1] / seconds[0] if seconds[0] > 0.0 else NAN
     return cost if 0.0 < cost < math.inf else 1.0
