@@ -5,11 +5,11 @@
 A batch of requests (64 to 256 tokens each, some easier than others) is served by the
 real `StaticPolicy` or `AdaSpecPolicy` on published step times; each decode step becomes
 records for the real `ServedRequests` and `Canary` (default `tide.deploy`). After 96
-requests the draft is swapped, for one as good or for one that is worse by as many logits,
-in acceptance and in confidence, as cost 15 or 25 % of throughput at that policy and batch
-(found by paired runs). Half of the trials have acceptance that is logistic in what the
-draft believes, as the policy's own estimator has it; in the other half it has a plateau:
-the draft is right three times in four at most, however confident.
+requests the draft is swapped, for one as good or for one that is worse by as many
+logits, in acceptance and in confidence, as cost 15 or 25 % of throughput at that policy
+and batch (found by paired runs). Half of the trials have acceptance that is logistic in
+what the draft believes, as the policy's own estimator has it; in the other half it has
+a plateau: the draft is right 85 times in a hundred at most, however confident.
 
 Everything is simulated: this judges decisions, it measures no server.
 """
@@ -20,7 +20,6 @@ import argparse
 import copy
 import json
 import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -42,6 +41,8 @@ LOSSES = (-0.15, -0.25)
 LENGTHS = (64, 257)
 SPREAD = 0.5
 """Standard deviation of requests, log-odds."""
+EXPLORED = 0.02
+"""Share of the drafts that control cut altogether of which one token is verified."""
 _PROMPT, _CONTEXT = 16, 500
 _TOKENS = np.zeros(16, np.int32)
 _LOOK_S = 0.5  # simulated seconds between two looks at requests that have not ended
@@ -178,6 +179,10 @@ class Loop:
             more = self.policy.go_on(step, belief[step - 1])
         if step:
             lengths = np.minimum(self.policy.choose(), room)
+        chances = np.ones(n)
+        if step and not self.static:
+            looked = (lengths == 0) & (room > 0) & (self.rng.random(n) < EXPLORED)
+            lengths, chances[looked] = lengths + looked, EXPLORED
         sent = np.arange(self.k)[:, None] < lengths
         accepted = np.cumprod(luck & sent, axis=0).sum(axis=0)
         total = int(lengths.sum())
@@ -197,7 +202,7 @@ class Loop:
             Outcome(self._slots, lengths, accepted, emitted, self.seconds, probe=probe)
         )
         cost = 1.0 if self.static else (target + draft) / plain
-        ended = self._write(lengths, accepted, cost) if records else []
+        ended = self._write(lengths, accepted, chances, cost) if records else []
         self.left -= emitted
         self.done += emitted
         for slot in np.flatnonzero(self.left <= 0):
@@ -209,17 +214,22 @@ class Loop:
         return ended
 
     def _write(
-        self, lengths: np.ndarray, accepted: np.ndarray, cost: float
+        self,
+        lengths: np.ndarray,
+        accepted: np.ndarray,
+        chances: np.ndarray,
+        cost: float,
     ) -> list[ServedRequest]:
         ended: list[ServedRequest] = []
-        for key, done, length, taken in zip(
+        for key, done, length, taken, chance in zip(
             self.key.tolist(), self.done.tolist(), lengths.tolist(), accepted.tolist(),
-            strict=True,
+            chances.tolist(), strict=True,
         ):  # fmt: skip
             row = Row(
                 key, _PROMPT + done, taken, _TOKENS[: length + 1], self.version, cost,
                 self.n,
             )  # fmt: skip
+            row.verify_chance = chance
             ended += self.served.add(row, "", self.seconds)
         return ended
 
@@ -256,12 +266,13 @@ def worse_by(policy: str, n: int, plateau: bool) -> dict[float, float]:
     return {loss: float(fine[np.abs(change - loss).argmin()]) for loss in LOSSES}
 
 
-def trial(loop: Loop, window: list[ServedRequest], most: int = 0) -> Verdict | None:
+def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | None:
     """Follow a swap that has just been made to its verdict.
 
     Args:
-        loop: Goes on until the verdict, and until `most` requests have ended.
-        window: Ended requests, all that began from some moment on.
+        loop: Goes on until the verdict.
+        window: Ended requests, all that began from some moment on; more are appended.
+        least: Requests that must end even if the verdict is there before.
     """
     canary = Canary(DeployConfig())
     oldest = min(request.began for request in window)
@@ -269,7 +280,7 @@ def trial(loop: Loop, window: list[ServedRequest], most: int = 0) -> Verdict | N
         canary.observe(request)
     canary.begin("", loop.version)
     verdict, next_look, ended = None, 0.0, 0
-    while verdict is None or ended < most:
+    while verdict is None or ended < least:
         done = loop.step()
         ended += len(done)
         window += done

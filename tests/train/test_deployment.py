@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import numpy as np
@@ -13,12 +14,15 @@ from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.deployment import master_of
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.record import Record
 
 
 @pytest.fixture
-def engine(tmp_path):
+def engine(tmp_path, monkeypatch):
+    # However slow the machine, every tick looks at the canary.
+    monkeypatch.setattr("vllm_tide.train.deployment.LOOK_SHARE", math.inf)
     made = Engine(tmp_path)
     yield made
     made.close()
@@ -315,6 +319,48 @@ def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
     sidecar.feeds.close()
+
+
+def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(engine):
+    sidecar = published_once(engine)
+    deployment = sidecar.deployment
+    first = deployment._masters[0]
+    result = CycleResult(
+        steps=1, loss=0.0, new=None, live=None, gain=0.1, gain_error=0.0,
+        publish=True, reason="better",
+    )  # fmt: skip
+    deployment.offer(result, time.monotonic())
+    assert engine.weights.latest_version() == 2
+    engine.weights.report(2, 0, "", 2.0)
+    assert sidecar._tick()
+    assert deployment.canary.undecided and deployment.good == 0
+    serve(engine, 60, 2, 1)
+    assert sidecar._tick()
+    assert engine.weights.latest_version() == 3
+    back = master_of(engine.weights.read())
+    assert all(torch.equal(t, first[name].to(t.dtype)) for name, t in back.items())
+    told = [e for e in events(engine) if e["event"] == "rollback"]
+    assert [(e["version"], e["to"]) for e in told] == [(2, 0)]
+    assert "served speed over plain" in told[0]["reason"]
+    sidecar._update_status(force=True)
+    status = json.loads((engine.run_dir / "trainer-test.json").read_text())
+    assert status["canary"]["change"] < -0.5 < 0 < status["canary"]["error"]
+
+
+def test_open_requests_are_looked_at_without_any_that_ends(engine, monkeypatch):
+    sidecar = published_once(engine)
+    looked = []
+    canary = sidecar.deployment.canary
+    monkeypatch.setattr(canary, "look", lambda others: looked.append(list(others)))
+    for key in range(4):
+        record = Record(
+            key, VERIFY, 3, 3, 1, -1, 1, np.zeros(5, np.int32),
+            np.full(4, np.nan, np.float32), TOY.document(0, 5, 3, key).features.numpy(),
+            5, np.empty((0, 0), np.uint16),
+        )  # fmt: skip
+        sidecar._served.add(record, "test", 0.0)
+    sidecar.deployment.tick()
+    assert len(looked[-1]) == 4
 
 
 def test_a_head_put_back_during_a_trial_ends_it(engine):

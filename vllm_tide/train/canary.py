@@ -91,8 +91,8 @@ class Canary:
     def may_publish(self) -> bool:
         """Whether a better draft may be published now.
 
-        Also during a trial that shows no harm so far, of the newest draft or of all that
-        it superseded: waiting for a verdict on each would hold adaptation up.
+        Also during a trial that shows no harm so far, of the newest draft or of all
+        that it superseded: waiting for a verdict on each would hold adaptation up.
         """
         if self.backoff or not self.undecided:
             return not self.backoff

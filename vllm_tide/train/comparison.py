@@ -1,9 +1,9 @@
 """Served speed of one draft against another's, on different requests.
 
-What a user gets is tokens per second at equal batch and context: tokens over the cost of
-the decode steps that made them, in steps without drafts (`Record.cost`). Steps without
-drafts count like others and nothing is conditioned on what control chose, so a draft
-that control has to cut shorter is seen to be slower.
+What a user gets is tokens per second at equal batch and context: tokens over the cost
+of the decode steps that made them, in steps without drafts (`Record.cost`). Steps
+without drafts count like others and nothing is conditioned on what control chose, so a
+draft that control has to cut shorter is seen to be slower.
 
 Requests after a swap are other requests than before it, at other positions and batches.
 So each request is held against the speed of the window before in its own cells: engine

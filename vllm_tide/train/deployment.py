@@ -3,7 +3,7 @@
 Keeps the master weights of every version that is served or on its way, so that a draft
 refused by an engine, or beaten by the one before, costs nothing but itself. Order of
 events for one version: `offer` publishes it, engines install it, the canary compares
-served acceptance, the version is kept (and stored on disk) or taken back.
+served speed, the version is kept (and stored on disk), taken back or superseded.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class Deployment:
 
     def _look(self) -> None:
         """Let the canary decide, also on requests that have not ended."""
-        began = time.monotonic()
-        if self.canary.undecided and began >= self._next_look:
+        if self.canary.undecided and time.monotonic() >= self._next_look:
+            began = time.thread_time()
             self.canary.look(self._served.open_requests())
-            now = time.monotonic()
-            self._next_look = now + (now - began) / LOOK_SHARE
+            spent = time.thread_time() - began
+            self._next_look = time.monotonic() + spent / LOOK_SHARE
 
     def offer(self, result: CycleResult, now: float) -> None:
         """A cycle was judged: publish its candidate if everything allows it.

@@ -24,8 +24,8 @@ _PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, kept for its group
 _REMEMBERED = 8192  # finished requests whose group can still be asked for
 
 Cell = tuple[int, int, int]
-"""Bucket of generation position, bucket of concurrency, and of the prompt's cached share
-(0: none, 1: less than half, 2: the rest) of a decode step."""
+"""Of a decode step: buckets of generation position, of concurrency (powers of two) and
+of the prompt's cached share (0: none, 1: less than half, 2: the rest)."""
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class ServedRequests:
                 yield request
 
     def _placed(self, request: _Open) -> bool:
-        """True if the group of an open request is likely, or it is too short for one."""
+        """True if an open request's group is likely, or it is too short for one."""
         tokens = len(request.prompt) + len(request.output)
         if request.group == UNKNOWN and tokens >= 2 * request.asked_at:
             request.asked_at = tokens

@@ -1,0 +1,71 @@
+"""The canary and the schedule on simulated serving, under both kinds of control.
+
+`scripts/bench/judge_canary.py` in small: real policies, real canary, known truth.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.judge_canary import Loop, Truth, rows
+from vllm_tide.config import ScheduleConfig
+from vllm_tide.train.schedule import Schedule
+from vllm_tide.train.served import ServedRequest
+
+
+@pytest.mark.parametrize("policy", ["static", "adaspec"])
+def test_a_slower_draft_is_rolled_back_and_an_equal_one_is_not(policy):
+    """At commit 9d3d4e7 a loss of 16% under `adaspec` was rolled back 0 of 5 times."""
+    same, some, much = rows(policies=(policy,), batches=(64,), trials=12, quiet=20)
+    assert same["rolled_back"] == 0
+    assert abs(same["change_mean"]) < 0.015
+    assert some["rolled_back"] >= 11 and some["requests_max"] <= 48
+    assert much["rolled_back"] == 12 and much["requests_p50"] <= 24
+
+
+def shifts(mode: str, requests: list[ServedRequest]) -> list[int]:
+    """Places of the requests at which training would have begun."""
+    schedule = Schedule(ScheduleConfig(mode=mode), 1)
+    found = []
+    for place, request in enumerate(requests):
+        before = schedule.shifts
+        schedule.observe(request)
+        if schedule.shifts > before and place > 20:  # the first group is a new one
+            found.append(place)
+        while schedule.collecting:
+            schedule.cycle_done(False)
+    return found
+
+
+def stream(policy: str, seed: int, calm: int, more: int) -> list[ServedRequest]:
+    """Requests as they end; after `calm` of them the text is harder by one logit."""
+    loop = Loop(policy, 64, Truth(plateau=seed % 2 == 1), seed)
+    found: list[ServedRequest] = []
+    while len(found) < calm + more:
+        found += loop.step()
+        if len(found) >= calm:
+            loop.truth = Truth(loop.truth.plateau, 1.0)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["static", "adaspec"])
+def test_a_shift_is_seen_whatever_lengths_control_chooses(policy):
+    """At commit 9d3d4e7 control hid two of four: it drafts less where it is harder."""
+    alarms = 0
+    for seed in range(4):
+        requests = stream(policy, seed, 250, 100)
+        for mode in ("tide", "gated"):
+            found = shifts(mode, requests)
+            seen = [place - 250 for place in found if place >= 250]
+            # As many requests were under way at the shift.
+            assert seen and seen[0] <= 64, (seed, mode, found)
+            alarms += mode == "gated" and found[0] < 250
+    assert alarms <= 1
+
+
+def test_first_token_acceptance_is_the_same_under_both_kinds_of_control():
+    levels = []
+    for policy in ("static", "adaspec"):
+        requests = [r for seed in range(2) for r in stream(policy, 2 * seed, 300, 0)]
+        levels.append(sum(r.hits for r in requests) / sum(r.tries for r in requests))
+    assert levels[0] == pytest.approx(levels[1], abs=0.02)
