@@ -143,8 +143,8 @@ class TrainConfig(_Section):
     )
     min_gain: Annotated[float, Field(ge=0)] = Field(
         0.01,
-        description="Smallest gain in held-out expected acceptance length (tokens) "
-        "that is published.",
+        description="Smallest gain in expected acceptance length (tokens), recent "
+        "requests before old ones, that is published.",
     )
     seed: int = Field(0, description="Seed of sampling, shuffling and initialisation.")
     loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
@@ -172,11 +172,6 @@ class TrainConfig(_Section):
         None,
         description="Age at which a sample counts half when batches are drawn "
         "(seconds); null counts all alike.",
-    )
-    max_version_lag: Annotated[int, Field(ge=0)] | None = Field(
-        None,
-        description="Rejected branches drafted by a head older than this many versions "
-        "are dropped; null keeps them.",
     )
     tenant_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,3 +288,10 @@ def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
     assert branch.teacher_hidden is None
     assert branch.teacher_topk.ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert branch.teacher_topk.tail_logprob.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_documents_know_whether_their_request_was_sampled(sampled):
+    assembler = Assembler(WIDTH, "float32")
+    served = replace(_verify(2, 4, finished=True), sampled=sampled)
+    assert [s.sampled for s in assembler.add(served, 0.0)] == [sampled]

@@ -107,7 +107,7 @@ def test_fresh_windows_can_be_put_back():
 
 
 def test_counts_agree_with_what_is_held_whatever_happens():
-    buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3, max_version_lag=1)
+    buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3)
     rng = random.Random(3)
     for step in range(200):
         key = rng.randrange(40)
@@ -117,8 +117,6 @@ def test_counts_agree_with_what_is_held_whatever_happens():
         start = doc.start
         buffer.add(replace(doc, branches=(branch(start + 1, rng.randrange(6)),)))
         clock.now += rng.random()
-        if step % 17 == 0:
-            buffer.set_version(step // 40)
         if step % 23 == 0:
             buffer.shuffled()
         if step % 31 == 0:
@@ -323,32 +321,6 @@ def test_a_tiny_group_is_repeated_four_times_at_most():
         buffer.add(document(key, group=int(at == 100)))
     counts = Counter(s.group for s in buffer.shuffled({0, 1}))
     assert counts[1] == 4
-
-
-# ------------------------------------------------------------------ stale branches
-
-
-def test_branches_of_old_drafts_are_dropped_and_rows_stay():
-    buffer, _ = buffer_of(max_version_lag=1)
-    versions = [0, 1, 2]
-    marked = tuple(branch(5 + v, v) for v in versions)
-    for key in (TRAIN_KEYS[0], HELD_KEYS[0]):
-        buffer.add(document(key, branches=marked))
-    for live, kept in ((0, [0, 1, 2]), (1, [0, 1, 2]), (2, [1, 2]), (9, [])):
-        buffer.set_version(live)
-        for side in (buffer.train, buffer.holdout):
-            assert [b.draft_version for b in side[0].branches] == kept
-            assert side[0].num_tokens == 20
-    assert buffer.evicted["stale_branches"] == 2 * 3 * 2
-    buffer.add(document(TRAIN_KEYS[1], branches=(branch(5, 7), branch(6, 8))))
-    assert [b.draft_version for b in buffer.train[1].branches] == [8]
-
-
-def test_without_a_lag_branches_stay():
-    buffer, _ = buffer_of()
-    buffer.add(document(TRAIN_KEYS[0], branches=(branch(5, 0),)))
-    buffer.set_version(100)
-    assert len(buffer.train[0].branches) == 1
 
 
 # --------------------------------------------------------------------------- purge

@@ -39,6 +39,7 @@ KNOBS = {
     "steps_per_cycle": 25,
     "learning_rate": 1e-2,
     "min_new_tokens": 1000,
+    "holdout_share": 0.25,  # so that those of 60 requests are evidence enough
     "nice": 0,
 }
 
@@ -314,3 +315,14 @@ def test_command_without_an_engine_says_so(tmp_path):
     )
     assert done.returncode == 2
     assert "no live engine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "form"), [("greedy", "argmax_mass"), ("probabilistic", "mass")]
+)
+def test_sampled_requests_are_judged_as_the_engine_draws_drafts(engine, method, form):
+    engine.manifest = replace(engine.manifest, draft_sample_method=method)
+    engine.announce()
+    sidecar = attach(engine)
+    assert (sidecar.trainer.metric, sidecar.trainer.sampled_form) == ("served", form)
+    sidecar.feeds.close()

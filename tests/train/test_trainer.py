@@ -14,7 +14,14 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError, VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.evaluate import FORMS, Evaluation, evaluate, gain
+from vllm_tide.train.evaluate import (
+    FORMS,
+    Evaluation,
+    evaluate,
+    gain,
+    request_gains,
+)
+from vllm_tide.train.judgement import ENOUGH, Evidence
 from vllm_tide.train.rates import REGROWTH, cycle_lr_scale
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.trainer import Trainer
@@ -86,7 +93,7 @@ def test_gate_refuses_without_held_out_requests():
     trainer.add_samples([TOY.document(1, 60, 3, key)])
     result = trainer.train_cycle()
     assert not result.publish
-    assert "only 0 requests" in result.reason
+    assert "no request has been scored" in result.reason
 
 
 def test_requests_are_judged_before_they_are_learnt_from():
@@ -111,7 +118,11 @@ def test_requests_are_judged_before_they_are_learnt_from():
     second = trainer.train_cycle()
     assert second.fresh_requests == 10
     assert (second.gain, second.gain_error) == pytest.approx(gain(new, live))
-    assert second.publish == (second.gain > max(0.01, second.gain_error))
+    # By all of these gains together, not by one standard error of this cycle.
+    expected = Evidence()
+    expected.add(list(request_gains(new, live, "served").values()))
+    assert second.evidence == pytest.approx(expected.wealth)
+    assert second.publish == (expected.wealth >= ENOUGH and expected.gain >= 0.01)
     assert second.new is not None
     assert not second.new.requests  # held-out figures are of held-out requests alone
     trainer.published()
@@ -135,7 +146,7 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch)
         found.reached, found.loss_sum = {f: [0.0] * 3 for f in FORMS}, [0.0] * 3
         for index, sample in enumerate(samples):
             sign = 0.0 if draft is trainer.live else -0.1 if sample.key in held else 1.0
-            found.requests[sample.key] = [20.0] + [20.0 + sign * (20 + index % 3)] * 3
+            found.requests[sample.key] = [20.0] + [20.0 + sign * (20 + index % 3)] * 4
         return found
 
     monkeypatch.setattr(trainer, "evaluate", judge)
@@ -143,6 +154,7 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch)
     assert result.gain > result.gain_error > 0
     assert not result.publish
     assert "held-out requests got worse" in result.reason
+    assert result.evidence >= ENOUGH
 
 
 def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
@@ -176,8 +188,8 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
 def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
     trainer = _trainer(40)
 
-    def judged(new, old, form="greedy"):
-        return (-1.0, 0.1) if form == "greedy" else (0.05, 0.1)
+    def judged(new, old, form="served"):
+        return (0.05, 0.1) if form == "mass" else (-1.0, 0.1)
 
     monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     result = trainer.train_cycle()
@@ -237,7 +249,10 @@ def test_a_request_of_which_a_part_was_learnt_is_not_judged():
     late = TOY.document(1, 60, 3, 7)
     trainer.add_samples([late.window(40, 60, 0), TOY.document(3, 40, 3, 9)])
     assert {s.key for s in trainer.buffer.fresh} == {7, 9}
-    assert {s.key for s in trainer.buffer.unseen} == {9}
+    assert {s.key for s in trainer.unscored} == {9}
+    trainer.buffer.purge()  # however long ago the first part was learnt
+    trainer.add_samples([late.window(40, 60, 0)])
+    assert not trainer.unscored
 
 
 def test_evaluations_add_up():
@@ -283,7 +298,7 @@ def test_new_tokens_are_counted_once():
 def test_an_interrupted_cycle_gives_its_tokens_back(when):
     """After its first step, after its second, and while the candidate is judged."""
     trainer = _trainer()
-    new, unseen = trainer.buffer.new_tokens, {s.key for s in trainer.buffer.unseen}
+    new, unseen = trainer.buffer.new_tokens, {s.key for s in trainer.unscored}
     calls = []
 
     def progress() -> bool:
@@ -293,7 +308,7 @@ def test_an_interrupted_cycle_gives_its_tokens_back(when):
     result = trainer.train_cycle(progress)
     assert result.reason == "interrupted"
     assert trainer.buffer.new_tokens == new
-    left = {s.key for s in trainer.buffer.unseen}
+    left = {s.key for s in trainer.unscored}
     assert left < unseen if result.steps else left == unseen
     # What the candidate has learnt from is judged by no more.
     assert left == unseen & {s.key for s in trainer._queue}

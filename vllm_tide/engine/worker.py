@@ -388,6 +388,7 @@ class WorkerTide:
 
     def _announce(self) -> None:
         facts, capture = self._facts, self._config.capture
+        serving = self._worker.vllm_config
         manifest = rendezvous.EngineManifest(
             engine_id=self._engine_id,
             pid=os.getpid(),
@@ -408,7 +409,8 @@ class WorkerTide:
             shared=sorted(self.swapper.shared) if self.swapper is not None else [],
             tide=self._config.model_dump(),
             created_unix=time.time(),
-            model_name=str(self._worker.vllm_config.model_config.served_model_name),
+            model_name=str(serving.model_config.served_model_name),
+            draft_sample_method=serving.speculative_config.draft_sample_method,
         )
         path = rendezvous.write_manifest(self._run_dir, manifest)
         logger.info("vllm_tide: engine %s announced at %s", self._engine_id, path)

@@ -52,6 +52,7 @@ class _Open:
     seen: float
     tenant: int = 0
     draft_version: int | None = None
+    sampled: bool = False
     loss_from: int = 0
     pieces: list[_Piece] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -174,6 +175,7 @@ class Assembler:
     def _append(self, request: _Open, record: Record, count: int) -> None:
         if record.phase == VERIFY and request.draft_version is None:
             request.draft_version = record.draft_version
+        request.sampled |= record.sampled
         committed = count if record.phase == PREFILL else record.num_accepted + 1
         positions = np.arange(record.start, record.start + committed)
         request.pieces.append(_Piece(positions, record, committed))
@@ -270,6 +272,7 @@ class Assembler:
                 tenant=request.tenant,
                 captured_unix_s=captured_unix_s,
                 draft_version=request.draft_version or 0,
+                sampled=request.sampled,
                 branches=tuple(
                     b
                     for b in request.branches

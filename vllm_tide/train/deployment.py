@@ -346,7 +346,6 @@ class Deployment:
         if version not in self._masters:
             return
         self.installed = max(self.installed, version)
-        self._trainer.buffer.set_version(self.installed)
         if version in self._put_back:
             self.good = version
             # No request will begin with a head that was on trial here.

@@ -5,10 +5,11 @@ Per row, the chance that the first j drafts are all accepted is a cumulative pro
 token is the expected tokens per verify step, as vLLM reports it. Tokens are
 teacher-forced, so this ranks drafts; served counters have the last word.
 
-Three forms: `greedy` (argmax equals the target's argmax: exact for greedy serving of
+Four forms: `greedy` (argmax equals the target's argmax: exact for greedy serving of
 greedy text), `mass` (sum min(p, q), sampled drafts), `argmax_mass` (p of the draft's
-argmax: greedy drafts under a sampling target, vLLM's default). p is the target's true
-mass on the draft vocabulary, not renormalised.
+argmax: greedy drafts under a sampling target, vLLM's default), `served` (the one of
+these that a request was served in: `greedy` at temperature 0). p is the target's true
+mass on the draft vocabulary at temperature 1, not renormalised.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from vllm_tide.train.masks import plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
 from vllm_tide.train.sample import Sample
 
-FORMS = ("greedy", "mass", "argmax_mass")
+FORMS = ("greedy", "mass", "argmax_mass", "served")
+SAMPLED_FORMS = {"greedy": "argmax_mass", "probabilistic": "mass"}
+"""Form of a sampled request by vLLM's `draft_sample_method`."""
 _PROBS_BYTES = 128 << 20
 
 
@@ -53,17 +56,17 @@ class Evaluation:
         """Rows evaluated."""
         return int(sum(r[0] for r in self.requests.values()))
 
-    def acceptance(self, form: str = "greedy") -> float:
+    def acceptance(self, form: str = "served") -> float:
         """Expected tokens per verify step, the target's own included (1 to K + 1)."""
         rows = self.num_rows
         return 1.0 + sum(self.reached[form]) / rows if rows else math.nan
 
-    def standard_error(self, form: str = "greedy") -> float:
+    def standard_error(self, form: str = "served") -> float:
         """Of `acceptance`, over requests (ratio estimator)."""
         column = 1 + FORMS.index(form)
         return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
 
-    def conditional(self, form: str = "greedy") -> list[float]:
+    def conditional(self, form: str = "served") -> list[float]:
         """Acceptance of draft j given all before it were accepted."""
         before, out = float(self.num_rows), []
         for value in self.reached[form]:
@@ -99,7 +102,7 @@ def _added(a: list[float], b: list[float]) -> list[float]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def gain(new: Evaluation, old: Evaluation, form: str = "greedy") -> tuple[float, float]:
+def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float, float]:
     """Difference in acceptance length and its paired standard error over requests."""
     column = 1 + FORMS.index(form)
     pairs = [
@@ -111,6 +114,20 @@ def gain(new: Evaluation, old: Evaluation, form: str = "greedy") -> tuple[float,
     if not rows:
         return 0.0, math.inf
     return sum(d for _, d in pairs) / rows, _ratio_error(pairs)
+
+
+def request_gains(new: Evaluation, old: Evaluation, form: str) -> dict[int, float]:
+    """Difference in acceptance length by request key, each the mean over its rows.
+
+    What is no number counts as if nothing had been accepted.
+    """
+    column = 1 + FORMS.index(form)
+    out = {}
+    for key, row in new.requests.items():
+        if row[0]:
+            found = (row[column] - old.requests[key][column]) / row[0]
+            out[key] = found if math.isfinite(found) else -float(new.num_steps)
+    return out
 
 
 def _ratio_error(pairs: list[tuple[float, float]]) -> float:
@@ -133,6 +150,7 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[], bool] | None = None,
     attention: str = "auto",
+    sampled_form: str = "argmax_mass",
 ) -> Evaluation:
     """Evaluate a draft, where the target's rows are.
 
@@ -145,6 +163,7 @@ def evaluate(
         dtype: Compute dtype of the draft; the target's logits are fp32.
         progress: Called between batches; False ends it there.
         attention: Name as in `tide.train.attention`.
+        sampled_form: Form in which requests above temperature 0 are served.
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
@@ -155,15 +174,10 @@ def evaluate(
     queue = deque(samples)
     weights = draft.compute_weights(dtype)
     while queue:
-        _add_batch(
-            result,
-            draft,
-            target,
-            rows,
-            pack(take_batch(queue, capacity, branches=False), branches=False),
-            weights,
-            attention,
-        )
+        taken = take_batch(queue, capacity, branches=False)
+        forms = [sampled_form if s.sampled else "greedy" for s in taken]
+        batch = pack(taken, branches=False)
+        _add_batch(result, draft, target, rows, batch, weights, attention, forms)
         if progress is not None and not progress():
             break
     return result
@@ -204,6 +218,7 @@ def _add_batch(
     batch: PackedBatch,
     weights: dict[str, Tensor],
     attention: str,
+    served: list[str],
 ) -> None:
     plan = plan_steps(batch.valid, batch.doc_ids, result.num_steps, complete=True)
     if plan is None:
@@ -225,16 +240,19 @@ def _add_batch(
     index = on_device(index, device)
     probs, best = _target_probs(batch, used, draft, target, rows)
     count = plan.targets[0].numel()
+    docs = batch.doc_ids[plan.steps[0].active]
+    greedy = torch.tensor([form == "greedy" for form in served])[docs].to(device)
+    other = next((form for form in served if form != "greedy"), "greedy")
     product = {form: torch.ones(count, device=device) for form in FORMS}
     total = {form: torch.zeros(count, device=device) for form in FORMS}
     for i, (normed, at) in enumerate(zip(outputs, index.split(count), strict=True)):
         accepted, loss = _accept(draft, weights, normed, probs, best, at)
         result.loss_sum[i] += loss
+        accepted["served"] = torch.where(greedy, accepted["greedy"], accepted[other])
         for form in FORMS:
             product[form] *= accepted[form]
             total[form] += product[form]
             result.reached[form][i] += float(product[form].sum())
-    docs = batch.doc_ids[plan.steps[0].active]
     total = {form: sums.cpu() for form, sums in total.items()}
     for doc, key in enumerate(batch.keys):
         mine = docs == doc
@@ -253,7 +271,7 @@ def _accept(
     at: Tensor,
 ) -> tuple[dict[str, Tensor], float]:
     """Chance of acceptance per row in each form, and the summed loss."""
-    out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS}
+    out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS[:3]}
     loss = 0.0
     for lo in range(0, at.numel(), 256):
         part = slice(lo, lo + 256)

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import Evaluation, gain
 from vllm_tide.train.sample import Sample
 
-MIN_HOLDOUT_REQUESTS = 2
+ENOUGH = 20.0
+"""Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
+_DECAY = 0.95  # of what earlier requests say, per request
+_CAUTION = 0.85  # share of the largest fall to be expected that a bet may risk
+_LEAST = 0.05  # factor of a fall that is larger still
+_FIRST = 0.75  # share of the wealth that is bet from the start
+_PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,9 @@ class CycleResult:
         fresh_requests: Requests judged before they were trained on.
         harmful: The candidate is worse than the live draft by more than chance, in
             tokens accepted and in probability mass.
+        evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
+        unscored_requests: Requests learnt from without having been judged: too many
+            came at once.
     """
 
     steps: int
@@ -51,11 +61,140 @@ class CycleResult:
     by_group: dict[int, bool] = field(default_factory=dict)
     fresh_requests: int = 0
     harmful: bool = False
+    evidence: float = 1.0
+    unscored_requests: int = 0
 
 
 def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
     """A cycle without an evaluation."""
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
+
+
+@dataclass
+class Evidence:
+    """Wealth of a bettor that candidates are better than one live draft.
+
+    The null hypothesis: no request's expected gain is above zero, given all earlier
+    ones. A bet of lambda on gains g multiplies the wealth by 1 + lambda * sum(g), with
+    lambda from earlier requests alone, so that under the null the wealth is a
+    supermartingale and reaches 20 with probability 1/20 at most, however often one
+    looks (Ville; Waudby-Smith and Ramdas, "Estimating means of bounded random variables
+    by betting", 2023). The candidate changes with every cycle: the test is of the
+    series of candidates, each as it was when it was scored. That it is better now is
+    for the recent gain and the held-out requests to say.
+
+    * lambda is the recent mean gain over the recent mean square, never below zero.
+    * It risks at most 0.85 of the largest |sum(g)| seen, taken as 0.8 tokens before: a
+      larger fall leaves a twentieth, not less than nothing. So the bound is exact
+      unless gains fall further than they ever did; `scripts/bench/judge_gate.py` has
+      what that costs.
+    * Requests that came together are alike. They are bet on by two, of many by four,
+      and lambda falls as neighbours' gains go together.
+    * A part of the wealth is staked anew whenever what is at stake has fallen to a
+      quarter, the k-th time 1/k of it: candidates that were worse for long do not bury
+      a better one.
+
+    Attributes:
+        running: Wealth at stake.
+        reserve: Wealth not staked yet; both are 1 at the start.
+        stake: `running` when last staked.
+        stakes: Times staked.
+        total: Decayed sum of gains (tokens).
+        weight: Decayed number of requests.
+        prior: Decayed sum of gains imagined at the start (tokens).
+        squares: Decayed sum of squares of the blocks' sums.
+        largest: The largest |sum(g)|, or |g|, seen (tokens).
+        alike: Decayed sum of products of neighbours' gains, each less its cycle's mean.
+        spread: Decayed sum of their squares.
+        pairs: Decayed number of neighbours.
+        requests: Requests counted.
+    """
+
+    running: float = _FIRST
+    reserve: float = 1 - _FIRST
+    stake: float = _FIRST
+    stakes: int = 1
+    total: float = 0.0
+    weight: float = 0.0
+    prior: float = _PRIOR
+    squares: float = _PRIOR
+    largest: float = 0.8
+    alike: float = 0.0
+    spread: float = 0.0
+    pairs: float = 0.0
+    requests: int = 0
+
+    @property
+    def wealth(self) -> float:
+        """The evidence: 1 says nothing, `ENOUGH` is enough."""
+        return self.running + self.reserve
+
+    @property
+    def gain(self) -> float:
+        """Mean gain (tokens), recent requests first; 0 without any."""
+        return self.total / self.weight if self.weight else 0.0
+
+    def add(self, gains: Sequence[float]) -> None:
+        """Bet on the gains of one scoring.
+
+        Args:
+            gains: Per request, candidate minus live draft (tokens per verify step), in
+                order of arrival; none of these requests was counted before.
+        """
+        count = len(gains)
+        parts = math.ceil(count / min(4, max(2, count // 4)))
+        for i in range(parts):
+            self._bet(gains[i * count // parts : (i + 1) * count // parts])
+        if count < 2:
+            return
+        mean, decay = sum(gains) / count, 0.99**count
+        apart = [gain - mean for gain in gains]
+        near, squares = (
+            sum(a * b for a, b in pairwise(apart)),
+            sum(a * a for a in apart),
+        )
+        # Less their mean, independent gains would seem to go apart.
+        self.alike = decay * self.alike + near + squares / count
+        self.spread = decay * self.spread + squares
+        self.pairs = decay * self.pairs + count - 1
+
+    def dropped(self) -> Evidence:
+        """What is left when the candidate is given up: its gains no longer count."""
+        return Evidence(
+            running=min(self.running, 1 - self.reserve),
+            reserve=self.reserve,
+            stake=self.stake,
+            stakes=self.stakes,
+            largest=self.largest,
+            requests=self.requests,
+        )
+
+    def _bet(self, block: Sequence[float]) -> None:
+        together, decay = sum(block), _DECAY ** len(block)
+        grown = self.running * max(_LEAST, 1 + self._lambda() * together)
+        self.running = min(grown, 2 * ENOUGH)  # more would only outlast its candidate
+        self.total = decay * self.total + together
+        self.weight = decay * self.weight + len(block)
+        self.prior *= decay
+        self.squares = decay * self.squares + together**2
+        self.largest = max(self.largest, abs(together), *map(abs, block))
+        self.requests += len(block)
+        if self.running < self.stake / 4:
+            self.stakes += 1
+            more = self.reserve / self.stakes
+            self.reserve -= more
+            self.running += more
+            self.stake = self.running
+
+    def _lambda(self) -> float:
+        best = max(0.0, self.total + self.prior) / max(self.squares, 1e-9)
+        bound = min(best, _CAUTION / self.largest)
+        if not self.spread:
+            return bound
+        # Twice what is seen, less its error: the correlation is underestimated.
+        found = self.alike / self.spread - 1 / math.sqrt(self.pairs + 1)
+        tie = min(0.8, max(0.0, 2 * found))
+        return bound * (1 - tie) / (1 + tie)
 
 
 @dataclass(frozen=True)
@@ -97,6 +236,7 @@ def judge(
     ahead: Pair | None,
     config: TrainConfig,
     metric: str,
+    evidence: Evidence,
 ) -> CycleResult:
     """Decide whether the candidate is published.
 
@@ -107,26 +247,29 @@ def judge(
         ahead: Requests that were judged before the cycle trained on them.
         config: `min_gain` is the least gain that is worth a swap.
         metric: Form of the acceptance length.
+        evidence: Of this cycle's and of all earlier scores.
     """
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
     held, held_error = gain(held_out.new, held_out.live, metric)
-    improved = difference > max(error, 0.0)
-    publish = False
-    if len(both.new.requests) < MIN_HOLDOUT_REQUESTS:
-        reason = f"only {len(both.new.requests)} requests to judge by"
+    # What was judged before the cycle cannot speak for what the cycle did.
+    forgot = held < -held_error
+    improved = difference >= config.min_gain and difference > error and not forgot
+    if len(both.new.requests) < 2:
         improved = True  # nothing speaks against going on
-    elif difference < config.min_gain:
-        reason = f"gain {difference:+.4f} below min_gain {config.min_gain}"
-        improved = False
-    elif held < -held_error:
-        # What was judged before the cycle cannot speak for what the cycle did.
-        reason = f"held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
-        improved = False
-    elif not improved:
-        reason = f"gain {difference:+.4f} within its standard error {error:.4f}"
+    publish = False
+    reason = (
+        f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
+        f"{min(evidence.wealth, ENOUGH):.2g} of {ENOUGH:.0f}"
+    )
+    if not evidence.requests:
+        reason = "no request has been scored yet"
+    elif evidence.gain < config.min_gain:
+        reason += f"; gain below min_gain {config.min_gain}"
+    elif forgot:
+        reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
     else:
-        publish, reason = True, f"gain {difference:+.4f} +- {error:.4f}"
+        publish = evidence.wealth >= ENOUGH
     return CycleResult(
         steps,
         loss,
@@ -140,6 +283,7 @@ def judge(
         _by_group(both, config.min_gain, metric),
         0 if ahead is None else len(ahead.new.requests),
         difference < -max(error, config.min_gain) and _moved_away(both),
+        evidence.wealth,
     )
 
 
@@ -161,7 +305,7 @@ def _by_group(pair: Pair, min_gain: float, metric: str) -> dict[int, bool]:
             members.setdefault(sample.group, set()).add(sample.key)
     out = {}
     for group, keys in members.items():
-        if len(keys & pair.new.requests.keys()) < MIN_HOLDOUT_REQUESTS:
+        if len(keys & pair.new.requests.keys()) < 2:
             continue
         part, error = gain(pair.new.only(keys), pair.live.only(keys), metric)
         out[group] = part >= min_gain and part > error

@@ -131,8 +131,7 @@ class SampleBuffer:
         new_tokens: Training tokens that came since the owner last set this to 0.
         num_samples: Windows stored so far.
         evicted: Rows that left, by reason: `train` and `holdout` (too old),
-            `tenant_share`, `duplicate`, `purged`, `expired`, `stale_branches`.
-        version: Version of the live draft, by which branches are stale.
+            `tenant_share`, `duplicate`, `purged`, `expired`.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class SampleBuffer:
         """Start empty."""
         self.config = config
         self.window = min(config.max_sample_tokens, config.batch_tokens)
-        self.new_tokens = self.num_samples = self.version = 0
+        self.new_tokens = self.num_samples = 0
         self.evicted: Counter[str] = Counter()
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
@@ -177,13 +176,6 @@ class SampleBuffer:
         self._fresh = {n: None for n, s in windows.items() if id(s) in wanted}
 
     @property
-    def unseen(self) -> list[Sample]:
-        """Windows of `fresh` whose requests no pass has begun with at all."""
-        windows = self._sides["train"].windows
-        seen = {s.key for serial, s in windows.items() if serial not in self._fresh}
-        return [s for s in self.fresh if s.key not in seen]
-
-    @property
     def train_tokens(self) -> int:
         """Rows of the training side."""
         return self._sides["train"].tokens
@@ -200,7 +192,6 @@ class SampleBuffer:
         side = self._sides[name]
         if not sample.captured_unix_s:
             sample = replace(sample, captured_unix_s=self._clock())
-        sample = self._without_stale(sample)
         self._supersede(name, sample)
         for window in split_windows(sample, self.window):
             self.num_samples += 1
@@ -237,17 +228,6 @@ class SampleBuffer:
                 [held[i] for i in part], [weight[i] for i in part], self._random
             )
         return out
-
-    def set_version(self, version: int) -> None:
-        """Say which draft is live; drops branches more than `max_version_lag` behind.
-
-        Committed rows do not age with the draft: they are the target's alone.
-        """
-        self.version = version
-        for side in self._sides.values():
-            for serial, window in list(side.windows.items()):
-                if (left := self._without_stale(window)) is not window:
-                    side.exchange(serial, left)
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         """Replace every training window by what `change` makes of it."""
@@ -317,16 +297,3 @@ class SampleBuffer:
             else:
                 self.evicted["duplicate"] += window.num_tokens - left.num_tokens
                 side.exchange(serial, left)
-
-    def _without_stale(self, sample: Sample) -> Sample:
-        lag = self.config.max_version_lag
-        if lag is None or not sample.branches:
-            return sample
-        oldest = self.version - lag
-        kept = tuple(b for b in sample.branches if b.draft_version >= oldest)
-        if len(kept) == len(sample.branches):
-            return sample
-        self.evicted["stale_branches"] += sum(
-            b.tokens.numel() for b in sample.branches if b.draft_version < oldest
-        )
-        return replace(sample, branches=kept)

@@ -67,6 +67,7 @@ class Sample:
         captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
         draft_version: Version of the draft in the request's first verification.
         group: Group of similar requests it belongs to; -1 is unknown.
+        sampled: The request's temperature is above zero.
     """
 
     key: int
@@ -84,6 +85,7 @@ class Sample:
     captured_unix_s: float = 0.0
     draft_version: int = 0
     group: int = -1
+    sampled: bool = False
 
     @classmethod
     def offline(

@@ -271,6 +271,8 @@ class Sidecar:
             gain=result.gain,
             gain_error=result.gain_error,
             fresh_requests=result.fresh_requests,
+            unscored_requests=result.unscored_requests,
+            evidence=result.evidence,
             publish=result.publish,
             waiting_for=self.deployment.waiting_for,
             reason=result.reason,
@@ -336,6 +338,7 @@ class Sidecar:
             self.config,
             num_speculative_tokens=manifest.num_speculative_tokens,
             feature_dtype=manifest.feature_dtype,
+            draft_sample_method=manifest.draft_sample_method,
             stepper=stepper,
             group_of=self._group_of,
         )

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,21 @@ from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import Evaluation, evaluate
+from vllm_tide.train.evaluate import (
+    SAMPLED_FORMS,
+    Evaluation,
+    evaluate,
+    request_gains,
+)
 from vllm_tide.train.gpu import give_up_memory, lacks_memory
-from vllm_tide.train.judgement import CycleResult, Pair, judge, newest_within, unjudged
+from vllm_tide.train.judgement import (
+    CycleResult,
+    Evidence,
+    Pair,
+    judge,
+    newest_within,
+    unjudged,
+)
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
@@ -43,6 +55,8 @@ if TYPE_CHECKING:
 
 # Request key to group of similar requests, -1 unknown.
 GroupOf = Callable[[int], int]
+MAX_KNOWN = 1 << 16
+"""Requests remembered as learnt from or counted as evidence, the newest."""
 
 
 class Trainer:
@@ -54,7 +68,8 @@ class Trainer:
         config: Knobs.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
         feature_dtype: Wire dtype of features and hidden teachers.
-        metric: Form of the acceptance length that the gate compares.
+        metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
+        draft_sample_method: vLLM's: how the engine draws drafted tokens.
         stepper: Does the steps; None steps in this process alone. It must have been
             made from `draft`.
         group_of: Finds the group of a request, for balanced training and evaluation
@@ -69,7 +84,8 @@ class Trainer:
         *,
         num_speculative_tokens: int | None = None,
         feature_dtype: str = "bfloat16",
-        metric: str = "greedy",
+        metric: str = "served",
+        draft_sample_method: str = "greedy",
         stepper: Stepper | None = None,
         group_of: GroupOf | None = None,
     ) -> None:
@@ -78,6 +94,7 @@ class Trainer:
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
         self.metric = metric
+        self.sampled_form = SAMPLED_FORMS.get(draft_sample_method, "argmax_mass")
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
         self._turns: Turns | None = None
@@ -108,6 +125,8 @@ class Trainer:
         self._position = (0, 0)  # steps done and planned of the cycle being run
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
+        self.evidence = Evidence()  # that candidates are better than the live draft
+        self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         self.rate = 1.0
         self._sayable = Sayable(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
@@ -184,8 +203,9 @@ class Trainer:
         """Run `steps_per_cycle` steps, then compare the candidate with the live draft.
 
         The comparison is over held-out requests and over those that came since the last
-        cycle, judged before the first step on them (prequential: Dawid 1984). Right
-        after a shift there are few of the former and enough of the latter. A cycle that
+        cycle, scored before the first step on them (prequential: Dawid 1984). Each
+        counts once as evidence, a held-out one when it is first scored; all held-out
+        ones together only say whether something was forgotten. A cycle that
         a checkpoint was taken in goes on where it was; one without memory ends early.
 
         Args:
@@ -215,9 +235,10 @@ class Trainer:
     ) -> CycleResult:
         first, total = self._position
         ahead: Pair | None = None
+        unscored = 0
         watch, restored = Watch(progress, self._turns), self._restored
         if not total:
-            ahead = self._judge_fresh(watch)
+            ahead, unscored = self._judge_fresh(watch)
             self._follow_vocabulary(watch)
             taken, fresh = self.buffer.new_tokens, self.buffer.fresh
             self.buffer.new_tokens = 0
@@ -245,11 +266,20 @@ class Trainer:
             self.stepper.gather()
             # A copy: `progress` may change the reservoir.
             held_out = self._compared(self.buffer.holdout, watch)
-            judged = judge(len(losses), mean, held_out, ahead, self.config, self.metric)
             # Neither half an evaluation counts nor one of a draft that is gone.
             if watch.going and self._restored == restored:
+                self._count(held_out)
+                judged = judge(
+                    len(losses),
+                    mean,
+                    held_out,
+                    ahead,
+                    self.config,
+                    self.metric,
+                    self.evidence,
+                )
                 self._adapt_rate(judged)
-                return judged
+                return replace(judged, unscored_requests=unscored)
         if self._restored != restored:
             result = replace(result, reason="another draft was put in place")
         elif not watch.going:
@@ -281,6 +311,7 @@ class Trainer:
             dtype=self.stepper.step.dtype,
             progress=progress,
             attention=self.config.attention,
+            sampled_form=self.sampled_form,
         )
 
     def candidate_tensors(
@@ -319,6 +350,7 @@ class Trainer:
             self.live = self.draft.clone()
         self.live.take(self.draft.named_tensors())
         self._differs = False
+        self.evidence = Evidence()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Master weights of the live draft, on the host; `d2t` too if it is pruned."""
@@ -338,6 +370,7 @@ class Trainer:
         self.stepper.restore()
         self._position = (0, 0)
         self._differs = False
+        self.evidence = Evidence()
         self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
@@ -373,6 +406,7 @@ class Trainer:
             published_version: Newest version published.
         """
         done, total = self._position
+        held = {s.key for s in (*self.buffer.train, *self.buffer.holdout)}
         state = TrainState(
             steps=self.steps,
             cycles=self.cycles,
@@ -384,6 +418,8 @@ class Trainer:
                 "train_tokens": self.train_tokens,
                 "live": self.live_digest(),
                 "rate": self.rate,
+                "evidence": asdict(self.evidence),
+                "known": [key for key in self._known if key in held],
             },
         )
         return self.stepper.save(directory, state)
@@ -399,6 +435,8 @@ class Trainer:
         self.steps, self.cycles = state.steps, state.cycles
         self.train_tokens = int(state.extra.get("train_tokens", 0))
         self.rate = float(state.extra.get("rate", 1.0))
+        self.evidence = Evidence(**state.extra.get("evidence", {}))
+        self._know(state.extra.get("known", ()))
         self._position = (0, 0)
         self._differs = True
         if state.data:
@@ -413,7 +451,9 @@ class Trainer:
         harm = self.config.drop_worse and result.harmful
         self.rate = next_rate(self.rate, result, harm=harm)
         if harm:
+            left = self.evidence.dropped()
             self.restore(self.snapshot())
+            self.evidence = left
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
@@ -458,6 +498,7 @@ class Trainer:
         samples = take_batch(self._queue, capacity, branches=self._branches)
         if not samples:
             return None
+        self._know(s.key for s in samples)
         result = self.stepper.run(samples, capacity, lr_scale)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
@@ -472,16 +513,45 @@ class Trainer:
         self._capacity += max(capacity, result.num_tokens)
         return result.loss
 
-    def _judge_fresh(self, progress: Progress) -> Pair | None:
+    @property
+    def unscored(self) -> list[Sample]:
+        """Fresh windows of requests neither learnt from nor counted yet."""
+        return [s for s in self.buffer.fresh if s.key not in self._known]
+
+    def _judge_fresh(self, progress: Watch) -> tuple[Pair | None, int]:
         """Candidate and live draft on requests that neither has learnt from.
 
         None if there are none, or both are the same draft. The candidate is the one of
-        before the cycle, as a rule a little worse than the one it ends with. As many
-        rows as may be held out, the newest.
+        before the cycle, as a rule a little worse than the one it ends with. Under
+        overload the newest: as many rows as a quarter of the cycle's steps take, so
+        that scoring costs about a sixth of them. The others are no evidence.
+
+        Returns:
+            Also how many requests were left out.
         """
-        unseen = reversed(self.buffer.unseen if self._differs else [])
-        samples = newest_within(unseen, self.config.holdout_tokens)
-        return self._compared(samples, progress) if samples else None
+        unscored, restored = self.unscored if self._differs else [], self._restored
+        config = self.config
+        most = config.steps_per_cycle * config.batch_tokens // 4
+        samples = newest_within(reversed(unscored), max(most, config.holdout_tokens))
+        if not samples:
+            return None, 0
+        pair = self._compared(samples, progress)
+        left_out = {s.key for s in unscored} - {s.key for s in samples}
+        if progress.going and self._restored == restored:
+            self._count(pair)
+            self._know(left_out)
+        return pair, len(left_out)
+
+    def _count(self, pair: Pair) -> None:
+        """Take scores as evidence; those of known requests have been taken before."""
+        gains = request_gains(pair.new, pair.live, self.metric)
+        self.evidence.add([g for key, g in gains.items() if key not in self._known])
+        self._know(gains)
+
+    def _know(self, keys: Iterable[int]) -> None:
+        self._known.update(dict.fromkeys(keys))
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
 
     def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
         """Candidate and live draft on the same documents."""

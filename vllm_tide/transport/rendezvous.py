@@ -57,6 +57,7 @@ class EngineManifest:
             neither trains nor publishes them.
         pid_namespace: Inode of the pid namespace `pid` belongs to.
         model_name: Name that it serves the target under; empty if it does not say.
+        draft_sample_method: vLLM's: how drafted tokens are drawn.
     """
 
     engine_id: str
@@ -80,6 +81,7 @@ class EngineManifest:
     shared: list[str] = field(default_factory=list)
     pid_namespace: int = field(default_factory=pid_namespace)
     model_name: str = ""
+    draft_sample_method: str = "greedy"
 
     def owner_alive(self) -> bool | None:
         """Whether the engine lives; None where its pid cannot be looked up."""
