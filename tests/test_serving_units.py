@@ -13,9 +13,11 @@ import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import save_file
 
+from tests.engine.idle_scheduler import idle_scheduler
 from tests.transport.samples import make_spec
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
+from vllm_tide.config import TideConfig
 from vllm_tide.engine.cores import call_on, given_cores
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.metrics import TideProm, make_prometheus
@@ -286,7 +288,7 @@ def test_an_order_for_a_version_that_is_not_staged_does_nothing(swapper):
 
 
 def test_scheduler_orders_each_version_once_and_again_when_still_staged():
-    tide = SchedulerTide(3, {})
+    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     assert tide.control() is None
     tide.observe(None)
     tide.observe({"staged": 3})
@@ -297,7 +299,12 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     assert tide.control() == {"install": 3}
     tide.observe({"staged": 0, "swap_seconds": [0.1]})
     assert tide.control() is None
-    assert tide.stats() == {"staged": 0, "swap_seconds": [0.1]}
+    assert tide.stats() == {
+        "staged": 0,
+        "swap_seconds": [0.1],
+        "prefix_verified": {},
+        "prefix_accepted": {},
+    }
     assert tide.stats() is None
 
 

@@ -362,6 +362,11 @@ class SwapConfig(_Section):
         16.0,
         description="A tensor whose norm grew by more than this factor is refused.",
     )
+    draft_kv: Literal["keep", "reset"] = Field(
+        "keep",
+        description="Prefixes cached before a swap: keep them, with the old draft's "
+        "KV, or reset the prefix cache; running requests keep their blocks.",
+    )
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -92,6 +92,17 @@ COUNTERS_BY_LABEL = {
         "slo_requests",
         "outcome",
     ),
+    "vllm_tide:prefix_verified_tokens": (
+        "Drafted tokens verified, by how much of the request's prompt was cached: "
+        "none, part (below half), most; part_old and most_old by an earlier draft.",
+        "prefix_verified",
+        "prefix",
+    ),
+    "vllm_tide:prefix_accepted_tokens": (
+        "Accepted ones of these.",
+        "prefix_accepted",
+        "prefix",
+    ),
 }
 GAUGES = {
     "vllm_tide:draft_version": (

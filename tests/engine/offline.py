@@ -28,6 +28,7 @@ def main() -> None:
         from v2_on_cpu import verify_adaptively
 
         verify_adaptively(*case["curves"])
+    from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
     policy = None
@@ -83,6 +84,12 @@ def main() -> None:
                 metric.name + str(sorted(metric.labels.items())): metric.value
                 for metric in llm.get_metrics()
                 if hasattr(metric, "value")
+            },
+            "prefixes": {  # `get_metrics` leaves out names that are not vLLM's
+                sample.labels["prefix"]: sample.value
+                for metric in REGISTRY.collect()
+                for sample in metric.samples
+                if sample.name == "vllm_tide:prefix_verified_tokens_total"
             },
         }
         if tide is not None and tide.capture is not None:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.idle_scheduler import idle_scheduler
 from vllm_tide.bench.summary import REQUEST_REASONS
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import REFUSALS, CapturePolicy, Consent
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.config import CaptureConfig, ConfigError
+from vllm_tide.config import CaptureConfig, ConfigError, TideConfig
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
@@ -62,23 +63,33 @@ def test_every_reason_is_told_and_counts_requests() -> None:
     assert len(set(REFUSALS)) == len(REFUSALS)
 
 
-def requests(**salts: str | None) -> dict[str, Any]:
-    return {name: SimpleNamespace(cache_salt=salt) for name, salt in salts.items()}
+def salted(**salts: str | None) -> Any:
+    """A scheduler with requests that have these salts."""
+    return idle_scheduler(
+        {
+            name: SimpleNamespace(cache_salt=salt, num_prompt_tokens=1)
+            for name, salt in salts.items()
+        }
+    )
 
 
 def new(*req_ids: str) -> list[Any]:
     params = SimpleNamespace(extra_args=None, temperature=0.0)
     return [
         SimpleNamespace(
-            req_id=req_id, sampling_params=params, mm_features=[], prompt_embeds=None
+            req_id=req_id,
+            sampling_params=params,
+            mm_features=[],
+            prompt_embeds=None,
+            num_computed_tokens=0,
         )
         for req_id in req_ids
     ]
 
 
 def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
-    held = requests(a=None, b="pepper", c="", d="salt")
-    tide = SchedulerTide(3, held)
+    held = salted(a=None, b="pepper", c="", d="salt")
+    tide = SchedulerTide(3, held, TideConfig())
     assert tide.control(new("a", "b", "c", "gone")) == {"salted": ["b"]}
     assert tide.control(new("a")) is None
     tide.observe({"staged": 2})
@@ -92,14 +103,14 @@ def test_the_knob_lets_salted_requests_in(
     capture: dict[str, Any], order: dict[str, Any] | None
 ) -> None:
     config = SimpleNamespace(num_speculative_tokens=3, tide={"capture": capture})
-    tide = make_scheduler(config, requests(b="pepper"))
+    tide = make_scheduler(config, salted(b="pepper"))
     assert tide is not None
     assert tide.control(new("b")) == order
 
 
 def test_an_engine_with_older_patches_does_not_start() -> None:
     with pytest.raises(ConfigError, match="vllm-tide patch apply"):
-        make_scheduler(SimpleNamespace(tide={}))
+        make_scheduler(SimpleNamespace(tide={}), {})
 
 
 class Both(Recorder):

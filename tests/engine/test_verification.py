@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.idle_scheduler import idle_scheduler
 from tests.engine.test_control_v2 import SURE, K, begun, landed
 from vllm_tide.capture.guard import LIMIT
-from vllm_tide.config import ControlConfig
+from vllm_tide.config import ControlConfig, TideConfig
 from vllm_tide.control.kept_pass import KeptPass
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import ThresholdPolicy
@@ -254,7 +255,7 @@ def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
     assert control.prices() is None
     control.times = OnlineTime(TIMES)
     control.times.model.target.value = (1.5, 1.0, 0.0)
-    scheduler = SchedulerTide(K, {})
+    scheduler = SchedulerTide(K, idle_scheduler(), TideConfig())
     assert scheduler.control() is None
     scheduler.observe({"depth": 2, "prices": control.prices()})
     limit, learnt = scheduler.control()["prices"]

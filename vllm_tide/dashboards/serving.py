@@ -115,6 +115,20 @@ ACCEPTANCE = Row(
             ),
         ),
         Panel(
+            "Acceptance by cached prefix",
+            "Share of verified tokens accepted, by how much of the prompt was in the "
+            "prefix cache; _old: with the KV of an earlier draft (tide.swap.draft_kv).",
+            "percentunit",
+            (
+                Query(
+                    per_engine("vllm_tide:prefix_accepted_tokens_total", "prefix")
+                    + " / "
+                    + per_engine("vllm_tide:prefix_verified_tokens_total", "prefix"),
+                    f"{EACH} {{{{prefix}}}}",
+                ),
+            ),
+        ),
+        Panel(
             "Wasted drafts",
             "Share of drafted tokens that gave nothing: verified and rejected, or "
             "drafted and not worth verifying.",

@@ -3,14 +3,22 @@
 Every rank acts on what the scheduler's output says, so all of them switch drafts at
 the same step; no rank decides by itself. A request's `cache_salt` never leaves the
 engine core: the order names the new requests that have one.
+
+The draft's KV lies in the blocks of the target's, under hashes that do not know the
+draft: a request that finds its prefix in the cache drafts on KV of the draft that was
+live when the prefix was computed, unless `tide.swap.draft_kv` is `reset`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
 
-from vllm_tide.config import ConfigError, parse_tide
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
+
+logger = logging.getLogger("vllm_tide")
 
 
 class Order(TypedDict):
@@ -28,27 +36,26 @@ class Order(TypedDict):
 
 
 def make_scheduler(
-    speculative_config: Any, requests: Mapping[str, Any] | None = None
+    speculative_config: Any, scheduler: Any = None
 ) -> SchedulerTide | None:
     """None unless `tide` is configured: the cost of *off* is one `is None`.
 
     Args:
         speculative_config: vLLM's.
-        requests: The scheduler's requests by id.
+        scheduler: vLLM's `Scheduler`; its KV cache manager may not be there yet.
 
     Raises:
-        ConfigError: vLLM was patched for an earlier vllm_tide, which gave no requests.
+        ConfigError: vLLM was patched for an earlier vllm_tide, which gave none.
     """
     if speculative_config is None or speculative_config.tide is None:
         return None
-    if requests is None:
+    if not hasattr(scheduler, "requests"):
         raise ConfigError(
-            "tide: vLLM's patches are of an earlier vllm_tide, which cannot keep "
-            "requests with a cache_salt out of capture; run `vllm-tide patch apply`."
+            "tide: vLLM's patches are of an earlier vllm_tide, which does not show "
+            "the scheduler; run `vllm-tide patch apply`."
         )
-    capture = parse_tide(speculative_config.tide).capture
     longest = speculative_config.num_speculative_tokens
-    return SchedulerTide(longest, {} if capture.salted else requests)
+    return SchedulerTide(longest, scheduler, parse_tide(speculative_config.tide))
 
 
 class SchedulerTide:
@@ -56,19 +63,25 @@ class SchedulerTide:
 
     Args:
         longest: num_speculative_tokens.
-        requests: vLLM's requests by id, of which those with a `cache_salt` are kept
-            out of capture; empty keeps none out.
+        scheduler: vLLM's `Scheduler`: its requests, its block pool.
+        config: The `tide` section.
     """
 
-    def __init__(self, longest: int, requests: Mapping[str, Any]) -> None:
+    def __init__(self, longest: int, scheduler: Any, config: TideConfig) -> None:
         self._longest = longest
-        self._requests = requests
+        self._scheduler = scheduler
+        self._keep_out = not config.capture.salted
+        self._reset = config.swap.draft_kv == "reset"
         self._staged = 0
         self._ordered = 0
         self._depth: int | None = None
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
         self._swap_seconds: list[float] = []
+        # Hash of each cached block by its id when the live draft was ordered.
+        self._old: dict[int, Any] = {}
+        self._verified: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
 
     def control(self, new_requests: Iterable[Any] = ()) -> Order | None:
         """What the next step's workers are told, or None.
@@ -79,15 +92,57 @@ class SchedulerTide:
         order = Order()
         if self._staged not in (0, self._ordered):
             self._ordered = order["install"] = self._staged
-        if salted := [new.req_id for new in new_requests if self._salted(new.req_id)]:
+            self._leave_old_kv()
+        salted = []
+        for new in new_requests:
+            if (request := self._scheduler.requests.get(new.req_id)) is None:
+                continue
+            request.tide_prefix = self._prefix(new, request.num_prompt_tokens)
+            if self._keep_out and request.cache_salt:
+                salted.append(new.req_id)
+        if salted:
             order["salted"] = salted
         if self._prices is not None:
             order["prices"] = self._prices
         return order or None
 
-    def _salted(self, req_id: str) -> bool:
-        request = self._requests.get(req_id)
-        return request is not None and bool(request.cache_salt)
+    def _leave_old_kv(self) -> None:
+        """Find no block again that the draft before has written, or remember them.
+
+        Evicted blocks need not be free: running requests keep theirs. A block that such
+        a request fills later may be found, once its prefix was computed anew.
+        """
+        manager = self._scheduler.kv_cache_manager
+        self._old = {
+            block.block_id: block.block_hash
+            for block in manager.block_pool.blocks
+            if block.block_hash is not None
+        }
+        if self._reset:
+            manager.evict_blocks(set(self._old))
+            logger.info(
+                "vllm_tide: draft %d: %d blocks left the prefix cache with the KV of "
+                "the draft before (tide.swap.draft_kv).",
+                self._ordered,
+                len(self._old),
+            )
+            self._old = {}
+
+    def _prefix(self, new: Any, num_prompt_tokens: int) -> str:
+        """How much of a request's prompt was cached, `_old` by an earlier draft."""
+        cached = new.num_computed_tokens
+        if not cached:
+            return "none"
+        share = "most" if 2 * cached >= num_prompt_tokens else "part"
+        first = self._scheduler.kv_cache_manager.block_pool.blocks[new.block_ids[0][0]]
+        old = self._old.get(first.block_id)
+        return share if old is None or old != first.block_hash else share + "_old"
+
+    def verified(self, request: Any, drafts: int, accepted: int) -> None:
+        """Count what verification made of one request's drafts in a step."""
+        prefix = getattr(request, "tide_prefix", "none")
+        self._verified[prefix] += drafts
+        self._accepted[prefix] += accepted
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.
@@ -122,6 +177,10 @@ class SchedulerTide:
         """Numbers for the API server's metrics, once per report."""
         stats, self._stats = self._stats, None
         if stats is not None:
-            stats = stats | {"swap_seconds": self._swap_seconds}
+            stats = stats | {
+                "swap_seconds": self._swap_seconds,
+                "prefix_verified": dict(self._verified),
+                "prefix_accepted": dict(self._accepted),
+            }
             self._swap_seconds = []
         return stats

@@ -1,0 +1,12 @@
+"""vLLM's scheduler as far as TIDE looks at it, while nothing is cached."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+def idle_scheduler(requests: dict[str, Any] | None = None) -> Any:
+    """A scheduler with these requests by id."""
+    manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=[]))
+    return SimpleNamespace(requests=requests or {}, kv_cache_manager=manager)
