@@ -1,7 +1,7 @@
 """What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
 
 Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
-`on_logits`, `on_draft_logits` in each draft step
+`on_logits`, `before_draft`, `on_draft_logits` in each draft step
 (on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
 `choose_drafts`.
 """
@@ -22,7 +22,7 @@ from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
 from vllm_tide.engine.profile_facts import facts
-from vllm_tide.engine.step_log import StepLog, Timing
+from vllm_tide.engine.step_log import Step, StepLog, Timing
 from vllm_tide.engine.sureness import Sureness
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
@@ -62,6 +62,7 @@ class WorkerTideV2(WorkerTide):
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
         self._made_up = False
+        self._step: Step | None = None  # of which the draft runs
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
         self._wants_verification = self._adaptive
@@ -72,6 +73,19 @@ class WorkerTideV2(WorkerTide):
         """Let the seams of the runner and its speculator see this object."""
         runner, speculator = self._runner, self._runner.speculator
         runner.tide = speculator.tide = self
+        sample, propose = runner.sample, speculator.propose
+        held: list[torch.Tensor] = []
+
+        def sampled(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            held[:] = [hidden_states]  # some targets give their draft others
+            return sample(hidden_states, *args, **kwargs)
+
+        def proposed(*args: Any, **kwargs: Any) -> Any:
+            if held:  # else nothing was sampled: a dummy run
+                self.before_draft(args[0], held.pop(), args[4])
+            return propose(*args, **kwargs)
+
+        runner.sample, speculator.propose = sampled, proposed
         if self.control is not None:
             facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
@@ -181,6 +195,23 @@ class WorkerTideV2(WorkerTide):
             self.control.target_ran()
         super().on_logits(logits)
 
+    def before_draft(
+        self,
+        batch: Any,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+    ) -> None:
+        """Seam: the target's tokens were sampled, nothing of the draft was launched.
+
+        Args:
+            batch: vLLM's `InputBatch`.
+            hidden_states: [>= rows, H], after the final norm.
+            aux_hidden_states: num_aux tensors [>= rows, H].
+        """
+        self._step = None
+        if not self._made_up:
+            self._steps.run("open", self._open, batch, hidden_states, aux_hidden_states)
+
     def on_draft_logits(
         self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
     ) -> None:
@@ -225,8 +256,6 @@ class WorkerTideV2(WorkerTide):
             self._record,
             batch,
             sampler_output,
-            hidden_states,
-            aux_hidden_states,
             num_drafted,
             timing,
         )
@@ -278,41 +307,33 @@ class WorkerTideV2(WorkerTide):
         else:
             self._forget(ended)
 
-    def _record(
-        self,
-        batch: Any,
-        sampler_output: Any,
-        hidden_states: torch.Tensor,
-        aux_hidden_states: Sequence[torch.Tensor],
-        num_drafted: int,
-        timing: Timing | None,
-    ) -> None:
+    def _open(self, batch: Any, *hidden: Any) -> None:
         if self.capture is None and self.control is None:
             return
-        step = self._log.record(
-            batch,
-            self._runner.req_states.prompt_len.np,
-            sampler_output,
-            self._sureness.table,
-            self._runner.speculator.draft_tokens,
-            num_drafted,
-            0 if self.swapper is None else self.swapper.version,
-        )
+        version = 0 if self.swapper is None else self.swapper.version
+        prompt_len = self._runner.req_states.prompt_len.np
+        self._step = step = self._log.open(batch, prompt_len, version)
+        if self.capture is None:
+            return
         if step is None:
-            if self.capture is not None:
-                self.capture.dropped["behind"] += batch.num_tokens
-        else:
+            self.capture.dropped["behind"] += batch.num_tokens
+            return
+        self._guard.run("stage", self.capture.stage, step, batch.input_ids, *hidden)
+
+    def _record(
+        self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
+    ) -> None:
+        step, self._step = self._step, None
+        if step is not None:
             step.timing = timing
-            step.place.seal()
-            if self.capture is not None:
-                self._guard.run(
-                    "stage",
-                    self.capture.stage,
-                    step,
-                    batch.input_ids,
-                    hidden_states,
-                    aux_hidden_states,
-                )
+            self._log.fill(
+                step,
+                batch,
+                sampler_output,
+                self._sureness.table,
+                self._runner.speculator.draft_tokens,
+                num_drafted,
+            )
         self._take_landed()
 
     def _take_landed(self) -> None:
