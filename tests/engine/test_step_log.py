@@ -63,7 +63,7 @@ def record(log: StepLog, of: SimpleNamespace | None = None) -> Step | None:
     step = log.open(of, np.array([0, 11, 0, 9], np.int32), 4)
     if step is not None:
         drafted = torch.arange(REQS * K).view(REQS, K)
-        log.fill(step, of, output, torch.full((REQS, K), 0.5), drafted, K)
+        log.fill(step, of, output, torch.full((REQS, K), 0.5), drafted)
     return step
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
     assert first.staged.released == 1
     third = log.open(batch(), np.zeros(4, np.int32), 0)
     with pytest.raises(AttributeError):
-        log.fill(third, batch(), None, torch.zeros(REQS, K), torch.zeros(REQS, K), K)
+        log.fill(third, batch(), None, torch.zeros(REQS, K), torch.zeros(REQS, K))
     assert list(log.done(wait_for_next=False)) == [third]
     assert record(log).after_gap
 
@@ -181,7 +181,7 @@ def test_a_step_without_drafts_samples_one_column(log):
     drafted = torch.arange(REQS * K).view(REQS, K)
     prompts = np.array([0, 11, 0, 9], np.int32)
     step = log.open(batch(), prompts, 0)
-    log.fill(step, batch(), output, torch.zeros(REQS, K), drafted, K)
+    log.fill(step, batch(), output, torch.zeros(REQS, K), drafted)
     land(step)
     (found,) = log.landed()
     assert found.sampled.tolist() == [[3], [9]]

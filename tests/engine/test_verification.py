@@ -220,7 +220,7 @@ def test_the_host_learns_what_the_device_verified(make):
         sampled_token_ids=torch.zeros(REQS, 1 + K, dtype=torch.int64),
     )
     drafted = torch.zeros(REQS, K, dtype=torch.int64)
-    log.fill(step, batch, output, torch.full((REQS, K), 0.5), drafted, K)
+    log.fill(step, batch, output, torch.full((REQS, K), 0.5), drafted)
     assert step.rows == total
     assert list(log.landed()) == [step]
     # The surest tokens of all, which are no even split.

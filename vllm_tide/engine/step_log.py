@@ -73,7 +73,14 @@ class Place:
         confidence: torch.Tensor,
         draft_tokens: torch.Tensor,
     ) -> None:
-        """Enqueue the copies; the arguments are those of `StepLog.fill`."""
+        """Enqueue the copies.
+
+        Args:
+            batch: vLLM's `InputBatch` (V2).
+            sampler_output: vLLM's `SamplerOutput` (V2).
+            confidence: float32 [>= n, K], probabilities of the drafted tokens.
+            draft_tokens: int64 [>= n, K], drafted tokens.
+        """
         n, rows = batch.num_reqs, batch.num_tokens
         width = sampler_output.sampled_token_ids.shape[1]
         self._shape = (n, width)
@@ -289,32 +296,20 @@ class StepLog:
         self._steps.append(step)
         return step
 
-    def fill(
-        self,
-        step: Step,
-        batch: Any,
-        sampler_output: Any,
-        confidence: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        steps: int,
-    ) -> None:
+    def fill(self, step: Step, *numbers: Any) -> None:
         """The step was enqueued whole: enqueue the copies of its numbers.
 
         Args:
             step: What `open` gave.
-            batch: The same.
-            sampler_output: vLLM's `SamplerOutput` (V2).
-            confidence: float32 [>= n, K], probabilities of the drafted tokens.
-            draft_tokens: int64 [>= n, K], drafted tokens.
-            steps: Draft steps of this step.
+            numbers: Arguments of `Place.fill`.
         """
         try:
-            step.place.fill(batch, sampler_output, confidence, draft_tokens)
+            step.place.fill(*numbers)
             step.place.seal()
         except BaseException:
             self._lose(step)
             raise
-        step.steps, step.whole = steps, True
+        step.whole = True
 
     def _lose(self, step: Step) -> None:
         """Nobody learns of it; its rows may be on their way, so it waits its turn."""

@@ -1,7 +1,7 @@
 """What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
 
 Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
-`on_logits`, `before_draft`, `on_draft_logits` in each draft step
+`on_logits`, `_open`, `on_draft_logits` in each draft step
 (on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
 `choose_drafts`.
 """
@@ -21,6 +21,7 @@ from vllm_tide.engine.arguments import without_times
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
+from vllm_tide.engine.graph_lengths import offered, replay_each
 from vllm_tide.engine.profile_facts import facts
 from vllm_tide.engine.step_log import Step, StepLog, Timing
 from vllm_tide.engine.sureness import Sureness
@@ -62,6 +63,7 @@ class WorkerTideV2(WorkerTide):
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
         self._made_up = False
+        self._lengths: list[int] = []  # that graphs were captured for
         self._step: Step | None = None  # of which the draft runs
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
@@ -81,14 +83,16 @@ class WorkerTideV2(WorkerTide):
             return sample(hidden_states, *args, **kwargs)
 
         def proposed(*args: Any, **kwargs: Any) -> Any:
-            if held:  # else nothing was sampled: a dummy run
-                self.before_draft(args[0], held.pop(), args[4])
+            rows = held.pop() if held else None  # None: a dummy run
+            if rows is not None and not self._made_up:
+                self._steps.run("open", self._open, args[0], rows, args[4])
             return propose(*args, **kwargs)
 
         runner.sample, speculator.propose = sampled, proposed
         if self.control is not None:
             facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
+            self._replay_each_length()
             # Called where the draft's first pass was launched, outside of its graph;
             # upstream does nothing there with an EAGLE-3 draft.
             inner, clock = speculator.on_prefill_end, self.control.clock
@@ -100,6 +104,22 @@ class WorkerTideV2(WorkerTide):
             speculator.on_prefill_end = on_prefill_end
             # Nothing is measured for it, so it need not wait for the KV cache.
             self.warm_up()
+
+    def _replay_each_length(self) -> None:
+        runner, speculator = self._runner, self._runner.speculator
+        speculative = self._worker.vllm_config.speculative_config
+        table = speculative.num_speculative_tokens_per_batch_size
+        if self._config.control.policy == "static" or not table:
+            return  # with data parallelism vLLM has graphs for one length
+        self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
+        init = speculator.init_cudagraph_manager
+
+        def init_cudagraph_manager(mode: Any) -> None:
+            init(mode)
+            for part in runner.cudagraph_manager, speculator.prefill_cudagraph_manager:
+                replay_each(part, self._lengths)
+
+        speculator.init_cudagraph_manager = init_cudagraph_manager
 
     def make_verification(self, create: Callable[..., Any], **upstream: Any) -> Any:
         """Seam: vLLM makes its manager of adaptive verification.
@@ -195,23 +215,6 @@ class WorkerTideV2(WorkerTide):
             self.control.target_ran()
         super().on_logits(logits)
 
-    def before_draft(
-        self,
-        batch: Any,
-        hidden_states: torch.Tensor,
-        aux_hidden_states: Sequence[torch.Tensor],
-    ) -> None:
-        """Seam: the target's tokens were sampled, nothing of the draft was launched.
-
-        Args:
-            batch: vLLM's `InputBatch`.
-            hidden_states: [>= rows, H], after the final norm.
-            aux_hidden_states: num_aux tensors [>= rows, H].
-        """
-        self._step = None
-        if not self._made_up:
-            self._steps.run("open", self._open, batch, hidden_states, aux_hidden_states)
-
     def on_draft_logits(
         self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
     ) -> None:
@@ -252,12 +255,7 @@ class WorkerTideV2(WorkerTide):
         if self.control is not None:
             timing = self.control.step_ends(num_drafted)
         self._steps.run(
-            "step",
-            self._record,
-            batch,
-            sampler_output,
-            num_drafted,
-            timing,
+            "step", self._record, batch, sampler_output, num_drafted, timing
         )
         if self._steps.tripped and self.control is not None:
             self.control.stop()
@@ -265,7 +263,9 @@ class WorkerTideV2(WorkerTide):
             output.tide = self._report()
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
-                output.tide = {**(output.tide or {}), "depth": self.control.depth}
+                depth = self.control.depth  # up: it moves on in steps of one
+                depth = next((n for n in self._lengths if n >= depth), depth)
+                output.tide = {**(output.tide or {}), "depth": depth}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()
 
@@ -308,6 +308,7 @@ class WorkerTideV2(WorkerTide):
             self._forget(ended)
 
     def _open(self, batch: Any, *hidden: Any) -> None:
+        """Before the draft, whose graphs may overwrite what the target's returned."""
         if self.capture is None and self.control is None:
             return
         version = 0 if self.swapper is None else self.swapper.version
@@ -324,16 +325,10 @@ class WorkerTideV2(WorkerTide):
         self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
     ) -> None:
         step, self._step = self._step, None
-        if step is not None:
-            step.timing = timing
-            self._log.fill(
-                step,
-                batch,
-                sampler_output,
-                self._sureness.table,
-                self._runner.speculator.draft_tokens,
-                num_drafted,
-            )
+        if step is not None and step.req_ids is batch.req_ids:
+            step.timing, step.steps = timing, num_drafted
+            drafts = self._sureness.table, self._runner.speculator.draft_tokens
+            self._log.fill(step, batch, sampler_output, *drafts)
         self._take_landed()
 
     def _take_landed(self) -> None:
