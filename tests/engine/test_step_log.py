@@ -59,17 +59,11 @@ def record(log: StepLog, of: SimpleNamespace | None = None) -> Step | None:
         num_sampled=torch.tensor([0, 2], dtype=torch.int32),
         sampled_token_ids=torch.arange(8).view(2, 4),
     )
-    step = log.record(
-        of or batch(),
-        np.array([0, 11, 0, 9], np.int32),
-        output,
-        torch.full((REQS, K), 0.5),
-        torch.arange(REQS * K).view(REQS, K),
-        K,
-        4,
-    )
+    of = of or batch()
+    step = log.open(of, np.array([0, 11, 0, 9], np.int32), 4)
     if step is not None:
-        step.place.seal()
+        drafted = torch.arange(REQS * K).view(REQS, K)
+        log.fill(step, of, output, torch.full((REQS, K), 0.5), drafted)
     return step
 
 
@@ -160,6 +154,25 @@ def test_a_step_is_done_when_its_rows_have_arrived_and_they_are_let_go_after(log
     assert first.staged.released == 1
 
 
+def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
+    first = log.open(batch(), np.zeros(4, np.int32), 0)
+    first.full, first.staged = True, Rows()
+    assert list(log.landed()) == []  # its place's event is of the step before
+    second = record(log)
+    land(second)
+    assert list(log.landed()) == [second]
+    assert first.full is None and second.after_gap
+    assert list(log.done(wait_for_next=False)) == []
+    first.staged.arrived = True
+    assert list(log.done(wait_for_next=False)) == [first, second]
+    assert first.staged.released == 1
+    third = log.open(batch(), np.zeros(4, np.int32), 0)
+    with pytest.raises(AttributeError):
+        log.fill(third, batch(), None, torch.zeros(REQS, K), torch.zeros(REQS, K))
+    assert list(log.done(wait_for_next=False)) == [third]
+    assert record(log).after_gap
+
+
 def test_a_step_without_drafts_samples_one_column(log):
     output = SimpleNamespace(
         num_sampled=torch.tensor([1, 1], dtype=torch.int32),
@@ -167,8 +180,8 @@ def test_a_step_without_drafts_samples_one_column(log):
     )
     drafted = torch.arange(REQS * K).view(REQS, K)
     prompts = np.array([0, 11, 0, 9], np.int32)
-    step = log.record(batch(), prompts, output, torch.zeros(REQS, K), drafted, K, 0)
-    step.place.seal()
+    step = log.open(batch(), prompts, 0)
+    log.fill(step, batch(), output, torch.zeros(REQS, K), drafted)
     land(step)
     (found,) = log.landed()
     assert found.sampled.tolist() == [[3], [9]]

@@ -212,32 +212,28 @@ def test_the_host_learns_what_the_device_verified(make):
     logits, bounds, budget = manager.reallocate_drafts(["a", "b"], torch.arange(REQS))
     assert rows.sum() == total and budget == total - REQS
     log = StepLog(16, REQS, K, torch.device("cpu"))
-    step = log.record(
-        SimpleNamespace(
-            req_ids=["a", "b"],
-            num_reqs=REQS,
-            num_tokens=total,
-            query_start_loc=bounds,
-            query_start_loc_np=np.append(0, np.cumsum(rows)).astype(np.int32),
-            cu_num_logits=logits,
-            cu_num_logits_np=np.array([0, 5, 10], np.int32),
-            num_draft_tokens_per_req=np.full(REQS, K, np.int32),
-            is_prefilling_np=np.zeros(REQS, bool),
-            idx_mapping_np=np.arange(REQS),
-            seq_lens=torch.tensor([60, 70], dtype=torch.int32),
-            input_ids=torch.arange(16, dtype=torch.int32),
-            max_query_len=1 + K,
-        ),
-        np.full(REQS, 9, np.int32),
-        SimpleNamespace(
-            num_sampled=torch.ones(REQS, dtype=torch.int32),
-            sampled_token_ids=torch.zeros(REQS, 1 + K, dtype=torch.int64),
-        ),
-        torch.full((REQS, K), 0.5),
-        torch.zeros(REQS, K, dtype=torch.int64),
-        K,
-        0,
+    batch = SimpleNamespace(
+        req_ids=["a", "b"],
+        num_reqs=REQS,
+        num_tokens=total,
+        query_start_loc=bounds,
+        query_start_loc_np=np.append(0, np.cumsum(rows)).astype(np.int32),
+        cu_num_logits=logits,
+        cu_num_logits_np=np.array([0, 5, 10], np.int32),
+        num_draft_tokens_per_req=np.full(REQS, K, np.int32),
+        is_prefilling_np=np.zeros(REQS, bool),
+        idx_mapping_np=np.arange(REQS),
+        seq_lens=torch.tensor([60, 70], dtype=torch.int32),
+        input_ids=torch.arange(16, dtype=torch.int32),
+        max_query_len=1 + K,
     )
+    step = log.open(batch, np.full(REQS, 9, np.int32), 0)
+    output = SimpleNamespace(
+        num_sampled=torch.ones(REQS, dtype=torch.int32),
+        sampled_token_ids=torch.zeros(REQS, 1 + K, dtype=torch.int64),
+    )
+    drafted = torch.zeros(REQS, K, dtype=torch.int64)
+    log.fill(step, batch, output, torch.full((REQS, K), 0.5), drafted)
     assert step.rows == total
     assert list(log.landed()) == [step]
     # The surest tokens of all, which are no even split.

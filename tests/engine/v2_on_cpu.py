@@ -26,6 +26,7 @@ def prepare(asynchronous: bool) -> None:
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
     if asynchronous:
         _keep_asynchronous_scheduling()
+    _overwrite_what_the_target_returned()
 
 
 def verify_adaptively(
@@ -62,6 +63,21 @@ def verify_adaptively(
         )
 
     verification.PricedVerification.__init__ = __init__
+
+
+def _overwrite_what_the_target_returned() -> None:
+    """As the draft's graphs may on a GPU: one pool of memory is the target's too."""
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    inner = speculator.TargetDependentARSpeculator.propose
+
+    def propose(self, *args, **kwargs):
+        drafted = inner(self, *args, **kwargs)
+        for part in (args[3], *args[4]) if args else ():  # a dummy run names them
+            part.fill_(7.0)
+        return drafted
+
+    speculator.TargetDependentARSpeculator.propose = propose
 
 
 def _keep_asynchronous_scheduling() -> None:

@@ -23,6 +23,7 @@ from vllm_tide.engine.adaptive_arguments import (
     switch_adaptive_on,
 )
 from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
+from vllm_tide.engine.graph_lengths import table_of
 
 _NO_PIPELINE = (
     "--pipeline-parallel-size: tide needs 1 (the draft lives on the last stage only); "
@@ -240,26 +241,15 @@ def _check_v2(vllm_config: Any) -> None:
 
 
 def _capture_every_length(vllm_config: Any) -> None:
-    """Let vLLM capture graphs for every length that control may choose.
-
-    It captures those of its table of lengths by batch size, which tide's scheduler does
-    not follow (`SchedulerTide.draft_depth`): so each length gets one batch size, at the
-    top, where the range of the longest one loses least.
-    """
+    """Let vLLM capture graphs for every length that control may choose."""
     speculative = vllm_config.speculative_config
     if parse_tide(speculative.tide).control.policy == "static":
         return
     if vllm_config.parallel_config.data_parallel_size > 1:
         return  # vLLM has no such table there; other lengths than K run without graphs
-    most, requests = (
-        speculative.num_speculative_tokens,
-        vllm_config.scheduler_config.max_num_seqs,
+    speculative.num_speculative_tokens_per_batch_size = table_of(
+        speculative.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
     )
-    shorter = min(most, requests - 1)
-    widest = requests - shorter
-    table = [(1, widest, most)]
-    table += [(widest + i, widest + i, most - i) for i in range(1, shorter + 1)]
-    speculative.num_speculative_tokens_per_batch_size = table
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:

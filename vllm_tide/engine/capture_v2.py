@@ -113,6 +113,9 @@ class CaptureV2(Recorder):
     ) -> None:
         """Enqueue the copies of a step's rows, unless nobody wants them.
 
+        Before the draft runs: replaying its graphs overwrites what those of the target
+        returned (PIECEWISE graphs; all share one pool of memory).
+
         Args:
             step: The step.
             token_ids: int32 [>= rows], its input.
@@ -152,6 +155,7 @@ class CaptureV2(Recorder):
         if step.after_gap:
             drafted = {}
         if full is None:
+            self._give_up(step)  # of a step that was lost after its rows were staged
             return
         rows_of = StepRows(
             features=self._no_features if staged is None else staged.features,

@@ -73,7 +73,14 @@ class Place:
         confidence: torch.Tensor,
         draft_tokens: torch.Tensor,
     ) -> None:
-        """Enqueue the copies; the arguments are those of `StepLog.record`."""
+        """Enqueue the copies.
+
+        Args:
+            batch: vLLM's `InputBatch` (V2).
+            sampler_output: vLLM's `SamplerOutput` (V2).
+            confidence: float32 [>= n, K], probabilities of the drafted tokens.
+            draft_tokens: int64 [>= n, K], drafted tokens.
+        """
         n, rows = batch.num_reqs, batch.num_tokens
         width = sampler_output.sampled_token_ids.shape[1]
         self._shape = (n, width)
@@ -151,9 +158,10 @@ class Step:
             drafted for it yet.
         logit_ends: int32 [n], end of each request's rows in the logits.
         num_prompt_tokens: int32 [n].
-        steps: Draft steps that ran, for the next step's verification.
-        version: Version of the draft that ran them.
+        version: Version of the draft that runs after it.
         place: Its host memory.
+        steps: Draft steps that ran, for the next step's verification.
+        whole: Whether all of it was enqueued, draft and copies included.
         cut: Whether drafts were cut on the device.
         trimmed: int32 [n], drafted tokens that were cut there, once read.
         after_gap: Whether the step before it was lost: what that one drafted for this
@@ -176,9 +184,10 @@ class Step:
     padded: np.ndarray
     logit_ends: np.ndarray
     num_prompt_tokens: np.ndarray
-    steps: int
     version: int
     place: Place
+    steps: int = 0
+    whole: bool = False
     cut: bool = False
     trimmed: np.ndarray | None = None
     after_gap: bool = False
@@ -248,37 +257,25 @@ class StepLog:
         self._gap = False
         self.lost = 0
 
-    def record(
-        self,
-        batch: Any,
-        prompt_len: np.ndarray,
-        sampler_output: Any,
-        confidence: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        steps: int,
-        version: int,
-    ) -> Step | None:
-        """A step was enqueued: note it and enqueue the copies.
+    def open(self, batch: Any, prompt_len: np.ndarray, version: int) -> Step | None:
+        """The target ran, the draft is next: note the step.
 
         Args:
             batch: vLLM's `InputBatch` (V2).
             prompt_len: int32, prompt length by request slot.
-            sampler_output: vLLM's `SamplerOutput` (V2).
-            confidence: float32 [>= n, K], probabilities of the drafted tokens.
-            draft_tokens: int64 [>= n, K], drafted tokens.
-            steps: Draft steps of this step.
             version: Version of the draft.
 
         Returns:
-            The step, or None if no place was free.
+            The step, which `fill` completes, or None if no place was free.
         """
+        if self._steps and not self._steps[-1].whole:
+            self._lose(self._steps[-1])  # a fault kept it from being filled
         if not self._free:
             self.lost += 1
             self._gap = True
             return None
         place, n = self._free.pop(), batch.num_reqs
         try:
-            place.fill(batch, sampler_output, confidence, draft_tokens)
             drafts = batch.num_draft_tokens_per_req
             if drafts is None:
                 drafts = np.zeros(n, np.int32)
@@ -290,7 +287,6 @@ class StepLog:
                 padded=batch.is_prefilling_np & (drafts > 0),
                 logit_ends=batch.cu_num_logits_np[1:],
                 num_prompt_tokens=prompt_len[batch.idx_mapping_np],
-                steps=steps,
                 version=version,
                 place=place,
                 cut=cut_on_device(batch),
@@ -307,6 +303,26 @@ class StepLog:
     def skip(self) -> None:
         """A step is not recorded: what it drafted is not known."""
         self._gap = True
+
+    def fill(self, step: Step, *numbers: Any) -> None:
+        """The step was enqueued whole: enqueue the copies of its numbers.
+
+        Args:
+            step: What `open` gave.
+            numbers: Arguments of `Place.fill`.
+        """
+        try:
+            step.place.fill(*numbers)
+            step.place.seal()
+        except BaseException:
+            self._lose(step)
+            raise
+        step.whole = True
+
+    def _lose(self, step: Step) -> None:
+        """Nobody learns of it; its rows may be on their way, so it waits its turn."""
+        step.whole = step.seen = self._gap = True
+        step.full = None
 
     def begin(self, ended: Sequence[str]) -> bool:
         """The next step begins.
@@ -328,7 +344,7 @@ class StepLog:
         for step in self._steps:
             if step.seen:
                 continue
-            if not step.place.filled():
+            if not step.whole or not step.place.filled():
                 return
             step.seen = True
             step.read()

@@ -1,7 +1,7 @@
 """What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
 
 Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
-`on_logits`, `on_draft_logits` in each draft step
+`on_logits`, `_open`, `on_draft_logits` in each draft step
 (on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
 `choose_drafts`.
 """
@@ -20,8 +20,9 @@ from vllm_tide.config import TideConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
+from vllm_tide.engine.graph_lengths import offered, replay_each
 from vllm_tide.engine.profile_facts import facts
-from vllm_tide.engine.step_log import StepLog, Timing
+from vllm_tide.engine.step_log import Step, StepLog, Timing
 from vllm_tide.engine.sureness import Sureness
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
@@ -61,6 +62,8 @@ class WorkerTideV2(WorkerTide):
         # Apart from capture's: control goes on when capture is switched off.
         self._steps = Guard("reading steps")
         self._made_up = False
+        self._lengths: list[int] = []  # that graphs were captured for
+        self._step: Step | None = None  # of which the draft runs
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
         self._verification: PricedVerification | None = None
@@ -70,9 +73,24 @@ class WorkerTideV2(WorkerTide):
         """Let the seams of the runner and its speculator see this object."""
         runner, speculator = self._runner, self._runner.speculator
         runner.tide = speculator.tide = self
+        sample, propose = runner.sample, speculator.propose
+        held: list[torch.Tensor] = []
+
+        def sampled(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            held[:] = [hidden_states]  # some targets give their draft others
+            return sample(hidden_states, *args, **kwargs)
+
+        def proposed(*args: Any, **kwargs: Any) -> Any:
+            rows = held.pop() if held else None  # None: a dummy run
+            if rows is not None and not self._made_up:
+                self._steps.run("open", self._open, args[0], rows, args[4])
+            return propose(*args, **kwargs)
+
+        runner.sample, speculator.propose = sampled, proposed
         if self.control is not None:
             facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
+            self._replay_each_length()
             # Called where the draft's first pass was launched, outside of its graph;
             # upstream does nothing there with an EAGLE-3 draft.
             inner, clock = speculator.on_prefill_end, self.control.clock
@@ -84,6 +102,22 @@ class WorkerTideV2(WorkerTide):
             speculator.on_prefill_end = on_prefill_end
             # Nothing is measured for it, so it need not wait for the KV cache.
             self.warm_up()
+
+    def _replay_each_length(self) -> None:
+        runner, speculator = self._runner, self._runner.speculator
+        speculative = self._worker.vllm_config.speculative_config
+        table = speculative.num_speculative_tokens_per_batch_size
+        if self._config.control.policy == "static" or not table:
+            return  # with data parallelism vLLM has graphs for one length
+        self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
+        init = speculator.init_cudagraph_manager
+
+        def init_cudagraph_manager(mode: Any) -> None:
+            init(mode)
+            for part in runner.cudagraph_manager, speculator.prefill_cudagraph_manager:
+                replay_each(part, self._lengths)
+
+        speculator.init_cudagraph_manager = init_cudagraph_manager
 
     def make_verification(self, create: Callable[..., Any], **upstream: Any) -> Any:
         """Seam: vLLM makes its manager of adaptive verification.
@@ -214,14 +248,7 @@ class WorkerTideV2(WorkerTide):
         if self.control is not None:
             timing = self.control.step_ends(num_drafted)
         self._steps.run(
-            "step",
-            self._record,
-            batch,
-            sampler_output,
-            hidden_states,
-            aux_hidden_states,
-            num_drafted,
-            timing,
+            "step", self._record, batch, sampler_output, num_drafted, timing
         )
         if self._steps.tripped and self.control is not None:
             self._log.skip()
@@ -230,7 +257,9 @@ class WorkerTideV2(WorkerTide):
             output.tide = self._report()
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
-                output.tide = {**(output.tide or {}), "depth": self.control.depth}
+                depth = self.control.depth  # up: it moves on in steps of one
+                depth = next((n for n in self._lengths if n >= depth), depth)
+                output.tide = {**(output.tide or {}), "depth": depth}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()
 
@@ -269,45 +298,32 @@ class WorkerTideV2(WorkerTide):
         else:
             self._forget(ended)
 
-    def _record(
-        self,
-        batch: Any,
-        sampler_output: Any,
-        hidden_states: torch.Tensor,
-        aux_hidden_states: Sequence[torch.Tensor],
-        num_drafted: int,
-        timing: Timing | None,
-    ) -> None:
+    def _open(self, batch: Any, *hidden: Any) -> None:
+        """Before the draft, whose graphs may overwrite what the target's returned."""
         if self.capture is None and self.control is None:
             return
-        step = self._log.record(
-            batch,
-            self._runner.req_states.prompt_len.np,
-            sampler_output,
-            self._sureness.table,
-            self._runner.speculator.draft_tokens,
-            num_drafted,
-            0 if self.swapper is None else self.swapper.version,
-        )
+        version = 0 if self.swapper is None else self.swapper.version
+        prompt_len = self._runner.req_states.prompt_len.np
+        self._step = step = self._log.open(batch, prompt_len, version)
+        if self.capture is None:
+            return
         if step is None:
-            if self.capture is not None:
-                self.capture.dropped["behind"] += batch.num_tokens
-        else:
-            step.timing = timing
+            self.capture.dropped["behind"] += batch.num_tokens
+            return
+        self._guard.run("stage", self.capture.stage, step, batch.input_ids, *hidden)
+
+    def _record(
+        self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
+    ) -> None:
+        step, self._step = self._step, None
+        if step is not None and step.req_ids is batch.req_ids:
+            step.timing, step.steps = timing, num_drafted
             if self.control is not None:
                 step.explored = self.control.explored
             if self._verification is not None:
                 step.verify_chance = self._verification.verify_chance
-            step.place.seal()
-            if self.capture is not None:
-                self._guard.run(
-                    "stage",
-                    self.capture.stage,
-                    step,
-                    batch.input_ids,
-                    hidden_states,
-                    aux_hidden_states,
-                )
+            drafts = self._sureness.table, self._runner.speculator.draft_tokens
+            self._log.fill(step, batch, sampler_output, *drafts)
         self._take_landed()
 
     def _take_landed(self) -> None:

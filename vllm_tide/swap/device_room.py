@@ -26,6 +26,9 @@ class DeviceRoom:
         shared: Names that are the target's and never published.
         dtype: What the draft computes in; floating-point tensors are kept in it.
         device: Where the model runs.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class DeviceRoom:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.device = device
         self._tensors = {
             name: torch.empty(
                 tensor.shape,

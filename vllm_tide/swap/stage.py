@@ -162,6 +162,10 @@ class Stager:
     def _watch(self) -> None:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
+        if self._room is not None:
+            # A thread begins on device 0; leaving a stream of another one would make a
+            # context there.
+            torch.cuda.set_device(self._room.device)
         while not self._stop.wait(POLL_SECONDS):
             try:
                 if self.beat is not None:

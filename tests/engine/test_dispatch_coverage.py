@@ -1,0 +1,123 @@
+"""Every offered length replays a FULL graph at every batch size, as vLLM dispatches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+LIMIT = 512  # vLLM's largest captured number of tokens
+
+
+def sizes(most: int, requests: int) -> list[int]:
+    """What vLLM's configuration captures (`VllmConfig._set_cudagraph_sizes`)."""
+    rows = most + 1
+    limit = min(requests * rows * 2, LIMIT)
+
+    def counts(largest: int) -> list[int]:
+        found = [n for n in (1, 2, 4) if n <= largest]
+        found += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
+        return sorted({*found, largest})
+
+    uniform = {n * rows for n in counts(min(requests, limit)) if n * rows <= limit}
+    return sorted({*counts(limit), *uniform})
+
+
+def manager(most: int, requests: int, table: list | None, varlen: bool = False) -> Any:
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    made = object.__new__(CudaGraphManager)
+    made.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens_per_batch_size=table,
+            uses_dynamic_speculative_decoding=lambda: table is not None,
+        ),
+        num_speculative_tokens=most,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    captured = sizes(most, requests)
+    made.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=captured, max_cudagraph_capture_size=captured[-1]
+    )
+    made.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    made.decode_query_len, made.varlen_decode = most + 1, varlen
+    made.max_num_reqs, made.ubatch_runner = requests, None
+    made.lora_capture_cases, made._lora_dispatch_map = [0], {}
+    made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
+    made._init_candidates()
+    return made
+
+
+def of_tide(most: int, requests: int, varlen: bool = False) -> Any:
+    from vllm_tide.engine.graph_lengths import offered, replay_each, table_of
+
+    made = manager(most, requests, table_of(most, requests), varlen)
+    replay_each(made, offered(most, requests))
+    return made
+
+
+def modes(made: Any, length: int) -> list[str]:
+    """How each batch of up to 128 requests that all verify `length` tokens runs."""
+    rows, limit = length + 1, made.compilation_config.max_cudagraph_capture_size
+    batches = range(1, min(128, made.max_num_reqs, limit // rows) + 1)
+    found = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
+    graphs = {d for of_mode in made._capture_descs.values() for d in of_mode}
+    assert graphs.issuperset(found)
+    fit = [d.num_reqs is None or d.num_reqs <= made.max_num_reqs for d in found]
+    assert all(fit)
+    return [desc.cg_mode.name for desc in found]
+
+
+@pytest.mark.parametrize("requests", [1, 3, 50, 256, 1024])
+@pytest.mark.parametrize("most", [1, 3, 5, 7])
+def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_tide.engine.graph_lengths import offered
+
+    made, lengths = of_tide(most, requests), offered(most, requests)
+    assert lengths[0] == 0 and lengths[-1] == most and 2 <= len(lengths) <= 4
+    for length in lengths:
+        assert set(modes(made, length)) == {"FULL"}, length
+    static = manager(most, requests, None)
+    count = {mode: len(found) for mode, found in made._capture_descs.items()}
+    full, captured = CUDAGraphMode.FULL, sizes(most, requests)
+    assert count.pop(full) <= len(lengths) * (len(captured) + 1)
+    assert count == {mode: len(static._capture_descs[mode]) for mode in count}
+    # vLLM captures the largest first and measures memory with these.
+    tokens = [desc.num_tokens for desc in made._capture_descs[full]]
+    assert tokens == sorted(tokens, reverse=True)
+    # Ragged steps run as they did.
+    for count in range(1, captured[-1] + 1):
+        assert made.dispatch(1, count, None, 0) == static.dispatch(1, count, None, 0)
+
+
+def test_vllms_own_table_leaves_half_of_the_batches_to_piecewise():
+    """What is worked around: drop it when this reads 128."""
+    table = [(1, 249, 7), *((249 + i, 249 + i, 7 - i) for i in range(1, 8))]
+    assert modes(manager(7, 256, table), 0).count("FULL") == 62
+    assert modes(of_tide(7, 256), 0).count("FULL") == 128
+
+
+def test_graphs_for_any_mix_of_lengths_stay_as_they_are():
+    assert of_tide(3, 64, varlen=True)._candidates == {
+        key: found
+        for key, found in manager(3, 64, None, varlen=True)._candidates.items()
+    }
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7])
+def test_the_drafts_graphs_are_captured_for_every_offered_length(most):
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from vllm_tide.engine.graph_lengths import offered, table_of
+
+    for requests in (1, 2, 8):
+        table = table_of(most, requests)
+        lookup = build_dynamic_sd_schedule_lookup(table, requests, most)
+        # Upstream's set (`SpeculatorCudaGraphManager.capture`).
+        assert set(offered(most, requests)) - {0, 1} <= set(lookup) - {0, 1}
