@@ -60,7 +60,7 @@ def test_outputs_are_upstreams_token_for_token(reports):
 
 
 def test_worker_patches_leave_everything_none(reports):
-    """The rejection sampler's too: requests with a seed are sampled as upstream does."""
+    """The rejection sampler's too: a request with a seed is sampled as upstream's."""
     _, patched = reports
     assert patched["tide"] == [True] * 5
 

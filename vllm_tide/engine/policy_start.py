@@ -60,9 +60,9 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
         # drawn: cutting by it would bias the output. When to stop drafting does not.
         settings = replace(settings, verify=False)
         logger.warning(
-            "vllm_tide: tide.control.verify is off: with draft_sample_method %r a token "
-            "may not be cut for what was drawn after it, so every drafted token is "
-            "verified; set draft_sample_method to 'greedy' to have the verifier choose.",
+            "vllm_tide: tide.control.verify is off: with draft_sample_method %r no "
+            "token may be cut for what was drawn after it, so every drafted token is "
+            "verified; set draft_sample_method to 'greedy' to let the verifier choose.",
             method,
         )
     control.policy = make_policy(config.policy, settings, OnlineTime(stored.model))
