@@ -65,10 +65,9 @@ step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 \
 # What kernels compute, as an older CPU computes it.
 step "numerics with AVX2" env OMP_NUM_THREADS=1 scripts/with_isa.sh avx2 \
     "$bin/python" -m pytest -n 2 -m "not slow and not alone" --junitxml "$scratch/avx2.xml" \
-    tests/draft tests/demo tests/kernels tests/engine/test_seeded.py \
-    tests/train/test_architectures.py tests/train/test_branches.py \
-    tests/train/test_learning.py tests/train/test_loss{es,_terms}.py \
-    tests/train/test_trainer.py
+    tests/draft tests/demo tests/kernels/test_{kl_loss,sureness,topk_teacher}.py \
+    tests/engine/test_seeded.py tests/train/test_{architectures,branches,learning}.py \
+    tests/train/test_{loss_terms,losses,trainer}.py
 if [ $fast = 0 ]; then
     # Engines spend most of their time starting, on one core, and wait in between: three
     # at once fill two cores. Bound to cores by vLLM they would share one.
