@@ -162,13 +162,13 @@ def test_tide_starts_paused_unless_the_draft_is_fresh():
 @pytest.mark.parametrize("mode", ["tide", "gated"])
 def test_requests_with_little_evidence_make_a_value_together(mode):
     machine = schedule(mode)
-    short = ServedRequest(key=1, tries=3.0, hits=1.0, squares=3.0)
+    short = ServedRequest(key=1, tries=6.0, hits=2.0, squares=6.0)
     for _ in range(6):
         machine.observe(short)
-    assert machine.averages.count == 2  # 9 tries each
+    assert machine.averages.count == 2  # 18 tries each
     # One look of weight 50 is one look.
     rare = ServedRequest(key=1, tries=50.0, hits=50.0, squares=2500.0)
-    for _ in range(7):
+    for _ in range(15):
         machine.observe(rare)
     assert machine.averages.count == 2
     machine.observe(rare)

@@ -44,7 +44,7 @@ NEW_GROUP_REQUESTS = 4
 """Requests that make a new group a shift: one odd request does not."""
 ACTIVE_REQUESTS = 512
 """A group unseen for so many requests of the stream is not waited for."""
-MIN_TRIES = 8.0
+MIN_TRIES = 16.0
 """First tokens, counted as equally weighted ones, that make a value of a series."""
 _MAX_DOUBLINGS = 16
 
