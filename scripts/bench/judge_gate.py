@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.evaluate import FORMS, Evaluation, request_gains
+from vllm_tide.train.evaluate import FORMS, Evaluation
 from vllm_tide.train.judgement import Evidence, Pair, judge
 
 DEPTH = 3
@@ -112,7 +112,7 @@ def run(
             for i in range(count)
         }
         pair = pair_of(gains)
-        evidence.add(list(request_gains(pair.new, pair.live, "served").values()))
+        evidence.add(list(pair.gains("served").values()))
         if judge(1, 0.0, nothing, pair, CONFIG, "served", evidence).publish:
             return evidence.requests
     return None

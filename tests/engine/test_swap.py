@@ -107,6 +107,7 @@ def serving_a(request, models, tmp_path_factory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("a")
     with OfflineEngine(case(models, "a", folder, eager=request.param)) as engine:
         manifest = only_manifest(folder)
+        assert manifest.draft_sample_method == "greedy"  # vLLM's default
         reader = RingReader.attach(manifest.ring)
         yield engine, reader, WeightsWriter.attach(manifest.weights)
 

@@ -162,7 +162,7 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence():
     documents = fresh(rng, 40)
     trainer.add_samples(documents)
     result = trainer.train_cycle()
-    assert (result.fresh_requests, result.unscored_requests) == (21, 19)
+    assert (result.fresh_requests, trainer.unscored_requests) == (21, 19)
     assert trainer.evidence.requests == 21
     assert not trainer.unscored
 

@@ -19,9 +19,8 @@ from vllm_tide.train.evaluate import (
     Evaluation,
     evaluate,
     gain,
-    request_gains,
 )
-from vllm_tide.train.judgement import ENOUGH, Evidence
+from vllm_tide.train.judgement import ENOUGH, Evidence, Pair
 from vllm_tide.train.rates import REGROWTH, cycle_lr_scale
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
 from vllm_tide.train.trainer import Trainer
@@ -120,7 +119,7 @@ def test_requests_are_judged_before_they_are_learnt_from():
     assert (second.gain, second.gain_error) == pytest.approx(gain(new, live))
     # By all of these gains together, not by one standard error of this cycle.
     expected = Evidence()
-    expected.add(list(request_gains(new, live, "served").values()))
+    expected.add(list(Pair(unseen, new, live).gains("served").values()))
     assert second.evidence == pytest.approx(expected.wealth)
     assert second.publish == (expected.wealth >= ENOUGH and expected.gain >= 0.01)
     assert second.new is not None

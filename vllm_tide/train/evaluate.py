@@ -30,8 +30,6 @@ from vllm_tide.train.packing import PackedBatch, pack, take_batch
 from vllm_tide.train.sample import Sample
 
 FORMS = ("greedy", "mass", "argmax_mass", "served")
-SAMPLED_FORMS = {"greedy": "argmax_mass", "probabilistic": "mass"}
-"""Form of a sampled request by vLLM's `draft_sample_method`."""
 _PROBS_BYTES = 128 << 20
 
 
@@ -114,20 +112,6 @@ def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float,
     if not rows:
         return 0.0, math.inf
     return sum(d for _, d in pairs) / rows, _ratio_error(pairs)
-
-
-def request_gains(new: Evaluation, old: Evaluation, form: str) -> dict[int, float]:
-    """Difference in acceptance length by request key, each the mean over its rows.
-
-    What is no number counts as if nothing had been accepted.
-    """
-    column = 1 + FORMS.index(form)
-    out = {}
-    for key, row in new.requests.items():
-        if row[0]:
-            found = (row[column] - old.requests[key][column]) / row[0]
-            out[key] = found if math.isfinite(found) else -float(new.num_steps)
-    return out
 
 
 def _ratio_error(pairs: list[tuple[float, float]]) -> float:

@@ -6,21 +6,20 @@ Sees evaluations only; who made them, and on what data, is the trainer's busines
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.evaluate import Evaluation, gain
+from vllm_tide.train.evaluate import FORMS, Evaluation, gain
 from vllm_tide.train.sample import Sample
 
 ENOUGH = 20.0
 """Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
 _DECAY = 0.95  # of what earlier requests say, per request
-_CAUTION = 0.85  # share of the largest fall to be expected that a bet may risk
+_CAUTION = 0.9  # share of the largest fall to be expected that a bet may risk
 _LEAST = 0.05  # factor of a fall that is larger still
-_FIRST = 0.75  # share of the wealth that is bet from the start
+_FIRST = 0.75  # share of the wealth that is staked from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
 
 
@@ -45,8 +44,6 @@ class CycleResult:
         harmful: The candidate is worse than the live draft by more than chance, in
             tokens accepted and in probability mass.
         evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
-        unscored_requests: Requests learnt from without having been judged: too many
-            came at once.
     """
 
     steps: int
@@ -62,7 +59,6 @@ class CycleResult:
     fresh_requests: int = 0
     harmful: bool = False
     evidence: float = 1.0
-    unscored_requests: int = 0
 
 
 def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
@@ -84,44 +80,31 @@ class Evidence:
     for the recent gain and the held-out requests to say.
 
     * lambda is the recent mean gain over the recent mean square, never below zero.
-    * It risks at most 0.85 of the largest |sum(g)| seen, taken as 0.8 tokens before: a
-      larger fall leaves a twentieth, not less than nothing. So the bound is exact
-      unless gains fall further than they ever did; `scripts/bench/judge_gate.py` has
-      what that costs.
-    * Requests that came together are alike. They are bet on by two, of many by four,
-      and lambda falls as neighbours' gains go together.
-    * A part of the wealth is staked anew whenever what is at stake has fallen to a
-      quarter, the k-th time 1/k of it: candidates that were worse for long do not bury
-      a better one.
+    * It risks at most 0.9 of the largest |sum(g)| seen, taken as 0.8 tokens before; a
+      larger fall leaves a twentieth. So the bound is exact unless gains fall further
+      than they ever did (`scripts/bench/judge_gate.py` has what that costs).
+    * Requests that came together are alike: they are bet on by two, of many by four,
+      and lambda falls as neighbours' gains go together (`alike` over `spread`).
+    * A quarter of the wealth is held back and staked bit by bit, so that candidates
+      that were worse for long do not bury a better one.
 
     Attributes:
-        running: Wealth at stake.
-        reserve: Wealth not staked yet; both are 1 at the start.
-        stake: `running` when last staked.
-        stakes: Times staked.
-        total: Decayed sum of gains (tokens).
-        weight: Decayed number of requests.
-        prior: Decayed sum of gains imagined at the start (tokens).
-        squares: Decayed sum of squares of the blocks' sums.
-        largest: The largest |sum(g)|, or |g|, seen (tokens).
-        alike: Decayed sum of products of neighbours' gains, each less its cycle's mean.
-        spread: Decayed sum of their squares.
-        pairs: Decayed number of neighbours.
+        running: Wealth at stake; with `reserve` it is 1 at the start.
+        reserve: Wealth not staked yet.
+        total: Decayed sum of gains (tokens), of `weight` requests.
+        squares: Decayed sum of squares of what was bet on (tokens^2).
+        largest: Of what was bet on, the largest (tokens).
         requests: Requests counted.
     """
 
     running: float = _FIRST
     reserve: float = 1 - _FIRST
-    stake: float = _FIRST
-    stakes: int = 1
     total: float = 0.0
     weight: float = 0.0
-    prior: float = _PRIOR
     squares: float = _PRIOR
     largest: float = 0.8
     alike: float = 0.0
     spread: float = 0.0
-    pairs: float = 0.0
     requests: int = 0
 
     @property
@@ -135,12 +118,7 @@ class Evidence:
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, gains: Sequence[float]) -> None:
-        """Bet on the gains of one scoring.
-
-        Args:
-            gains: Per request, candidate minus live draft (tokens per verify step), in
-                order of arrival; none of these requests was counted before.
-        """
+        """Bet on gains of requests (tokens) that come together, none counted before."""
         count = len(gains)
         parts = math.ceil(count / min(4, max(2, count // 4)))
         for i in range(parts):
@@ -149,50 +127,34 @@ class Evidence:
             return
         mean, decay = sum(gains) / count, 0.99**count
         apart = [gain - mean for gain in gains]
-        near, squares = (
-            sum(a * b for a, b in pairwise(apart)),
-            sum(a * a for a in apart),
-        )
-        # Less their mean, independent gains would seem to go apart.
-        self.alike = decay * self.alike + near + squares / count
+        squares = sum(a * a for a in apart)
+        self.alike = decay * self.alike + sum(a * b for a, b in pairwise(apart))
+        self.alike += squares / count  # without their mean they seem to go apart
         self.spread = decay * self.spread + squares
-        self.pairs = decay * self.pairs + count - 1
 
     def dropped(self) -> Evidence:
-        """What is left when the candidate is given up: its gains no longer count."""
-        return Evidence(
-            running=min(self.running, 1 - self.reserve),
-            reserve=self.reserve,
-            stake=self.stake,
-            stakes=self.stakes,
-            largest=self.largest,
-            requests=self.requests,
-        )
+        """What is left when the candidate is given up: never more."""
+        left = min(self.running, 1 - self.reserve)
+        return replace(self, running=left, total=0.0, weight=0.0, squares=_PRIOR)
 
     def _bet(self, block: Sequence[float]) -> None:
         together, decay = sum(block), _DECAY ** len(block)
-        grown = self.running * max(_LEAST, 1 + self._lambda() * together)
+        more = self.reserve * len(block) / (self.requests + 100)
+        self.reserve -= more
+        grown = (self.running + more) * max(_LEAST, 1 + self._lambda() * together)
         self.running = min(grown, 2 * ENOUGH)  # more would only outlast its candidate
         self.total = decay * self.total + together
         self.weight = decay * self.weight + len(block)
-        self.prior *= decay
         self.squares = decay * self.squares + together**2
         self.largest = max(self.largest, abs(together), *map(abs, block))
         self.requests += len(block)
-        if self.running < self.stake / 4:
-            self.stakes += 1
-            more = self.reserve / self.stakes
-            self.reserve -= more
-            self.running += more
-            self.stake = self.running
 
     def _lambda(self) -> float:
-        best = max(0.0, self.total + self.prior) / max(self.squares, 1e-9)
-        bound = min(best, _CAUTION / self.largest)
-        if not self.spread:
-            return bound
+        total = self.total + _PRIOR * _DECAY**self.requests
+        bound = min(max(0.0, total) / max(self.squares, 1e-9), _CAUTION / self.largest)
         # Twice what is seen, less its error: the correlation is underestimated.
-        found = self.alike / self.spread - 1 / math.sqrt(self.pairs + 1)
+        error = 1 / math.sqrt(min(self.requests, 100) + 1)
+        found = self.alike / max(self.spread, 1e-9) - error
         tie = min(0.8, max(0.0, 2 * found))
         return bound * (1 - tie) / (1 + tie)
 
@@ -211,22 +173,15 @@ class Pair:
             self.samples + other.samples, self.new + other.new, self.live + other.live
         )
 
-
-def newest_within(samples: Iterable[Sample], max_tokens: int) -> list[Sample]:
-    """The newest documents that fit into `max_tokens` rows, oldest first.
-
-    Args:
-        samples: Newest first.
-        max_tokens: Bound (tokens).
-    """
-    out: deque[Sample] = deque()
-    for sample in samples:
-        max_tokens -= sample.num_tokens
-        if max_tokens < 0:
-            break
-        # As held-out ones are: also rows whose token a pruned draft cannot say.
-        out.appendleft(replace(sample, in_vocab=None))
-    return list(out)
+    def gains(self, form: str) -> dict[int, float]:
+        """Tokens per verify step that the candidate gains, by request key."""
+        column, out = 1 + FORMS.index(form), {}
+        for key, row in self.new.requests.items():
+            if row[0]:
+                gain = (row[column] - self.live.requests[key][column]) / row[0]
+                # What is no number accepts nothing.
+                out[key] = gain if math.isfinite(gain) else -float(self.new.num_steps)
+        return out
 
 
 def judge(

@@ -271,7 +271,7 @@ class Sidecar:
             gain=result.gain,
             gain_error=result.gain_error,
             fresh_requests=result.fresh_requests,
-            unscored_requests=result.unscored_requests,
+            unscored_requests=self.trainer.unscored_requests,
             evidence=result.evidence,
             publish=result.publish,
             waiting_for=self.deployment.waiting_for,

@@ -27,21 +27,9 @@ from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import (
-    SAMPLED_FORMS,
-    Evaluation,
-    evaluate,
-    request_gains,
-)
+from vllm_tide.train.evaluate import Evaluation, evaluate
 from vllm_tide.train.gpu import give_up_memory, lacks_memory
-from vllm_tide.train.judgement import (
-    CycleResult,
-    Evidence,
-    Pair,
-    judge,
-    newest_within,
-    unjudged,
-)
+from vllm_tide.train.judgement import CycleResult, Evidence, Pair, judge, unjudged
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.rates import cycle_lr_scale, next_rate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
@@ -94,7 +82,8 @@ class Trainer:
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
         self.metric = metric
-        self.sampled_form = SAMPLED_FORMS.get(draft_sample_method, "argmax_mass")
+        drawn = draft_sample_method == "probabilistic"
+        self.sampled_form = "mass" if drawn else "argmax_mass"
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
         self._turns: Turns | None = None
@@ -126,6 +115,7 @@ class Trainer:
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
+        self.unscored_requests = 0  # too many came at once: no evidence
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         self.rate = 1.0
         self._sayable = Sayable(target, self.stepper.step.dtype)
@@ -235,10 +225,9 @@ class Trainer:
     ) -> CycleResult:
         first, total = self._position
         ahead: Pair | None = None
-        unscored = 0
         watch, restored = Watch(progress, self._turns), self._restored
         if not total:
-            ahead, unscored = self._judge_fresh(watch)
+            ahead = self._judge_fresh(watch)
             self._follow_vocabulary(watch)
             taken, fresh = self.buffer.new_tokens, self.buffer.fresh
             self.buffer.new_tokens = 0
@@ -269,17 +258,10 @@ class Trainer:
             # Neither half an evaluation counts nor one of a draft that is gone.
             if watch.going and self._restored == restored:
                 self._count(held_out)
-                judged = judge(
-                    len(losses),
-                    mean,
-                    held_out,
-                    ahead,
-                    self.config,
-                    self.metric,
-                    self.evidence,
-                )
+                how = self.config, self.metric, self.evidence
+                judged = judge(len(losses), mean, held_out, ahead, *how)
                 self._adapt_rate(judged)
-                return replace(judged, unscored_requests=unscored)
+                return judged
         if self._restored != restored:
             result = replace(result, reason="another draft was put in place")
         elif not watch.going:
@@ -518,33 +500,37 @@ class Trainer:
         """Fresh windows of requests neither learnt from nor counted yet."""
         return [s for s in self.buffer.fresh if s.key not in self._known]
 
-    def _judge_fresh(self, progress: Watch) -> tuple[Pair | None, int]:
+    def _judge_fresh(self, progress: Watch) -> Pair | None:
         """Candidate and live draft on requests that neither has learnt from.
 
         None if there are none, or both are the same draft. The candidate is the one of
         before the cycle, as a rule a little worse than the one it ends with. Under
-        overload the newest: as many rows as a quarter of the cycle's steps take, so
-        that scoring costs about a sixth of them. The others are no evidence.
-
-        Returns:
-            Also how many requests were left out.
+        overload only the newest, as many rows as a quarter of the cycle's steps take:
+        that costs about a sixth of them.
         """
         unscored, restored = self.unscored if self._differs else [], self._restored
-        config = self.config
-        most = config.steps_per_cycle * config.batch_tokens // 4
-        samples = newest_within(reversed(unscored), max(most, config.holdout_tokens))
+        most = self.config.steps_per_cycle * self.config.batch_tokens // 4
+        most = max(most, self.config.holdout_tokens)
+        samples: deque[Sample] = deque()
+        for sample in reversed(unscored):
+            most -= sample.num_tokens
+            if most < 0:
+                break
+            # As held-out ones are: also rows whose token a pruned draft cannot say.
+            samples.appendleft(replace(sample, in_vocab=None))
         if not samples:
-            return None, 0
-        pair = self._compared(samples, progress)
-        left_out = {s.key for s in unscored} - {s.key for s in samples}
+            return None
+        pair = self._compared(list(samples), progress)
         if progress.going and self._restored == restored:
             self._count(pair)
+            left_out = {s.key for s in unscored} - {s.key for s in samples}
+            self.unscored_requests += len(left_out)
             self._know(left_out)
-        return pair, len(left_out)
+        return pair
 
     def _count(self, pair: Pair) -> None:
         """Take scores as evidence; those of known requests have been taken before."""
-        gains = request_gains(pair.new, pair.live, self.metric)
+        gains = pair.gains(self.metric)
         self.evidence.add([g for key, g in gains.items() if key not in self._known])
         self._know(gains)
 
