@@ -72,8 +72,13 @@ def main() -> None:
             # Built, not tracked.
             for built in (ROOT / "vllm_tide").glob("_shm.*.so"):
                 (tree / "vllm_tide" / built.name).symlink_to(built)
-            found = late(tree, options.streams, options.timeout)
-        result[f"found_at_{BEFORE}"] = found
+            try:
+                found = late(tree, options.streams, options.timeout)
+                result[f"found_at_{BEFORE}"] = found
+            except SystemExit as error:  # the environment has later patches
+                print(error, file=sys.stderr)
+                result["note"] = f"{BEFORE} does not run with these patches of vLLM: "
+                result["note"] += "its number is the kept one."
     else:
         result["note"] = f"{BEFORE} is not in this clone: its number is the kept one."
     result["now"] = late(ROOT, options.streams, options.timeout)
