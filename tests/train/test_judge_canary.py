@@ -57,8 +57,8 @@ def test_a_shift_is_seen_whatever_lengths_control_chooses(policy):
         for mode in ("tide", "gated"):
             found = shifts(mode, requests)
             seen = [place - 250 for place in found if place >= 250]
-            # As many requests were under way at the shift.
-            assert seen and seen[0] <= 64, (seed, mode, found)
+            # 64 requests were under way at the shift: they began in the easier text.
+            assert seen and seen[0] <= 96, (seed, mode, found)
             alarms += mode == "gated" and found[0] < 250
     assert alarms <= 1
 
