@@ -91,7 +91,7 @@ def checkpoint_scene() -> tuple[Any, Path, dict[str, Any]]:
     path = folder.path / "checkpoint-00000001"
     path.mkdir()
     (path / "a.safetensors").write_bytes(b"a")
-    state = checkpoint.TrainState(steps=3, data={"queue": []}, extra={"live": "x"})
+    state = checkpoint.TrainState(steps=3, extra={"live": "x"})
     document = {
         "format": checkpoint.FORMAT,
         "draft": checkpoint.draft_fingerprint(draft),
