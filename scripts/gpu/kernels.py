@@ -111,7 +111,6 @@ def _pack_rows(place: Place) -> Case:
     rows, width = (4, 48) if place.cpu else (4096, 4096)
     features = [_draw(place, rows, width, seed=i) for i in range(3)]
     ids = torch.arange(rows, device=place.device)
-    verdicts, order = ids % 3 == 0, ids.flip(0)
     layout = PackLayout(rows, width)
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=place.device)
@@ -119,7 +118,7 @@ def _pack_rows(place: Place) -> Case:
     ]
 
     def run(function: Any, block: Tensor) -> list[Tensor]:
-        function(features, ids, verdicts, order, layout, block)
+        function(features, ids, layout, block)
         return [block]
 
     moved = 2 * layout.num_bytes

@@ -41,8 +41,6 @@ def test_the_features_are_those_that_are_packed():
     pack_rows(
         layers,
         torch.arange(4, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int32),
-        torch.arange(4, dtype=torch.int32),
         packed,
         run[: packed.num_bytes],
     )

@@ -51,53 +51,24 @@ def test_the_recorder_sees_a_product_that_overflows(monkeypatch):
 def test_pack_rows(monkeypatch):
     from vllm_tide.kernels.pack_rows import _pack_rows_kernel
 
-    row, part, source, width, stride = 200_000, 7, 2_000_000, 8192, 24_576
-    rows = torch.full((row + 1,), source)
+    row, part, width, stride = 200_000, 7, 8192, 24_576
     a, b, c, out = anchors(*[torch.int16] * 4)
-    ids, verdicts, out_ids, out_verdicts = anchors(*[torch.int32] * 4)
-    seen = recorder(monkeypatch, (row, part), rows)
+    ids, out_ids = anchors(torch.int32, torch.int32)
+    seen = recorder(monkeypatch, (row, part))
     _pack_rows_kernel[(1,)](
-        *(a, b, c, stride, stride + 1, stride + 2, ids, verdicts, rows, source + 1),
-        *(out_ids, out_verdicts, out, width),
+        *(a, b, c, stride, stride + 1, stride + 2, ids, out_ids, out, width),
         FROM_BF16=True,
         TO="bits",
         BLOCK=1024,
     )
     columns = range(part * 1024, width)
     first = row * 3 * width
-    assert min(source * stride, first) > LIMIT
+    assert min(row * stride, first) > LIMIT
     assert seen.addresses == touched(
-        (a, [source * stride + i for i in columns]),
-        (b, [source * (stride + 1) + i for i in columns]),
-        (c, [source * (stride + 2) + i for i in columns]),
+        (a, [row * stride + i for i in columns]),
+        (b, [row * (stride + 1) + i for i in columns]),
+        (c, [row * (stride + 2) + i for i in columns]),
         *((out, [first + part * width + i for i in columns]) for part in range(3)),
-    )
-
-
-def test_pack_rows_in_fp8(monkeypatch):
-    from vllm_tide.kernels.pack_rows import _pack_rows_fp8_kernel
-
-    row, source, width, stride = 300_000, 2_000_000, 3000, 24_576
-    rows = torch.full((row + 1,), source)
-    a, b, c = anchors(*[torch.int16] * 3)
-    ids, verdicts, out_ids, out_verdicts = anchors(*[torch.int32] * 4)
-    scales, out = anchor(torch.float32), anchor(torch.uint8)
-    seen = recorder(monkeypatch, (row,), rows)
-    _pack_rows_fp8_kernel[(1,)](
-        *(a, b, c, stride, stride, stride, ids, verdicts, rows, source + 1),
-        *(out_ids, out_verdicts, scales, out, width, 448.0),
-        FROM_BF16=True,
-        FNUZ=False,
-        BLOCK=1024,
-    )
-    first = row * 3 * width
-    assert min(source * stride, first) > LIMIT
-    inputs = [source * stride + i for i in range(width)]
-    assert seen.addresses == touched(
-        *((layer, inputs) for layer in (a, b, c)),
-        (out, range(first, first + 3 * width)),
-        *((narrow, [source]) for narrow in (ids, verdicts)),
-        *((narrow, [row]) for narrow in (out_ids, out_verdicts, scales)),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_tide.kernels.fp8 import LARGEST
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss, kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
 from vllm_tide.kernels.pack_layout import PackLayout
@@ -33,18 +32,16 @@ def room_for(gigabytes):
         pytest.skip(f"needs {gigabytes} GiB of GPU memory")
 
 
-@pytest.mark.parametrize("stored", (*FLOATS, *LARGEST), ids=str)
+@pytest.mark.parametrize("stored", FLOATS, ids=str)
 @pytest.mark.parametrize("given", FLOATS, ids=str)
 def test_pack_rows(given, stored):
     features = [draw(300, 4100, dtype=given, seed=i)[:, 2:4098] for i in range(3)]
-    ids, verdicts = torch.arange(300), torch.arange(300) % 3 == 0
-    rows = torch.tensor([299, 0, -1, 17, 300, 17])
-    layout = PackLayout(8, 4096, stored)
+    ids, layout = torch.arange(300), PackLayout(301, 4096, stored)
     ours = torch.full((layout.num_bytes,), 7, dtype=torch.uint8)
     block = ours.cuda()
     assert runs_triton(block)
-    pack_rows(features, ids.cuda(), verdicts.cuda(), rows.cuda(), layout, block)
-    pack_rows_reference([f.cpu() for f in features], ids, verdicts, rows, layout, ours)
+    pack_rows(features, ids.cuda(), layout, block)
+    pack_rows_reference([f.cpu() for f in features], ids, layout, ours)
     assert torch.equal(block.cpu(), ours)
 
 

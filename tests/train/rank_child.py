@@ -149,7 +149,7 @@ def lead(ranks: Ranks, told: dict[str, Any]) -> None:
     )
     if "load" in told:
         state = stepper.load(told["load"])
-        first = state.cycle_step
+        first = state.steps
 
     def after(index: int) -> None:
         if index + 1 != told.get("save"):
@@ -163,8 +163,6 @@ def lead(ranks: Ranks, told: dict[str, Any]) -> None:
             writer.publish(as_wire(tensors), version=1, parent_version=0, meta={})
         state = TrainState(
             steps=index + 1,
-            cycle_step=index + 1,
-            cycle_total=STEPS,
             published_version=version,
         )
         if "full_disk" in told:

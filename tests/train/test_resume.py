@@ -1,10 +1,11 @@
-"""A run that goes on from a checkpoint is the run that never stopped."""
+"""What a checkpoint holds, and that a damaged or torn one is never read."""
 
 from __future__ import annotations
 
 import errno
 import random
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank
+from vllm_tide.train.judgement import Evidence
 from vllm_tide.train.packing import take_batch
-from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
 KNOBS = TrainConfig(
@@ -30,76 +31,90 @@ KNOBS = TrainConfig(
     learning_rate=5e-3,
     buffer_tokens=4096,
     holdout_share=0.1,
+    steps_per_cycle=4,
 )
-STEPS, STOP = 30, 13  # several passes; the stop is in the middle of one
+STEPS, STOP = 30, 13
 
 
 class Run:
-    """The training loop of a cycle, with a checkpoint in the middle."""
+    """Steps over fixed batches, which may stop after any of them."""
 
     def __init__(self, seed: int = 0, count: int = 12) -> None:
         self.draft = TOY.draft(seed)
         self.stepper = OneRank(self.draft, TOY.rows, KNOBS)
-        self.buffer = SampleBuffer(KNOBS, clock=lambda: 1e9)
-        self.queue: deque[Sample] = deque()
         self.done = 0
-        rng = random.Random(1)
-        for _ in range(count):
-            first, key = rng.randrange(VOCAB), rng.getrandbits(64)
-            self.buffer.add(TOY.document(first, rng.randrange(10, 40), 3, key))
+        self.batches, queue = [], deque(documents(count))
+        while queue:
+            self.batches.append(take_batch(queue, KNOBS.batch_tokens))
 
     def train(self, last: int) -> list[float]:
         losses = []
-        while self.done < last:
-            if not self.queue:
-                self.queue = self.buffer.shuffled()
-            samples = take_batch(self.queue, KNOBS.batch_tokens)
-            # dropout would draw from torch's generator: resume must restore it
-            scale = float(torch.rand(()))
-            result = self.stepper.run(samples, KNOBS.batch_tokens, scale)
+        for index in range(self.done, last):
+            samples = self.batches[index % len(self.batches)]
+            result = self.stepper.run(samples, KNOBS.batch_tokens)
             assert result is not None
             losses.append(result.loss)
-            self.done += 1
+        self.done = last
         return losses
 
     def save(self, folder: Path) -> Path:
-        state = TrainState(
-            steps=self.done,
-            cycle_step=self.done,
-            cycle_total=STEPS,
-            data=DataCursor.of(self.buffer, self.queue).to_json(),
-            extra={"schedule": "collecting"},
-        )
+        state = TrainState(steps=self.done, extra={"schedule": "collecting"})
         return self.stepper.save(folder, state)
 
-    def load(self, path: Path) -> TrainState:
-        state = self.stepper.load(path)
-        queue = DataCursor.from_json(state.data).resume(self.buffer)
-        assert queue is not None
-        self.queue, self.done = queue, state.cycle_step
-        state.restore_random()
-        return state
+
+def documents(count: int) -> list[Sample]:
+    rng = random.Random(1)
+    return [
+        TOY.document(
+            rng.randrange(VOCAB), rng.randrange(10, 40), 3, rng.getrandbits(64)
+        )
+        for _ in range(count)
+    ]
 
 
 def weights(run: Run) -> torch.Tensor:
     return torch.cat([t.detach().flatten() for t in run.draft.named_tensors().values()])
 
 
-def test_the_curve_after_resume_is_the_same_to_the_last_bit(tmp_path):
-    torch.manual_seed(7)
+def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_path):
     whole = Run()
     losses = whole.train(STOP)
     path = whole.save(tmp_path)
     losses += whole.train(STEPS)
 
-    torch.manual_seed(99)
     again = Run(seed=3)  # another draft: all of it comes from the checkpoint
-    again.buffer.shuffled()  # another order
-    state = again.load(path)
-    assert state.extra == {"schedule": "collecting"}
-    assert (state.cycle_step, state.cycle_total) == (STOP, STEPS)
+    state = again.stepper.load(path)
+    assert (state.steps, state.extra) == (STOP, {"schedule": "collecting"})
+    again.done = state.steps
     assert again.train(STEPS) == losses[STOP:]
     assert torch.equal(weights(again), weights(whole))
+
+
+def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
+    """From a checkpoint in the middle of a cycle too: a step done stays done."""
+    trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
+    trainer.add_samples(documents(60))
+    trainer.train_cycle()
+    trainer.rate = 0.5
+    trainer.evidence.add([0.25, 0.5])
+    paths, steps = [], trainer.steps
+
+    def save_after_a_step() -> bool:
+        if trainer.steps == steps + 1:
+            paths.append(trainer.save(tmp_path, 7))
+            taken.append((trainer.train_tokens, replace(trainer.evidence)))
+        return True
+
+    taken: list[tuple[int, Evidence]] = []
+    trainer.train_cycle(save_after_a_step)
+    again = Trainer(TOY.draft(3), TOY.rows, KNOBS)
+    assert again.load(paths[0]).published_version == 7
+    assert (again.steps, again.cycles, again.rate) == (steps + 1, 1, 0.5)
+    assert (again.train_tokens, again.evidence) == taken[0]
+    assert again.evidence != Evidence()
+    again.add_samples(documents(60))
+    assert again.train_cycle().steps == KNOBS.steps_per_cycle
+    assert (again.steps, again.cycles) == (steps + 1 + KNOBS.steps_per_cycle, 2)
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
@@ -112,20 +127,14 @@ def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
     assert not again.stepper.step.optimizer.state
 
 
-def test_another_buffer_begins_a_new_pass():
-    run = Run()
-    run.queue = run.buffer.shuffled()
-    cursor = DataCursor.of(run.buffer, run.queue)
-    assert cursor.resume(Run(count=11).buffer) is None
-    assert len(cursor.resume(Run().buffer) or ()) == len(run.queue)
-
-
 def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
-    run = Run()
-    run.train(2)
-    path = run.save(tmp_path)
-    rows = [s.features.numpy().tobytes()[:32] for s in run.buffer.train]
-    rows += [s.tokens.numpy().tobytes() for s in run.buffer.train]
+    trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
+    trainer.add_samples(documents(12))
+    trainer.train_cycle()
+    path = trainer.save(tmp_path, 0)
+    held = [*trainer.buffer.train, *trainer.buffer.holdout]
+    rows = [s.features.numpy().tobytes()[:32] for s in held]
+    rows += [s.tokens.numpy().tobytes() for s in held]
     for file in path.iterdir():
         raw = file.read_bytes()
         assert not any(row in raw for row in rows)

@@ -126,9 +126,6 @@ class DeviceStage:
         self._host_bytes = self._pinned.bytes
         self._shared: torch.Tensor | None = None  # the ring's segment
         self._undo: Any = None
-        # All rows are packed; `pack_rows` wants to be told which, and their verdicts.
-        self._all_rows = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._no_verdicts = torch.zeros(max_rows, dtype=torch.int32, device=device)
         lowest, _ = torch.cuda.Stream.priority_range()
         self._copies = torch.cuda.Stream(device, priority=lowest)
         self._free = [DeviceRows(self, device) for _ in range(places)]
@@ -189,14 +186,13 @@ class DeviceStage:
         return True
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """See `RowStage`. Triton compiles for 1, for multiples of 16 and for others."""
+        """See `RowStage`. No argument of the kernel depends on the number of rows."""
         num_aux, width, *_ = self._kind
-        for count in (1, 16, 17):
-            if count <= len(self._all_rows):
-                layer = torch.zeros(count, width, dtype=dtype, device=self._device)
-                rows = self.fill(self._all_rows, [layer] * num_aux, layer, count, None)
-                if rows is not None:
-                    rows.release()
+        ids = torch.zeros(1, dtype=torch.int32, device=self._device)
+        layer = torch.zeros(1, width, dtype=dtype, device=self._device)
+        rows = self.fill(ids, [layer] * num_aux, layer, 1, None)
+        if rows is not None:
+            rows.release()
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""
@@ -237,8 +233,6 @@ class DeviceStage:
             pack_rows(
                 [part[:num_rows] for part in aux],
                 token_ids[:num_rows],
-                self._no_verdicts[:num_rows],
-                self._all_rows[:num_rows],
                 packed,
                 block[: packed.num_bytes],
             )

@@ -1,6 +1,6 @@
 """Where the parts of one step's rows lie in their run of staging memory.
 
-    token ids, verdicts, features (`PackLayout`) | hidden | top-k ids | log-probs | tail
+    token ids, features (`PackLayout`) | hidden | top-k ids | log-probs | tail
 
 Device and host hold the same bytes at the same offsets, so one copy moves a step. Of
 the rows that land in the ring itself each request's are one piece there, and go alone.

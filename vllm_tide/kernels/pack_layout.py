@@ -1,13 +1,10 @@
 """One staging block: where the arrays of n packed rows lie in a run of bytes.
 
-    token_ids int32 [max_rows] | verdicts int32 [max_rows] | scales fp32 [max_rows]
-    | features [max_rows, 3H]
+    token_ids int32 [max_rows] | features [max_rows, 3H]
 
 Each array starts at a multiple of 16 bytes. Rows that are neighbours in the block are
 neighbours in every array, so the rows of one request are slices that a ring record
-(`vllm_tide.transport.record`) takes as they are. The narrow arrays come first: the
-first `used_bytes(n)` bytes hold all of the first n rows, and one copy to the host moves
-no more than those.
+(`vllm_tide.transport.record`) takes as they are.
 """
 
 from __future__ import annotations
@@ -18,35 +15,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_tide.kernels.fp8 import LARGEST
-
 NUM_LAYERS = 3
 """EAGLE-3 reads the residual stream after three layers of the target."""
 
 _ALIGN = 16  # bytes: the widest load of a GPU thread
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PackedRows(NamedTuple):
     """Views of a staging block.
 
     Attributes:
-        token_ids: int32 [max_rows]; -1 says that nothing was packed in this row.
-        verdicts: int32 [max_rows], as they were given; 0 in a row without a token.
-        scales: fp32 [max_rows] for fp8 features (0 in a row without a token), else
-            None. NaN says that the row was not finite; its codes are NaN too.
+        token_ids: int32 [max_rows].
         features: [max_rows, 3H] of the layout's dtype, the lowest layer first.
     """
 
     token_ids: Tensor
-    verdicts: Tensor
-    scales: Tensor | None
     features: Tensor
-
-    def decoded(self, num_rows: int) -> Tensor:
-        """The features of the first rows, fp32 [num_rows, 3H]."""
-        wide = self.features[:num_rows].to(torch.float32)
-        return wide if self.scales is None else wide * self.scales[:num_rows, None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +41,7 @@ class PackLayout:
     Args:
         max_rows: Rows the block has room for.
         hidden_size: H of the target.
-        dtype: What features are stored in: bfloat16, float16, float32, or an fp8 of
-            `vllm_tide.kernels.fp8` (e4m3fnuz is the one that gfx942 computes in).
+        dtype: What features are stored in: bfloat16, float16 or float32.
 
     Raises:
         ValueError: A size is below one, or the dtype is none of these.
@@ -73,14 +57,9 @@ class PackLayout:
                 f"a staging block of {self.max_rows} rows of {self.hidden_size} values "
                 "holds nothing; both must be at least 1."
             )
-        if self.dtype not in _PLAIN and self.dtype not in LARGEST:
-            known = ", ".join(str(d) for d in (*_PLAIN, *LARGEST))
+        if self.dtype not in _DTYPES:
+            known = ", ".join(str(d) for d in _DTYPES)
             raise ValueError(f"features cannot be packed as {self.dtype}; use {known}.")
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether each row has a scale."""
-        return self.dtype in LARGEST
 
     @property
     def width(self) -> int:
@@ -90,16 +69,12 @@ class PackLayout:
     @property
     def features_at(self) -> int:
         """First byte of the features."""
-        return (3 if self.is_fp8 else 2) * self._column_bytes
+        return -(-4 * self.max_rows // _ALIGN) * _ALIGN
 
     @property
     def num_bytes(self) -> int:
         """Size of the block (bytes)."""
-        return self.used_bytes(self.max_rows)
-
-    def used_bytes(self, num_rows: int) -> int:
-        """Bytes from the start of the block that hold its first rows."""
-        return self.features_at + num_rows * self.width * self.dtype.itemsize
+        return self.features_at + self.max_rows * self.width * self.dtype.itemsize
 
     def views(self, block: Tensor) -> PackedRows:
         """The arrays of a block, without a copy.
@@ -120,17 +95,6 @@ class PackLayout:
                 f"a staging block needs {self.num_bytes} bytes that start at a "
                 f"multiple of {_ALIGN}; this one has {block.numel()}."
             )
-        step, narrow = self._column_bytes, 4 * self.max_rows
-        ids = block[:narrow].view(torch.int32)
-        verdicts = block[step : step + narrow].view(torch.int32)
-        scales = None
-        if self.is_fp8:
-            scales = block[2 * step : 2 * step + narrow].view(torch.float32)
+        ids = block[: 4 * self.max_rows].view(torch.int32)
         features = block[self.features_at : self.num_bytes].view(self.dtype)
-        shaped = features.view(self.max_rows, self.width)
-        return PackedRows(ids, verdicts, scales, shaped)
-
-    @property
-    def _column_bytes(self) -> int:
-        """Bytes from one narrow array to the next."""
-        return -(-4 * self.max_rows // _ALIGN) * _ALIGN
+        return PackedRows(ids, features.view(self.max_rows, self.width))

@@ -11,7 +11,6 @@ All ranks must see the directory.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -33,7 +32,7 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.step import TrainStep
 from vllm_tide.transport.small_file import read_small
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 1 << 28
@@ -49,46 +48,15 @@ class TrainState:
     Attributes:
         steps: Optimizer steps done by the trainer.
         cycles: Cycles finished.
-        cycle_step: Steps done of the cycle being run (position of the learning-rate
-            schedule); 0 between cycles.
-        cycle_total: Steps of that cycle; 0 between cycles.
         published_version: Last version published when it was written. A checkpoint of
             an older version than the engine's must not go on.
-        torch_random: State of torch's CPU generator, base64. Ranks other than the
-            leader draw no random numbers.
-        data: `DataCursor.to_json()`, or empty.
         extra: What else the caller wants back (JSON).
     """
 
     steps: int
     cycles: int = 0
-    cycle_step: int = 0
-    cycle_total: int = 0
     published_version: int = 0
-    torch_random: str = field(default_factory=lambda: torch_random_state())
-    data: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-
-    def restore_random(self) -> None:
-        """Set torch's CPU generator as it was."""
-        torch.set_rng_state(self._random())
-
-    def check_random(self) -> None:
-        """Try the state of torch's generator on another one.
-
-        Raises:
-            ValueError, RuntimeError: It is none.
-        """
-        torch.Generator().set_state(self._random())
-
-    def _random(self) -> Tensor:
-        raw = bytearray(base64.b64decode(self.torch_random, validate=True))
-        return torch.frombuffer(raw, dtype=torch.uint8)
-
-
-def torch_random_state() -> str:
-    """State of torch's CPU generator, base64."""
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
 
 
 def draft_fingerprint(draft: Eagle3Draft) -> str:
@@ -295,7 +263,6 @@ def _read_document(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"{item.name} is no {item.type}")
         if not _is_count(document["optimizer_steps"]) or "draft" not in document:
             raise ValueError("what it is of is missing")
-        state.check_random()
     except DraftError:
         raise
     except (
@@ -303,7 +270,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
         AttributeError,
         KeyError,
         OSError,
-        RuntimeError,  # torch, and nesting without end
+        RuntimeError,  # nesting without end
         TypeError,
         ValueError,
     ) as error:
@@ -317,7 +284,6 @@ def _is_count(value: Any) -> bool:
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "int": _is_count,
-    "str": lambda value: isinstance(value, str),
     "dict[str, Any]": lambda value: isinstance(value, dict),
 }
 

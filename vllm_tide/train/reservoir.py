@@ -164,7 +164,7 @@ class SampleBuffer:
     def fresh(self) -> list[Sample]:
         """Training windows that no pass has begun with yet, oldest first.
 
-        Settable, to windows of `train`, by who resumes a pass.
+        Settable, to windows of `train`, by who breaks a pass off.
         """
         windows = self._sides["train"].windows
         return [windows[serial] for serial in self._fresh]

@@ -25,7 +25,6 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.data_cursor import DataCursor
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, evaluate
 from vllm_tide.train.gpu import give_up_memory, lacks_memory
@@ -111,7 +110,6 @@ class Trainer:
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._wanted: Collection[int] | None = None
         self._capacity = self._packed = 0
-        self._position = (0, 0)  # steps done and planned of the cycle being run
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
@@ -195,8 +193,8 @@ class Trainer:
         The comparison is over held-out requests and over those that came since the last
         cycle, scored before the first step on them (prequential: Dawid 1984). Each
         counts once as evidence, a held-out one when it is first scored; all held-out
-        ones together only say whether something was forgotten. A cycle that
-        a checkpoint was taken in goes on where it was; one without memory ends early.
+        ones together only say whether something was forgotten. A cycle without memory
+        ends early.
 
         Args:
             progress: Called after every step and evaluation batch, so that the caller
@@ -204,6 +202,7 @@ class Trainer:
             wanted_groups: Groups to train on, each with the same weight; None takes
                 everything.
         """
+        steps = self.steps
         try:
             return self._run_cycle(progress, wanted_groups)
         except RuntimeError as error:
@@ -213,8 +212,7 @@ class Trainer:
             error.__traceback__ = None  # it holds the step's frames, so its tensors
             give_up_memory(self.stepper.step.optimizer)
             self.out_of_memory += 1
-            self._differs = self._differs or self._position[0] > 1
-            self._position = (0, 0)
+            self._differs = self._differs or self.steps > steps
             self._give_back()
             return unjudged(0, math.nan, "out of memory")
         finally:  # a purge finds no documents here
@@ -223,28 +221,23 @@ class Trainer:
     def _run_cycle(
         self, progress: Progress | None, wanted_groups: Collection[int] | None
     ) -> CycleResult:
-        first, total = self._position
-        ahead: Pair | None = None
         watch, restored = Watch(progress, self._turns), self._restored
-        if not total:
-            ahead = self._judge_fresh(watch)
-            self._follow_vocabulary(watch)
-            taken, fresh = self.buffer.new_tokens, self.buffer.fresh
-            self.buffer.new_tokens = 0
-            self._wanted = wanted_groups
-            self._queue = self.buffer.shuffled(wanted_groups)
-            self._taken = taken, fresh, self._queue
-            total = self._num_steps()
+        ahead = self._judge_fresh(watch)
+        self._follow_vocabulary(watch)
+        taken, fresh = self.buffer.new_tokens, self.buffer.fresh
+        self.buffer.new_tokens = 0
+        self._wanted = wanted_groups
+        self._queue = self.buffer.shuffled(wanted_groups)
+        self._taken = taken, fresh, self._queue
+        total = self._num_steps()
         losses: list[float] = []
-        for index in range(first, total if watch.going else first):
-            self._position = (index + 1, total)
+        for index in range(total if watch.going else 0):
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
             if not watch() or self._restored != restored:
                 break
-        self._position = (0, 0)
         self._differs = self._differs or bool(losses)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
@@ -350,7 +343,6 @@ class Trainer:
         self.live.take(tensors)
         self.draft.take(tensors)
         self.stepper.restore()
-        self._position = (0, 0)
         self._differs = False
         self.evidence = Evidence()
         self._restored += 1
@@ -381,21 +373,17 @@ class Trainer:
             self._queue = deque(s for s in self._queue if not expired(s))
 
     def save(self, directory: Path, published_version: int) -> Path:
-        """Write a checkpoint: weights, moments, place in the cycle, no captured data.
+        """Write a checkpoint: weights, moments, counters, evidence, no captured data.
 
         Args:
             directory: Holds the checkpoints of this trainer.
             published_version: Newest version published.
         """
-        done, total = self._position
         held = {s.key for s in (*self.buffer.train, *self.buffer.holdout)}
         state = TrainState(
             steps=self.steps,
             cycles=self.cycles,
-            cycle_step=done,
-            cycle_total=total,
             published_version=published_version,
-            data=DataCursor.of(self.buffer, self._queue).to_json(),
             extra={
                 "train_tokens": self.train_tokens,
                 "live": self.live_digest(),
@@ -407,25 +395,18 @@ class Trainer:
         return self.stepper.save(directory, state)
 
     def load(self, path: Path) -> TrainState:
-        """Go on from a checkpoint; also from the middle of a cycle if the data agree.
+        """Go on from a checkpoint, with a new cycle.
 
         Raises:
             DraftError: It is damaged or of another draft; nothing is changed.
         """
         state = self.stepper.load(path)
-        state.restore_random()
         self.steps, self.cycles = state.steps, state.cycles
         self.train_tokens = int(state.extra.get("train_tokens", 0))
         self.rate = float(state.extra.get("rate", 1.0))
         self.evidence = Evidence(**state.extra.get("evidence", {}))
         self._know(state.extra.get("known", ()))
-        self._position = (0, 0)
         self._differs = True
-        if state.data:
-            queue = DataCursor.from_json(state.data).resume(self.buffer)
-            if queue is not None:
-                self._queue = queue
-                self._position = (state.cycle_step, state.cycle_total)
         return state
 
     def _adapt_rate(self, result: CycleResult) -> None:
