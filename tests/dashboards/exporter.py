@@ -46,6 +46,8 @@ def report(tick: int) -> dict[str, Any]:
         "off_rounds": {"no_gain": tick},
         "rounds_by_length": {0: tick, 3: 9 * tick},
         "slo_requests": {"met": tick, "missed": 0},
+        "prefix_verified": {"none": 3 * tick, "most_old": tick},
+        "prefix_accepted": {"none": 2 * tick, "most_old": 0},
         "ring_used_bytes": 10_000,
         "ring_capacity_bytes": 1_000_000,
         "consumer_alive": True,

@@ -34,7 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def case(models: dict[str, Path], draft: str, run_dir: Path, **more: Any) -> dict:
-    tide = {"run_dir": str(run_dir), "capture": {"ring_mib": 16}, **more}
+    run = {"run_dir": str(run_dir), "capture": {"ring_mib": 16}}
+    tide = run | {"train": {"autostart": False}} | more
     return {
         "target": str(models["target"]),
         "speculative_config": {
