@@ -313,7 +313,7 @@ class ControlConfig(_Section):
         None,
         description="File of `vllm-tide profile`; null uses the cached profile of "
         "this model and machine. Without one Model Runner V1 measures at start-up, and "
-        "V2 takes what vLLM measures for adaptive verification, else `threshold`.",
+        "V2 takes vLLM's, measured for adaptive verification; else lengths are static.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,

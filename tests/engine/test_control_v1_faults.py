@@ -110,6 +110,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
             now[0] += 60.0 * minutes / 2 - 1.0
             before = control._backlog.missing.sum() + control._backlog.holes
             assert engine.step() == (0, [0] * N)
+            assert engine.cost == 0.0, "says nothing of the draft"
             assert control._backlog.missing.sum() + control._backlog.holes > before
         now[0] += 2.0
         control._backlog.missing[:] = 0  # nothing here can catch up

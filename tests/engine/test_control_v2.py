@@ -183,8 +183,10 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
         assert control.faults == {"control": minutes}
         assert control.stats() == {"control_suspended_s": 60.0 * minutes}
         now[0] += 60.0 * minutes - 1.0
-        control.learn(landed(SURE, 0))
+        step = landed(SURE, 0)
+        control.learn(step)
         assert control.policy is None and control.depth == 0
+        assert step.cost == 0.0, "says nothing of the draft"
         now[0] += 1.0
         control.learn(landed(SURE, 4))
         assert control.policy is policies[-1] and control.depth > 0

@@ -121,3 +121,14 @@ def test_the_drafts_graphs_are_captured_for_every_offered_length(most):
         lookup = build_dynamic_sd_schedule_lookup(table, requests, most)
         # Upstream's set (`SpeculatorCudaGraphManager.capture`).
         assert set(offered(most, requests)) - {0, 1} <= set(lookup) - {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("depth", "up", "down"), [(0, 0, 0), (2, 3, 1), (4, 7, 3), (7, 7, 7)]
+)
+def test_a_depth_becomes_an_offered_one_downwards_under_a_limit(depth, up, down):
+    """A longer step than control allowed would miss a TPOT limit."""
+    from vllm_tide.engine.graph_lengths import rounded
+
+    assert rounded(depth, [0, 1, 3, 7], up=True) == up
+    assert rounded(depth, [0, 1, 3, 7], up=False) == down

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.policies import ThresholdPolicy
+from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy
 from vllm_tide.engine.profile_steps import StepsV2, steps_of
 
 K, VOCAB = 3, 11
@@ -116,7 +116,8 @@ def test_without_times_a_policy_stands_in_that_needs_none(
     if adaptive and policy != "threshold":
         assert tide.control.policy is None  # vLLM measures times when it captures
     else:
-        assert isinstance(tide.control.policy, ThresholdPolicy)
-    said = [r.getMessage() for r in caplog.records if "threshold" in r.getMessage()]
+        kind = ThresholdPolicy if policy == "threshold" else StaticPolicy
+        assert type(tide.control.policy) is kind
+    said = [r.getMessage() for r in caplog.records if "'static'" in r.getMessage()]
     assert len(said) == (policy != "threshold" and not adaptive)
     assert all("run `vllm-tide profile`" in line for line in said)

@@ -14,7 +14,7 @@ from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig, TideConfig
 from vllm_tide.control.kept_pass import KeptPass
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import ThresholdPolicy
+from vllm_tide.control.policies import StaticPolicy
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.step_log import StepLog
@@ -356,10 +356,10 @@ def test_without_verification_or_a_profile_a_threshold_serves_and_the_log_says_s
         raise ValueError("FlashAttentionBackend allows none.")
 
     assert tide.make_verification(refuse) is None
-    assert isinstance(tide.control.policy, ThresholdPolicy)
+    assert type(tide.control.policy) is StaticPolicy
     cap, instead = caplog.records
     assert "allows none. Until then tide.control caps" in cap.message
-    assert "is 'threshold' instead of 'adaspec'" in instead.message
+    assert "is 'static' instead of 'adaspec'" in instead.message
     assert "run `vllm-tide profile`" in instead.message
 
 

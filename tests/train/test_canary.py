@@ -457,3 +457,38 @@ def test_switched_off_it_never_waits():
     window(machine, rng, 0.01)
     assert machine.may_publish
     assert machine.poll() is None
+
+
+def undrafted(request):
+    """The same request, had control never drafted."""
+    cells = {cell: [cost, cost] for cell, (_, cost) in request.cells.items()}
+    return replace(request, cells=cells, tries=0.0, hits=0.0, squares=0.0)
+
+
+def test_a_draft_that_control_never_uses_is_neither_kept_nor_in_the_way():
+    rng, machine = np.random.default_rng(0), canary()
+    for _ in range(96):
+        machine.observe(undrafted(make_request(rng, 0.6, version=1)))
+    machine.begin("", 2)
+    for _ in range(300):
+        machine.observe(undrafted(make_request(rng, 0.6, version=2)))
+        machine.look()
+    assert machine.undecided and machine.may_publish and machine.poll() is None
+    # Load falls, control drafts with it, and it slows requests down.
+    slow = [make_request(rng, 0.05, version=2) for _ in range(60)]
+    for request in slow:
+        cells = {c: [made, 2.0 * made] for c, (made, _) in request.cells.items()}
+        machine.observe(replace(request, cells=cells))
+        machine.look()
+    assert machine.poll().decision == "rollback"
+
+
+def test_a_command_to_go_back_rejects_what_the_draft_superseded_too():
+    rng, machine = np.random.default_rng(1), canary()
+    window(machine, rng)
+    machine.begin("", 2)
+    machine.observe(make_request(rng, 0.6, version=2))
+    machine.begin("", 3)
+    machine.overruled(3)
+    machine.observe(make_request(rng, 0.1, version=2))
+    assert {r.first_version for r in machine._before} == {1}

@@ -14,6 +14,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.evaluate import Evaluation
+from vllm_tide.train.judgement import Evidence, judge
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.trainer import Trainer
 
@@ -238,3 +239,14 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
     assert result.fresh_requests == 30
     assert result.publish is sampled, result.reason
     assert result.gain > 0.1 if sampled else result.gain < -0.1
+
+
+def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
+    """It is dropped: what would be published is the live draft itself."""
+    worse = judge_gate.pair_of(dict.fromkeys(range(20), -0.2))
+    proven = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
+    for drop in (True, False):
+        config = TrainConfig(drop_worse=drop)
+        nothing = judge_gate.pair_of({})
+        found = judge(1, 0.0, nothing, worse, config, "served", proven)
+        assert found.harmful and found.publish is not drop

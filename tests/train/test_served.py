@@ -115,6 +115,13 @@ def test_steps_are_counted_by_position_concurrency_and_cached_share():
     ]  # fmt: skip
 
 
+def test_steps_of_a_server_whose_control_failed_are_left_out():
+    (request,) = serve(
+        record(0, 10), record(10, 4, 2, cost=1.5), record(13, 1, cost=0.0), farewell()
+    )
+    assert request.cells == {(0, 3, 0): [3, 1.5]}
+
+
 def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
     (request,) = serve(
         record(0, 10, version=4),

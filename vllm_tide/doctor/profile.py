@@ -61,7 +61,7 @@ def judge_gpu(folder: Path, facts: dict[str, Any], adaptive: bool) -> Finding:
     lacking = warning(
         NAME,
         "A start on a GPU does not measure forward times, and nothing in "
-        f"{folder} fits this installation: 'threshold' serves instead of the policy.",
+        f"{folder} fits this installation: lengths are static, not the policy's.",
         f"{_MEASURE}, or do not set enable_adaptive_verification to false.",
     )
     return judge_folder(folder, facts, lacking)

@@ -359,7 +359,9 @@ class ControlV1:
             self._lose(where, error)
 
     def cost(self) -> float:
-        """`Record.cost` of the step that ends; 1 where no times are predicted."""
+        """`Record.cost` of the step that ends."""
+        if self.policy is None and self.start is not None:
+            return 0.0  # after a fault
         if self.times is None:
             return 1.0
         return step_cost(self.times.model, *self._decoding, self._steps)

@@ -143,6 +143,11 @@ class ControlV2:
         requests, context, _, prefill = self._shape
         self._shape = (requests, context, verified, prefill)
 
+    @property
+    def limited(self) -> bool:
+        """Whether a TPOT limit holds for the rounds to come."""
+        return bool(self._limit < np.inf)
+
     def prices(self) -> Prices | None:
         """What verifying costs, for the ranks that decide about it.
 
@@ -224,6 +229,8 @@ class ControlV2:
                 self._decide(self.policy, step, now)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose(error)
+        if self.policy is None and self.start is not None:
+            step.cost = 0.0  # after a fault; see `Record`
 
     def choose(
         self, req_ids: Sequence[str], draft_token_ids: list[list[int]]

@@ -15,6 +15,13 @@ def offered(most: int, requests: int) -> list[int]:
     return sorted({0, 1, min(3, most - 1) if requests > 1 else most, most})
 
 
+def rounded(depth: int, lengths: list[int], *, up: bool) -> int:
+    """The next offered length from `depth` on, up or down."""
+    if up:
+        return next((n for n in lengths if n >= depth), lengths[-1])
+    return next((n for n in reversed(lengths) if n <= depth), 0)
+
+
 def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
     """The same as vLLM's `num_speculative_tokens_per_batch_size`.
 

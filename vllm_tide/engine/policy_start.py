@@ -11,7 +11,7 @@ from vllm_tide.config import ConfigError, ControlConfig
 from vllm_tide.control.fit import fit
 from vllm_tide.control.kept_pass import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import ThresholdPolicy, make_policy
+from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy, make_policy
 from vllm_tide.control.profile_store import (
     ProfileMismatch,
     StoredProfile,
@@ -90,8 +90,8 @@ def start_predicting(
     """The same on Model Runner V2, where a start measures nothing.
 
     `vllm-tide profile` does, in an engine of its own; what was measured is found here.
-    Without times `threshold` stands in, which needs none: it never drafts more than a
-    static length would.
+    Without times a static length stands in: a policy that chooses by confidence alone
+    would hide from the canary what its lengths cost.
 
     Args:
         worker: vLLM's `Worker`.
@@ -113,15 +113,18 @@ def start_predicting(
         if late:
             return
         logger.warning(
-            "vllm_tide: tide.control.policy is 'threshold' instead of %r, so no length "
-            "is weighed against what it costs: there are no forward times; run "
+            "vllm_tide: tide.control.policy is 'static' instead of %r, so no length is "
+            "weighed against what it costs: there are no forward times; run "
             "`vllm-tide profile` with the options of this server.",
             config.policy,
         )
 
     def start() -> None:
-        if profile is None:
+        if config.policy == "threshold":
             control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+            return
+        if profile is None:
+            control.policy = StaticPolicy(settings.k_max)
             return
         control.times = OnlineTime(profile)
         times = KeptPassTimes(control.times)

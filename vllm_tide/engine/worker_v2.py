@@ -20,7 +20,7 @@ from vllm_tide.config import TideConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.event_timer import EventTimer, HostClock
-from vllm_tide.engine.graph_lengths import offered, replay_each
+from vllm_tide.engine.graph_lengths import offered, replay_each, rounded
 from vllm_tide.engine.profile_facts import facts
 from vllm_tide.engine.step_log import Step, StepLog, Timing
 from vllm_tide.engine.sureness import Sureness
@@ -257,8 +257,10 @@ class WorkerTideV2(WorkerTide):
             output.tide = self._report()
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
-                depth = self.control.depth  # up: it moves on in steps of one
-                depth = next((n for n in self._lengths if n >= depth), depth)
+                depth = self.control.depth
+                if self._lengths:  # up: it moves on in steps of one
+                    limited = self.control.limited  # a longer step may miss the limit
+                    depth = rounded(depth, self._lengths, up=not limited)
                 output.tide = {**(output.tide or {}), "depth": depth}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 import random
 
-from .counters import total
+from .counters import Reading, total
 from .fault import Fault
+from .processes import GENERATED
 from .scene import Scene
 from .trainer import OFFERED, PASSED_ON, order
 
 REFUSED = "vllm_tide:refused_drafts_total"
+ROLLBACKS = "trainer:rollbacks"
+VERSION = "vllm_tide:draft_version"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+UNUSED_TOKENS, UNUSED_SHARE = 2000, 0.05
+"""Tokens generated after an install of which fewer than this share were drafted."""
 
 
 async def refused_head(scene: Scene, rng: random.Random, what: str) -> None:
@@ -27,21 +33,38 @@ async def refused_head(scene: Scene, rng: random.Random, what: str) -> None:
 
 
 async def permuted_head(scene: Scene, rng: random.Random) -> None:
-    """A sound head that drafts nonsense: it is served, and has to be taken back."""
+    """A sound head that drafts nonsense: it has to be taken back, or not be used.
+
+    Where drafting does not pay with any head, control drafts with none, and nobody is
+    served worse than before.
+    """
     before = await scene.reading()
+    installed: dict[str, float] = {}
     scene.struck()
     path = order(scene.run_dir, "permuted", rng.getrandbits(30))
-    counter = "trainer:rollbacks"
+
+    def taken_back(now: Reading) -> bool:
+        return total(now, ROLLBACKS) > total(before, ROLLBACKS)
+
+    def over(now: Reading) -> bool:
+        if taken_back(now):
+            return True
+        if now.get(VERSION, 0) <= before.get(VERSION, 0):
+            return False
+        installed.update(now if not installed else {})
+        made = total(now, GENERATED) - total(installed, GENERATED)
+        drafted = total(now, DRAFTED) - total(installed, DRAFTED)
+        return made >= UNUSED_TOKENS and drafted < UNUSED_SHARE * made
+
     try:
-        after = await scene.until(
-            "a rollback", lambda r: total(r, counter) > total(before, counter), 60.0
-        )
-        good = after["trainer:published_version"]
-        await scene.until(
-            "the head before", lambda r: r.get("vllm_tide:draft_version", 0) >= good
-        )
+        after = await scene.until("a rollback, or a draft unused,", over, 60.0)
+        if taken_back(after):
+            good = after["trainer:published_version"]
+            await scene.until("the head before", lambda r: r.get(VERSION, 0) >= good)
     finally:
         path.unlink(missing_ok=True)
+    if not taken_back(after):
+        await scene.good_head()
 
 
 def _fault(what: str) -> Fault:
@@ -52,5 +75,5 @@ def _fault(what: str) -> Fault:
 
 FAULTS = (
     *(_fault(what) for what in (*PASSED_ON, OFFERED[0])),
-    Fault("head_permuted", permuted_head, "trainer:rollbacks"),
+    Fault("head_permuted", permuted_head, ROLLBACKS),
 )

@@ -26,6 +26,9 @@ MIN_COMPARED = 3
 """Requests before the first decision."""
 PATIENCE = 4
 """Times `canary_requests` that are waited for when few can be compared."""
+MIN_DRAFTED = 0.25
+"""Share of the requests compared that were drafted for, without which a draft is not
+kept: it may cost when control comes to use it."""
 LAST_SIGMAS = 2.0
 """Standard errors beyond the tolerance that the last look takes for a loss."""
 _MAX_BACKOFF = 1024  # cycles
@@ -156,7 +159,11 @@ class Canary:
             every = (*self._before, *others)
             self._window = Window([r for r in every if self._is_before(r)])
         cap = self.config.canary_requests
+        newest.sort(key=lambda request: request.began)
         self.comparison = compare(self._window, newest, cap=cap, limit=cap)
+        if self.comparison is not None and not _used(self.comparison):
+            # Hardly anything was drafted in the first ones: perhaps in the last.
+            self.comparison = compare(self._window, newest[-cap:], cap=cap)
         self._chain = None
         if len(newest) < len(chain):
             self._chain = compare(self._window, chain, cap=cap)
@@ -189,7 +196,8 @@ class Canary:
         """A draft was taken back by order: as if a trial had found it worse."""
         self.rollbacks += 1
         self.backoff = max(self.backoff, self.config.backoff_cycles)
-        self._bad.add(version)
+        first = self._first if self.undecided else version
+        self._bad.update(range(first, version + 1))
         self._break_off()
 
     def restart(self) -> None:
@@ -218,6 +226,8 @@ class Canary:
         chain = self._chain
         if found.change + found.bound < allowed:
             self._end("rollback", _said(found))
+        elif not _used(found):
+            return  # control does not draft with it: nothing is known for or against
         elif found.change - found.bound > allowed:
             self._end("keep", _said(found))
         elif last:
@@ -254,6 +264,11 @@ class Canary:
             self._bad.update(range(self._first, self._version + 1))
         self._engines = set()
         self._after.clear()
+
+
+def _used(found: Comparison) -> bool:
+    """True if control drafted in enough of the requests compared."""
+    return found.drafted >= max(MIN_COMPARED, MIN_DRAFTED * found.requests)
 
 
 def _said(found: Comparison) -> str:

@@ -46,6 +46,7 @@ class Comparison:
         error: Standard error of `change`.
         bound: Half width of the interval around `change` that holds at every look.
         settled: Every request compared has ended or tells nearly all it can.
+        drafted: How many of them had a drafted token verified.
     """
 
     requests: int
@@ -55,6 +56,7 @@ class Comparison:
     error: float
     bound: float
     settled: bool
+    drafted: int
 
 
 def stratum_of(request: ServedRequest) -> Stratum:
@@ -169,7 +171,7 @@ def compare(
     """
     scores: list[_Score] = []
     strata: set[Stratum] = set()
-    settled = True
+    settled, drafted = True, 0
     for request in sorted(after, key=lambda r: r.began):
         if len(scores) == limit:
             break
@@ -177,6 +179,7 @@ def compare(
         if score is not None:
             scores.append(score)
             strata.add(stratum_of(request))
+            drafted += request.tries > 0
             settled &= request.ended or score.cost >= 4.0 * _ONE_REQUEST
     if not scores:
         return None
@@ -201,6 +204,7 @@ def compare(
         error=math.sqrt(variance / weight + base),
         bound=math.hypot(bound, beyond * math.sqrt(base)),
         settled=settled,
+        drafted=drafted,
     )
 
 

@@ -36,7 +36,9 @@ logger = logging.getLogger("vllm_tide.train")
 RETRY_S = 5.0
 """A draft that could not be taken back is tried to be again after this (s)."""
 LOOK_SHARE = 0.003
-"""Share of the trainer's time, at most, that looking at a canary takes."""
+"""Share of the trainer's time, at most, that looking at a canary takes..."""
+MOST_PAUSE_S = 5.0
+"""... unless looks would be further apart than this (s)."""
 
 Master = dict[str, Tensor]
 
@@ -171,7 +173,8 @@ class Deployment:
             began = time.thread_time()
             self.canary.look(self._served.open_requests())
             spent = time.thread_time() - began
-            self._next_look = time.monotonic() + spent / LOOK_SHARE
+            pause = min(spent / LOOK_SHARE, MOST_PAUSE_S)
+            self._next_look = time.monotonic() + pause
 
     def offer(self, result: CycleResult, now: float) -> None:
         """A cycle was judged: publish its candidate if everything allows it.

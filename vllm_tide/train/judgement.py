@@ -212,6 +212,7 @@ def judge(
     improved = difference >= config.min_gain and difference > error and not forgot
     if len(both.new.requests) < 2:
         improved = True  # nothing speaks against going on
+    harmful = difference < -max(error, config.min_gain) and _moved_away(both)
     publish = False
     reason = (
         f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
@@ -224,7 +225,8 @@ def judge(
     elif forgot:
         reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
     else:
-        publish = evidence.wealth >= ENOUGH
+        # A harmful candidate is dropped, not served.
+        publish = evidence.wealth >= ENOUGH and not (config.drop_worse and harmful)
     return CycleResult(
         steps,
         loss,
@@ -237,7 +239,7 @@ def judge(
         improved,
         _by_group(both, config.min_gain, metric),
         0 if ahead is None else len(ahead.new.requests),
-        difference < -max(error, config.min_gain) and _moved_away(both),
+        harmful,
         evidence.wealth,
     )
 

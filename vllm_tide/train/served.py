@@ -233,7 +233,7 @@ def _append(request: _Open, record: Record, count: int) -> None:
         request.tries += weight
         request.squares += weight * weight
         request.hits += weight * (accepted > 0)
-    if len(request.versions) > 1:
+    if len(request.versions) > 1 or not record.cost:
         return
     bucket = bucket_of(record.start - record.num_prompt_tokens)
     cell = (bucket, record.concurrency.bit_length(), request.cached)

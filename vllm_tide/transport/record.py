@@ -96,7 +96,8 @@ class Record:
         sampled: The request's temperature is above zero.
         concurrency: Requests of the step; 0 is unknown.
         cost: Predicted seconds of the step over those of a step without drafts at the
-            same batch and context; 1 where nothing is predicted.
+            same batch and context; 1 where nothing is predicted, 0 where a fault keeps
+            control from drafting: such a step says nothing of the draft.
         verify_chance: Chance, drawn without regard to its confidence, with which the
             first drafted token was verified: 1 where control wanted it verified, its
             share of exploration where only that verified it, 0 where it was cut where
@@ -245,7 +246,7 @@ def decode(body: memoryview) -> Record:
      concurrency, cost, verify_chance) = _META.unpack_from(body)  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
-    if not (0.0 < cost < inf and 0.0 <= verify_chance <= 1.0):
+    if not (0.0 <= cost < inf and 0.0 <= verify_chance <= 1.0):
         raise RecordError("cost or verify_chance out of range")
     _check_counts(phase, n, num_probs, num_accepted, teacher_start)
     dtype = FEATURE_DTYPES[_DTYPE_NAMES[code]]
