@@ -79,7 +79,7 @@ FAULTS = (
         "head_permuted",
         permuted_head,
         None,
-        uncounted="a rollback counts it, where control drafts with it at all; the suite "
+        uncounted="a rollback counts it where control drafts with it; the suite "
         "reads which of the two it was",
     ),
 )
