@@ -10,7 +10,8 @@ improvement switches it off. Two things differ from the paper:
   token of a step, each weighted by the inverse chance with which it was verified
   (Horvitz and Thompson): no length moves it. Requests with too little of it are pooled
   with the next. Steps in which nothing was drafted say nothing: a shift so strong that
-  control stops drafting at once is not seen until it drafts again; mode `always` does not depend on it.
+  control stops drafting at once is not seen until it drafts again. `always` has no
+  need of it.
 * When training ends. The paper evaluates the new draft on held-out data against the
   acceptance seen in training; here the same publish gate as in other modes decides
   (`judgement.py`), which compares both drafts on the same requests.
