@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vllm_tide.train.evaluate import (
 from vllm_tide.train.judgement import ENOUGH, Evidence, Pair
 from vllm_tide.train.rates import REGROWTH, cycle_lr_scale
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.record import Record
 
@@ -462,3 +464,17 @@ def test_a_pruned_vocabulary_follows_what_the_target_says():
     assert torch.equal(trainer.live.tensor("fc.weight"), before["fc.weight"])
     trainer.restore(published)
     assert torch.equal(trainer.live.vocab.target_ids, new)
+
+
+@pytest.mark.parametrize(
+    ("isa", "may"),
+    [("AVX2", False), ("avx512_core", False), ("AVX512_CORE_AMX", True)],
+)
+def test_bfloat16_is_not_fast_where_onednn_may_not_use_it(monkeypatch, isa, may):
+    """It was emulated on a machine limited to AVX2: a cycle took 90 s for 4."""
+    text = "flags : fpu avx512_bf16 amx_bf16\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    assert has_fast_bfloat16() is may
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert has_fast_bfloat16()

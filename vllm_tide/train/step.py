@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from vllm_tide.train.packing import PackedBatch
 BETAS = (0.9, 0.95)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
+_BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ def has_fast_bfloat16(device: str = "cpu") -> bool:
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    # oneDNN may have been told to leave newer instructions alone.
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    if not any(isa in most for isa in _BFLOAT16_ISAS):
+        return False
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
