@@ -221,7 +221,7 @@ class Calibration:
         self._line = line
 
     def _likelihood(self, line: np.ndarray) -> np.ndarray:
-        """What the fit maximises, [2]: log-likelihood of the counts and the prior."""
+        """Penalised log-likelihood of the counts, [2], which the fit maximises."""
         tries, accepts = self._counts.reshape(2, 2, -1)
         logit = line @ self._inputs
         likely = accepts * logit - tries * np.logaddexp(0.0, logit)

@@ -145,7 +145,7 @@ class ControlV2:
 
     @property
     def limited(self) -> bool:
-        """Whether a TPOT limit holds for the rounds to come."""
+        """True if a TPOT limit holds for the next decode steps."""
         return bool(self._limit < np.inf)
 
     def prices(self) -> Prices | None:

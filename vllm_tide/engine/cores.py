@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bound(process: int | str) -> list[set[int]]:
-    """What each thread of a process may run on."""
+    """Cores that each thread of a process may run on."""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):

@@ -133,7 +133,7 @@ class Evidence:
         self.spread = decay * self.spread + squares
 
     def dropped(self) -> Evidence:
-        """What is left when the candidate is given up: never more."""
+        """Evidence left when the candidate is given up: never more."""
         left = min(self.running, 1 - self.reserve)
         return replace(self, running=left, total=0.0, weight=0.0, squares=_PRIOR)
 
