@@ -21,7 +21,7 @@ FIRST_SECONDS, MOST_SECONDS = 60.0, 3600.0
 
 
 class Suspension:
-    """Time for which a part that failed is left out: 1, 2, 4, ... minutes, at most an hour.
+    """Time for which a failed part is left out: 1, 2, 4, ... minutes, at most an hour.
 
     Args:
         clock: Monotonic seconds.

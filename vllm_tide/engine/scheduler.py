@@ -129,7 +129,7 @@ class SchedulerTide:
             self._old = {}
 
     def _prefix(self, new: Any, num_prompt_tokens: int) -> str:
-        """Cached share of a request's prompt, `_old` where an earlier draft wrote it."""
+        """Cached share of a prompt, `_old` where an earlier draft wrote it."""
         cached = new.num_computed_tokens
         if not cached:
             return "none"

@@ -47,7 +47,7 @@ class TrainerProcess:
 
     @staticmethod
     def wanted(config: TideConfig) -> bool:
-        """True if the server starts a child: a trainer, if it gets rows, or a relay."""
+        """True if the server starts a child: a trainer that gets rows, or a relay."""
         trains = config.train.autostart and config.capture.enabled
         return trains or config.spool.url is not None
 
