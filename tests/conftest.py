@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scripts.demo.unpack import unpack
+from scripts.demo.unpack import unpack_all
 
 # A second checkout that shares an environment was not installed.
-unpack()
+unpack_all()
 
 # vLLM keeps here what it learns about a model's class, or starts a process to learn it
 # anew. Tests that give TIDE an empty cache (XDG_CACHE_HOME) need not pay that.

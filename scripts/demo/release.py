@@ -57,6 +57,8 @@ A Llama of {provenance["parameters"]:,} parameters (6 layers, hidden 256,
 vocabulary 4,096, tied embeddings, bf16) for the quickstart and the tests of
 vllm_tide. Made by `python scripts/make_demo_model.py target`; see
 `provenance.json` for the corpus hash and every setting.
+The weights are kept compressed; `scripts/install.sh` unpacks them
+(`python scripts/demo/unpack.py`).
 
 Trained for {provenance["wall_s"] / 60:.0f} minutes ({provenance["steps"]:,} steps,
 {provenance["trained_tokens"]:,} tokens) on {machine["threads"]} thread of
@@ -117,5 +119,5 @@ def release(work: Path, output: Path) -> dict[str, int]:
             raise ValueError("the target is an intermediate checkpoint")
         (folder / "README.md").write_text(card(provenance))
         sizes[name] = (folder / "model.safetensors").stat().st_size
-    pack(output / "draft" / "model.safetensors")
+        pack(folder / "model.safetensors")
     return sizes

@@ -1,4 +1,4 @@
-"""Unpacks the demo draft's weights, which the repository keeps compressed.
+"""Unpacks the demo pair's weights, which the repository keeps compressed.
 
     python scripts/demo/unpack.py
 
@@ -10,7 +10,10 @@ import os
 import shutil
 from pathlib import Path
 
-WEIGHTS = Path(__file__).resolve().parent / "draft" / "model.safetensors"
+WEIGHTS = tuple(
+    Path(__file__).resolve().parent / model / "model.safetensors"
+    for model in ("target", "draft")
+)
 
 
 def packed(weights: Path) -> Path:
@@ -18,7 +21,7 @@ def packed(weights: Path) -> Path:
     return weights.with_name(weights.name + ".xz")
 
 
-def pack(weights: Path = WEIGHTS) -> None:
+def pack(weights: Path) -> None:
     """Compress `weights` beside themselves."""
     # Two bytes a weight, of which one repeats.
     best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}
@@ -27,7 +30,7 @@ def pack(weights: Path = WEIGHTS) -> None:
     packed(weights).write_bytes(data)
 
 
-def unpack(weights: Path = WEIGHTS) -> None:
+def unpack(weights: Path) -> None:
     """Write `weights` unless they are there and no older than their archive.
 
     Raises:
@@ -45,5 +48,11 @@ def unpack(weights: Path = WEIGHTS) -> None:
         part.unlink(missing_ok=True)
 
 
+def unpack_all() -> None:
+    """Write the weights of the demo target and its draft."""
+    for weights in WEIGHTS:
+        unpack(weights)
+
+
 if __name__ == "__main__":
-    unpack()
+    unpack_all()

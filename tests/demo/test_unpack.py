@@ -1,4 +1,4 @@
-"""The demo draft's weights are kept compressed and unpacked once."""
+"""The demo pair's weights are kept compressed and unpacked once."""
 
 import lzma
 import os
@@ -43,6 +43,7 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [archive]
 
 
-def test_the_demo_draft_is_there():
-    with lzma.open(packed(WEIGHTS)) as archive:
-        assert archive.read() == WEIGHTS.read_bytes()
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
+def test_the_demo_pair_is_there(weights):
+    with lzma.open(packed(weights)) as archive:
+        assert archive.read() == weights.read_bytes()
