@@ -14,7 +14,7 @@ from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
 SCRIPT = Path(__file__).with_name("offline.py")
 # "v1", "v2" or "v2-async", for tests that do not choose: the whole suite on V2 by hand.
-RUNNER = os.environ.get("VLLM_TIDE_TEST_RUNNER", "v1")
+RUNNER = os.environ.get("TIDE_TEST_RUNNER", "v1")
 
 
 class OfflineEngine:

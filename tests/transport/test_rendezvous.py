@@ -99,7 +99,7 @@ def test_a_run_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(TransportError, match="VLLM_TIDE_RUN_DIR"):
+        with pytest.raises(TransportError, match="TIDE_RUN_DIR"):
             write_manifest(tmp_path / name, make_manifest())
 
 
@@ -117,13 +117,13 @@ def test_an_open_run_directory_is_made_private(tmp_path):
 
 
 def test_the_default_run_directory(monkeypatch):
-    monkeypatch.delenv("VLLM_TIDE_RUN_DIR", raising=False)
+    monkeypatch.delenv("TIDE_RUN_DIR", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/t")
     assert str(default_run_dir()) == f"/t/vllm_tide-{os.getuid()}"
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
     assert str(default_run_dir()) == "/run/user/1/vllm_tide"
-    monkeypatch.setenv("VLLM_TIDE_RUN_DIR", "/x/y")
+    monkeypatch.setenv("TIDE_RUN_DIR", "/x/y")
     assert str(default_run_dir()) == "/x/y"
 
 

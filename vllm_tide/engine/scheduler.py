@@ -18,7 +18,7 @@ from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 
 class Order(TypedDict):

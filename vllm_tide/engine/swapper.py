@@ -21,7 +21,7 @@ from vllm_tide.swap.verify import DraftContract
 from vllm_tide.tracing import open_tracing
 from vllm_tide.transport.weights import WeightsSegment
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 
 class Swapper:

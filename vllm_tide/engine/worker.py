@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_tide.engine.control_v1 import ControlV1
     from vllm_tide.engine.scheduler import Order
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 REPORT_SECONDS = 0.5
 REPLACE_SECONDS = 2.0

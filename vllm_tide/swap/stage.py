@@ -19,7 +19,7 @@ from vllm_tide.swap.device_room import DeviceRoom
 from vllm_tide.swap.verify import FLOATS, DraftContract, DraftRefused
 from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 POLL_SECONDS = 0.05
 
