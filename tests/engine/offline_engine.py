@@ -23,7 +23,9 @@ class OfflineEngine:
     def __init__(self, case: dict[str, Any]) -> None:
         """Start it and wait until its models are loaded."""
         case = {"runner": RUNNER, **case}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with us
+        # Closed with us. With `log` the server's log goes there.
+        log = case.get("log")
+        self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(case)],
             stdin=subprocess.PIPE,

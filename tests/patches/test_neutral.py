@@ -20,8 +20,7 @@ PROBE = Path(__file__).with_name("probe.py")
 
 
 def run_probe(case: dict[str, str], pythonpath: Path | None) -> dict[str, Any]:
-    # The package's own plugin imports it in every vLLM process; here patches are tested.
-    # An empty list allows no plugin, while an unset one allows all.
+    # Only what the patches import: an empty list allows no plugin, unset all of them.
     env = os.environ | {"VLLM_PLUGINS": ""}
     if pythonpath is not None:
         env["PYTHONPATH"] = str(pythonpath)

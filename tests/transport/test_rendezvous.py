@@ -10,6 +10,7 @@ from tests.transport.samples import make_spec
 from vllm_tide.transport import RingWriter, TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
+    RUN_DIR_VARIABLE,
     EngineManifest,
     default_run_dir,
     read_manifests,
@@ -125,6 +126,20 @@ def test_the_default_run_directory(monkeypatch):
     assert str(default_run_dir()) == "/run/user/1/vllm_tide"
     monkeypatch.setenv("TIDE_RUN_DIR", "/x/y")
     assert str(default_run_dir()) == "/x/y"
+
+
+@pytest.mark.vllm
+def test_vllm_starts_where_it_checks_its_environment_and_ours_is_set(monkeypatch):
+    """`vllm serve --fail-on-environ-validation` refuses names below VLLM_."""
+    from vllm.platforms import Platform
+
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, "/x/y")
+    Platform.validate_environ(hard_fail=True)
+    monkeypatch.setenv("VLLM_NO_SUCH_NAME", "")
+    with pytest.raises(ValueError, match="VLLM_NO_SUCH_NAME"):
+        Platform.validate_environ(hard_fail=True)
 
 
 ENGINE = """

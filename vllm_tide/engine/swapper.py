@@ -119,6 +119,7 @@ class Swapper:
             self.num_swaps += 1
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
+            self._tell(staged)
         self.stager.done(staged)
         self.report()
         if self._tracing is not None:
@@ -132,6 +133,20 @@ class Swapper:
             self.stager.last_refused_version,
             self.stager.last_refusal,
             1e3 * self._last_seconds,
+        )
+
+    def _tell(self, staged: StagedDraft) -> None:
+        if self._group is not None and self._group.rank_in_group:
+            return
+        back, facts = "", staged.facts
+        if "rollback_of" in facts:
+            back = (
+                f", a rollback of {facts['rollback_of']!r:.20} to the weights of "
+                f"{facts.get('to')!r:.20} ({facts.get('reason')!r:.200})"
+            )
+        pause = 1e3 * self._last_seconds
+        logger.info(
+            "vllm_tide: draft %d is live%s; pause %.1f ms.", staged.version, back, pause
         )
 
     def close(self) -> None:
