@@ -50,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--run-dir", type=Path, help="where engines announce themselves"
     )
-    parser.add_argument("--target", help="hub name or directory of the target")
+    parser.add_argument(
+        "--target", help="hub name of the target, or its directory, which stays unnamed"
+    )
     parser.add_argument(
         "--num-speculative-tokens", type=int, help="draft length written down"
     )
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.export import write_export
+    from vllm_tide.draft.speculators import hub_name
     from vllm_tide.swap.verify import DraftRefused
     from vllm_tide.transport.header import TransportError
 
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"written: {folder} ({args.format}, from {draft.source})")
+    if draft.verifier is None or not hub_name(draft.verifier.name_or_path):
+        print("its target is not named: give --target HUB_NAME for `vllm serve DIR`")
     return 0
 
 
@@ -106,36 +111,37 @@ def _named(
 ) -> ExportedDraft:
     """What the operator says about the target wins over what the draft says."""
     from vllm_tide.draft.export import DEFAULT_NUM_SPECULATIVE_TOKENS
+    from vllm_tide.draft.speculators import Verifier
 
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError("--num-speculative-tokens: must be at least 1.")
     verifier = draft.verifier
     if target is not None:
-        known = verifier.num_speculative_tokens if verifier is not None else None
-        verifier = target_facts(target, known or DEFAULT_NUM_SPECULATIVE_TOKENS)
+        known = verifier or Verifier("", (), DEFAULT_NUM_SPECULATIVE_TOKENS)
+        verifier = target_facts(target, known.num_speculative_tokens)
+        if not verifier.architectures:
+            verifier = replace(verifier, architectures=known.architectures)
     if verifier is not None and num_speculative_tokens is not None:
         verifier = replace(verifier, num_speculative_tokens=num_speculative_tokens)
     return replace(draft, verifier=verifier)
 
 
 def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
-    """The target as an export names it: by its hub name if it came from there.
+    """The target as an export names it: by its hub name, or not at all.
 
     Args:
         target: Hub name, directory, or a snapshot in the hub's cache.
         num_speculative_tokens: Draft length written down.
     """
     from vllm_tide.draft.config import read_config
-    from vllm_tide.draft.speculators import Verifier
+    from vllm_tide.draft.speculators import Verifier, hub_name
 
     architectures: tuple[str, ...] = ()
     if (Path(target) / "config.json").is_file():
         architectures = tuple(read_config(target).get("architectures") or ())
     snapshot = _SNAPSHOT.fullmatch(target)
     name = snapshot.group(1).replace("--", "/", 1) if snapshot else target
-    if name == target and Path(target).is_dir():
-        name = str(Path(target).resolve())
-    return Verifier(name, architectures, num_speculative_tokens)
+    return Verifier(hub_name(name), architectures, num_speculative_tokens)
 
 
 def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
@@ -181,6 +187,7 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
         publication.version,
         engine,
         publication.meta,
+        trained=publication.meta.get("to") != 0,  # no rollback to the checkpoint
     )
 
 
@@ -219,6 +226,7 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
         head.version,
         "a trainer's kept heads",
         {**head.held_out, **head.served},
+        trained=True,
     )
 
 

@@ -56,6 +56,7 @@ class Verifier:
 
     Attributes:
         name_or_path: Hub name or directory; `vllm serve` loads the target from it.
+            Empty: not known, and the server has to be told.
         architectures: The target's `architectures`.
         num_speculative_tokens: Draft length that `vllm serve` uses.
     """
@@ -104,14 +105,25 @@ def speculators_config(
                 }
             ],
             "verifier": {
-                "name_or_path": verifier.name_or_path,
                 "architectures": list(verifier.architectures),
-            },
+            }
+            | ({"name_or_path": known} if (known := verifier.name_or_path) else {}),
         },
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": layer,
     }
+
+
+def hub_name(name_or_path: str) -> str:
+    """The name if it may be one on the hub; empty for a place on this machine."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name_or_path)
+    except HFValidationError:
+        return ""
+    return "" if Path(name_or_path).is_dir() else name_or_path
 
 
 def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
@@ -125,13 +137,13 @@ def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
     section = raw["speculators_config"]
     try:
         return Verifier(
-            str(section["verifier"]["name_or_path"]),
+            str(section["verifier"].get("name_or_path", "")),
             tuple(section["verifier"].get("architectures") or ()),
             int(section["proposal_methods"][0]["speculative_tokens"]),
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DraftError(
-            f"draft config: speculators_config lacks verifier.name_or_path or "
+            f"draft config: speculators_config lacks verifier or "
             f"proposal_methods ({error!r})."
         ) from None
 
