@@ -160,8 +160,9 @@ def test_an_export_names_no_place_invents_nothing_and_is_for_others(
     write_export(tmp_path / "out", exported(), form)
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "org/target"
-    assert set(card.data.tags) > {"eagle3", "speculative-decoding", "vllm"}
+    assert set(card.data.tags) >= {"eagle3", "speculative-decoding", "vllm"}
     assert "trained" not in card.text
+    assert ("speculators" in card.data.tags) == (form == "speculators")
 
 
 def test_export_is_whole_or_absent(tmp_path):

@@ -249,7 +249,8 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
         engine.draft.tensor("fc.weight").add_(1)
     tensors = export_tensors(engine.draft, torch.float32)
     del tensors["t2d"]
-    store.put(tensors, 9, held_out={"gain": 0.25}, served={"served_acceptance": 1.75})
+    figures = {"gain": 0.25, "holdout_acceptance_new": 1.75}
+    store.put(tensors, 9, held_out=figures, served={"reason": "kept"})
     words = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
     words += ("--target", engine.target)
     assert run_export(tmp_path / "out", *words) == 0, capsys.readouterr().err
@@ -267,4 +268,4 @@ def test_a_target_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
     facts = export.target_facts(str(snapshot), 3)
     assert (facts.name_or_path, facts.architectures) == ("org/a-b", ("X",))
     assert export.target_facts("org/name", 3).name_or_path == "org/name"
-    assert export.target_facts(str(tmp_path), 3).name_or_path == ""
+    assert export.target_facts(str(tmp_path), 3).hub_name == ""

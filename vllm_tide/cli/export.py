@@ -50,9 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--run-dir", type=Path, help="where engines announce themselves"
     )
-    parser.add_argument(
-        "--target", help="hub name of the target, or its directory, which stays unnamed"
-    )
+    parser.add_argument("--target", help="hub name, written down, or directory")
     parser.add_argument(
         "--num-speculative-tokens", type=int, help="draft length written down"
     )
@@ -63,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.export import write_export
-    from vllm_tide.draft.speculators import hub_name
     from vllm_tide.swap.verify import DraftRefused
     from vllm_tide.transport.header import TransportError
 
@@ -75,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"written: {folder} ({args.format}, from {draft.source})")
-    if draft.verifier is None or not hub_name(draft.verifier.name_or_path):
+    if draft.verifier is None or not draft.verifier.hub_name:
         print("its target is not named: give --target HUB_NAME for `vllm serve DIR`")
     return 0
 
@@ -110,14 +107,13 @@ def _named(
     draft: ExportedDraft, target: str | None, num_speculative_tokens: int | None
 ) -> ExportedDraft:
     """What the operator says about the target wins over what the draft says."""
-    from vllm_tide.draft.export import DEFAULT_NUM_SPECULATIVE_TOKENS
     from vllm_tide.draft.speculators import Verifier
 
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError("--num-speculative-tokens: must be at least 1.")
     verifier = draft.verifier
     if target is not None:
-        known = verifier or Verifier("", (), DEFAULT_NUM_SPECULATIVE_TOKENS)
+        known = verifier or Verifier()
         verifier = target_facts(target, known.num_speculative_tokens)
         if not verifier.architectures:
             verifier = replace(verifier, architectures=known.architectures)
@@ -127,21 +123,21 @@ def _named(
 
 
 def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
-    """The target as an export names it: by its hub name, or not at all.
+    """The target as an export names it: by its hub name if it came from there.
 
     Args:
         target: Hub name, directory, or a snapshot in the hub's cache.
         num_speculative_tokens: Draft length written down.
     """
     from vllm_tide.draft.config import read_config
-    from vllm_tide.draft.speculators import Verifier, hub_name
+    from vllm_tide.draft.speculators import Verifier
 
     architectures: tuple[str, ...] = ()
     if (Path(target) / "config.json").is_file():
         architectures = tuple(read_config(target).get("architectures") or ())
     snapshot = _SNAPSHOT.fullmatch(target)
     name = snapshot.group(1).replace("--", "/", 1) if snapshot else target
-    return Verifier(hub_name(name), architectures, num_speculative_tokens)
+    return Verifier(name, architectures, num_speculative_tokens)
 
 
 def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:

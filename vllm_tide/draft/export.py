@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +21,10 @@ from vllm_tide.draft.checkpoint import (
 )
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
 from vllm_tide.draft.model_card import model_card
-from vllm_tide.draft.speculators import (
-    Verifier,
-    hub_name,
-    read_verifier,
-    save_speculators,
-)
+from vllm_tide.draft.speculators import Verifier, read_verifier, save_speculators
 from vllm_tide.draft.vocab import VocabMap
 
 Form = Literal["hf", "speculators"]
-DEFAULT_NUM_SPECULATIVE_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,7 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
             "give --target."
         )
     tensors = with_mapping(draft.config, draft.tensors)
-    verifier = draft.verifier or Verifier("", (), DEFAULT_NUM_SPECULATIVE_TOKENS)
-    verifier = replace(verifier, name_or_path=hub_name(verifier.name_or_path))
+    verifier = draft.verifier or Verifier()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
@@ -133,8 +126,7 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
             save_speculators(staged, draft.config, tensors, verifier)
         else:
             write_checkpoint(staged, hf_config(draft.config, tensors), tensors)
-        named = verifier.name_or_path, verifier.num_speculative_tokens
-        card = model_card(draft, tensors, form, *named)
+        card = model_card(draft, tensors, form, verifier)
         (staged / "README.md").write_text(card, encoding="utf-8")
         # What makes them makes them private; an export is to be shared.
         for file in staged.iterdir():

@@ -17,12 +17,10 @@ from vllm_tide.draft.checkpoint import dtype_name
 
 if TYPE_CHECKING:
     from vllm_tide.draft.export import ExportedDraft
+    from vllm_tide.draft.speculators import Verifier
 
 # Key of a measured figure, what the card says of it, how it is written.
 FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("served_acceptance", "Served acceptance length (tokens per verify step)", ".3f"),
-    ("served_acceptance_before", "The same of the draft before it", ".3f"),
-    ("served_requests", "Requests it was measured on", ".0f"),
     ("holdout_acceptance_new", "Expected acceptance length, held-out requests", ".3f"),
     ("holdout_acceptance_live", "The same of the draft before it", ".3f"),
     ("gain", "Gain over the draft before it (tokens per verify step)", "+.4f"),
@@ -71,19 +69,12 @@ def measured(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def model_card(
-    draft: ExportedDraft, tensors: Mapping[str, Tensor], form: str, target: str, k: int
+    draft: ExportedDraft, tensors: Mapping[str, Tensor], form: str, verifier: Verifier
 ) -> str:
-    """The card as Markdown with the hub's YAML header.
-
-    Args:
-        draft: What is exported.
-        tensors: As they are stored.
-        form: "hf" or "speculators".
-        target: Hub name of the target; empty if it has none that is known.
-        k: Draft length written down.
-    """
+    """The card as Markdown with the hub's YAML header; `tensors` as they are stored."""
     from huggingface_hub import ModelCard, ModelCardData
 
+    target = verifier.hub_name
     data = ModelCardData(
         base_model=target or None,
         library_name="vllm",
@@ -97,7 +88,8 @@ def model_card(
     version = "" if draft.version is None else f", version {draft.version}"
     command = "vllm serve DIRECTORY"
     if form == "hf" or not target:
-        value = {"method": "eagle3", "model": "DIRECTORY", "num_speculative_tokens": k}
+        value = {"method": "eagle3", "model": "DIRECTORY"}
+        value |= {"num_speculative_tokens": verifier.num_speculative_tokens}
         command = f"vllm serve {target or 'TARGET'} "
         command += f"--speculative-config '{json.dumps(value)}'"
     card = ModelCard.from_template(

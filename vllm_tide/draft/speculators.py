@@ -55,15 +55,25 @@ class Verifier:
     """The target as speculators' configuration names it.
 
     Attributes:
-        name_or_path: Hub name or directory; `vllm serve` loads the target from it.
-            Empty: not known, and the server has to be told.
+        name_or_path: Hub name, from which `vllm serve` loads the target, or directory.
         architectures: The target's `architectures`.
         num_speculative_tokens: Draft length that `vllm serve` uses.
     """
 
-    name_or_path: str
+    name_or_path: str = ""
     architectures: tuple[str, ...] = ()
     num_speculative_tokens: int = 3
+
+    @property
+    def hub_name(self) -> str:
+        """What may be written down; empty for a place on this machine."""
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(self.name_or_path)
+        except HFValidationError:
+            return ""
+        return "" if Path(self.name_or_path).is_dir() else self.name_or_path
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
@@ -107,23 +117,12 @@ def speculators_config(
             "verifier": {
                 "architectures": list(verifier.architectures),
             }
-            | ({"name_or_path": known} if (known := verifier.name_or_path) else {}),
+            | ({"name_or_path": name} if (name := verifier.hub_name) else {}),
         },
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": layer,
     }
-
-
-def hub_name(name_or_path: str) -> str:
-    """The name if it may be one on the hub; empty for a place on this machine."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name_or_path)
-    except HFValidationError:
-        return ""
-    return "" if Path(name_or_path).is_dir() else name_or_path
 
 
 def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:

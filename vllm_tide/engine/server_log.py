@@ -1,123 +1,88 @@
-"""What the server's log says of TIDE.
-
-Loggers below `vllm` share vLLM's handler, format and level (VLLM_LOGGING_LEVEL).
-"""
+"""What the server's log says of TIDE: below vLLM's logger, so as its own lines."""
 
 from __future__ import annotations
 
 import logging
-import time
+from collections import Counter
 from pathlib import Path
 from threading import Timer
+from time import monotonic
 from typing import Any
 
 from vllm_tide.capture.policy import REFUSALS
 from vllm_tide.config import TideConfig
+from vllm_tide.engine.trainer_process import TrainerProcess
 
 logger = logging.getLogger("vllm.tide")
 
-_WHO = {
-    "opt_out": "requests but those with vllm_xargs tide_capture false",
-    "opt_in": "requests with vllm_xargs tide_capture true",
-}
+_COUNTS = ("rows", "rounds", "draft_steps", "dropped", "prefix_verified")
 
 
-def say_start(config: TideConfig, run_dir: Path, engine: str, longest: int) -> None:
-    """Say what is captured, from whom, where it goes and how to end it; what learns.
-
-    Args:
-        config: The `tide` section.
-        run_dir: Where engine and trainer meet.
-        engine: Its id.
-        longest: num_speculative_tokens.
-    """
-    capture = config.capture
+def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
+    """What is captured, from whom, where it goes and how to end it; what learns."""
+    capture, everybody = config.capture, config.capture.consent == "opt_out"
     if not capture.enabled or capture.consent == "off":
-        knob = "consent is 'off'" if capture.enabled else "enabled is false"
-        logger.info("vllm_tide: captures nothing: tide.capture.%s.", knob)
+        logger.info("vllm_tide: captures nothing (tide.capture).")
     else:
         logger.info(
-            "vllm_tide: captures tokens and hidden states of %g%% of all %s%s, of "
-            "every tenant, into shared memory for the trainers of run directory %s%s. "
-            "`vllm-tide capture off` ends it, tide_capture false keeps a request out.",
+            "vllm_tide: captures tokens and hidden states of %g%% of the requests, of "
+            "every tenant, that %s%s, into memory shared with the trainer%s. "
+            "`vllm-tide capture off` ends it, tide_capture false spares a request.",
             100 * capture.sample_rate,
-            _WHO[capture.consent],
-            "" if capture.salted else " or with a cache_salt",
-            run_dir,
-            " and the spool" if config.spool.url else "",
+            "do not say tide_capture false" if everybody else "say tide_capture true",
+            "" if capture.salted else " and have no cache_salt",
+            " and to tide.spool.url" if config.spool.url else "",
         )
-    starts = config.train.autostart and capture.enabled and not config.spool.url
     logger.info(
-        "vllm_tide: engine %s, policy %r, up to %d draft tokens; drafts are %sswapped; "
-        "the trainer is %sstarted with the server.",
-        engine,
+        "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s.",
+        run_dir,
         config.control.policy,
         longest,
-        "" if config.swap.enabled else "not ",
-        "" if starts else "not ",
+        "" if config.swap.enabled else "; drafts are not swapped",
+        "" if TrainerProcess.wanted(config) else "; no trainer is started",
     )
 
 
 class MetricsLine:
-    """One line each VLLM_LOG_STATS_INTERVAL with traffic, as vLLM's of speculation.
+    """A line each VLLM_LOG_STATS_INTERVAL with traffic, as vLLM has one.
 
-    From the engine core: once per engine, however many API servers there are, and none
-    with --disable-log-stats, which asks for no numbers here.
-
-    Args:
-        longest: num_speculative_tokens, drafted where no policy chooses.
+    Made in the engine core: however many API servers there are, it is said once.
+    `longest` is what is drafted where no policy chooses.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._before: dict[str, Any] = {}
-        self._now: dict[str, Any] = {}
-        self._since = 0.0
+        self._before: dict[str, Any] = {"prefix_verified": {}}
+        self._now = self._before
         self._timer: Timer | None = None
 
-    def observe(self, report: dict[str, Any]) -> None:
-        """Take a worker's totals; the line comes even if no step follows."""
-        self._now = report
-        if self._timer is None and _traffic(report) > _traffic(self._before):
+    def observe(self, totals: dict[str, Any]) -> None:
+        """Take a report; the line comes even if no step follows."""
+        before, self._now = self._before, totals
+        if self._timer is None and any(totals.get(k) != before.get(k) for k in _COUNTS):
             from vllm import envs
 
-            self._since = time.monotonic()
-            self._timer = Timer(envs.VLLM_LOG_STATS_INTERVAL, self._say)
+            self._timer = Timer(envs.VLLM_LOG_STATS_INTERVAL, self._say, [monotonic()])
             self._timer.daemon = True
             self._timer.start()
 
-    def _say(self) -> None:
-        before, now, seconds = self._before, self._now, time.monotonic() - self._since
+    def _say(self, since: float) -> None:
+        before, now = self._before, self._now
         self._before = now
-
-        def grown(key: str) -> int:
-            return now.get(key, 0) - before.get(key, 0)
-
-        rounds, last = grown("rounds"), before.get("dropped", {})
-        dropped = {
-            reason: total - last.get(reason, 0)
-            for reason, total in now.get("dropped", {}).items()
-            if total > last.get(reason, 0)
-        }
+        rows, rounds, steps = (now.get(k, 0) - before.get(k, 0) for k in _COUNTS[:3])
+        lost = Counter(now.get("dropped")) - Counter(before.get("dropped"))
         said = [
             f"{number} {'requests' if reason in REFUSALS else 'rows'} ({reason})"
-            for reason, number in dropped.items()
+            for reason, number in lost.items()
         ]
         trainer = "collects" if now.get("collecting") else "asks for no rows"
         logger.info(
             "TIDE metrics: Draft version: %d, Mean drafted length: %.2f, Captured: "
             "%.1f rows/s, Dropped: %s, Trainer: %s",
             now.get("draft_version", 0),
-            grown("draft_steps") / rounds if rounds else self._longest,
-            grown("rows") / seconds,
+            steps / rounds if rounds else self._longest,
+            rows / (monotonic() - since),
             ", ".join(said) or "nothing",
             trainer if now.get("consumer_alive") else "none",
         )
         self._timer = None
-
-
-def _traffic(totals: dict[str, Any]) -> int:
-    counts = [totals.get("rows", 0), totals.get("rounds", 0)]
-    for key in "dropped", "prefix_verified":
-        counts += totals.get(key, {}).values()
-    return sum(counts)

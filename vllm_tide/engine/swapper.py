@@ -138,15 +138,13 @@ class Swapper:
     def _tell(self, staged: StagedDraft) -> None:
         if self._group is not None and self._group.rank_in_group:
             return
-        back, facts = "", staged.facts
-        if "rollback_of" in facts:
-            back = (
-                f", a rollback of {facts['rollback_of']!r:.20} to the weights of "
-                f"{facts.get('to')!r:.20} ({facts.get('reason')!r:.200})"
-            )
-        pause = 1e3 * self._last_seconds
+        back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
+        text = ", a rollback of {!r:.20} to the weights of {!r:.20} ({!r:.200})"
         logger.info(
-            "vllm_tide: draft %d is live%s; pause %.1f ms.", staged.version, back, pause
+            "vllm_tide: draft %d is live%s; pause %.1f ms.",
+            staged.version,
+            "" if back[0] is None else text.format(*back),
+            1e3 * self._last_seconds,
         )
 
     def close(self) -> None:

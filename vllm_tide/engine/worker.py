@@ -114,8 +114,7 @@ class WorkerTide:
             self._open_control(worker)
         if self._leader:
             self._announce()
-            longest = self._facts.num_speculative_tokens
-            say_start(config, self._run_dir, self._engine_id, longest)
+            say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
                     self._engine_id, self._run_dir, config.train, config.spool
@@ -371,9 +370,7 @@ class WorkerTide:
         self._collecting = not self._collecting
         logger.info(
             "vllm_tide: the trainer asks for %s.",
-            "rows again"
-            if self._collecting
-            else "no rows (`vllm-tide pause`, or its schedule): none is captured",
+            "rows again" if self._collecting else "no rows: paused, by an order or not",
         )
 
     def _open_control(self, worker: Any) -> None:
