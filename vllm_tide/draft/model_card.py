@@ -88,8 +88,8 @@ def model_card(
     version = "" if draft.version is None else f", version {draft.version}"
     command = "vllm serve DIRECTORY"
     if form == "hf" or not target:
-        value = {"method": "eagle3", "model": "DIRECTORY"}
-        value |= {"num_speculative_tokens": verifier.num_speculative_tokens}
+        value: dict[str, Any] = {"method": "eagle3", "model": "DIRECTORY"}
+        value["num_speculative_tokens"] = verifier.num_speculative_tokens
         command = f"vllm serve {target or 'TARGET'} "
         command += f"--speculative-config '{json.dumps(value)}'"
     card = ModelCard.from_template(

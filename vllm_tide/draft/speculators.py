@@ -67,11 +67,11 @@ class Verifier:
     @property
     def hub_name(self) -> str:
         """What may be written down; empty for a place on this machine."""
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         try:
             validate_repo_id(self.name_or_path)
-        except HFValidationError:
+        except ValueError:
             return ""
         return "" if Path(self.name_or_path).is_dir() else self.name_or_path
 

@@ -67,10 +67,10 @@ class MetricsLine:
             self._timer.start()
 
     def _say(self, since: float) -> None:
-        before, now = self._before, self._now
-        self._before = now
+        before, self._before, now = self._before, self._now, self._now
         rows, rounds, steps = (now.get(k, 0) - before.get(k, 0) for k in _COUNTS[:3])
-        lost = Counter(now.get("dropped")) - Counter(before.get("dropped"))
+        lost: Counter[str] = Counter(now.get("dropped"))
+        lost -= Counter(before.get("dropped"))
         said = [
             f"{number} {'requests' if reason in REFUSALS else 'rows'} ({reason})"
             for reason, number in lost.items()
