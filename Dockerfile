@@ -9,7 +9,7 @@
 #   vllm/vllm-openai-cpu:v0.32.0    CPU, what this version of vllm_tide runs on
 # The build stops if a file to be patched is not that release's, byte for byte.
 #
-# Engine and trainer meet in /dev/shm and in VLLM_TIDE_RUN_DIR, and tell by its pid
+# Engine and trainer meet in /dev/shm and in TIDE_RUN_DIR, and tell by its pid
 # whether the other lives. So the two containers share the IPC and pid namespaces, a
 # volume at /run/tide and the user: see scripts/deploy.
 ARG BASE_IMAGE=vllm/vllm-openai:v0.32.0
@@ -42,7 +42,7 @@ RUN useradd --create-home --user-group --uid "${TIDE_UID}" tide \
     && install -d -o tide -g tide -m 0700 /run/tide /var/lib/tide
 # A folder below the volume: the root of a fresh volume may belong to root.
 # Offline: models are mounted. HF_HUB_OFFLINE=0 lets vLLM download them.
-ENV VLLM_TIDE_RUN_DIR=/run/tide/run \
+ENV TIDE_RUN_DIR=/run/tide/run \
     VLLM_NO_USAGE_STATS=1 \
     DO_NOT_TRACK=1 \
     HF_HUB_OFFLINE=1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+import pytest
 
 from scripts.demo.unpack import unpack_all
 
@@ -24,3 +27,14 @@ LONGEST = ("control", "v2", "swap", "architectures", "capture_oracle", "export")
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+@pytest.fixture
+def caplog(caplog):
+    """Pytest's, which also sees what vLLM's logger keeps from the root logger."""
+    tide = logging.getLogger("vllm.tide")
+    tide.addHandler(caplog.handler)
+    tide.propagate = False
+    yield caplog
+    tide.propagate = True
+    tide.removeHandler(caplog.handler)

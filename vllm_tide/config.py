@@ -398,7 +398,7 @@ class TideConfig(_Section):
     run_dir: str | None = Field(
         None,
         description="Directory (mode 0700) where server and trainer find each other; "
-        "null means $VLLM_TIDE_RUN_DIR, else a per-user directory.",
+        "null means $TIDE_RUN_DIR, else a per-user directory.",
     )
     capture: CaptureConfig = CaptureConfig.model_validate({})
     train: TrainConfig = TrainConfig.model_validate({})

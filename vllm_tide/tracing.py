@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 PREFIX = "vllm_tide"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

@@ -2,6 +2,7 @@ import gzip
 import io
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,17 @@ def test_tide_counts_drafted_and_verified_apart():
     )
     assert (found["drafted"], found["verified"]) == (50, 20)
     assert found["off_rounds"] == {"no_gain": 3}
+
+
+def test_a_rate_is_of_one_source_and_never_above_one():
+    """Our counters come up to half a second later: once 20 of 12 were accepted."""
+    before, after = scrape(0, 0, 0, 0, 0, drafted=0), scrape(1, 10, 24, 20, 30)
+    late = parse_metrics(TIDE.format(drafted=12, tokens=12, off=0), 1)
+    after = replace(after, values=after.values | late.values)
+    found = speculation(before, after)
+    assert (found["verified"], found["accepted"]) == (24, 20)
+    assert found["acceptance_rate"] == round(20 / 24, 4)
+    assert found["drafted"] == 12
 
 
 def test_tides_counters_are_kept_as_they_grew_and_gauges_as_they_are():

@@ -40,7 +40,7 @@ def test_images_drop_root_and_are_offline(target: str) -> None:
     )
     assert env["VLLM_NO_USAGE_STATS"] == env["HF_HUB_OFFLINE"] == "1"
     # Below the volume, whose root may be root's: it must be the user's own.
-    assert env["VLLM_TIDE_RUN_DIR"] == "/run/tide/run"
+    assert env["TIDE_RUN_DIR"] == "/run/tide/run"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_vllm_reads_the_same_shape_from_either_form(changes):
 def test_malformed_speculators_section_is_one_sentence():
     raw = speculators_config(config(), TARGET, "bfloat16")
     del raw["speculators_config"]["verifier"]
-    with pytest.raises(DraftError, match=r"verifier\.name_or_path"):
+    with pytest.raises(DraftError, match="lacks verifier"):
         read_verifier(raw)
     assert read_verifier(config().to_json()) is None
 
@@ -128,6 +129,40 @@ def test_card_names_what_was_measured_and_nothing_else(tmp_path):
     bare = (tmp_path / "bare" / "README.md").read_text()
     assert "Nothing was measured" in bare
     assert '"num_speculative_tokens": 5' in bare
+
+
+@pytest.mark.parametrize("form", ["hf", "speculators"])
+def test_an_export_names_no_place_invents_nothing_and_is_for_others(
+    tmp_path, form, monkeypatch
+):
+    """Read by the hub's own library; nothing of it is of this machine."""
+    from huggingface_hub import ModelCard
+
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    places = ["models/a", str(tmp_path / "models" / "a"), "../a", "~/a", "a/b/c"]
+    for number, place in enumerate(places):
+        target = Verifier(place, ("LlamaForCausalLM",), 5)
+        draft = replace(exported(trained=True), verifier=target)
+        out = write_export(tmp_path / str(number), draft, form)
+        for name in ("README.md", "config.json"):
+            text = (out / name).read_text()
+            assert place not in text and str(tmp_path) not in text
+            assert "name_or_path" not in text
+        card = ModelCard.load(out / "README.md")
+        assert card.data.base_model is None and card.data.license is None
+        assert "serve TARGET --speculative-config" in card.text
+        assert "trained by vllm_tide" in card.text
+        assert {oct(path.stat().st_mode)[-3:] for path in out.iterdir()} == {"644"}
+        assert oct(out.stat().st_mode)[-3:] == "755"
+    read_back = from_directory(out).verifier
+    assert form == "hf" or read_back == Verifier("", ("LlamaForCausalLM",), 5)
+    write_export(tmp_path / "out", exported(), form)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model == "org/target"
+    assert set(card.data.tags) >= {"eagle3", "speculative-decoding", "vllm"}
+    assert "trained" not in card.text
+    assert ("speculators" in card.data.tags) == (form == "speculators")
 
 
 def test_export_is_whole_or_absent(tmp_path):

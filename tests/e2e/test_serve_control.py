@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         # A cache of its own: it must measure, and leave nothing in the user's.
         extra_env={
             "XDG_CACHE_HOME": str(folder / "cache"),
-            "VLLM_TIDE_RUN_DIR": str(folder / "run"),
+            "TIDE_RUN_DIR": str(folder / "run"),
         },
     )
     with VllmServer(options) as started:

@@ -20,6 +20,12 @@ os.environ |= {
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
+    if "log" in case:
+        os.environ |= {
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_LOG_STATS_INTERVAL": "0.5",
+        }
     if case.get("runner", "v1") != "v1":
         from v2_on_cpu import prepare
 

@@ -14,7 +14,7 @@ from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
 SCRIPT = Path(__file__).with_name("offline.py")
 # "v1", "v2" or "v2-async", for tests that do not choose: the whole suite on V2 by hand.
-RUNNER = os.environ.get("VLLM_TIDE_TEST_RUNNER", "v1")
+RUNNER = os.environ.get("TIDE_TEST_RUNNER", "v1")
 
 
 class OfflineEngine:
@@ -23,7 +23,9 @@ class OfflineEngine:
     def __init__(self, case: dict[str, Any]) -> None:
         """Start it and wait until its models are loaded."""
         case = {"runner": RUNNER, **case}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with us
+        # Closed with us. With `log` the server's log goes there.
+        log = case.get("log")
+        self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(case)],
             stdin=subprocess.PIPE,

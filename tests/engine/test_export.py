@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,8 +57,21 @@ def run_export(*words: object) -> int:
     return export.run(parser.parse_args(["export", *map(str, words)]))
 
 
-def load(case: dict[str, Any], pythonpath: Path | None) -> dict[str, Any]:
+def cached(target: Path, folder: Path) -> Path:
+    """Put a model where the hub's cache would have it as `org/toy`."""
+    model = folder / "hub" / "models--org--toy"
+    (model / "snapshots").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0123")
+    return shutil.copytree(target, model / "snapshots" / "0123")
+
+
+def load(
+    case: dict[str, Any], pythonpath: Path | None, hub: Path | None = None
+) -> dict[str, Any]:
     env = dict(os.environ)
+    if hub is not None:
+        env["HF_HUB_CACHE"] = str(hub)
     if pythonpath is not None:
         env["PYTHONPATH"] = str(pythonpath)
     done = subprocess.run(
@@ -78,12 +92,13 @@ def test_unpatched_vllm_serves_both_forms_alike(tmp_path):
     target = toys.make_target(tmp_path / "target")
     make_draft(target, tmp_path / "draft")
     spec, flat = tmp_path / "spec", tmp_path / "flat"
-    words = ("--from", tmp_path / "draft", "--target", target)
+    # Named as on the hub, which is asked for nothing: it lies in the cache.
+    words = ("--from", tmp_path / "draft", "--target", cached(target, tmp_path))
     words += ("--num-speculative-tokens", 4)
     assert run_export(spec, *words) == 0
     assert run_export(flat, "--from", spec, "--format", "hf") == 0
     pristine = make_pristine(tmp_path / "pristine")
-    alone = load({"model": str(spec)}, pristine)
+    alone = load({"model": str(spec)}, pristine, tmp_path / "hub")
     assert alone["file"].startswith(str(pristine))
     assert alone["num_speculative_tokens"] == 4
     assert alone["draft"] == "Eagle3LlamaForCausalLM"
@@ -180,10 +195,24 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     assert torch.equal(held["t2d"], t2d)
     raw = read_config(tmp_path / "live")
     verifier = raw["speculators_config"]["verifier"]
-    assert verifier["name_or_path"] == str(engine.target)
-    assert verifier["architectures"] == ["LlamaForCausalLM"]
+    assert verifier == {"architectures": ["LlamaForCausalLM"]}
     card = (tmp_path / "live" / "README.md").read_text()
-    assert "| 1.500 |" in card and "version 3" in card
+    assert "| 1.500 |" in card and "version 3" in card and "trained by" in card
+    assert "trained by" not in (tmp_path / "start" / "README.md").read_text()
+    named = (tmp_path / "named", *run, "--target", "org/name")
+    assert run_export(*named) == 0
+    verifier = read_config(tmp_path / "named")["speculators_config"]["verifier"]
+    assert verifier == {
+        "architectures": ["LlamaForCausalLM"],
+        "name_or_path": "org/name",
+    }
+    # Going back to the checkpoint publishes it; nobody trained it.
+    writer.publish(
+        as_wire(tensors), version=4, parent_version=0, meta={"rollback_of": 3, "to": 0}
+    )
+    engine.say_installed(4)
+    assert run_export(tmp_path / "back", *run) == 0
+    assert "trained by" not in (tmp_path / "back" / "README.md").read_text()
     writer.close()
 
 
@@ -220,7 +249,8 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
         engine.draft.tensor("fc.weight").add_(1)
     tensors = export_tensors(engine.draft, torch.float32)
     del tensors["t2d"]
-    store.put(tensors, 9, held_out={"gain": 0.25}, served={"served_acceptance": 1.75})
+    figures = {"gain": 0.25, "holdout_acceptance_new": 1.75}
+    store.put(tensors, 9, held_out=figures, served={"reason": "kept"})
     words = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
     words += ("--target", engine.target)
     assert run_export(tmp_path / "out", *words) == 0, capsys.readouterr().err
@@ -232,10 +262,10 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
 
 
 def test_a_target_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
-    snapshot = tmp_path / "models--org--a--b" / "snapshots" / "0123"
+    snapshot = tmp_path / "models--org--a-b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"architectures": ["X"]}')
     facts = export.target_facts(str(snapshot), 3)
-    assert (facts.name_or_path, facts.architectures) == ("org/a--b", ("X",))
+    assert (facts.name_or_path, facts.architectures) == ("org/a-b", ("X",))
     assert export.target_facts("org/name", 3).name_or_path == "org/name"
-    assert export.target_facts(str(tmp_path), 3).name_or_path == str(tmp_path)
+    assert export.target_facts(str(tmp_path), 3).hub_name == ""

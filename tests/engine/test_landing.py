@@ -290,7 +290,7 @@ def test_a_ring_that_replaces_one_is_written_by_the_host(engine):
 def test_a_runtime_that_registers_nothing_is_said_once(
     gpu, caplog, monkeypatch, missing
 ):
-    caplog.set_level("INFO", "vllm_tide")
+    caplog.set_level("INFO", "vllm.tide")
     if missing:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
     else:

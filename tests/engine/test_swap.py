@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,10 +85,10 @@ def settled(engine: OfflineEngine, **work: Any) -> dict[str, Any]:
 
 
 def publish(
-    writer: WeightsWriter, tensors: dict[str, torch.Tensor], version: int
+    writer: WeightsWriter, tensors: dict[str, torch.Tensor], version: int, **meta: Any
 ) -> None:
     writer.publish(
-        on_wire(tensors), version=version, parent_version=version - 1, meta={}
+        on_wire(tensors), version=version, parent_version=version - 1, meta=meta
     )
 
 
@@ -214,3 +215,54 @@ def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
     # A good one still gets in after all that.
     publish(writer, good, version + 1)
     assert settled(engine)["version"] == version + 1
+
+
+@pytest.mark.timeout(600)
+def test_the_servers_log_says_what_is_captured_and_what_changes(models, tmp_path):
+    """By vLLM's own logger: its handler, its format, its level."""
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    started = case(models, "a", run_dir, log=str(log))
+
+    def said(sentence: str) -> None:
+        pattern, until = re.compile(f"INFO .*{sentence}"), time.monotonic() + 60
+        while not (found := pattern.findall(log.read_text())):
+            assert time.monotonic() < until, (sentence, log.read_text()[-4000:])
+            time.sleep(0.05)
+        assert len(found) == 1 or "metrics" in sentence, found
+
+    with OfflineEngine(started) as engine:
+        said(
+            "captures tokens and hidden states of 100% of the requests, of every tenant"
+        )
+        said("not say tide_capture false and have no cache_salt.*vllm-tide capture off")
+        said(f"{run_dir}; policy 'static', up to 3 draft.*no trainer is started")
+        manifest = only_manifest(run_dir)
+        reader = RingReader.attach(manifest.ring)
+        writer = WeightsWriter.attach(manifest.weights)
+        weights = load_file(models["b"] / "model.safetensors")
+
+        def serve(version: int) -> None:
+            until = time.monotonic() + 60
+            while engine.work(PROMPTS, params={"max_tokens": 8})["version"] != version:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+
+        serve(0)
+        said(
+            r"TIDE metrics: Draft version: 0, Mean drafted length: 3.00, "
+            r"Captured: [\d.]+ rows/s, Dropped: .+, Trainer: (?:collects|none)"
+        )
+        publish(writer, weights, 1)
+        serve(1)
+        said(r"draft 1 is live; pause [\d.]+ ms")
+        publish(writer, weights, 2, rollback_of=1, to=0, reason="slower")
+        serve(2)
+        said(
+            r"draft 2 is live, a rollback of 1 to the weights of 0 \('slower'\); pause"
+        )
+        said("TIDE metrics: Draft version: 2")
+        reader.set_collect(False)
+        said("the trainer asks for no rows")
+        reader.set_collect(True)
+        said("the trainer asks for rows again")
+    assert log.read_text().count("is live") == 2

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_OUTCOMES = "VLLM_TIDE_TEST_OUTCOMES"
+_OUTCOMES = "TIDE_TEST_OUTCOMES"
 _TIMEOUT_S = 240
 
 

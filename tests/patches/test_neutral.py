@@ -20,7 +20,8 @@ PROBE = Path(__file__).with_name("probe.py")
 
 
 def run_probe(case: dict[str, str], pythonpath: Path | None) -> dict[str, Any]:
-    env = dict(os.environ)
+    # Only what the patches import: an empty list allows no plugin, unset all of them.
+    env = os.environ | {"VLLM_PLUGINS": ""}
     if pythonpath is not None:
         env["PYTHONPATH"] = str(pythonpath)
     done = subprocess.run(

@@ -1,17 +1,19 @@
 """What is drawn: within the screen, harmless, without colour where none is wanted."""
 
 import re
+from importlib.resources import files
 
 import pytest
 
 from tests.top.samples import URL, history, status
 from tests.transport.test_rendezvous import make_manifest
+from vllm_tide.dashboards import ALERTS
 from vllm_tide.top.layout import TWO_COLUMNS, body, screen
 from vllm_tide.top.live import plain, presses
 from vllm_tide.top.picture import make_picture
 from vllm_tide.top.run_files import EngineLook, TrainerLook
 from vllm_tide.top.samples import Sample
-from vllm_tide.top.text import ago, bar, clipped, line, percent, rendered, width
+from vllm_tide.top.text import Style, ago, bar, clipped, line, percent, rendered, width
 from vllm_tide.transport import RingStats, WeightsFeedback
 from vllm_tide.transport.peek import WeightsPeek
 
@@ -112,6 +114,18 @@ def test_faults_and_a_missing_trainer_are_shown():
     shown = text_of(picture(after={"faults": {"capture": 3}, "alive": 0}))
     assert "faults      capture 3" in shown
     assert "no trainer" in shown
+
+
+@pytest.mark.parametrize("reason", ["ring_full", "over_budget", "cut_short"])
+def test_rows_lost_to_a_slow_trainer_are_a_warning_as_in_the_alert(reason):
+    shown = body(picture(after={"dropped": {reason: 50}}), 80)
+    (style,) = (style for line in shown for text, style in line if reason in text)
+    assert style is Style.WARN
+    text = files("vllm_tide.dashboards").joinpath(ALERTS).read_text(encoding="utf-8")
+    named = re.findall(r'dropped_rows_total\{reason=~"(.*?)"', text)
+    assert named
+    for reasons in named:
+        assert reason in reasons.split("|")
 
 
 def test_a_name_cannot_command_the_terminal():

@@ -1,6 +1,6 @@
 """Two real processes, one of them killed with SIGKILL at a random moment.
 
-VLLM_TIDE_TEST_KILLS sets how many kills each test makes (default 7).
+TIDE_TEST_KILLS sets how many kills each test makes (default 7).
 """
 
 import os
@@ -18,7 +18,7 @@ from vllm_tide.transport import RingReader, RingWriter, WeightsRefused, WeightsS
 from vllm_tide.transport.rendezvous import reclaim_orphans
 from vllm_tide.transport.shm import SHM_DIR
 
-KILLS = int(os.environ.get("VLLM_TIDE_TEST_KILLS", "7"))
+KILLS = int(os.environ.get("TIDE_TEST_KILLS", "7"))
 pytestmark = pytest.mark.slow
 
 

@@ -10,6 +10,7 @@ from tests.transport.samples import make_spec
 from vllm_tide.transport import RingWriter, TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
+    RUN_DIR_VARIABLE,
     EngineManifest,
     default_run_dir,
     read_manifests,
@@ -99,7 +100,7 @@ def test_a_run_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(TransportError, match="VLLM_TIDE_RUN_DIR"):
+        with pytest.raises(TransportError, match="TIDE_RUN_DIR"):
             write_manifest(tmp_path / name, make_manifest())
 
 
@@ -117,14 +118,28 @@ def test_an_open_run_directory_is_made_private(tmp_path):
 
 
 def test_the_default_run_directory(monkeypatch):
-    monkeypatch.delenv("VLLM_TIDE_RUN_DIR", raising=False)
+    monkeypatch.delenv("TIDE_RUN_DIR", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/t")
     assert str(default_run_dir()) == f"/t/vllm_tide-{os.getuid()}"
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
     assert str(default_run_dir()) == "/run/user/1/vllm_tide"
-    monkeypatch.setenv("VLLM_TIDE_RUN_DIR", "/x/y")
+    monkeypatch.setenv("TIDE_RUN_DIR", "/x/y")
     assert str(default_run_dir()) == "/x/y"
+
+
+@pytest.mark.vllm
+def test_vllm_starts_where_it_checks_its_environment_and_ours_is_set(monkeypatch):
+    """`vllm serve --fail-on-environ-validation` refuses names below VLLM_."""
+    from vllm.platforms import Platform
+
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, "/x/y")
+    Platform.validate_environ(hard_fail=True)
+    monkeypatch.setenv("VLLM_NO_SUCH_NAME", "")
+    with pytest.raises(ValueError, match="VLLM_NO_SUCH_NAME"):
+        Platform.validate_environ(hard_fail=True)
 
 
 ENGINE = """

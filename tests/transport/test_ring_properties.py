@@ -26,7 +26,7 @@ IDENTITIES = [identity(record) for record in RECORDS]
 KNOWN = set(IDENTITIES)
 
 normal = settings(
-    max_examples=int(os.environ.get("VLLM_TIDE_TEST_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("TIDE_TEST_EXAMPLES", "150")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

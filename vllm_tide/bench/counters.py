@@ -16,7 +16,6 @@ from .scrape import (
 )
 
 TIDE_DRAFTED = "vllm_tide:drafted_tokens"
-TIDE_VERIFIED = "vllm_tide:verified_tokens"
 TIDE_STEPS = "vllm_tide:draft_steps"
 TIDE_OFF = "vllm_tide:off_rounds"
 TIDE_LENGTH = "vllm_tide:draft_length"
@@ -40,8 +39,8 @@ def _grown(name: str, before: Scrape, after: Scrape) -> int | None:
 def speculation(before: Scrape, after: Scrape) -> dict[str, Any]:
     """Return drafted, verified and accepted tokens between two readings.
 
-    * ``drafted``: tokens the draft model produced, ``verified``: those sent to the
-      target; the same for plain vLLM, which has one counter for both.
+    * ``drafted``: tokens the draft model produced, by our counter, or for plain vLLM
+      the next; ``verified``: those sent to the target, by vLLM's.
     * ``accepted``: verified tokens that were right.
     * ``rounds``: (request, step) pairs that verified at least one draft token, which
       is what vLLM counts as drafts; ``request_rounds``: all pairs, those without
@@ -52,17 +51,14 @@ def speculation(before: Scrape, after: Scrape) -> dict[str, Any]:
       speculation counted as zero.
 
     A counter the server does not export is None. Ours reach the front end twice a
-    second and with a step: what was drafted in the last half second before a server
-    falls idle is counted in the next stretch, which shows where little was drafted.
+    second and with a step, vLLM's with each: nothing is a ratio of one to the other.
     """
-    plain = _grown(DRAFT_TOKENS, before, after)
     drafted = _grown(TIDE_DRAFTED, before, after)
-    verified = _grown(TIDE_VERIFIED, before, after)
+    verified = _grown(DRAFT_TOKENS, before, after)
     accepted = _grown(ACCEPTED, before, after)
     rounds = _grown(DRAFTS, before, after)
     generated = round(after.value(GENERATED) - before.value(GENERATED))
-    drafted = plain if drafted is None else drafted
-    verified = plain if verified is None else verified
+    drafted = verified if drafted is None else drafted
     request_rounds = generated - (accepted or 0)
 
     def per_round(value: int | None) -> float | None:

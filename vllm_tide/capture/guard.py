@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 LIMIT = 8
 FIRST_SECONDS, MOST_SECONDS = 60.0, 3600.0

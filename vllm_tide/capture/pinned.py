@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 _PORTABLE = 1  # cudaHostRegisterPortable, hipHostRegisterPortable
 

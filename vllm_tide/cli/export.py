@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--run-dir", type=Path, help="where engines announce themselves"
     )
-    parser.add_argument("--target", help="hub name or directory of the target")
+    parser.add_argument("--target", help="hub name, written down, or directory")
     parser.add_argument(
         "--num-speculative-tokens", type=int, help="draft length written down"
     )
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"written: {folder} ({args.format}, from {draft.source})")
+    if draft.verifier is None or not draft.verifier.hub_name:
+        print("its target is not named: give --target HUB_NAME for `vllm serve DIR`")
     return 0
 
 
@@ -105,14 +107,16 @@ def _named(
     draft: ExportedDraft, target: str | None, num_speculative_tokens: int | None
 ) -> ExportedDraft:
     """What the operator says about the target wins over what the draft says."""
-    from vllm_tide.draft.export import DEFAULT_NUM_SPECULATIVE_TOKENS
+    from vllm_tide.draft.speculators import Verifier
 
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError("--num-speculative-tokens: must be at least 1.")
     verifier = draft.verifier
     if target is not None:
-        known = verifier.num_speculative_tokens if verifier is not None else None
-        verifier = target_facts(target, known or DEFAULT_NUM_SPECULATIVE_TOKENS)
+        known = verifier or Verifier()
+        verifier = target_facts(target, known.num_speculative_tokens)
+        if not verifier.architectures:
+            verifier = replace(verifier, architectures=known.architectures)
     if verifier is not None and num_speculative_tokens is not None:
         verifier = replace(verifier, num_speculative_tokens=num_speculative_tokens)
     return replace(draft, verifier=verifier)
@@ -133,8 +137,6 @@ def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
         architectures = tuple(read_config(target).get("architectures") or ())
     snapshot = _SNAPSHOT.fullmatch(target)
     name = snapshot.group(1).replace("--", "/", 1) if snapshot else target
-    if name == target and Path(target).is_dir():
-        name = str(Path(target).resolve())
     return Verifier(name, architectures, num_speculative_tokens)
 
 
@@ -181,6 +183,7 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
         publication.version,
         engine,
         publication.meta,
+        trained=publication.meta.get("to") != 0,  # no rollback to the checkpoint
     )
 
 
@@ -219,6 +222,7 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
         head.version,
         "a trainer's kept heads",
         {**head.held_out, **head.served},
+        trained=True,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
     from vllm_tide.config import ConfigError
     from vllm_tide.engine.profile_run import measure_engine
 
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("vllm_tide").setLevel(logging.INFO)
     try:
         samples, facts = measure_engine(
             args.model,

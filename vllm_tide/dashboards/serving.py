@@ -403,9 +403,10 @@ CAPTURE = Row(
         ),
         Panel(
             "Rows not captured",
-            "Per second, by reason. ring_full: the trainer does not keep up; paused: "
-            "it asked for none; consent_off, opted_out, malformed_*, not_opted_in, "
-            "salted, unsupported_input and not_sampled count requests.",
+            "Per second, by reason. ring_full, over_budget, cut_short: the trainer is "
+            "too slow; paused: it asked for none; consent_off, opted_out, "
+            "malformed_*, not_opted_in, salted, unsupported_input and not_sampled "
+            "count requests.",
             "none",
             (
                 Query(

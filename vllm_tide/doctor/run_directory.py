@@ -12,7 +12,7 @@ from vllm_tide.doctor.finding import Finding, failed, ok, warning
 from vllm_tide.doctor.subject import Subject
 
 NAME = "run directory"
-_ELSEWHERE = "Set tide.run_dir or VLLM_TIDE_RUN_DIR to a directory of your own."
+_ELSEWHERE = "Set tide.run_dir or TIDE_RUN_DIR to a directory of your own."
 
 
 def check(subject: Subject) -> Iterator[Finding]:

@@ -15,18 +15,16 @@ from torch import Tensor
 from vllm_tide.draft.checkpoint import (
     canonical_name,
     check_tensors,
-    dtype_name,
     hf_config,
     read_tensors,
     write_checkpoint,
 )
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
-from vllm_tide.draft.model_card import CardFacts, model_card
+from vllm_tide.draft.model_card import model_card
 from vllm_tide.draft.speculators import Verifier, read_verifier, save_speculators
 from vllm_tide.draft.vocab import VocabMap
 
 Form = Literal["hf", "speculators"]
-DEFAULT_NUM_SPECULATIVE_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class ExportedDraft:
         version: Version of the weights on their engine, or None.
         source: Where they were read from, in words.
         figures: Measured figures by the keys of `model_card.FIGURES`.
+        trained: A trainer of ours made it; False if nobody knows.
     """
 
     config: Eagle3Config
@@ -48,6 +47,7 @@ class ExportedDraft:
     version: int | None = None
     source: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = False
 
 
 def with_mapping(
@@ -113,6 +113,7 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
             "give --target."
         )
     tensors = with_mapping(draft.config, draft.tensors)
+    verifier = draft.verifier or Verifier()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
@@ -121,13 +122,16 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
             f"export: {str(directory)!r} cannot be written ({error.strerror})."
         ) from None
     try:
-        if form == "speculators" and draft.verifier is not None:
-            save_speculators(staged, draft.config, tensors, draft.verifier)
+        if form == "speculators":
+            save_speculators(staged, draft.config, tensors, verifier)
         else:
             write_checkpoint(staged, hf_config(draft.config, tensors), tensors)
-        card = model_card(_facts(draft, tensors, form))
+        card = model_card(draft, tensors, form, verifier)
         (staged / "README.md").write_text(card, encoding="utf-8")
-        staged.chmod(0o755)  # mkdtemp makes it private; an export is to be shared
+        # What makes them makes them private; an export is to be shared.
+        for file in staged.iterdir():
+            file.chmod(0o644)
+        staged.chmod(0o755)
         os.replace(staged, folder)
     except OSError as error:
         raise DraftError(
@@ -136,24 +140,3 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return folder
-
-
-def _facts(
-    draft: ExportedDraft, tensors: Mapping[str, Tensor], form: Form
-) -> CardFacts:
-    verifier = draft.verifier
-    return CardFacts(
-        form=form,
-        target="TARGET" if verifier is None else verifier.name_or_path,
-        config=draft.config,
-        dtype=dtype_name(tensors),
-        num_parameters=sum(
-            t.numel() for t in tensors.values() if t.is_floating_point()
-        ),
-        num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS
-        if verifier is None
-        else verifier.num_speculative_tokens,
-        version=draft.version,
-        source=draft.source,
-        figures=draft.figures,
-    )

@@ -55,14 +55,25 @@ class Verifier:
     """The target as speculators' configuration names it.
 
     Attributes:
-        name_or_path: Hub name or directory; `vllm serve` loads the target from it.
+        name_or_path: Hub name, from which `vllm serve` loads the target, or directory.
         architectures: The target's `architectures`.
         num_speculative_tokens: Draft length that `vllm serve` uses.
     """
 
-    name_or_path: str
+    name_or_path: str = ""
     architectures: tuple[str, ...] = ()
     num_speculative_tokens: int = 3
+
+    @property
+    def hub_name(self) -> str:
+        """What may be written down; empty for a place on this machine."""
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(self.name_or_path)
+        except ValueError:
+            return ""
+        return "" if Path(self.name_or_path).is_dir() else self.name_or_path
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
@@ -104,9 +115,9 @@ def speculators_config(
                 }
             ],
             "verifier": {
-                "name_or_path": verifier.name_or_path,
                 "architectures": list(verifier.architectures),
-            },
+            }
+            | ({"name_or_path": name} if (name := verifier.hub_name) else {}),
         },
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
@@ -125,13 +136,13 @@ def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
     section = raw["speculators_config"]
     try:
         return Verifier(
-            str(section["verifier"]["name_or_path"]),
+            str(section["verifier"].get("name_or_path", "")),
             tuple(section["verifier"].get("architectures") or ()),
             int(section["proposal_methods"][0]["speculative_tokens"]),
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DraftError(
-            f"draft config: speculators_config lacks verifier.name_or_path or "
+            f"draft config: speculators_config lacks verifier or "
             f"proposal_methods ({error!r})."
         ) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from vllm_tide.engine.adaptive_arguments import (
 )
 from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
 from vllm_tide.engine.graph_lengths import table_of
+
+logger = logging.getLogger("vllm.tide")
 
 _NO_PIPELINE = (
     "--pipeline-parallel-size: tide needs 1 (the draft lives on the last stage only); "
@@ -148,15 +151,8 @@ def _without_control(section: dict[str, Any], error: ConfigError) -> dict[str, A
     control = section.get("control", {})
     if "policy" in control:
         raise error
-    _log().warning("tide: the speculative length is static: %s", error)
+    logger.warning("tide: the speculative length is static: %s", error)
     return {**section, "control": {**control, "policy": "static"}}
-
-
-def _log() -> Any:
-    from vllm.logger import init_logger
-
-    # A child of vLLM's own logger: shown without further configuration.
-    return init_logger("vllm.tide")
 
 
 def _check_profile(control: ControlConfig) -> None:
@@ -194,7 +190,7 @@ def check_engine_config(vllm_config: Any) -> None:
     if vllm_config.use_v2_model_runner:
         _check_v2(vllm_config)
         if device != "cpu":
-            switch_adaptive_on(vllm_config, _log())
+            switch_adaptive_on(vllm_config, logger)
             _capture_every_length(vllm_config)
     elif vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(

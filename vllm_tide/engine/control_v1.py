@@ -28,7 +28,7 @@ from vllm_tide.engine.catchup import DraftBacklog
 from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.round_timer import RoundTimer
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 # Requests and rows of one shadow probe, at most: it must be cheap, not precise.
 PROBE_REQUESTS = 4

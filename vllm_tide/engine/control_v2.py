@@ -35,7 +35,7 @@ from vllm_tide.engine.event_timer import HostClock, Reading, StepClock
 from vllm_tide.engine.request_book import RequestBook
 from vllm_tide.engine.step_log import Step, Timing
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 Prices = tuple[float, Learnt]
 

@@ -30,7 +30,7 @@ from vllm_tide.engine.row_stage import TopRows
 from vllm_tide.engine.run_layout import Landing, RunLayout
 from vllm_tide.kernels.pack_rows import pack_rows
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 STEPS_HELD = 3
 """Steps of the largest size that fit: one packed, one copied, one that is written."""

@@ -21,7 +21,7 @@ from vllm_tide.transport.admin import ask_all
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import default_run_dir
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 PREFIX = "/plugins/vllm_tide"
 TIMEOUT_S = 30.0

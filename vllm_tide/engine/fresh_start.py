@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_tide.config import ConfigError, TideConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+logger = logging.getLogger("vllm.tide")
 
 FRESH = "fresh"
 
@@ -27,10 +30,6 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
     Raises:
         ConfigError: No head can be built for this target.
     """
-    from vllm.logger import init_logger
-
-    # A child of vLLM's own logger: shown without further configuration.
-    logger = init_logger("vllm.tide")
     folder = _head(tide, target)
     config["model"] = str(folder)
     config["method"] = "eagle3"

@@ -27,7 +27,7 @@ from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.profiler import facts as timing_facts
 from vllm_tide.engine.profiler import measure
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 
 def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:

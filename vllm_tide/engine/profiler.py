@@ -27,7 +27,7 @@ from vllm_tide.engine.profile_steps import Take, steps_of
 
 __all__ = ["facts", "measure"]
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 QUICK_SECONDS = 8.0
 FULL_SECONDS = 120.0

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.engine.server_log import MetricsLine
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 
 class Order(TypedDict):
@@ -78,6 +79,7 @@ class SchedulerTide:
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
         self._swap_seconds: list[float] = []
+        self._line = MetricsLine(longest)
         # Hash of each cached block by its id when the live draft was ordered.
         self._old: dict[int, Any] = {}
         self._verified: Counter[str] = Counter()
@@ -183,4 +185,5 @@ class SchedulerTide:
                 "prefix_accepted": dict(self._accepted),
             }
             self._swap_seconds = []
+            self._line.observe(stats)
         return stats

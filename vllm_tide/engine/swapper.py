@@ -21,7 +21,7 @@ from vllm_tide.swap.verify import DraftContract
 from vllm_tide.tracing import open_tracing
 from vllm_tide.transport.weights import WeightsSegment
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 
 class Swapper:
@@ -119,6 +119,7 @@ class Swapper:
             self.num_swaps += 1
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
+            self._tell(staged)
         self.stager.done(staged)
         self.report()
         if self._tracing is not None:
@@ -131,6 +132,18 @@ class Swapper:
             self.version,
             self.stager.last_refused_version,
             self.stager.last_refusal,
+            1e3 * self._last_seconds,
+        )
+
+    def _tell(self, staged: StagedDraft) -> None:
+        if self._group is not None and self._group.rank_in_group:
+            return
+        back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
+        text = ", a rollback of {!r:.20} to the weights of {!r:.20} ({!r:.200})"
+        logger.info(
+            "vllm_tide: draft %d is live%s; pause %.1f ms.",
+            staged.version,
+            "" if back[0] is None else text.format(*back),
             1e3 * self._last_seconds,
         )
 

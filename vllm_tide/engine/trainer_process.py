@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_tide.config import SpoolConfig, TideConfig, TrainConfig
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 # The engine's thread binding would put the trainer on the engine's cores.
 _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")

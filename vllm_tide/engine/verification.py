@@ -34,7 +34,7 @@ from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, Prices
 from vllm_tide.engine.measured_times import times_of_tables
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 Tables = tuple[np.ndarray, np.ndarray]
 

@@ -22,6 +22,7 @@ from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.cores import call_on, free_cores, given_cores
 from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.seeded import SeededSampling
+from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import rendezvous
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_tide.engine.control_v1 import ControlV1
     from vllm_tide.engine.scheduler import Order
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 REPORT_SECONDS = 0.5
 REPLACE_SECONDS = 2.0
@@ -94,6 +95,7 @@ class WorkerTide:
         self._replaced = 0.0
         self._weights_bytes = 0  # of a slot; read off the checkpoint once
         self._unannounced = False
+        self._collecting = True
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
@@ -112,6 +114,7 @@ class WorkerTide:
             self._open_control(worker)
         if self._leader:
             self._announce()
+            say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
                     self._engine_id, self._run_dir, config.train, config.spool
@@ -359,6 +362,16 @@ class WorkerTide:
         """From the stager's thread, also while no request is there."""
         if (ring := self._ring) is not None:
             ring.beat()
+            self._tell_pause(ring)
+
+    def _tell_pause(self, ring: RingWriter) -> None:
+        if ring.lost or ring.collect == self._collecting:
+            return
+        self._collecting = not self._collecting
+        logger.info(
+            "vllm_tide: the trainer asks for %s.",
+            "rows again" if self._collecting else "no rows: paused, by an order or not",
+        )
 
     def _open_control(self, worker: Any) -> None:
         from vllm_tide.engine.blas import use_one_blas_thread
@@ -412,8 +425,7 @@ class WorkerTide:
             model_name=str(serving.model_config.served_model_name),
             draft_sample_method=serving.speculative_config.draft_sample_method,
         )
-        path = rendezvous.write_manifest(self._run_dir, manifest)
-        logger.info("vllm_tide: engine %s announced at %s", self._engine_id, path)
+        rendezvous.write_manifest(self._run_dir, manifest)
 
     def _report(self) -> dict[str, Any] | None:
         """Numbers for the scheduler: at once for a staged draft, else twice a second.
@@ -433,6 +445,8 @@ class WorkerTide:
         }
         if self.capture is not None and self._ring is not None:
             self._ring.heartbeat()
+            if self.swapper is None:  # else its thread looks
+                self._tell_pause(self._ring)
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
             report |= self.control.stats()
@@ -472,4 +486,5 @@ class WorkerTide:
             "ring_used_bytes": stats.used_bytes,
             "ring_capacity_bytes": stats.capacity_bytes,
             "consumer_alive": stats.consumer_alive,
+            "collecting": self._collecting,
         }

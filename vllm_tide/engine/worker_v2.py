@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_tide.control.time_model import TimeModel
     from vllm_tide.engine.verification import PricedVerification
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 # Of upstream's own requests, with which it compiles kernels before anything is served.
 MADE_UP = ("_warmup_", "_v2_mixed_warmup")

@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from vllm_tide.swap.device_room import DeviceRoom
 from vllm_tide.swap.verify import FLOATS, DraftContract, DraftRefused
 from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
 
-logger = logging.getLogger("vllm_tide")
+logger = logging.getLogger("vllm.tide")
 
 POLL_SECONDS = 0.05
 
@@ -33,12 +34,14 @@ class StagedDraft:
         tensors: On the host.
         norms: Of its floating-point tensors.
         on_device: Where it is installed from, if the model runs elsewhere.
+        facts: What the trainer says of it.
     """
 
     version: int
     tensors: dict[str, torch.Tensor]
     norms: dict[str, float]
     on_device: dict[str, torch.Tensor] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
@@ -157,7 +160,9 @@ class Stager:
         self._seen = publication.version
         on_device = None if self._room is None else self._room.bring(tensors)
         with self._lock:
-            self._staged = StagedDraft(publication.version, tensors, norms, on_device)
+            self._staged = StagedDraft(
+                publication.version, tensors, norms, on_device, publication.meta
+            )
 
     def _watch(self) -> None:
         if self._cpus:

@@ -17,6 +17,8 @@ from vllm_tide.top.text import (
     shares,
 )
 
+# Why rows are lost that a faster trainer would have.
+_BEHIND = {"ring_full", "over_budget", "cut_short"}
 _FULL = 0.9  # of a ring, from which on rows are about to be dropped
 
 
@@ -134,7 +136,7 @@ def _capture(server: ServerFigures) -> Line:
         "capture",
         f"{number(server.captured_rows_per_s)} rows/s, dropped "
         f"{number(sum(lost.values()))}/s",
-        (f" ({names})", Style.WARN if "ring_full" in lost else Style.PLAIN)
+        (f" ({names})", Style.WARN if _BEHIND & lost.keys() else Style.PLAIN)
         if names
         else "",
     )

@@ -24,7 +24,7 @@ from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
 from vllm_tide.transport.small_file import read_small
 
-RUN_DIR_VARIABLE = "VLLM_TIDE_RUN_DIR"
+RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
 
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX, _SUFFIX = "engine-", ".json"
@@ -89,7 +89,7 @@ class EngineManifest:
 
 
 def default_run_dir() -> Path:
-    """$VLLM_TIDE_RUN_DIR, else $XDG_RUNTIME_DIR/vllm_tide, else under the temp dir."""
+    """$TIDE_RUN_DIR, else $XDG_RUNTIME_DIR/vllm_tide, else under the temp dir."""
     if chosen := os.environ.get(RUN_DIR_VARIABLE):
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
