@@ -45,6 +45,14 @@ DEAD_S = 20.0
 """One not heard of for this long (s) counts as gone; storage may be slow."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+MADE = {
+    "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
+    "heads": re.compile(r"([0-9]{12}\.(json|safetensors)|latest\.json)"),
+    "readers": re.compile(rf"{_NAME.pattern}\.json"),
+    "draft": re.compile(r"[!-\-0-~][ -.0-~]*\.(json|safetensors)"),
+    "": re.compile(r"(engine|state)\.json"),
+}
+"""What this package puts into each part of an engine's folder, the folder last."""
 # What JSON of the wrong shape can raise while it is read.
 MALFORMED = (
     ArithmeticError,
@@ -148,7 +156,7 @@ class EngineFolder:
 
     def path(self, *names: str) -> str:
         """Name in the store of a file of this engine."""
-        return "/".join((self._at, *names))
+        return "/".join((self._at, *filter(None, names)))
 
     def write_json(self, name: str, value: dict[str, Any], durable: bool) -> None:
         """Replace a small file."""

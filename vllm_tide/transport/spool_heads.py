@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +23,12 @@ from vllm_tide.transport.publication import (
     WeightsRefused,
 )
 from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool_store import NotOurs
 
 KEPT = 3
 HEADS = "heads"
 _LATEST = f"{HEADS}/latest.json"
+_MANIFEST = re.compile(r"[0-9]{12}\.json")
 
 
 class HeadConflict(TransportError):  # noqa: N818 - says what it is
@@ -138,8 +142,8 @@ def as_input(head: Publication) -> dict[str, TensorInput]:
 
 def _drop_old(folder: EngineFolder) -> None:
     names = sorted(folder.store.sizes(folder.path(HEADS)))
-    manifests = [n for n in names if n.endswith(".json") and n[:12].isdigit()]
-    for name in manifests[:-KEPT]:
-        folder.store.remove(folder.path(HEADS, name))
-        body = name.removesuffix(".json") + ".safetensors"
-        folder.store.remove(folder.path(HEADS, body))
+    stems = [n[:12] for n in names if _MANIFEST.fullmatch(n)]
+    for stem in stems[:-KEPT]:
+        for name in (f"{stem}.json", f"{stem}.safetensors"):
+            with contextlib.suppress(NotOurs):
+                folder.store.remove(folder.path(HEADS, name))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.purge import (
     ANNOUNCE_S,
     PurgeInbox,
@@ -281,7 +282,7 @@ class Relay:
             rows=self._writer.rows,
             dropped_rows=self._reader.stats().dropped_rows,
         )
-        now = time.time()
+        now = steady_unix()  # what the shards are dated by
         if state == self._state and abs(now - self._said) < BEAT_S:
             return
         self._folder.write_state(replace(state, unix=now))

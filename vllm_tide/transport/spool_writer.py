@@ -6,17 +6,19 @@ takes no more records meanwhile, so the ring fills and the engine drops and coun
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
 
 from vllm_tide.config import MIB, SpoolConfig
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.record import Record, RecordError
 from vllm_tide.transport.ring_format import RingSpec
-from vllm_tide.transport.spool import EngineFolder, engine_ids
+from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_shard import ShardBuilder
-from vllm_tide.transport.spool_store import Store
+from vllm_tide.transport.spool_store import NotOurs, Store
 
 RECORDS = "records"
 ENFORCE_S = 60.0
@@ -99,7 +101,7 @@ class SpoolWriter:
         if self._closed is None:
             if not self._open.num_records:
                 return 0
-            self._closed = _Closed(self._open, self.last + 1, time.time())
+            self._closed = _Closed(self._open, self.last + 1, steady_unix())
             self._open = ShardBuilder(self._spec)
         closed, folder = self._closed, self._folder
         # Another relay may have come while the storage held this one up: before the
@@ -208,6 +210,7 @@ class Bounds:
         self._max_age_s = config.max_age_s
         self._held = self._max_bytes  # unknown: look first
         self._next = 0.0
+        self._words: dict[str, Freshness] = {}
 
     def note(self, num_bytes: int) -> None:
         """A shard of so many bytes was added."""
@@ -224,42 +227,58 @@ class Bounds:
             Number of the oldest shard left of `engine_id`, 0 if there is none.
         """
         self._next = time.monotonic() + ENFORCE_S
-        shards = [
-            (created, engine, number, name, size)
-            for engine in engine_ids(self._store)
-            for name, size in self._store.sizes(
-                EngineFolder(self._store, engine).path(RECORDS)
-            ).items()
-            if (created := _created(name)) is not None
-            and (number := shard_number(name)) > 0
-        ]
-        shards.sort()
+        engines = [EngineFolder(self._store, name) for name in engine_ids(self._store)]
+        self._words = {
+            folder.engine_id: self._words.get(folder.engine_id, Freshness())
+            for folder in engines
+        }
+        shards: list[tuple[float, EngineFolder, int, str, int]] = []
+        for folder in engines:
+            now = self._now(folder, mine=folder.engine_id == engine_id)
+            for name, size in self._store.sizes(folder.path(RECORDS)).items():
+                created, number = _created(name), shard_number(name)
+                if created is not None and number > 0:
+                    shards.append((created - now, folder, number, name, size))
+        shards.sort(key=lambda shard: (shard[0], shard[1].engine_id, shard[2:]))
         held = sum(size for *_, size in shards)
         limit = self._max_bytes
         if held > limit:
             limit = int(limit * _KEEP_SHARE)
-        oldest = time.time() - self._max_age_s
         left: list[int] = []
-        for created, engine, number, name, size in shards:
-            if held > limit or created < oldest:
-                folder = EngineFolder(self._store, engine)
-                self._store.remove(folder.path(manifest_name(number)))
-                self._store.remove(folder.path(RECORDS, name))
+        for since, folder, number, name, size in shards:
+            if held > limit or since < -self._max_age_s:
+                self._remove(folder, RECORDS, f"{number:012d}.json", name)
                 held -= size
-            elif engine == engine_id:
+            elif folder.engine_id == engine_id:
                 left.append(number)
         self._held = held
-        self._drop_dead_engines(oldest, keep=engine_id)
         return min(left, default=0)
 
-    def _drop_dead_engines(self, oldest: float, keep: str) -> None:
-        """Remove the folder of an engine that has said nothing for the longest age."""
-        for engine in engine_ids(self._store):
-            if engine == keep:
-                continue
-            state = EngineFolder(self._store, engine).read_state()
-            if state is not None and state.unix < oldest:
-                self._store.remove_folder(EngineFolder(self._store, engine).path())
+    def _now(self, folder: EngineFolder, *, mine: bool) -> float:
+        """The time by the clock that an engine's shards are dated by.
+
+        That of another host may be wrong by days, and so may ours: while an engine's
+        word changes only its own counts. The folder of one that has said nothing for
+        the longest age goes.
+        """
+        if mine:
+            return steady_unix()
+        state, word = folder.read_state(), self._words[folder.engine_id]
+        word.look(state)
+        if word.fresh and state is not None:
+            return state.unix
+        now = steady_unix()
+        if state is not None and state.unix < now - self._max_age_s:
+            for part, made in MADE.items():
+                names = self._store.sizes(folder.path(part))
+                self._remove(folder, part, *filter(made.fullmatch, names))
+                self._store.remove_folder(folder.path(part))
+        return now
+
+    def _remove(self, folder: EngineFolder, part: str, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(NotOurs):  # nor does it count
+                self._store.remove(folder.path(part, name))
 
 
 def purge_records(
