@@ -113,6 +113,7 @@ class Feeds:
     Attributes:
         refused: Sentences about engines that are live and cannot join.
         failed_publications: Heads that could not be sent, over all engines.
+        opening: Whether an engine that was found may join at the next look.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -131,6 +132,7 @@ class Feeds:
         self._collect = True
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
+        self.opening = False
 
     def __len__(self) -> int:
         """Number of engines."""
@@ -170,6 +172,7 @@ class Feeds:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
+            self.opening = False
             for source in self._sources:
                 # The newest first, so that it is the reference.
                 for engine_id in reversed(source.find()):
@@ -341,6 +344,9 @@ class Feeds:
                     self._barred.add(engine_id)
                     raise TransportError(other)
             feed = source.open(engine_id)
+            if feed is None:
+                self.opening = True
+                return False
         except TransportError as error:
             self._retry_at[engine_id] = time.monotonic() + RETRY_S
             if self.refused.get(engine_id) != str(error):
