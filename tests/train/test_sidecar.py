@@ -147,6 +147,29 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
 
 
+def test_hostile_values_are_counted_and_end_no_training(engine):
+    doc = TOY.document(3, 5, 3, 1)
+    plain = Record(
+        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(), np.full(4, np.nan, np.float32),
+        doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
+    )  # fmt: skip
+    for number, token in enumerate((-(2**31), -7, -1, VOCAB, 2**31 - 1)):
+        ids = np.full(5, token, np.int32)
+        assert engine.ring.try_write(replace(plain, key=number, token_ids=ids))
+    assert engine.ring.try_write(replace(plain, key=5, start=2**63 - 2))
+    for number, value in enumerate((np.nan, np.inf, 1e38), 6):
+        rows = np.full_like(plain.features, value)
+        assert engine.ring.try_write(replace(plain, key=number, features=rows))
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar.run(once=True) == "stopped"
+    status = engine.status()
+    assert status["rows_skipped"]["hostile_values"] == 9 * 5
+    assert status["rows_read"] == 60 * 30
+    assert status["published_version"] == 1
+    assert not sidecar.trainer.skipped["unusable_batch"]
+
+
 def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):
     engine.serve(60)
     sidecar = attach(engine)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from vllm_tide.transport.publication import Publication, TensorInput
-from vllm_tide.transport.record import Record
+from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.weights import WeightsFeedback
@@ -98,3 +100,59 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """Let the engine go. Idempotent, never raises."""
+
+
+_FAR = 1 << 40
+"""No request is as long (tokens)."""
+# Bits of the largest magnitude that a row may hold: what is larger, infinite or no
+# number has larger ones. 1e9, whose square a sum can take, or float16's largest.
+_LARGEST = {"bfloat16": 0x4E6E, "float16": 0x7BFF, "float32": 0x4E6E6B28}
+
+
+def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
+    """Whether a record holds what no engine has computed and training could not bear.
+
+    Args:
+        record: Of the widths and types of `spec`.
+        spec: Of its engine.
+        vocab_size: Token ids are below it.
+    """
+    ids, count = record.token_ids, record.num_rows
+    if not count:
+        return False
+    committed = count if record.phase == Phase.PREFILL else record.num_accepted + 1
+    if ids.min() < 0:  # vLLM pads a short draft, and from there nothing is used
+        count = int(np.argmax(ids < 0))
+    taught = slice(max(count - record.teacher_start, 0))
+    hidden = record.teacher_hidden
+    places = record.start, record.num_prompt_tokens
+    if (
+        count < committed
+        or not (min(places) >= 0 and max(places) < _FAR)
+        or not -1 <= record.next_token < vocab_size
+        or ids[:count].max() >= vocab_size
+        or (np.abs(record.draft_probs) > 1.01).any()
+        or _too_large(record.features[:count], spec)
+        or (hidden is not None and _too_large(hidden[taught], spec))
+    ):
+        return True
+    top, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
+    tail = record.teacher_tail_logprob
+    if top is None or logprobs is None or tail is None or not top[taught].size:
+        return False
+    return not (
+        top[taught].min() >= 0
+        and top[taught].max() < vocab_size
+        and logprobs[taught].min() > -1e9  # False also where one is no number
+        and logprobs[taught].max() <= 1
+        and tail[taught].max() <= 1
+    )
+
+
+def _too_large(rows: np.ndarray, spec: RingSpec) -> bool:
+    size, largest = rows.dtype.itemsize, _LARGEST[spec.feature_dtype]
+    negative = 1 << (8 * size - 1)
+    return bool(rows.size) and bool(
+        rows.view(f"i{size}").max() > largest
+        or rows.view(f"u{size}").max() > negative | largest
+    )

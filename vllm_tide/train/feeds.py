@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.train.feed import Feed
+from vllm_tide.train.feed import Feed, hostile
 from vllm_tide.train.feed_ring import RingFeed
 from vllm_tide.train.feed_sources import RunDirSource, Source, SpoolSource
 from vllm_tide.train.feed_spool import SpoolFeed
@@ -27,6 +28,7 @@ from vllm_tide.train.feed_turns import FairTurns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool_heads import as_input
 from vllm_tide.transport.spool_identity import difference
 
@@ -49,6 +51,9 @@ LOOK_S = 1.0
 """How often engines are looked for (s)."""
 RETRY_S = 10.0
 """An engine that could not be attached is tried again after this (s)."""
+
+MAX_HOSTILE, HOSTILE_WINDOW = 16, 4096
+"""More hostile records than this, of so many, and an engine's are left out."""
 
 _Result = TypeVar("_Result")
 
@@ -99,6 +104,8 @@ class _Head:
 class _Member:
     feed: Feed
     source: Source
+    taken: int = 0  # records, lately
+    hostile: int = 0  # of these
 
 
 class Feeds:
@@ -113,6 +120,8 @@ class Feeds:
     Attributes:
         refused: Sentences about engines that are live and cannot join.
         failed_publications: Heads that could not be sent, over all engines.
+        rejected: Rows thrown away for their values, see `feed.hostile`.
+        vocab_size: The target's, where it is known better than an engine tells it.
         opening: Whether an engine that was found may join at the next look.
     """
 
@@ -121,6 +130,7 @@ class Feeds:
         self._members: dict[str, _Member] = {}
         self._turns = FairTurns()
         self._reference: tuple[str, dict[str, str]] | None = None
+        self._spec: RingSpec | None = None  # of all of them
         self._barred: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._next_look = 0.0
@@ -133,6 +143,8 @@ class Feeds:
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
         self.opening = False
+        self.rejected: Counter[str] = Counter()
+        self.vocab_size = 1 << 31
 
     def __len__(self) -> int:
         """Number of engines."""
@@ -196,9 +208,12 @@ class Feeds:
 
         Returns:
             Engine and records, in each engine's order; one pair per engine at most.
+            Records with hostile values are left out, in the end all of an engine's.
         """
         found = self._turns.read(self._take, limit, max_rows)
-        return [(engine_id, records) for engine_id, records in found.items() if records]
+        return [
+            (name, self._sane(name, taken)) for name, taken in found.items() if taken
+        ]
 
     def heartbeat(self) -> None:
         """Say to every engine that the trainer lives; send again what got lost."""
@@ -330,6 +345,31 @@ class Feeds:
         member = self._members[engine_id]
         return self._try(member, partial(member.feed.read, limit, max_rows))
 
+    def _sane(self, engine_id: str, records: list[Record]) -> list[Record]:
+        member, spec = self._members.get(engine_id), self._spec
+        if member is None or spec is None:  # lost meanwhile
+            return []
+        size = min(spec.vocab_size, self.vocab_size)
+        out = member.hostile > MAX_HOSTILE
+        good = [r for r in records if not (out or hostile(r, spec, size))]
+        member.taken += len(records)
+        if len(good) == len(records):
+            if member.taken > HOSTILE_WINDOW:
+                member.taken = member.hostile = 0
+            return good
+        self.rejected["hostile_values"] += _rows(records) - _rows(good)
+        member.hostile += len(records) - len(good)
+        if member.hostile > MAX_HOSTILE and not out:
+            logger.error(
+                "engine %s: %d of its records hold tokens or numbers that no target "
+                "gives: all are left out until it joins anew%s",
+                engine_id,
+                member.hostile,
+                "; if its target passes float16, set tide.capture.feature_dtype to "
+                "'bfloat16'" * (spec.feature_dtype == "float16"),
+            )
+        return good
+
     def _may_join(self, engine_id: str, now: float) -> bool:
         if engine_id in self._members or engine_id in self._barred:
             return False
@@ -347,6 +387,10 @@ class Feeds:
             if feed is None:
                 self.opening = True
                 return False
+            spec = replace(feed.spec, engine_id="")
+            if spec != (self._spec or spec):
+                feed.close()
+                raise TransportError(f"engine {engine_id} sends rows of another shape")
         except TransportError as error:
             self._retry_at[engine_id] = time.monotonic() + RETRY_S
             if self.refused.get(engine_id) != str(error):
@@ -354,6 +398,7 @@ class Feeds:
             self.refused[engine_id] = str(error)
             return False
         self._reference = self._reference or (engine_id, identity)
+        self._spec = self._spec or spec
         self.refused.pop(engine_id, None)
         member = _Member(feed, source)
         self._members[engine_id] = member
@@ -410,6 +455,10 @@ class Feeds:
             "engine %s is dropped: %s; %d left", engine_id, why, len(self._members)
         )
         member.feed.close()
+
+
+def _rows(records: list[Record]) -> int:
+    return sum(max(record.num_rows, 1) for record in records)
 
 
 def open_feeds(
