@@ -10,7 +10,7 @@ nothing but the spool. Under the URL lie::
     engines/<engine>/heads/<version>.safetensors, <version>.json, latest.json
     engines/<engine>/readers/<reader>.json  cursor and wishes of a trainer
     engines/<engine>/draft/                 the head the engine started with
-    targets/<fingerprint>/                  embedding and output rows of a target
+    targets/<SHA-256 of files.json>/        embedding and output rows of a target
 
 A manifest (``.json``) is written after the file it describes and is what makes it
 exist; it carries the file's size and checksum. So a writer may die at any moment, and
@@ -34,7 +34,7 @@ from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool_store import Store
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ENGINES = "engines"
 MAX_JSON_BYTES = 16 << 20
 """A larger JSON file is not one of ours."""

@@ -79,11 +79,10 @@ class Relay:
             self._reader.close()
             raise
         try:
-            identity = identity_of(manifest)
-            entry = EngineEntry(manifest, self._reader.spec, identity)
-            self._writer = SpoolWriter(self._folder, entry.spec, config)
-            upload_models(self._folder, entry)
-            self._folder.write_engine(entry)
+            spec, identity = self._reader.spec, identity_of(manifest)
+            self._writer = SpoolWriter(self._folder, spec, config)
+            identity["rows"] = upload_models(self._folder, manifest)
+            self._folder.write_engine(EngineEntry(manifest, spec, identity))
         except BaseException:
             self.close()
             raise
