@@ -9,11 +9,13 @@ import pytest
 
 from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.header import said
 from vllm_tide.transport.spool import (
     EngineFolder,
     EngineState,
     Freshness,
     ReaderState,
+    checked_name,
     instance_gone,
     this_instance,
 )
@@ -161,6 +163,26 @@ def test_an_engine_of_another_format_is_refused_in_a_sentence(store):
     folder.write_json("engine.json", {"format": 99}, durable=True)
     with pytest.raises(TransportError, match="spool format 99"):
         folder.read_engine()
+
+
+def test_what_another_process_wrote_is_escaped_and_clipped(store):
+    folder = EngineFolder(store, "e1")
+    evil = "\x1b[31mroot\n2026 ERROR forged " + "x" * 100_000
+    folder.write_json("state.json", {"refused_reason": evil}, durable=True)
+    folder.write_json("readers/t.json", {"instance": evil}, durable=True)
+    told = [folder.read_state().refused_reason, folder.read_reader("t").instance]
+    folder.write_json("engine.json", {"format": evil}, durable=True)
+    with pytest.raises(TransportError) as caught:
+        folder.read_engine()
+    told.append(str(caught.value))
+    with pytest.raises(TransportError) as caught:
+        checked_name(evil, "target")
+    told.append(str(caught.value))
+    for text in told:
+        assert "forged" in text
+        assert text.isprintable()
+        assert len(text) < 500
+    assert said("plain reason: é") == "plain reason: \\xe9"
 
 
 def test_freshness_is_told_by_change_not_by_clocks():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.spool import (
@@ -226,7 +226,8 @@ class SpoolFeed:
         try:
             return read_head(self._folder, version)
         except WeightsRefused as refusal:
-            logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
+            why = said(refusal)
+            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
             return None
 
     def set_collect(self, wanted: bool) -> None:

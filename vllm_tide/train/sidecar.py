@@ -102,7 +102,7 @@ class Sidecar:
             raise ValueError("no engine has joined")
         self.feeds, self.manifest = feeds, feed.manifest
         self._run_dir = run_dir
-        self.tide = config or parse_tide(self.manifest.tide)
+        self.tide = config or parse_tide(self.manifest.tide, self.manifest.version)
         self.config = self.tide.train
         train = self.config
         if train.compute_dtype == "bfloat16" and not has_fast_bfloat16(train.device):

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.config import package_version
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
@@ -58,6 +59,7 @@ class EngineManifest:
         pid_namespace: Inode of the pid namespace `pid` belongs to.
         model_name: Name that it serves the target under; empty if it does not say.
         draft_sample_method: vLLM's: how drafted tokens are drawn.
+        version: Of the package that wrote it; empty for one that did not say.
     """
 
     engine_id: str
@@ -82,6 +84,7 @@ class EngineManifest:
     pid_namespace: int = field(default_factory=pid_namespace)
     model_name: str = ""
     draft_sample_method: str = "greedy"
+    version: str = field(default_factory=package_version)
 
     def owner_alive(self) -> bool | None:
         """Whether the engine lives; None where its pid cannot be looked up."""
@@ -230,7 +233,8 @@ def manifest_from(data: Any) -> EngineManifest:
             or out of every range.
     """
     known = {item.name: str(item.type) for item in fields(EngineManifest)}
-    manifest = EngineManifest(**{k: v for k, v in data.items() if k in known})
+    told = {k: v for k, v in data.items() if k in known}
+    manifest = EngineManifest(**{"version": "", **told})
     for name, kind in known.items():
         if not _FITS[kind](getattr(manifest, name)):
             raise TypeError(f"{name} of an engine's manifest is no {kind}")

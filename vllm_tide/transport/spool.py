@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
@@ -189,8 +189,8 @@ class EngineFolder:
         if value.get("format") != FORMAT_VERSION:
             raise TransportError(
                 f"engine {self.engine_id} in {self.store.url} has spool format "
-                f"{value.get('format')}, this process speaks {FORMAT_VERSION}: run the "
-                "same vllm_tide on both sides"
+                f"{said(value.get('format'))}, this process speaks {FORMAT_VERSION}: "
+                "run the same vllm_tide on both sides"
             )
         try:
             manifest = manifest_from(value["manifest"])
@@ -267,8 +267,8 @@ def checked_name(name: str, what: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise TransportError(
-            f"{what} {name!r}: only letters, digits, dot, dash and underscore, and no "
-            "dot first"
+            f"{what} '{said(name)}': only letters, digits, dot, dash and underscore, "
+            "and no dot first"
         )
     return name
 
@@ -321,6 +321,8 @@ def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
                 if not _FITS[str(item.type)](value[item.name]):
                     return None
                 told[item.name] = value[item.name]
+                if item.type == "str":  # it comes into a log
+                    told[item.name] = said(value[item.name])
         return kind(**told)
     except MALFORMED:
         return None

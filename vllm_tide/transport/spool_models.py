@@ -121,7 +121,7 @@ def _target_files(folder: Path) -> dict[str, list[bytes]]:
 
 
 def _serialize(tensors: dict[str, tuple[str, list[int], bytes]]) -> list[bytes]:
-    """Parts of a safetensors file; its data in order of name, each after the one before."""
+    """Parts of a safetensors file; its data in order of name, without gaps."""
     header: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape, data) in sorted(tensors.items()):

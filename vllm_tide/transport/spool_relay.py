@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.purge import (
     ANNOUNCE_S,
@@ -247,7 +247,7 @@ class Relay:
             "engine %s: head %d of the spool is refused: %s",
             self._folder.engine_id,
             version,
-            sentence,
+            said(sentence),
         )
 
     def _heed_readers(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide import _shm
+from vllm_tide.transport.header import said
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Record,
@@ -158,12 +159,12 @@ def read_shard(
     try:
         if manifest["record_format"] != FORMAT_VERSION:
             raise ShardDamaged(
-                f"its records have format {manifest['record_format']}, this process "
-                f"speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
+                f"its records have format {said(manifest['record_format'])}, this "
+                f"process speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
             )
         if len(body) != manifest["bytes"]:
             raise ShardDamaged(
-                f"it has {len(body)} bytes, its manifest says {manifest['bytes']}"
+                f"it has {len(body)} bytes, its manifest says {said(manifest['bytes'])}"
             )
         if _shm.crc32c(body) != manifest["crc32c"]:
             raise ShardDamaged("its checksum is wrong")
@@ -175,7 +176,7 @@ def read_shard(
     except ShardDamaged:
         raise
     except MALFORMED as error:
-        raise ShardDamaged(f"it cannot be read ({error})") from error
+        raise ShardDamaged(f"it cannot be read ({said(error)})") from error
     records: list[Record] = []
     unfit = 0
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
