@@ -19,14 +19,8 @@ class Feed(Protocol):
     """Records of one engine in, heads for it out. One thread uses it.
 
     Any method may raise TransportError when the engine or its storage is lost for good;
-    what merely is not there yet is None, zero or empty.
-
-    Attributes:
-        id: The engine.
-        manifest: What it announced.
-        spec: What its records have in common.
-        latest_version: Newest head sent to it, by this trainer or one before; 0 if
-            none was.
+    what merely is not there yet is None, zero or empty. `spec` is what its records have
+    in common.
     """
 
     id: str
@@ -39,7 +33,7 @@ class Feed(Protocol):
 
     @property
     def latest_version(self) -> int:
-        """See the class."""
+        """Newest head sent to it, by this trainer or one before; 0 if none was."""
 
     def models(self) -> tuple[Path, Path]:
         """Directories on this host: the target (or its rows), the first draft."""
@@ -47,16 +41,13 @@ class Feed(Protocol):
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
         """Take records out, in order; never waits.
 
-        Args:
-            limit: Most records.
-            max_rows: Stop after the record that reaches so many rows.
+        Stops after the record that reaches `max_rows`.
         """
 
     def heartbeat(self) -> bool:
         """Say that the trainer lives; call it at least once a second.
 
-        Returns:
-            True once if what was published last is lost and has to be sent again.
+        True once if what was published last is lost and has to be sent again.
         """
 
     def alive(self) -> bool:
@@ -73,13 +64,9 @@ class Feed(Protocol):
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Send a head; the engine swaps it in when it is ready.
+        """Send a head, newer than the latest; the engine swaps it in when it is ready.
 
-        Args:
-            tensors: By name: dtype as torch names it, shape, and its bytes.
-            version: Greater than :attr:`latest_version`.
-            parent_version: The version it was trained from.
-            meta: JSON-able facts for the log.
+        Tensors by name: dtype as torch names it, shape, and its bytes.
         """
 
     def latest(self) -> Publication | None:
@@ -89,11 +76,7 @@ class Feed(Protocol):
         """Ask the engine for full rows, or for light records only."""
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead of :meth:`read`; the records dropped.
-
-        Args:
-            tenant: Only this tenant's; None is everybody's.
-        """
+        """Forget what was fetched ahead of :meth:`read`; the records dropped."""
 
     def stats(self) -> dict[str, int]:
         """Counters for the status: rows dropped, shards skipped, and so on."""
@@ -110,13 +93,7 @@ _LARGEST = {"bfloat16": 0x4E6E, "float16": 0x7BFF, "float32": 0x4E6E6B28}
 
 
 def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
-    """Whether a record holds what no engine has computed and training could not bear.
-
-    Args:
-        record: Of the widths and types of `spec`.
-        spec: Of its engine.
-        vocab_size: Token ids are below it.
-    """
+    """Whether a record holds what no engine computes and training cannot bear."""
     ids, count = record.token_ids, record.num_rows
     if not count:
         return False

@@ -36,18 +36,10 @@ class Source(Protocol):
         """Ids of the live engines, the one to train for first at the end."""
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        """An engine's identity, without attaching to it.
-
-        Raises:
-            TransportError: If it cannot be had.
-        """
+        """An engine's identity, without attaching; TransportError if there is none."""
 
     def open(self, engine_id: str) -> Feed | None:
-        """Attach to an engine; None while that goes on: ask again.
-
-        Raises:
-            TransportError: One sentence.
-        """
+        """Attach to an engine; None while that goes on: ask again."""
 
     def gone(self, engine_id: str) -> None:
         """An engine was found dead: clean up after it."""
@@ -57,12 +49,7 @@ class Source(Protocol):
 
 
 class RunDirSource:
-    """Engines that announced themselves in a run directory.
-
-    Args:
-        run_dir: The directory.
-        engine_id: Only this engine; all of them when None.
-    """
+    """Engines that announced themselves in a run directory; one or all of them."""
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
         self._run_dir, self._engine_id = run_dir, engine_id
@@ -70,11 +57,7 @@ class RunDirSource:
         self._identities: dict[str, dict[str, str]] = {}
 
     def find(self) -> list[str]:
-        """See :class:`Source`: oldest first.
-
-        Raises:
-            TransportError: If the run directory is another user's.
-        """
+        """See :class:`Source`: oldest first."""
         self._manifests = {
             manifest.engine_id: manifest
             for manifest in read_manifests(self._run_dir)
@@ -107,18 +90,7 @@ class RunDirSource:
 
 
 class SpoolSource:
-    """Engines whose relays write to a spool.
-
-    Args:
-        url: The spool.
-        engine_id: Only this engine; all of them when None.
-        reader: Name of this trainer, see ``SpoolFeed``.
-        cache: See ``SpoolFeed``.
-        threaded: False searches in :meth:`find`, for tests.
-
-    Raises:
-        TransportError: If the spool cannot be opened.
-    """
+    """Engines whose relays write to a spool; see ``SpoolFeed``."""
 
     def __init__(
         self,

@@ -60,36 +60,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class EngineVersions:
-    """Heads of one engine, in the trainer's numbers.
+    """Heads of one engine, in the trainer's numbers."""
 
-    Args:
-        published: Newest sent to it, 0 if none was.
-        installed: The one that serves; 0 is the head it started with.
-        refused: The last it refused, 0 if none.
-        refused_reason: Why.
-        swap_pause_ms: How long the last installation held serving up.
-        alive: Whether the engine lives.
-    """
-
-    published: int
-    installed: int
-    refused: int
+    published: int  # newest sent to it, 0 if none was
+    installed: int  # the one that serves; 0 is the head it started with
+    refused: int  # the last one, 0 if none
     refused_reason: str
-    swap_pause_ms: float
+    swap_pause_ms: float  # how long the last installation held serving up
     alive: bool
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look at the engines found.
-
-    Args:
-        joined: Engines that joined.
-        left: Engines that were dropped, and why.
-    """
+    """What a look at the engines found."""
 
     joined: tuple[str, ...]
-    left: dict[str, str]
+    left: dict[str, str]  # and why
 
 
 @dataclass(frozen=True)
@@ -113,9 +99,6 @@ class Feeds:
 
     The first engine decides what the others must have in common with it; of several
     found at once that is the newest.
-
-    Args:
-        sources: Where to look for engines.
 
     Attributes:
         refused: Sentences about engines that are live and cannot join.
@@ -156,11 +139,7 @@ class Feeds:
         return list(self._members)
 
     def feed(self, engine_id: str) -> Feed:
-        """The feed of an engine.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """The feed of an engine."""
         return self._members[engine_id].feed
 
     @property
@@ -171,11 +150,7 @@ class Feeds:
         return next((member.feed for member in self._members.values()), None)
 
     def poll(self) -> Changes:
-        """Drop engines that died, take in those that came; cheap enough for each step.
-
-        Raises:
-            TransportError: If a run directory is another user's.
-        """
+        """Drop engines that died, take in those that came; cheap."""
         joined: list[str] = []
         for member in list(self._members.values()):
             if self._try(member, member.feed.alive) is False:
@@ -198,17 +173,9 @@ class Feeds:
     ) -> list[tuple[str, list[Record]]]:
         """Take records out in fair shares of rows; never waits.
 
-        While engines have more than is asked for, each sends as
-        many rows as any other, whatever the size of its records. What an engine does
-        not use the others get.
-
-        Args:
-            limit: Most records.
-            max_rows: Most rows, about: a record is never split.
-
-        Returns:
-            Engine and records, in each engine's order; one pair per engine at most.
-            Records with hostile values are left out, in the end all of an engine's.
+        While engines have more than is asked for, each sends as many rows as any other,
+        whatever the size of its records; what one does not use the others get. A record
+        is never split. Those with hostile values are left out, at last their engine.
         """
         found = self._turns.read(self._take, limit, max_rows)
         return [
@@ -242,17 +209,9 @@ class Feeds:
         meta: dict[str, Any],
         engines: Collection[str] | None = None,
     ) -> int:
-        """Send a head to the engines.
+        """Send a head to all engines, also later ones, or only to some; its number.
 
-        Args:
-            tensors: By name: dtype as torch names it, shape, and its bytes. Kept, and
-                sent to engines that join later: do not change them.
-            parent_version: Number of the head it was trained from.
-            meta: JSON-able facts for the log.
-            engines: Only these, and none that joins later.
-
-        Returns:
-            Its number.
+        Tensors are kept: do not change them.
 
         Raises:
             TransportError: If no engine could be sent it; then none will be later.
@@ -468,17 +427,7 @@ def open_feeds(
     *,
     reader: str = "trainer",
 ) -> Feeds:
-    """The engines of a run directory, of a spool, or of both.
-
-    Args:
-        run_dir: Where engines of this host announce themselves.
-        spool: Directory or fsspec URL that relays write to.
-        engine_id: Only this engine; all that fit when None.
-        reader: Name of this trainer in the spool.
-
-    Raises:
-        TransportError: If the spool cannot be opened.
-    """
+    """The engines of a run directory, of a spool, or of both; all that fit, or one."""
     sources: list[Source] = []
     if run_dir is not None:
         sources.append(RunDirSource(run_dir, engine_id))

@@ -17,11 +17,7 @@ MAX_BYTES = 1 << 20
 
 
 def read_small(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a plain file.
-
-    Args:
-        path: The file.
-        most: The most it may hold (bytes).
+    """The bytes of a plain file of at most so many.
 
     Raises:
         OSError: It is absent, unreadable, no plain file or larger.
@@ -39,13 +35,8 @@ def read_small(path: Path, most: int = MAX_BYTES) -> bytes:
 def open_plain(path: Path | str, folder: int | None = None) -> BinaryIO:
     """Open a plain file to read, never to wait for.
 
-    Args:
-        path: The file; with `folder` a name in it, and then no link.
-        folder: Descriptor of a directory.
-
-    Raises:
-        OSError: It is absent, unreadable or no plain file.
-        ValueError: It is no path.
+    With the descriptor of a `folder` it is a name in that, and no link. Raises as
+    `read_small` does.
     """
     inside = folder is not None
     _refuse_special(os.stat(path, dir_fd=folder, follow_symlinks=not inside), path)
@@ -66,10 +57,6 @@ def _refuse_special(status: os.stat_result, path: Path | str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a directory and what is missing above it, each of mode 0700.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a directory and what is missing above it, each of mode 0700."""
     for level in reversed((folder, *folder.parents)):
         level.mkdir(mode=0o700, exist_ok=True)

@@ -51,17 +51,7 @@ def encode_head(
     parent_version: int,
     meta: dict[str, Any],
 ) -> EncodedHead:
-    """Serialise a head.
-
-    Args:
-        tensors: By name: dtype as torch names it, shape, and its bytes.
-        version: Greater than every version before it.
-        parent_version: The version it was trained from.
-        meta: JSON-able facts for the log.
-
-    Raises:
-        ValueError: If a tensor contradicts itself.
-    """
+    """Serialise a head; ValueError if a tensor contradicts itself."""
     _, manifest, body = publication.encode(tensors, version, parent_version, meta)
     return EncodedHead(version, manifest.decode(), body)
 
@@ -69,9 +59,7 @@ def encode_head(
 def write_head(folder: EngineFolder, head: EncodedHead) -> None:
     """Store a head and make it the latest.
 
-    Raises:
-        HeadConflict: If it is not the newest.
-        TransportError: If it cannot be written just now.
+    Raises HeadConflict if it is not the newest.
     """
     latest = latest_head(folder)
     if head.version <= latest:
@@ -94,11 +82,7 @@ def write_head(folder: EngineFolder, head: EncodedHead) -> None:
 
 
 def latest_head(folder: EngineFolder) -> int:
-    """Version of the latest head; 0 if there is none.
-
-    Raises:
-        TransportError: If the spool cannot be read.
-    """
+    """Version of the latest head; 0 if there is none."""
     value = folder.read_json(_LATEST)
     version = 0 if value is None else value.get("version")
     if type(version) is not int or not 0 < version <= publication.MAX_VERSION:
@@ -110,7 +94,6 @@ def read_head(folder: EngineFolder, version: int) -> Publication:
     """Read a head and verify it.
 
     Raises:
-        TransportError: If the spool cannot be read just now.
         WeightsRefused: empty, truncated, format or sha256.
     """
     stem = f"{version:012d}"

@@ -44,9 +44,6 @@ def upload_models(folder: EngineFolder, manifest: EngineManifest) -> str:
     """Put into the spool what is not there yet; the SHA-256 of the target's list.
 
     The target's rows lie under it, so that no others are ever taken for them.
-
-    Raises:
-        TransportError: If a directory cannot be read or the spool not written.
     """
     store = folder.store
     files = _target_files(Path(manifest.target_path))
@@ -65,12 +62,7 @@ def local_models(
     """Directories of the target's rows and of the first draft on this host.
 
     The engine's own target directory where this host has the same one; else a copy out
-    of the spool, kept in the cache.
-
-    Args:
-        folder: The engine's part of the spool.
-        entry: The engine.
-        cache: Where copies go; ``~/.cache/vllm_tide/spool`` when None.
+    of the spool in `cache`, ``~/.cache/vllm_tide/spool`` when None.
 
     Raises:
         TransportError: If neither this host nor the spool has them.

@@ -51,13 +51,7 @@ _EMPTY_LIMIT_S = 2.0
 
 
 class Relay:
-    """Between one engine and a spool.
-
-    Args:
-        manifest: The engine; it runs on this host.
-        run_dir: Where it announced itself.
-        store: The spool.
-        config: `tide.spool`.
+    """Between one engine of this host, announced in `run_dir`, and a spool.
 
     Raises:
         TransportError: If ring, weights segment or spool cannot be used.
@@ -123,9 +117,8 @@ class Relay:
     def tick(self) -> int:
         """One round; the number of records taken from the ring.
 
-        Raises:
-            TransportError: If another process took the ring or the segment over. A
-                spool that fails is only logged: it is tried again.
+        Raises TransportError if another process took ring or segment over. A spool that
+        fails is only logged: it is tried again.
         """
         self._hold()
         taken = self._drain()
@@ -167,15 +160,9 @@ class Relay:
         return taken
 
     def _empty_ring(self, purge: PurgeRequest | None = None) -> bool:
-        """Take all that is in the ring now, however large the open shard gets.
+        """Take all that is in the ring, but what a purge names; False if too much came.
 
         That is bounded by the ring, and by what an engine writes in two seconds.
-
-        Args:
-            purge: Forget the records that it names.
-
-        Returns:
-            False if the engine wrote faster than this could read.
         """
         until = time.monotonic() + _EMPTY_LIMIT_S
         while time.monotonic() < until:

@@ -34,11 +34,7 @@ class ShardDamaged(ValueError):  # noqa: N818 - says what it is
 
 
 class ShardBuilder:
-    """Collects records for one shard.
-
-    Args:
-        spec: What they have in common.
-    """
+    """Collects records for one shard."""
 
     def __init__(self, spec: RingSpec) -> None:
         self._spec = spec
@@ -55,11 +51,7 @@ class ShardBuilder:
         return len(self._bodies)
 
     def add(self, record: Record) -> None:
-        """Take a record over; its arrays are copied.
-
-        Raises:
-            RecordError: If it contradicts itself or the spec.
-        """
+        """Copy a record; RecordError if it contradicts itself or the spec."""
         self._spec.check(record)
         parts, size = encode(record, self._spec.feature_dtype)
         body = np.empty(size, np.uint8)
@@ -73,11 +65,7 @@ class ShardBuilder:
         self.num_rows += record.num_rows
 
     def drop(self, tenant: int | None) -> int:
-        """Forget the records of a tenant, or with None all of them.
-
-        Returns:
-            Records removed.
-        """
+        """Forget the records of a tenant, or with None all of them; how many."""
         before = self.num_records
         kept = [
             index
@@ -142,16 +130,9 @@ class ShardBuilder:
 def read_shard(
     manifest: dict[str, Any], body: bytes, spec: RingSpec
 ) -> tuple[list[Record], int]:
-    """Verify a shard and decode its records.
+    """Verify a shard and decode its records; also how many did not fit the spec.
 
-    Args:
-        manifest: What was written beside it.
-        body: The file.
-        spec: What its records have in common.
-
-    Returns:
-        Its records, and how many did not fit the spec. Each has bytes of its own, so a
-        record that is kept does not keep the shard.
+    Each has bytes of its own, so a record that is kept does not keep the shard.
 
     Raises:
         ShardDamaged: If it is not what the manifest says.

@@ -49,30 +49,18 @@ class NotOurs(StoreError):  # noqa: N818 - says what it is
 
 
 class Store(Protocol):
-    """A flat set of files under slash-separated names.
+    """A flat set of files under slash-separated names; anything may raise StoreError.
 
-    Every method raises StoreError when the store cannot be used just now.
+    `url` is for a user's eyes: it has no password.
     """
 
     url: str
-    """As shown to a user: without a password."""
 
     def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
-        """Make or replace a file of these parts, whole or not at all.
-
-        Args:
-            name: Its name.
-            parts: Its bytes, one buffer after another.
-            durable: Whether it must survive a power cut.
-        """
+        """Make or replace a file, whole or not at all; `durable`: synced, too."""
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """A file's bytes; None if there is none.
-
-        Args:
-            name: Its name.
-            most: Give no more than its first so many bytes.
-        """
+        """A file's bytes, `most` of them; None if there is none."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The files of a folder and their sizes (bytes); empty if there is none."""
@@ -81,27 +69,18 @@ class Store(Protocol):
         """The folders of a folder, sorted."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; fine if it is gone.
-
-        Raises:
-            NotOurs: It is left.
-        """
+        """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder; fine if it is gone, or if something is in it."""
 
 
 def open_store(url: str) -> Store:
-    """Open the store of a spool, and make its folder.
-
-    Args:
-        url: Directory, ``file://`` or any URL of fsspec (``s3://bucket/prefix``).
+    """Open the store of a spool (directory, ``file://``, any URL of fsspec); make it.
 
     Raises:
-        StoreError: It cannot be used just now; one sentence that names
-            ``tide.spool.url``.
-        TransportError: The same, and it never will be with this address in this
-            process.
+        StoreError: It cannot be used just now.
+        TransportError: Nor will it ever be with this address in this process.
     """
     if url.startswith("file://"):
         url = url.removeprefix("file://")
@@ -109,10 +88,7 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A directory, on a disk or a shared file system.
-
-    Args:
-        root: The directory; made with mode 0700 where it does not exist.
+    """A directory, on a disk or a shared file system; made where it is not.
 
     Raises:
         StoreError: If it cannot be used, or is open to every user.
@@ -265,17 +241,11 @@ class LocalStore:
 
 
 class FsspecStore:
-    """A store behind fsspec: S3, GCS, Azure, SFTP, memory.
-
-    Credentials come from where fsspec's own back ends look for them.
-
-    Args:
-        url: Any URL of fsspec.
+    """A store behind fsspec: S3, GCS, Azure, SFTP, memory, with credentials as there.
 
     Raises:
         StoreError: If it cannot be reached just now.
-        TransportError: If the address is none, or fsspec or the protocol's package is
-            missing.
+        TransportError: If the address is none, or a package is missing.
     """
 
     def __init__(self, url: str) -> None:

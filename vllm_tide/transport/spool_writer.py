@@ -36,19 +36,10 @@ _SECONDS = re.compile(r"[0-9]{1,20}")
 class SpoolWriter:
     """Writes one engine's shards.
 
-    Args:
-        folder: The engine's part of the spool.
-        spec: What its records have in common.
-        config: `tide.spool`.
-
     Attributes:
-        first, last: Numbers of the oldest and the newest shard; `last` is 0 when
-            nothing has been written.
+        first, last: Numbers of the oldest and the newest shard; 0: none was written.
         rows: Rows in shards written by this object.
         invalid: Records that could not be encoded.
-
-    Raises:
-        TransportError: If the spool cannot be read.
     """
 
     def __init__(
@@ -94,8 +85,8 @@ class SpoolWriter:
         """Close the open shard and write it; its number, 0 if there was nothing.
 
         Raises:
-            TransportError: If it could not be written: it is kept, call again. Also if
-                another relay has used its number; it has the next free one then.
+            TransportError: It is kept: call again. If another relay has used its number
+                it has the next free one then.
         """
         self._remove_remains()
         if self._closed is None:
@@ -119,14 +110,11 @@ class SpoolWriter:
         return closed.number
 
     def purge(self, tenant: int | None) -> int:
-        """Forget the records of a tenant (None: all) that are not in the spool yet.
-
-        Returns:
-            Records removed from memory.
+        """Forget a tenant's records (None: all) not in the spool yet; how many.
 
         Raises:
-            TransportError: They are out of memory, but a shard that could not be
-                written may lie half written in the spool: call again.
+            TransportError: They are out of memory, but a shard may lie half written in
+                the spool: call again.
         """
         removed = self._open.drop(tenant)
         closed = self._closed
@@ -169,27 +157,14 @@ class SpoolWriter:
         return [number for name in names if (number := shard_number(name)) > 0]
 
     def keep_bounds(self, *, now: bool = False) -> None:
-        """Remove the oldest shards of all engines where the bounds say so.
-
-        Args:
-            now: Look at once; else only when it may be needed.
-
-        Raises:
-            TransportError: If the spool cannot be read.
-        """
+        """Remove the oldest shards of all engines where the bounds say so."""
         if now or self._bounds.due():
             oldest = self._bounds.enforce(self._folder.engine_id)
             self.first = self.last + 1 if oldest == 0 else oldest
 
 
 class _Closed:
-    """A shard as it is to be written.
-
-    Args:
-        builder: Its records.
-        number: Its number.
-        created: When it was closed (Unix time, s).
-    """
+    """A shard as it is to be written; `created` is Unix time (s)."""
 
     def __init__(self, builder: ShardBuilder, number: int, created: float) -> None:
         self.builder, self.number, self.created = builder, number, created
@@ -197,12 +172,7 @@ class _Closed:
 
 
 class Bounds:
-    """Size and age of all records of a spool, whoever wrote them.
-
-    Args:
-        store: The spool.
-        config: `tide.spool`: `max_gib` and `max_age_s`.
-    """
+    """Size and age of all records of a spool, whoever wrote them."""
 
     def __init__(self, store: Store, config: SpoolConfig) -> None:
         self._store = store
@@ -223,8 +193,7 @@ class Bounds:
     def enforce(self, engine_id: str) -> int:
         """Remove what is too old, then the oldest until the size fits.
 
-        Returns:
-            Number of the oldest shard left of `engine_id`, 0 if there is none.
+        Returns the number of the oldest shard left of `engine_id`, 0 if there is none.
         """
         self._next = time.monotonic() + ENFORCE_S
         engines = [EngineFolder(self._store, name) for name in engine_ids(self._store)]
@@ -288,23 +257,11 @@ def purge_records(
     before_unix: float | None = None,
     grace_s: float = GRACE_S,
 ) -> int:
-    """Remove every shard that holds rows of a tenant, or is older than a time.
+    """Remove every shard with rows of a tenant, or older than a time; how many.
 
     A shard is removed whole: what else is in it goes too. Readers pass it over. So is a
     body that no manifest names: nobody can say what is in it. One whose writer lives
-    gets its manifest in a moment, so it is looked at again before it goes.
-
-    Args:
-        store: The spool.
-        tenant: As records carry it (``tenant.tenant_id``).
-        before_unix: Unix time (s).
-        grace_s: How long a writer has for the manifest.
-
-    Returns:
-        The number of shards removed.
-
-    Raises:
-        TransportError: If the spool cannot be used.
+    gets its manifest within `grace_s`, so it is looked at again before it goes.
     """
     removed = 0
     nameless: list[tuple[EngineFolder, str]] = []
