@@ -203,12 +203,10 @@ class SpoolSource:
             entry = EngineFolder(self._store, engine_id).read_engine()
         except TransportError as error:
             return error
-        return (
-            entry.identity
-            if entry is not None
-            else TransportError(
-                f"engine {engine_id} has not announced itself in {self._store.url} yet"
-            )
+        if entry is not None:
+            return entry.identity
+        return TransportError(
+            f"engine {engine_id} has not announced itself in {self._store.url} yet"
         )
 
     def _wanted(self, engine_id: str) -> bool:
