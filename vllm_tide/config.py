@@ -469,13 +469,13 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
         if not extra or version in (None, package_version()):
             raise ConfigError(_sentence(error)) from None
         section = copy.deepcopy(section)
-    for *path, name in extra:
+    for *path, key in extra:
         inner = section
         for part in path:
             inner = inner[part]
-        del inner[name]
+        del inner[key]
     names = ", ".join(".".join(map(str, loc)) for loc in extra)
-    told = "tide: vllm_tide %r told knobs that this %r does not know, ignored: %.200r"
+    told = "tide: vllm_tide %.60r told knobs that %r does not know, ignored: %.200r"
     logger.warning(told, version, package_version(), names)
     return parse_tide(section)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
+from vllm_tide.config import ConfigError
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.feeds import open_feeds
@@ -145,6 +146,19 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     assert status["rows_read"] == 60 * 30
     assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
     assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
+
+
+def test_a_newer_servers_knob_does_not_end_an_older_trainer(engine):
+    tide = {"train": {**KNOBS, "later": 1}, "dream": {}}
+    engine.manifest = replace(engine.manifest, tide=tide)
+    engine.announce()
+    with pytest.raises(ConfigError, match="unknown key"):
+        attach(engine)
+    engine.manifest = replace(engine.manifest, version="99.0")
+    engine.announce()
+    sidecar = attach(engine)
+    assert sidecar.config.batch_tokens == KNOBS["batch_tokens"]
+    sidecar.feeds.close()
 
 
 def test_hostile_values_are_counted_and_end_no_training(engine):

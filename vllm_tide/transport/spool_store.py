@@ -120,8 +120,7 @@ class LocalStore:
                 try:
                     with os.fdopen(fd, "wb") as file:
                         for part in parts:
-                            numpy = isinstance(part, np.ndarray)
-                            file.write(part.data if numpy else part)
+                            file.write(memoryview(part))
                         if durable:
                             file.flush()
                             os.fsync(file.fileno())
