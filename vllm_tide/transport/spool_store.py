@@ -114,13 +114,13 @@ class LocalStore:
         """See :class:`Store`."""
         folder, _, plain = name.rpartition("/")
         temporary = f".{secrets.token_hex(8)}.tmp"
+        buffers = [p.data if isinstance(p, np.ndarray) else p for p in parts]
         try:
             with self._folder(folder, make=True) as at:
                 fd = os.open(temporary, _NEW, 0o600, dir_fd=at)
                 try:
                     with os.fdopen(fd, "wb") as file:
-                        for part in parts:
-                            file.write(memoryview(part))
+                        file.writelines(buffers)
                         if durable:
                             file.flush()
                             os.fsync(file.fileno())
