@@ -8,7 +8,13 @@ import pytest
 
 from vllm_tide.cli.config import example_names, reference
 from vllm_tide.cli.main import main
-from vllm_tide.config import ConfigError, TideConfig, parse_tide, read_json_object
+from vllm_tide.config import (
+    ConfigError,
+    TideConfig,
+    package_version,
+    parse_tide,
+    read_json_object,
+)
 
 BAD_SECTIONS = [
     ([], "tide: must be an object like {}, got list."),
@@ -169,3 +175,19 @@ def test_reference_lists_every_knob_with_its_meaning():
     assert "`tide.capture.sample_rate`" in text
     assert "`tide.swap.max_norm_ratio`" in text
     assert not [line for line in lines if line.endswith("| None |")]
+
+
+def test_knobs_of_another_version_are_ignored_in_one_sentence(caplog):
+    later = {"dream": {}, "train": {"sleep": 1, "nice": 3}, "preset": "observe"}
+    told = parse_tide(later, "9.9\n")
+    assert told == parse_tide({"train": {"nice": 3}, "preset": "observe"})
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "'9.9\\n'" in said
+    assert "dream" in said
+    assert "train.sleep" in said
+    assert later["train"]["sleep"] == 1
+    for version in (None, package_version()):
+        with pytest.raises(ConfigError, match=r"unknown key"):
+            parse_tide(later, version)
+    with pytest.raises(ConfigError, match=r"tide\.train\.nice"):
+        parse_tide({"dream": 1, "train": {"nice": "x"}}, "9.9")

@@ -6,12 +6,18 @@ says what was probably meant. Runs in every process; imports neither torch nor v
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import logging
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+logger = logging.getLogger("vllm_tide")
 
 MIB = 1 << 20
 LossTerm = Literal[
@@ -432,11 +438,19 @@ def _sentence(error: ValidationError) -> str:
     return f"{knob}: {first['msg']}, got {first.get('input')!r}."
 
 
-def parse_tide(section: Any) -> TideConfig:
+def package_version() -> str:
+    """Of this package; empty where it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("vllm-tide")
+    return ""
+
+
+def parse_tide(section: Any, version: str | None = None) -> TideConfig:
     """Validate a `tide` section.
 
     Args:
         section: The JSON value under the key `tide`.
+        version: Of the package that wrote it: keys that another one knows are ignored.
 
     Raises:
         ConfigError: With one sentence naming the knob.
@@ -451,7 +465,19 @@ def parse_tide(section: Any) -> TideConfig:
     try:
         return TideConfig.model_validate(section)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        extra = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+        if not extra or version in (None, package_version()):
+            raise ConfigError(_sentence(error)) from None
+        section = copy.deepcopy(section)
+    for *path, key in extra:
+        inner = section
+        for part in path:
+            inner = inner[part]
+        del inner[key]
+    names = ", ".join(".".join(map(str, loc)) for loc in extra)
+    told = "tide: vllm_tide %.60r told knobs that %r does not know, ignored: %.200r"
+    logger.warning(told, version, package_version(), names)
+    return parse_tide(section)
 
 
 def read_json_object(text_or_path: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tide.faults import processes, requests, soak
+from tests.transport.samples import make_record, make_spec
+from vllm_tide.faults import processes, requests, soak, spool
 from vllm_tide.faults.counters import GIVEN_UP, given_up
 from vllm_tide.faults.load import Load
 from vllm_tide.faults.memory import damage_words
@@ -16,6 +17,8 @@ from vllm_tide.faults.processes import GENERATED, hang_engine
 from vllm_tide.faults.report import by_kind, markdown, table
 from vllm_tide.faults.scene import NotRecovered
 from vllm_tide.faults.suite import FAULTS, Row
+from vllm_tide.train.feed import hostile
+from vllm_tide.transport import RingReader, RingWriter
 
 PLAIN = {
     GENERATED,
@@ -184,3 +187,20 @@ def test_a_soak_that_breaks_off_keeps_the_problems_before_it(monkeypatch):
     args = SimpleNamespace(seed=0, clients=1, swap_s=1.0, minutes=5)
     problems = asyncio.run(soak.soak(None, [], args, minutes.append))
     assert problems == ["wrong token 0", "wrong token 1", "the trainer died"]
+
+
+def test_a_forged_record_is_sound_but_for_its_token():
+    spec = make_spec()
+    ring = RingWriter.create(spec, 1 << 16)
+    reader = RingReader.attach(ring.name)
+    try:
+        for seed in range(3):
+            assert ring.try_write(make_record(spec, seed))
+        spool._forge(ring.name)
+        read = [reader.read() for _ in range(3)]
+        assert reader.stats().corrupt_records == 0
+        assert [hostile(r, spec, spec.vocab_size) for r in read] == [False, False, True]
+        assert read[2].token_ids[0] == -(2**31)
+    finally:
+        reader.close()
+        ring.close()

@@ -56,11 +56,12 @@ MANIFEST = {
     "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
     "shared": ["lm_head.weight"], "pid_namespace": 4,
 }  # fmt: skip
+ROWS = hashlib.sha256(b"{}").hexdigest()  # a target of no files
 ENGINE = {
-    "format": 1, "manifest": MANIFEST, "spec": FIELDS,
+    "format": 2, "manifest": MANIFEST, "spec": FIELDS,
     "identity": {"target": "abc", "draft": "def"},
 }  # fmt: skip
-ENTRY = EngineEntry(EngineManifest(**MANIFEST), SPEC, {"target": "abc"})
+ENTRY = EngineEntry(EngineManifest(**MANIFEST), SPEC, {"target": "abc", "rows": ROWS})
 
 
 @functools.cache
@@ -216,8 +217,8 @@ def read_models(given: tuple[bytes, bytes]) -> str:
     (path / "draft/files.json").write_bytes(given[0])
     (path / "draft/m.safetensors").write_bytes(given[1])
     root = path.parent.parent
-    (root / "targets/abc").mkdir(parents=True, exist_ok=True)
-    (root / "targets/abc/files.json").write_bytes(b"{}")
+    (root / "targets" / ROWS).mkdir(parents=True, exist_ok=True)
+    (root / "targets" / ROWS / "files.json").write_bytes(b"{}")
     cache = root / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     _, draft = local_models(where, ENTRY, cache)

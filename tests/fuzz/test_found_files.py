@@ -158,7 +158,7 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path):
 def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
     folder, where = engine
     (where / "state.json").write_bytes(b"kept")
-    targets = tmp_path / "spool/targets/abc"
+    targets = tmp_path / "spool/targets" / spool.ROWS
     targets.mkdir(parents=True)
     (targets / "files.json").write_text("{}")
     listed = {name: hashlib.sha256(b"kept").hexdigest()}

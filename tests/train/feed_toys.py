@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from types import SimpleNamespace
 
 import numpy as np
 
+from tests.transport.samples import make_light, make_spec
 from tests.transport.spool_toys import (
     head_tensors,
 )
@@ -17,13 +17,16 @@ from vllm_tide.transport import TransportError
 from vllm_tide.transport.publication import Publication, TensorBytes
 from vllm_tide.transport.weights import WeightsFeedback
 
+SPEC = make_spec()
+
 
 class FakeFeed:
     """A feed of rows only; `fail` makes the next call of that name raise."""
 
     def __init__(self, name, sizes=(), latest=0):
         self.id, self.latest_version = name, latest
-        self.queue = deque(SimpleNamespace(num_rows=size) for size in sizes)
+        self.queue = deque(make_light(SPEC, num_rows=size) for size in sizes)
+        self.spec = SPEC
         self.sent, self.fail, self.dead = {}, "", False
         self.collect, self.closed, self.beats = None, False, 0
         self.installed = self.refused = 0

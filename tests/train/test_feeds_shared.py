@@ -32,7 +32,7 @@ from vllm_tide.train.feeds import (
     open_feeds,
 )
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_heads import encode_head, latest_head, write_head
 from vllm_tide.transport.spool_store import open_store
 
@@ -307,6 +307,100 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     for s in (a, c):
         s.relay.close()
     feeds.close()
+
+
+def until(check, what):
+    deadline = time.monotonic() + 60
+    while not check():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_engines_of_a_spool_join_through_its_own_thread(spooled, tmp_path):
+    s = spooled("a")
+    feeds = Feeds([SpoolSource(str(tmp_path / "spool"))])
+
+    def joined():
+        s.step()  # the relay goes on saying that it lives
+        return look(feeds).joined or feeds.ids
+
+    until(joined, "a does not join")
+    want = serve_in(s.engine, range(3))
+    got = []
+
+    def read():
+        s.step()
+        feeds.heartbeat()
+        got.extend(identity(r) for _, records in feeds.read() for r in records)
+        return len(got) == 3
+
+    until(read, "records do not come")
+    assert got == want
+    feeds.close()
+    s.relay.close()
+
+
+def test_a_pipe_in_a_spool_stops_nobody(spooled, tmp_path):
+    s = spooled("a")
+    evil = tmp_path / "spool/engines"
+    for name in ("state", "engine"):
+        (evil / name).mkdir()
+        os.mkfifo(evil / name / f"{name}.json")
+    feeds = Feeds([SpoolSource(str(tmp_path / "spool"))])
+
+    def joined():
+        s.step()
+        EngineFolder(s.store, "engine").write_state(EngineState(unix=time.time()))
+        look(feeds)
+        return feeds.ids == ["a"] and "engine" in feeds.refused
+
+    until(joined, "a does not join")
+    assert "has not announced itself" in feeds.refused["engine"]
+    s.relay._writer.keep_bounds(now=True)
+    feeds.close()
+    s.relay.close()
+
+
+@pytest.mark.parametrize("call", ["read", "folders", "write"])
+def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
+    spooled, toys, tmp_path, monkeypatch, call
+):
+    """`read` and `folders` hang while it is looked for, `write` while it is opened."""
+    s = spooled()
+    toys("near", tmp_path / "near")
+    source = SpoolSource(str(tmp_path / "spool"))
+    until(lambda: s.step() or source.find() == ["a"], "a is not found")
+    stuck, inside = threading.Event(), threading.Event()
+    real = getattr(source._store, call)
+
+    def hangs(*args, **more):
+        inside.set()
+        stuck.wait()
+        return real(*args, **more)
+
+    monkeypatch.setattr(source._store, call, hangs)
+    ended = threading.Event()
+
+    def train():
+        feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
+        while not (inside.is_set() and "near" in feeds.ids):
+            s.step()  # the relay goes on saying that it lives
+            look(feeds)
+            time.sleep(0.01)
+        for _ in range(20):
+            look(feeds)
+            feeds.read()
+            feeds.heartbeat()
+        assert "near" in feeds.ids
+        feeds.close()
+        ended.set()
+
+    threading.Thread(target=train, daemon=True).start()
+    try:
+        assert ended.wait(60)
+    finally:
+        stuck.set()
+        s.relay.close()
 
 
 # Two trees of processes that share nothing but a directory

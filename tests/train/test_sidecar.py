@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
+from vllm_tide.config import ConfigError
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.feeds import open_feeds
@@ -145,6 +146,42 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     assert status["rows_read"] == 60 * 30
     assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
     assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
+
+
+def test_a_newer_servers_knob_does_not_end_an_older_trainer(engine):
+    tide = {"train": {**KNOBS, "later": 1}, "dream": {}}
+    engine.manifest = replace(engine.manifest, tide=tide)
+    engine.announce()
+    with pytest.raises(ConfigError, match="unknown key"):
+        attach(engine)
+    engine.manifest = replace(engine.manifest, version="99.0")
+    engine.announce()
+    sidecar = attach(engine)
+    assert sidecar.config.batch_tokens == KNOBS["batch_tokens"]
+    sidecar.feeds.close()
+
+
+def test_hostile_values_are_counted_and_end_no_training(engine):
+    doc = TOY.document(3, 5, 3, 1)
+    plain = Record(
+        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(), np.full(4, np.nan, np.float32),
+        doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
+    )  # fmt: skip
+    for number, token in enumerate((-(2**31), -7, -1, VOCAB, 2**31 - 1)):
+        ids = np.full(5, token, np.int32)
+        assert engine.ring.try_write(replace(plain, key=number, token_ids=ids))
+    assert engine.ring.try_write(replace(plain, key=5, start=2**63 - 2))
+    for number, value in enumerate((np.nan, np.inf, 1e38), 6):
+        rows = np.full_like(plain.features, value)
+        assert engine.ring.try_write(replace(plain, key=number, features=rows))
+    engine.serve(60)
+    sidecar = attach(engine)
+    assert sidecar.run(once=True) == "stopped"
+    status = engine.status()
+    assert status["rows_skipped"]["hostile_values"] == 9 * 5
+    assert status["rows_read"] == 60 * 30
+    assert status["published_version"] == 1
+    assert not sidecar.trainer.skipped["unusable_batch"]
 
 
 def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.transport.samples import make_spec
+from vllm_tide.config import package_version
 from vllm_tide.transport import RingWriter, TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
@@ -90,6 +91,15 @@ def test_a_manifest_of_a_later_version_is_still_read(tmp_path):
     assert len(read_manifests(tmp_path)) == 1
 
 
+def test_a_manifest_says_which_version_wrote_it(tmp_path):
+    path = write_manifest(tmp_path, make_manifest())
+    assert [m.version for m in read_manifests(tmp_path)] == [package_version()]
+    old = json.loads(path.read_text())
+    del old["version"]
+    path.write_text(json.dumps(old))
+    assert [m.version for m in read_manifests(tmp_path)] == [""]
+
+
 @pytest.mark.parametrize("engine_id", ["", "../x", "a/b", "a b", "x" * 129])
 def test_an_engine_id_that_is_no_file_name_is_refused(tmp_path, engine_id):
     with pytest.raises(TransportError, match="engine_id"):
@@ -147,6 +157,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.transport.samples import make_spec
 from tests.transport.test_rendezvous import make_manifest
+from vllm_tide.config import package_version
 from vllm_tide.transport import RingWriter, WeightsSegment
 from vllm_tide.transport.rendezvous import write_manifest
 ring = RingWriter.create(make_spec(), 4096)

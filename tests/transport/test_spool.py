@@ -9,15 +9,17 @@ import pytest
 
 from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.header import said
 from vllm_tide.transport.spool import (
     EngineFolder,
     EngineState,
     Freshness,
     ReaderState,
+    checked_name,
     instance_gone,
     this_instance,
 )
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool_store import NotOurs, StoreError, open_store
 
 SPEC = make_spec()
 
@@ -40,9 +42,13 @@ def test_a_file_is_written_replaced_listed_and_removed(store):
     store.remove("a/b/c")
     store.remove("a/b/c")
     assert store.sizes("a/b") == {"d": 0}
+    store.remove_folder("a/b")  # something is in it
+    assert store.read("a/b/d") == b""
+    store.remove("a/b/d")
+    store.remove_folder("a/b")
     store.remove_folder("a")
     store.remove_folder("a")
-    assert store.read("a/b/d") is None
+    assert store.folders("a") == []
 
 
 def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
@@ -58,6 +64,54 @@ def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
     os.utime(left, (0, 0))
     assert store.sizes("f") == {"x": 1}
     assert not left.exists()
+
+
+def test_every_folder_made_is_private_whatever_the_umask(tmp_path):
+    before = os.umask(0o022)
+    try:
+        open_store(str(tmp_path / "x/y/s")).write("engines/e1/records/f", b"1")
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) == 6
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+
+
+def test_no_link_is_followed_and_no_special_file_opened(tmp_path):
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "f").write_bytes(b"secret")
+    store = open_store(str(tmp_path / "s"))
+    store.write("d/f", b"1")
+    root = tmp_path / "s"
+    (root / "d/link").symlink_to(away / "f")
+    (root / "d/folder").symlink_to(away)
+    os.mkfifo(root / "d/pipe")
+    for name in ("d/link", "d/folder/f", "d/pipe", "d/folder", "d"):
+        assert store.read(name) is None, name
+    assert store.sizes("d") == {"f": 1}
+    assert store.folders("d") == []
+    assert store.sizes("d/folder") == {}
+    store.remove("d/folder/f")
+    store.remove_folder("d/folder")
+    for name in ("d/link", "d/folder", "d/pipe"):
+        with pytest.raises(NotOurs, match="left"):
+            store.remove(name)
+    with pytest.raises(StoreError):
+        store.write("d/folder/g", b"2")
+    store.write("d/link", b"3")  # takes the link's place
+    assert store.read("d/link") == b"3"
+    assert os.listdir(away) == ["f"]
+    assert (away / "f").read_bytes() == b"secret"
+
+
+def test_a_file_of_another_user_is_left(tmp_path):
+    store = open_store(str(tmp_path / "s"))
+    store.write("d/f", b"1")
+    store._ours = {os.geteuid() + 1}
+    with pytest.raises(NotOurs, match="another user's"):
+        store.remove("d/f")
+    assert store.read("d/f") == b"1"
 
 
 def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
@@ -109,6 +163,26 @@ def test_an_engine_of_another_format_is_refused_in_a_sentence(store):
     folder.write_json("engine.json", {"format": 99}, durable=True)
     with pytest.raises(TransportError, match="spool format 99"):
         folder.read_engine()
+
+
+def test_what_another_process_wrote_is_escaped_and_clipped(store):
+    folder = EngineFolder(store, "e1")
+    evil = "\x1b[31mroot\n2026 ERROR forged " + "x" * 100_000
+    folder.write_json("state.json", {"refused_reason": evil}, durable=True)
+    folder.write_json("readers/t.json", {"instance": evil}, durable=True)
+    told = [folder.read_state().refused_reason, folder.read_reader("t").instance]
+    folder.write_json("engine.json", {"format": evil}, durable=True)
+    with pytest.raises(TransportError) as caught:
+        folder.read_engine()
+    told.append(str(caught.value))
+    with pytest.raises(TransportError) as caught:
+        checked_name(evil, "target")
+    told.append(str(caught.value))
+    for text in told:
+        assert "forged" in text
+        assert text.isprintable()
+        assert len(text) < 500
+    assert said("plain reason: é") == "plain reason: \\xe9"
 
 
 def test_freshness_is_told_by_change_not_by_clocks():

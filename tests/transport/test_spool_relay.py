@@ -10,7 +10,7 @@ import pytest
 from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import relay as cli_relay
-from vllm_tide.transport import TransportError
+from vllm_tide.transport import TransportError, spool_writer
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
 from vllm_tide.transport.purge import live_keepers
 from vllm_tide.transport.ring_format import Word
@@ -246,7 +246,7 @@ def test_a_shard_never_takes_the_number_of_another_relays(store, monkeypatch, wh
         if name.endswith(".safetensors") and not hung:
             hung.append(name)
             with monkeypatch.context() as later:
-                later.setattr(time, "time", lambda: 2e9)
+                later.setattr(spool_writer, "steady_unix", lambda: 2e9)
                 writer_of(store, [5]).flush()
         write(name, *parts, durable=durable)
 

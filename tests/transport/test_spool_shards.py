@@ -1,5 +1,6 @@
 """Shards of a spool: written whole or not at all, read to the bit."""
 
+import os
 import subprocess
 import sys
 import time
@@ -19,11 +20,8 @@ from tests.transport.spool_toys import (
 )
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import Phase, TransportError
-from vllm_tide.transport.spool import (
-    EngineFolder,
-    EngineState,
-    engine_ids,
-)
+from vllm_tide.transport.process import steady_unix
+from vllm_tide.transport.spool import EngineFolder, EngineState, engine_ids
 from vllm_tide.transport.spool_reader import SpoolReader
 from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
 from vllm_tide.transport.spool_store import open_store
@@ -231,21 +229,93 @@ def test_size_is_bounded_over_all_engines_oldest_first(store):
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
 
 
+def silence(writer):
+    """To the writer's eyes nobody has said anything for long."""
+    for word in writer._bounds._words.values():
+        word._timeout_s = 0.0
+
+
+def at_time(monkeypatch, unix):
+    monkeypatch.setattr("vllm_tide.transport.spool_writer.steady_unix", lambda: unix)
+
+
 def test_what_is_too_old_is_removed(store, monkeypatch):
     store.write("engines/gone/records/000000000001-5.safetensors", b"x")
     EngineFolder(store, "gone").write_state(EngineState(unix=5.0))
     EngineFolder(store, "quiet").write_state(EngineState(unix=time.time()))
     writer = write_shards(store, [[1]])
     writer.keep_bounds(now=True)
+    assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may live
+    silence(writer)
+    writer.keep_bounds(now=True)
     assert writer.first == 1
     assert read_all(store, last=1)[0] == {1: [1]}
     assert engine_ids(store) == ["e1", "quiet"]
-    later = time.time() + CONFIG.max_age_s + 2
-    monkeypatch.setattr(time, "time", lambda: later)
+    monkeypatch.setattr(time, "time", lambda: 9e9)  # a step of the clock
+    writer.keep_bounds(now=True)
+    assert engine_ids(store) == ["e1", "quiet"]
+    assert len(files_of(store)) == 2
+    at_time(monkeypatch, steady_unix() + CONFIG.max_age_s + 2)
     writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
     writer.keep_bounds(now=True)
     assert files_of(store) == []
     assert (writer.first, writer.last) == (2, 1)
+
+
+def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
+    store, monkeypatch
+):
+    write_shards(store, [[1], [2]], "near")
+    near = EngineFolder(store, "near")
+    near.write_json("engine.json", {}, durable=False)
+    now = steady_unix()
+    near.write_state(EngineState(unix=now))
+    files = files_of(store, "near")
+    at_time(monkeypatch, now + 2 * CONFIG.max_age_s)
+    ahead = write_shards(store, [[3]], "ahead")
+    for beat in range(3):
+        ahead.keep_bounds(now=True)
+        near.write_state(EngineState(unix=now + beat + 1))
+    assert files_of(store, "near") == files
+    assert near.read_json("engine.json") == {}
+    near.write_state(EngineState(unix=now + 2 * CONFIG.max_age_s))  # its own clock
+    ahead.keep_bounds(now=True)
+    assert files_of(store, "near") == []
+    assert len(files_of(store, "ahead")) == 2
+
+
+def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
+    store = open_store(str(tmp_path / "spool"))
+    keep = tmp_path / "important"
+    (keep / "deep").mkdir(parents=True)
+    (keep / "thesis.tex").write_text("mine")
+    (keep / "000000000001-5.safetensors").write_text("mine")
+    (keep / "deep/key.pem").write_text("mine")
+    for name in ("links", "mixed"):
+        store.write(f"engines/{name}/state.json", b"{}")
+    evil = tmp_path / "spool/engines/links"
+    (evil / "records").symlink_to(keep)
+    (evil / "readers").symlink_to(keep)
+    for name in ("engine.json", "heads/latest.json", "readers/trainer.json",
+                 "draft/model.safetensors", "records/000000000001-5.safetensors",
+                 "records/notes.txt"):  # fmt: skip
+        store.write(f"engines/mixed/{name}", b"x")
+    os.mkfifo(tmp_path / "spool/engines/pipe")
+    store.write("engines/piped/x", b"")
+    os.mkfifo(tmp_path / "spool/engines/piped/state.json")
+    writer = write_shards(store, [[1]])
+    writer.keep_bounds(now=True)
+    silence(writer)
+    writer.keep_bounds(now=True)
+    assert sorted(p.name for p in keep.rglob("*")) == [
+        "000000000001-5.safetensors", "deep", "key.pem", "thesis.tex",
+    ]  # fmt: skip
+    assert [p.name for p in (tmp_path / "spool/engines/mixed").rglob("*")] == [
+        "records",
+        "notes.txt",
+    ]
+    assert sorted(os.listdir(evil)) == ["readers", "records"]
+    assert read_all(store, last=1)[0] == {1: [1]}
 
 
 def test_a_tenants_shards_are_purged(store):

@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     prepared = False
     while True:
         manifest = _find(run_dir, args.engine, wait=args.wait)
-        config = parse_tide(manifest.tide)
+        config = parse_tide(manifest.tide, manifest.version)
         url = args.spool or config.spool.url
         if url is None:
             raise ConfigError(

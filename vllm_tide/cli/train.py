@@ -105,7 +105,7 @@ def _lead(
         feeds = _find(args, run_dir, spool, ranks)
         assert feeds.reference is not None  # noqa: S101 - what _find waited for
         manifest = feeds.reference.manifest
-        config = override or parse_tide(manifest.tide)
+        config = override or parse_tide(manifest.tide, manifest.version)
         if not prepared:  # niceness adds up: once per process
             prepare_process(config.train, manifest.engine_id, pin=ranks is None)
             chosen = config.train
@@ -157,6 +157,7 @@ def _find(
         TransportError: There is none, or none can be joined, and nobody waits.
     """
     from vllm_tide.train.distributed import BEAT_S, beat
+    from vllm_tide.train.feed_sources import FIRST_SCAN_S
     from vllm_tide.train.feeds import open_feeds
     from vllm_tide.transport.header import TransportError
 
@@ -167,11 +168,12 @@ def _find(
         reader=args.reader,
     )
     spoken = time.monotonic()
+    until = spoken + FIRST_SCAN_S
     while True:
         feeds.poll()
         if len(feeds):
             return feeds
-        if not args.wait:
+        if not args.wait and not (feeds.opening and time.monotonic() < until):
             why = "; ".join(feeds.refused.values())
             feeds.close()
             if why:

@@ -24,6 +24,7 @@ _STATUS = (
     "failed_writes",
     "requests",
     "pid",
+    "hostile_values",
 )
 
 
@@ -64,6 +65,8 @@ def read_status(run_dir: Path) -> Reading:
             status = json.loads(path.read_text(encoding="utf-8"))
             if status["updated_unix"] > newest.get("updated_unix", 0.0):
                 newest = status
+    if newest:
+        newest["hostile_values"] = newest.get("rows_skipped", {}).get("hostile_values")
     return {f"trainer:{k}": float(newest.get(k) or 0) for k in _STATUS if newest}
 
 

@@ -49,7 +49,7 @@ def set_word(name: str, number: int, value: int) -> None:
 
 
 @contextlib.contextmanager
-def _trainer_stopped(scene: Scene) -> Iterator[None]:
+def trainer_stopped(scene: Scene) -> Iterator[None]:
     """It neither reads nor publishes meanwhile."""
     trainer = scene.trainer
     trainer.send_signal(signal.SIGSTOP)
@@ -64,7 +64,7 @@ async def fill_ring(scene: Scene, rng: random.Random) -> None:
     key = "vllm_tide:dropped_rows_total{ring_full}"
     before = (await scene.reading()).get(key, 0)
     scene.struck()
-    with _trainer_stopped(scene):
+    with trainer_stopped(scene):
         await scene.until("a full ring", lambda r: r.get(key, 0) > before)
     await scene.until("an empty ring", lambda r: r.get("ring:used_bytes", 9e9) < 2**20)
 
@@ -73,7 +73,7 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
     """Random bytes over records that nobody has read yet."""
     ring = scene.manifest().ring
     before = (await scene.reading()).get("ring:corrupt_records", 0)
-    with _trainer_stopped(scene):
+    with trainer_stopped(scene):
         await scene.until(
             "unread records", lambda r: r.get("ring:used_bytes", 0) > 4 * DAMAGED_BYTES
         )
@@ -85,7 +85,7 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
     await scene.until(
         "a counted record", lambda r: r.get("ring:corrupt_records", 0) > before
     )
-    await _rows_flow(scene)
+    await rows_flow(scene)
 
 
 async def damage_words(scene: Scene, rng: random.Random) -> None:
@@ -98,7 +98,7 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
     scene.struck()
     set_word(ring, chosen, value)
     await scene.until("a mended word", lambda _: word(ring, chosen) != value)
-    await _rows_flow(scene)
+    await rows_flow(scene)
 
 
 async def damage_header(scene: Scene, rng: random.Random) -> None:
@@ -115,7 +115,7 @@ async def damage_header(scene: Scene, rng: random.Random) -> None:
 async def shrink_ring(scene: Scene, rng: random.Random) -> None:
     """The ring loses its end, or all of it."""
     await _shrink(scene, rng, scene.manifest().ring)
-    await _rows_flow(scene)
+    await rows_flow(scene)
 
 
 async def shrink_weights(scene: Scene, rng: random.Random) -> None:
@@ -142,7 +142,7 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
     if not word(name, _LATEST):
         await scene.good_head()
     # A head that it publishes now would have the number that is forged here.
-    with _trainer_stopped(scene):
+    with trainer_stopped(scene):
         refused = await _refusals(scene)
         _forge_version(scene, rng, name)
         await _refused(scene, refused)
@@ -168,7 +168,7 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
 
 async def garbage_version(scene: Scene, rng: random.Random) -> None:
     """The number of the newest version is any number."""
-    with _trainer_stopped(scene):
+    with trainer_stopped(scene):
         refused = await _refusals(scene)
         scene.struck()
         set_word(scene.manifest().weights, _LATEST, rng.getrandbits(64) | 1 << 20)
@@ -181,7 +181,7 @@ async def older_version(scene: Scene, rng: random.Random) -> None:
     name = scene.manifest().weights
     while word(name, _LATEST) < 2:
         await scene.good_head()
-    with _trainer_stopped(scene):
+    with trainer_stopped(scene):
         refused = await _refusals(scene)
         scene.struck()
         set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
@@ -203,7 +203,7 @@ async def _refused(scene: Scene, before: float) -> None:
     )
 
 
-async def _rows_flow(scene: Scene) -> None:
+async def rows_flow(scene: Scene) -> None:
     """Rows are written and read again."""
     first = await scene.reading()
     for key in ("vllm_tide:captured_rows_total", "trainer:rows_read"):

@@ -13,7 +13,6 @@ version.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.train.sample import Branch, Sample, TopK
+from vllm_tide.transport.process import steady_unix
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
@@ -252,7 +252,7 @@ class Assembler:
             [self._floats(p.record.features[: p.count]) for p in pieces]
         )
         taught, hidden, topk = self._teachers(pieces, positions, kept)
-        captured_unix_s = time.time()
+        captured_unix_s = steady_unix()
         out: list[Sample] = []
         breaks = np.flatnonzero(np.diff(kept) > 1) + 1
         self.num_holes += int((np.diff(kept) - 1).sum())

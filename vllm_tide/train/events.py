@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_tide.tracing import Tracing
 from vllm_tide.train.status import finite
+from vllm_tide.transport.header import said
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -50,7 +51,8 @@ class EventLog:
         line |= finite(facts)
         if self._tracing is not None:
             self._tracing.span(event, facts.get("seconds", 0.0), facts)
-        logger.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if k != "unix"))
+        shown = (f"{k}={said(v)}" for k, v in line.items() if k != "unix")
+        logger.info("%s", " ".join(shown))
         try:
             if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:
                 self._halve()

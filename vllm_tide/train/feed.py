@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from vllm_tide.transport.publication import Publication, TensorInput
-from vllm_tide.transport.record import Record
+from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.weights import WeightsFeedback
@@ -17,14 +19,8 @@ class Feed(Protocol):
     """Records of one engine in, heads for it out. One thread uses it.
 
     Any method may raise TransportError when the engine or its storage is lost for good;
-    what merely is not there yet is None, zero or empty.
-
-    Attributes:
-        id: The engine.
-        manifest: What it announced.
-        spec: What its records have in common.
-        latest_version: Newest head sent to it, by this trainer or one before; 0 if
-            none was.
+    what merely is not there yet is None, zero or empty. `spec` is what its records have
+    in common.
     """
 
     id: str
@@ -37,7 +33,7 @@ class Feed(Protocol):
 
     @property
     def latest_version(self) -> int:
-        """See the class."""
+        """Newest head sent to it, by this trainer or one before; 0 if none was."""
 
     def models(self) -> tuple[Path, Path]:
         """Directories on this host: the target (or its rows), the first draft."""
@@ -45,16 +41,13 @@ class Feed(Protocol):
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
         """Take records out, in order; never waits.
 
-        Args:
-            limit: Most records.
-            max_rows: Stop after the record that reaches so many rows.
+        Stops after the record that reaches `max_rows`.
         """
 
     def heartbeat(self) -> bool:
         """Say that the trainer lives; call it at least once a second.
 
-        Returns:
-            True once if what was published last is lost and has to be sent again.
+        True once if what was published last is lost and has to be sent again.
         """
 
     def alive(self) -> bool:
@@ -71,13 +64,9 @@ class Feed(Protocol):
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Send a head; the engine swaps it in when it is ready.
+        """Send a head, newer than the latest; the engine swaps it in when it is ready.
 
-        Args:
-            tensors: By name: dtype as torch names it, shape, and its bytes.
-            version: Greater than :attr:`latest_version`.
-            parent_version: The version it was trained from.
-            meta: JSON-able facts for the log.
+        Tensors by name: dtype as torch names it, shape, and its bytes.
         """
 
     def latest(self) -> Publication | None:
@@ -87,14 +76,60 @@ class Feed(Protocol):
         """Ask the engine for full rows, or for light records only."""
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead of :meth:`read`; the records dropped.
-
-        Args:
-            tenant: Only this tenant's; None is everybody's.
-        """
+        """Forget what was fetched ahead of :meth:`read`; the records dropped."""
 
     def stats(self) -> dict[str, int]:
         """Counters for the status: rows dropped, shards skipped, and so on."""
 
     def close(self) -> None:
         """Let the engine go. Idempotent, never raises."""
+
+
+_FAR = 1 << 40
+"""No request is as long (tokens)."""
+# Bits of the largest magnitude that a row may hold: what is larger, infinite or no
+# number has larger ones. 1e9, whose square a sum can take, or float16's largest.
+_LARGEST = {"bfloat16": 0x4E6E, "float16": 0x7BFF, "float32": 0x4E6E6B28}
+
+
+def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
+    """Whether a record holds what no engine computes and training cannot bear."""
+    ids, count = record.token_ids, record.num_rows
+    if not count:
+        return False
+    committed = count if record.phase == Phase.PREFILL else record.num_accepted + 1
+    if ids.min() < 0:  # vLLM pads a short draft, and from there nothing is used
+        count = int(np.argmax(ids < 0))
+    taught = slice(max(count - record.teacher_start, 0))
+    hidden = record.teacher_hidden
+    places = record.start, record.num_prompt_tokens
+    if (
+        count < committed
+        or not (min(places) >= 0 and max(places) < _FAR)
+        or not -1 <= record.next_token < vocab_size
+        or ids[:count].max() >= vocab_size
+        or (np.abs(record.draft_probs) > 1.01).any()
+        or _too_large(record.features[:count], spec)
+        or (hidden is not None and _too_large(hidden[taught], spec))
+    ):
+        return True
+    top, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
+    tail = record.teacher_tail_logprob
+    if top is None or logprobs is None or tail is None or not top[taught].size:
+        return False
+    return not (
+        top[taught].min() >= 0
+        and top[taught].max() < vocab_size
+        and logprobs[taught].min() > -1e9  # False also where one is no number
+        and logprobs[taught].max() <= 1
+        and tail[taught].max() <= 1
+    )
+
+
+def _too_large(rows: np.ndarray, spec: RingSpec) -> bool:
+    size, largest = rows.dtype.itemsize, _LARGEST[spec.feature_dtype]
+    negative = 1 << (8 * size - 1)
+    return bool(rows.size) and bool(
+        rows.view(f"i{size}").max() > largest
+        or rows.view(f"u{size}").max() > negative | largest
+    )

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest
@@ -71,8 +71,8 @@ class RingFeed:
                 ring, told = getattr(self.spec, name), getattr(manifest, name)
                 if ring != told:
                     raise TransportError(
-                        f"engine {self.id}: its ring says {name} is {ring!r}, its "
-                        f"manifest {told!r}: restart it"
+                        f"engine {self.id}: its ring says {name} is {said(ring)}, its "
+                        f"manifest {said(told)}: restart it"
                     )
             self._writer = WeightsWriter.attach(manifest.weights)
             self._told = self._writer.feedback()
@@ -177,7 +177,8 @@ class RingFeed:
         try:
             return segment.read()
         except WeightsRefused as refusal:
-            logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
+            why = said(refusal)
+            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
             return None
 
     def set_collect(self, wanted: bool) -> None:

@@ -25,27 +25,21 @@ logger = logging.getLogger("vllm_tide.train")
 
 SCAN_S = 2.0
 """How often a spool is searched for engines (s)."""
+FIRST_SCAN_S = 10.0
+"""How long a trainer that starts waits for a spool (s)."""
 
 
 class Source(Protocol):
-    """Finds live engines and opens feeds to them. Never waits, but in `open`."""
+    """Finds live engines and opens feeds to them. Never waits for storage."""
 
     def find(self) -> list[str]:
         """Ids of the live engines, the one to train for first at the end."""
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        """An engine's identity, without attaching to it.
+        """An engine's identity, without attaching; TransportError if there is none."""
 
-        Raises:
-            TransportError: If it cannot be had.
-        """
-
-    def open(self, engine_id: str) -> Feed:
-        """Attach to an engine.
-
-        Raises:
-            TransportError: One sentence.
-        """
+    def open(self, engine_id: str) -> Feed | None:
+        """Attach to an engine; None while that goes on: ask again."""
 
     def gone(self, engine_id: str) -> None:
         """An engine was found dead: clean up after it."""
@@ -55,12 +49,7 @@ class Source(Protocol):
 
 
 class RunDirSource:
-    """Engines that announced themselves in a run directory.
-
-    Args:
-        run_dir: The directory.
-        engine_id: Only this engine; all of them when None.
-    """
+    """Engines that announced themselves in a run directory; one or all of them."""
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
         self._run_dir, self._engine_id = run_dir, engine_id
@@ -68,11 +57,7 @@ class RunDirSource:
         self._identities: dict[str, dict[str, str]] = {}
 
     def find(self) -> list[str]:
-        """See :class:`Source`: oldest first.
-
-        Raises:
-            TransportError: If the run directory is another user's.
-        """
+        """See :class:`Source`: oldest first."""
         self._manifests = {
             manifest.engine_id: manifest
             for manifest in read_manifests(self._run_dir)
@@ -105,18 +90,7 @@ class RunDirSource:
 
 
 class SpoolSource:
-    """Engines whose relays write to a spool.
-
-    Args:
-        url: The spool.
-        engine_id: Only this engine; all of them when None.
-        reader: Name of this trainer, see ``SpoolFeed``.
-        cache: See ``SpoolFeed``.
-        threaded: False searches in :meth:`find`, for tests.
-
-    Raises:
-        TransportError: If the spool cannot be opened.
-    """
+    """Engines whose relays write to a spool; see ``SpoolFeed``."""
 
     def __init__(
         self,
@@ -131,32 +105,76 @@ class SpoolSource:
         self._engine_id, self._reader, self._cache = engine_id, reader, cache
         self._threaded = threaded
         self._words: dict[str, tuple[Freshness, bool]] = {}
-        self._found: list[str] = []
+        self._found: dict[str, dict[str, str] | TransportError] = {}
+        self._listed = self._found  # as of the last `find`
+        self._asked: set[str] = set()
+        self._opened: dict[str, Feed | TransportError] = {}
+        self._lock = threading.Lock()  # of these two
         self._failing = ""
-        self._closing = threading.Event()
-        self._scan()  # so that the first `find` finds
-        if threaded:
-            threading.Thread(
-                target=self._work, name="vllm-tide-spool-scan", daemon=True
-            ).start()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        if not threaded:
+            return
+        scanned = threading.Event()
+        threading.Thread(
+            target=self._work, args=(scanned,), name="vllm-tide-spool-scan", daemon=True
+        ).start()
+        scanned.wait(FIRST_SCAN_S)  # so that the first `find` finds
 
     def find(self) -> list[str]:
         """See :class:`Source`: as of the last search, by name."""
         if not self._threaded:
             self._scan()
-        return list(self._found)
+        self._listed = self._found
+        return list(self._listed)
 
     def identity(self, engine_id: str) -> dict[str, str]:
         """See :class:`Source`."""
-        entry = EngineFolder(self._store, engine_id).read_engine()
-        if entry is None:
-            raise TransportError(
-                f"engine {engine_id} has not announced itself in {self._store.url} yet"
-            )
-        return entry.identity
+        found = self._listed[engine_id]
+        if isinstance(found, TransportError):
+            raise found
+        return found
 
-    def open(self, engine_id: str) -> Feed:
+    def open(self, engine_id: str) -> Feed | None:
         """See :class:`Source`."""
+        if not self._threaded:
+            return self._attach(engine_id)
+        with self._lock:
+            made = self._opened.pop(engine_id, None)
+            if made is None:
+                self._asked.add(engine_id)
+                self._wake.set()
+        if isinstance(made, TransportError):
+            raise made
+        return made
+
+    def gone(self, engine_id: str) -> None:
+        """Nothing: the bounds remove what a dead engine left."""
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._closing.set()
+        self._wake.set()
+
+    def _work(self, scanned: threading.Event) -> None:
+        while not self._closing.is_set():
+            self._scan()
+            scanned.set()
+            self._wake.wait(SCAN_S)
+            self._wake.clear()
+            for engine_id in tuple(self._asked):
+                made: Feed | TransportError
+                try:
+                    made = self._attach(engine_id)
+                except TransportError as error:
+                    made = error
+                with self._lock:
+                    self._opened[engine_id] = made
+                    self._asked.discard(engine_id)
+        for made in self._opened.values():
+            if not isinstance(made, TransportError):
+                made.close()
+
+    def _attach(self, engine_id: str) -> Feed:
         return SpoolFeed(
             self._store,
             engine_id,
@@ -165,27 +183,31 @@ class SpoolSource:
             threaded=self._threaded,
         )
 
-    def gone(self, engine_id: str) -> None:
-        """Nothing: the bounds remove what a dead engine left."""
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        self._closing.set()
-
-    def _work(self) -> None:
-        while not self._closing.wait(SCAN_S):
-            self._scan()
-
     def _scan(self) -> None:
         try:
             ids = engine_ids(self._store)
             live = [name for name in ids if self._wanted(name) and self._lives(name)]
+            self._found = {name: self._identity(name) for name in live}
         except TransportError as error:
             if str(error) != self._failing:  # once per cause, not per try
                 logger.error("%s", error)
             self._failing = str(error)
         else:
-            self._found, self._failing = live, ""
+            self._failing = ""
+
+    def _identity(self, engine_id: str) -> dict[str, str] | TransportError:
+        known = self._found.get(engine_id)
+        if isinstance(known, dict):
+            return known
+        try:
+            entry = EngineFolder(self._store, engine_id).read_engine()
+        except TransportError as error:
+            return error
+        if entry is not None:
+            return entry.identity
+        return TransportError(
+            f"engine {engine_id} has not announced itself in {self._store.url} yet"
+        )
 
     def _wanted(self, engine_id: str) -> bool:
         return self._engine_id in (None, engine_id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.spool import (
@@ -64,14 +64,9 @@ class _Fetched:
 class SpoolFeed:
     """Attaches to an engine through a spool; see ``feed.Feed``.
 
-    Args:
-        store: The spool, or its URL.
-        engine_id: The engine.
-        reader: Name of this trainer: a trainer of the same name goes on where the one
-            before stopped; trainers of two names read everything each.
-        publishes: Whether it sends heads: one reader of an engine may.
-        cache: Where models are copied to; see ``spool_models.local_models``.
-        threaded: False leaves the storage to :meth:`heartbeat`, for tests.
+    A trainer of the same `reader` name goes on where the one before stopped; two names
+    read everything each, and one of them `publishes`. `cache`: see ``local_models``.
+    Not `threaded` leaves the storage to :meth:`heartbeat`, for tests.
 
     Raises:
         TransportError: The engine is not in the spool, speaks another format, or has
@@ -158,12 +153,6 @@ class SpoolFeed:
         """Forget what was fetched ahead, or is being fetched; never waits.
 
         What the spool still holds will be read: `vllm-tide purge --spool` removes it.
-
-        Args:
-            tenant: Only this tenant's; None is everybody's.
-
-        Returns:
-            Records removed; those of a fetch under way are not counted.
         """
         with self._lock:
             self._purges.append(tenant)
@@ -226,7 +215,8 @@ class SpoolFeed:
         try:
             return read_head(self._folder, version)
         except WeightsRefused as refusal:
-            logger.warning("engine %s: its latest head is lost: %s", self.id, refusal)
+            why = said(refusal)
+            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
             return None
 
     def set_collect(self, wanted: bool) -> None:
@@ -338,11 +328,7 @@ class SpoolFeed:
         self._said = told
 
     def _claim(self, publishes: bool) -> ReaderState:
-        """Where a reader of this name stopped.
-
-        Raises:
-            TransportError: If a live one exists, or another one publishes.
-        """
+        """Where a reader of this name stopped; TransportError if a rival lives."""
         me, found = this_instance(), self._folder.read_readers()
         for name, state in found.items():
             same = name == self._name

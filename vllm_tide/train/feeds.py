@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.train.feed import Feed
+from vllm_tide.train.feed import Feed, hostile
 from vllm_tide.train.feed_ring import RingFeed
 from vllm_tide.train.feed_sources import RunDirSource, Source, SpoolSource
 from vllm_tide.train.feed_spool import SpoolFeed
@@ -27,6 +28,7 @@ from vllm_tide.train.feed_turns import FairTurns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool_heads import as_input
 from vllm_tide.transport.spool_identity import difference
 
@@ -50,41 +52,30 @@ LOOK_S = 1.0
 RETRY_S = 10.0
 """An engine that could not be attached is tried again after this (s)."""
 
+MAX_HOSTILE, HOSTILE_WINDOW = 16, 4096
+"""More hostile records than this, of so many, and an engine's are left out."""
+
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class EngineVersions:
-    """Heads of one engine, in the trainer's numbers.
+    """Heads of one engine, in the trainer's numbers."""
 
-    Args:
-        published: Newest sent to it, 0 if none was.
-        installed: The one that serves; 0 is the head it started with.
-        refused: The last it refused, 0 if none.
-        refused_reason: Why.
-        swap_pause_ms: How long the last installation held serving up.
-        alive: Whether the engine lives.
-    """
-
-    published: int
-    installed: int
-    refused: int
+    published: int  # newest sent to it, 0 if none was
+    installed: int  # the one that serves; 0 is the head it started with
+    refused: int  # the last one, 0 if none
     refused_reason: str
-    swap_pause_ms: float
+    swap_pause_ms: float  # how long the last installation held serving up
     alive: bool
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look at the engines found.
-
-    Args:
-        joined: Engines that joined.
-        left: Engines that were dropped, and why.
-    """
+    """What a look at the engines found."""
 
     joined: tuple[str, ...]
-    left: dict[str, str]
+    left: dict[str, str]  # and why
 
 
 @dataclass(frozen=True)
@@ -99,6 +90,8 @@ class _Head:
 class _Member:
     feed: Feed
     source: Source
+    taken: int = 0  # records, lately
+    hostile: int = 0  # of these
 
 
 class Feeds:
@@ -107,12 +100,12 @@ class Feeds:
     The first engine decides what the others must have in common with it; of several
     found at once that is the newest.
 
-    Args:
-        sources: Where to look for engines.
-
     Attributes:
         refused: Sentences about engines that are live and cannot join.
         failed_publications: Heads that could not be sent, over all engines.
+        rejected: Rows thrown away for their values, see `feed.hostile`.
+        vocab_size: The target's, where it is known better than an engine tells it.
+        opening: Whether an engine that was found may join at the next look.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -120,6 +113,7 @@ class Feeds:
         self._members: dict[str, _Member] = {}
         self._turns = FairTurns()
         self._reference: tuple[str, dict[str, str]] | None = None
+        self._spec: RingSpec | None = None  # of all of them
         self._barred: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._next_look = 0.0
@@ -131,6 +125,9 @@ class Feeds:
         self._collect = True
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
+        self.opening = False
+        self.rejected: Counter[str] = Counter()
+        self.vocab_size = 1 << 31
 
     def __len__(self) -> int:
         """Number of engines."""
@@ -142,11 +139,7 @@ class Feeds:
         return list(self._members)
 
     def feed(self, engine_id: str) -> Feed:
-        """The feed of an engine.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """The feed of an engine."""
         return self._members[engine_id].feed
 
     @property
@@ -157,11 +150,7 @@ class Feeds:
         return next((member.feed for member in self._members.values()), None)
 
     def poll(self) -> Changes:
-        """Drop engines that died, take in those that came; cheap enough for each step.
-
-        Raises:
-            TransportError: If a run directory is another user's.
-        """
+        """Drop engines that died, take in those that came; cheap."""
         joined: list[str] = []
         for member in list(self._members.values()):
             if self._try(member, member.feed.alive) is False:
@@ -170,6 +159,7 @@ class Feeds:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
+            self.opening = False
             for source in self._sources:
                 # The newest first, so that it is the reference.
                 for engine_id in reversed(source.find()):
@@ -183,19 +173,14 @@ class Feeds:
     ) -> list[tuple[str, list[Record]]]:
         """Take records out in fair shares of rows; never waits.
 
-        While engines have more than is asked for, each sends as
-        many rows as any other, whatever the size of its records. What an engine does
-        not use the others get.
-
-        Args:
-            limit: Most records.
-            max_rows: Most rows, about: a record is never split.
-
-        Returns:
-            Engine and records, in each engine's order; one pair per engine at most.
+        While engines have more than is asked for, each sends as many rows as any other,
+        whatever the size of its records; what one does not use the others get. A record
+        is never split. Those with hostile values are left out, at last their engine.
         """
         found = self._turns.read(self._take, limit, max_rows)
-        return [(engine_id, records) for engine_id, records in found.items() if records]
+        return [
+            (name, self._sane(name, taken)) for name, taken in found.items() if taken
+        ]
 
     def heartbeat(self) -> None:
         """Say to every engine that the trainer lives; send again what got lost."""
@@ -224,17 +209,9 @@ class Feeds:
         meta: dict[str, Any],
         engines: Collection[str] | None = None,
     ) -> int:
-        """Send a head to the engines.
+        """Send a head to all engines, also later ones, or only to some; its number.
 
-        Args:
-            tensors: By name: dtype as torch names it, shape, and its bytes. Kept, and
-                sent to engines that join later: do not change them.
-            parent_version: Number of the head it was trained from.
-            meta: JSON-able facts for the log.
-            engines: Only these, and none that joins later.
-
-        Returns:
-            Its number.
+        Tensors are kept: do not change them.
 
         Raises:
             TransportError: If no engine could be sent it; then none will be later.
@@ -327,6 +304,31 @@ class Feeds:
         member = self._members[engine_id]
         return self._try(member, partial(member.feed.read, limit, max_rows))
 
+    def _sane(self, engine_id: str, records: list[Record]) -> list[Record]:
+        member, spec = self._members.get(engine_id), self._spec
+        if member is None or spec is None:  # lost meanwhile
+            return []
+        size = min(spec.vocab_size, self.vocab_size)
+        out = member.hostile > MAX_HOSTILE
+        good = [r for r in records if not (out or hostile(r, spec, size))]
+        member.taken += len(records)
+        if len(good) == len(records):
+            if member.taken > HOSTILE_WINDOW:
+                member.taken = member.hostile = 0
+            return good
+        self.rejected["hostile_values"] += _rows(records) - _rows(good)
+        member.hostile += len(records) - len(good)
+        if member.hostile > MAX_HOSTILE and not out:
+            logger.error(
+                "engine %s: %d of its records hold tokens or numbers that no target "
+                "gives: all are left out until it joins anew%s",
+                engine_id,
+                member.hostile,
+                "; if its target passes float16, set tide.capture.feature_dtype to "
+                "'bfloat16'" * (spec.feature_dtype == "float16"),
+            )
+        return good
+
     def _may_join(self, engine_id: str, now: float) -> bool:
         if engine_id in self._members or engine_id in self._barred:
             return False
@@ -341,6 +343,13 @@ class Feeds:
                     self._barred.add(engine_id)
                     raise TransportError(other)
             feed = source.open(engine_id)
+            if feed is None:
+                self.opening = True
+                return False
+            spec = replace(feed.spec, engine_id="")
+            if spec != (self._spec or spec):
+                feed.close()
+                raise TransportError(f"engine {engine_id} sends rows of another shape")
         except TransportError as error:
             self._retry_at[engine_id] = time.monotonic() + RETRY_S
             if self.refused.get(engine_id) != str(error):
@@ -348,6 +357,7 @@ class Feeds:
             self.refused[engine_id] = str(error)
             return False
         self._reference = self._reference or (engine_id, identity)
+        self._spec = self._spec or spec
         self.refused.pop(engine_id, None)
         member = _Member(feed, source)
         self._members[engine_id] = member
@@ -406,6 +416,10 @@ class Feeds:
         member.feed.close()
 
 
+def _rows(records: list[Record]) -> int:
+    return sum(max(record.num_rows, 1) for record in records)
+
+
 def open_feeds(
     run_dir: Path | None = None,
     spool: str | None = None,
@@ -413,17 +427,7 @@ def open_feeds(
     *,
     reader: str = "trainer",
 ) -> Feeds:
-    """The engines of a run directory, of a spool, or of both.
-
-    Args:
-        run_dir: Where engines of this host announce themselves.
-        spool: Directory or fsspec URL that relays write to.
-        engine_id: Only this engine; all that fit when None.
-        reader: Name of this trainer in the spool.
-
-    Raises:
-        TransportError: If the spool cannot be opened.
-    """
+    """The engines of a run directory, of a spool, or of both; all that fit, or one."""
     sources: list[Source] = []
     if run_dir is not None:
         sources.append(RunDirSource(run_dir, engine_id))

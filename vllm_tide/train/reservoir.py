@@ -8,7 +8,6 @@ document that came last, and one tenant fills at most its share.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.draws import draw, weights
 from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.tenant import NOBODY
 
 _MASK = (1 << 64) - 1
@@ -135,7 +135,7 @@ class SampleBuffer:
     """
 
     def __init__(
-        self, config: TrainConfig, clock: Callable[[], float] = time.time
+        self, config: TrainConfig, clock: Callable[[], float] = steady_unix
     ) -> None:
         """Start empty."""
         self.config = config

@@ -102,7 +102,7 @@ class Sidecar:
             raise ValueError("no engine has joined")
         self.feeds, self.manifest = feeds, feed.manifest
         self._run_dir = run_dir
-        self.tide = config or parse_tide(self.manifest.tide)
+        self.tide = config or parse_tide(self.manifest.tide, self.manifest.version)
         self.config = self.tide.train
         train = self.config
         if train.compute_dtype == "bfloat16" and not has_fast_bfloat16(train.device):
@@ -319,6 +319,7 @@ class Sidecar:
                 f"{manifest.hidden_size}."
             )
         self._target_path, self._draft_path = target_path, draft_path
+        self.feeds.vocab_size = target.vocab_size
         stepper: Stepper
         if ranks is None:
             stepper = OneRank(draft, target, self.config)
@@ -400,7 +401,7 @@ class Sidecar:
         status.packing_waste = trainer.packing_waste
         status.out_of_memory = trainer.out_of_memory
         status.holdout_tokens = trainer.buffer.holdout_tokens
-        status.rows_skipped = trainer.rows_skipped
+        status.rows_skipped = trainer.rows_skipped | self.feeds.rejected
         status.published_version = deployment.published
         status.installed_version = deployment.installed
         status.publications = deployment.publications

@@ -30,6 +30,11 @@ class TransportError(RuntimeError):
     """A segment or run directory cannot be used; one sentence says why."""
 
 
+def said(value: object) -> str:
+    """What another process wrote, fit for a log: printable, 200 characters at most."""
+    return str(value)[:200].encode("unicode_escape").decode("ascii")[:200]
+
+
 @dataclass(frozen=True)
 class Header:
     """What page 0 says.

@@ -23,6 +23,12 @@ _START_BITS = 42
 _START_MASK = (1 << _START_BITS) - 1
 # Clock readings of two cores may differ by this much without meaning anything.
 _CLOCK_SLACK_NS = 10**9
+_BOOT_UNIX = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def steady_unix() -> float:
+    """Unix time (s) that no step of the clock in this process's life has moved."""
+    return _BOOT_UNIX + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def start_time(pid: int) -> int | None:

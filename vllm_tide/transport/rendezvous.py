@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.config import package_version
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
@@ -32,56 +33,32 @@ _PREFIX, _SUFFIX = "engine-", ".json"
 
 @dataclass
 class EngineManifest:
-    """What a trainer needs to know about a live engine.
+    """What a trainer needs to know about a live engine."""
 
-    Args:
-        engine_id: Letters, digits, dot, dash, underscore.
-        pid: The worker that owns the segments.
-        pid_start: Its start (clock ticks since boot).
-        ring: Name of its signal ring.
-        weights: Name of its weights segment.
-        target_path: Directory of the target's checkpoint.
-        draft_path: Directory of the draft it started with.
-        target_dtype: The target's dtype as torch names it.
-        hidden_size: Width of a hidden state.
-        vocab_size: The target's.
-        draft_vocab_size: The draft's.
-        aux_layer_ids: Layers whose input is captured.
-        teacher: "hidden", "topk" or "both".
-        teacher_topk: k of a top-k teacher.
-        feature_dtype: dtype of captured features.
-        num_speculative_tokens: The largest draft length.
-        tide: The tide section of the engine's configuration.
-        created_unix: When it was made (s).
-        shared: Names of draft tensors that are the target's own modules; a trainer
-            neither trains nor publishes them.
-        pid_namespace: Inode of the pid namespace `pid` belongs to.
-        model_name: Name that it serves the target under; empty if it does not say.
-        draft_sample_method: vLLM's: how drafted tokens are drawn.
-    """
-
-    engine_id: str
-    pid: int
-    pid_start: int
-    ring: str
+    engine_id: str  # letters, digits, dot, dash, underscore
+    pid: int  # of the worker that owns the segments
+    pid_start: int  # clock ticks since boot
+    ring: str  # names of its segments
     weights: str
-    target_path: str
+    target_path: str  # directories of the target and of the draft it started with
     draft_path: str
-    target_dtype: str
-    hidden_size: int
-    vocab_size: int
+    target_dtype: str  # as torch names it
+    hidden_size: int  # width of a hidden state
+    vocab_size: int  # the target's
     draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    teacher: str
+    aux_layer_ids: tuple[int, ...]  # layers whose input is captured
+    teacher: str  # "hidden", "topk" or "both"
     teacher_topk: int
     feature_dtype: str
-    num_speculative_tokens: int
-    tide: dict[str, Any]
-    created_unix: float
+    num_speculative_tokens: int  # the largest draft length
+    tide: dict[str, Any]  # the section of the engine's configuration
+    created_unix: float  # s
+    # Draft tensors that are the target's own modules: neither trained nor published.
     shared: list[str] = field(default_factory=list)
-    pid_namespace: int = field(default_factory=pid_namespace)
-    model_name: str = ""
-    draft_sample_method: str = "greedy"
+    pid_namespace: int = field(default_factory=pid_namespace)  # inode of that of `pid`
+    model_name: str = ""  # served under; empty if it does not say
+    draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
+    version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
         """Whether the engine lives; None where its pid cannot be looked up."""
@@ -230,7 +207,8 @@ def manifest_from(data: Any) -> EngineManifest:
             or out of every range.
     """
     known = {item.name: str(item.type) for item in fields(EngineManifest)}
-    manifest = EngineManifest(**{k: v for k, v in data.items() if k in known})
+    told = {k: v for k, v in data.items() if k in known}
+    manifest = EngineManifest(**{"version": "", **told})
     for name, kind in known.items():
         if not _FITS[kind](getattr(manifest, name)):
             raise TypeError(f"{name} of an engine's manifest is no {kind}")

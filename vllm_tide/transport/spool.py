@@ -10,7 +10,7 @@ nothing but the spool. Under the URL lie::
     engines/<engine>/heads/<version>.safetensors, <version>.json, latest.json
     engines/<engine>/readers/<reader>.json  cursor and wishes of a trainer
     engines/<engine>/draft/                 the head the engine started with
-    targets/<fingerprint>/                  embedding and output rows of a target
+    targets/<SHA-256 of files.json>/        embedding and output rows of a target
 
 A manifest (``.json``) is written after the file it describes and is what makes it
 exist; it carries the file's size and checksum. So a writer may die at any moment, and
@@ -28,13 +28,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool_store import Store
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ENGINES = "engines"
 MAX_JSON_BYTES = 16 << 20
 """A larger JSON file is not one of ours."""
@@ -45,6 +45,14 @@ DEAD_S = 20.0
 """One not heard of for this long (s) counts as gone; storage may be slow."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+MADE = {
+    "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
+    "heads": re.compile(r"([0-9]{12}\.(json|safetensors)|latest\.json)"),
+    "readers": re.compile(rf"{_NAME.pattern}\.json"),
+    "draft": re.compile(r"[!-\-0-~][ -.0-~]*\.(json|safetensors)"),
+    "": re.compile(r"(engine|state)\.json"),
+}
+"""What this package puts into each part of an engine's folder, the folder last."""
 # What JSON of the wrong shape can raise while it is read.
 MALFORMED = (
     ArithmeticError,
@@ -58,88 +66,48 @@ MALFORMED = (
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An engine as its relay announced it.
+    """An engine as its relay announced it."""
 
-    Args:
-        manifest: What the engine told its run directory; its pid and its paths mean
-            nothing on another host.
-        spec: What its records have in common.
-        identity: See ``spool_identity``: what another engine must share with it to be
-            fed by the same trainer.
-    """
-
-    manifest: EngineManifest
+    manifest: EngineManifest  # its pid and paths mean nothing on another host
     spec: RingSpec
-    identity: dict[str, str]
+    identity: dict[str, str]  # see `spool_identity`
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """What a relay says again and again.
+    """What a relay says again and again."""
 
-    Args:
-        unix: When (s, the relay's clock); readers only look whether it changes.
-        running: Whether engine and relay live; False is the last word.
-        first_shard: Number of the oldest shard that may still be there.
-        last_shard: Number of the newest complete shard; 0 if there is none.
-        published_version: Newest head in the engine's weights segment.
-        installed_version: Head that serves now.
-        refused_version: Last one refused, 0 if none.
-        refused_reason: Why, empty if none.
-        swap_pause_ms: How long the last installation held serving up.
-        rows: Rows written to the spool by this relay.
-        dropped_rows: Rows the engine dropped because the ring was full.
-    """
-
-    unix: float = 0.0
-    running: bool = True
-    first_shard: int = 1
-    last_shard: int = 0
-    published_version: int = 0
-    installed_version: int = 0
-    refused_version: int = 0
+    unix: float = 0.0  # s, the relay's clock; readers look whether it changes
+    running: bool = True  # engine and relay live; False is the last word
+    first_shard: int = 1  # the oldest that may still be there
+    last_shard: int = 0  # the newest complete one; 0 if there is none
+    published_version: int = 0  # newest head in the engine's weights segment
+    installed_version: int = 0  # serves now
+    refused_version: int = 0  # the last one, 0 if none
     refused_reason: str = ""
-    swap_pause_ms: float = 0.0
-    rows: int = 0
-    dropped_rows: int = 0
+    swap_pause_ms: float = 0.0  # how long the last installation held serving up
+    rows: int = 0  # written to the spool by this relay
+    dropped_rows: int = 0  # by the engine: the ring was full
 
 
 @dataclass(frozen=True)
 class ReaderState:
-    """What a trainer says about one engine.
+    """What a trainer says about one engine."""
 
-    Args:
-        instance: The process, see :func:`this_instance`.
-        unix: When (s, the trainer's clock).
-        running: False is the last word.
-        collect: Whether it wants full rows (else light records).
-        publishes: Whether it sends heads to this engine.
-        shard: Number of the shard it reads next.
-        index: Records of that shard it has taken already.
-    """
-
-    instance: str
-    unix: float = 0.0
-    running: bool = True
-    collect: bool = True
-    publishes: bool = True
-    shard: int = 1
-    index: int = 0
+    instance: str  # see `this_instance`
+    unix: float = 0.0  # s, the trainer's clock
+    running: bool = True  # False is the last word
+    collect: bool = True  # wants full rows, else light records
+    publishes: bool = True  # sends heads to this engine
+    shard: int = 1  # reads it next
+    index: int = 0  # records of it taken already
 
 
 _State = TypeVar("_State", EngineState, ReaderState)
 
 
 class EngineFolder:
-    """One engine's part of a spool; every method may raise TransportError.
-
-    Args:
-        store: The spool.
-        engine_id: The engine.
-
-    Raises:
-        TransportError: If the id is no name.
-    """
+    """One engine's part of a spool; all may raise TransportError, also for the id."""
 
     def __init__(self, store: Store, engine_id: str) -> None:
         self.store = store
@@ -148,7 +116,7 @@ class EngineFolder:
 
     def path(self, *names: str) -> str:
         """Name in the store of a file of this engine."""
-        return "/".join((self._at, *names))
+        return "/".join((self._at, *filter(None, names)))
 
     def write_json(self, name: str, value: dict[str, Any], durable: bool) -> None:
         """Replace a small file."""
@@ -170,19 +138,15 @@ class EngineFolder:
         self.write_json("engine.json", value, durable=True)
 
     def read_engine(self) -> EngineEntry | None:
-        """The engine as announced; None if it was not, or not readably.
-
-        Raises:
-            TransportError: Also if it speaks another format.
-        """
+        """The engine as announced; None if it was not, or not readably."""
         value = self.read_json("engine.json")
         if value is None:
             return None
         if value.get("format") != FORMAT_VERSION:
             raise TransportError(
                 f"engine {self.engine_id} in {self.store.url} has spool format "
-                f"{value.get('format')}, this process speaks {FORMAT_VERSION}: run the "
-                "same vllm_tide on both sides"
+                f"{said(value.get('format'))}, this process speaks {FORMAT_VERSION}: "
+                "run the same vllm_tide on both sides"
             )
         try:
             manifest = manifest_from(value["manifest"])
@@ -222,9 +186,6 @@ class Freshness:
     """Whether a word that changes with every heartbeat still changes.
 
     Told by this process's clock alone: clocks of two hosts may differ.
-
-    Args:
-        timeout_s: Without a change for longer than this it is not fresh.
     """
 
     def __init__(self, timeout_s: float = DEAD_S) -> None:
@@ -252,15 +213,11 @@ def engine_ids(store: Store) -> list[str]:
 
 
 def checked_name(name: str, what: str) -> str:
-    """A name that may be part of a path.
-
-    Raises:
-        TransportError: If it may not.
-    """
+    """A name that may be part of a path; TransportError if it may not."""
     if not _NAME.fullmatch(name):
         raise TransportError(
-            f"{what} {name!r}: only letters, digits, dot, dash and underscore, and no "
-            "dot first"
+            f"{what} '{said(name)}': only letters, digits, dot, dash and underscore, "
+            "and no dot first"
         )
     return name
 
@@ -313,6 +270,8 @@ def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
                 if not _FITS[str(item.type)](value[item.name]):
                     return None
                 told[item.name] = value[item.name]
+                if item.type == "str":  # it comes into a log
+                    told[item.name] = said(value[item.name])
         return kind(**told)
     except MALFORMED:
         return None

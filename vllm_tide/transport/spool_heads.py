@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +23,12 @@ from vllm_tide.transport.publication import (
     WeightsRefused,
 )
 from vllm_tide.transport.spool import EngineFolder
+from vllm_tide.transport.spool_store import NotOurs
 
 KEPT = 3
 HEADS = "heads"
 _LATEST = f"{HEADS}/latest.json"
+_MANIFEST = re.compile(r"[0-9]{12}\.json")
 
 
 class HeadConflict(TransportError):  # noqa: N818 - says what it is
@@ -47,17 +51,7 @@ def encode_head(
     parent_version: int,
     meta: dict[str, Any],
 ) -> EncodedHead:
-    """Serialise a head.
-
-    Args:
-        tensors: By name: dtype as torch names it, shape, and its bytes.
-        version: Greater than every version before it.
-        parent_version: The version it was trained from.
-        meta: JSON-able facts for the log.
-
-    Raises:
-        ValueError: If a tensor contradicts itself.
-    """
+    """Serialise a head; ValueError if a tensor contradicts itself."""
     _, manifest, body = publication.encode(tensors, version, parent_version, meta)
     return EncodedHead(version, manifest.decode(), body)
 
@@ -65,9 +59,7 @@ def encode_head(
 def write_head(folder: EngineFolder, head: EncodedHead) -> None:
     """Store a head and make it the latest.
 
-    Raises:
-        HeadConflict: If it is not the newest.
-        TransportError: If it cannot be written just now.
+    Raises HeadConflict if it is not the newest.
     """
     latest = latest_head(folder)
     if head.version <= latest:
@@ -90,11 +82,7 @@ def write_head(folder: EngineFolder, head: EncodedHead) -> None:
 
 
 def latest_head(folder: EngineFolder) -> int:
-    """Version of the latest head; 0 if there is none.
-
-    Raises:
-        TransportError: If the spool cannot be read.
-    """
+    """Version of the latest head; 0 if there is none."""
     value = folder.read_json(_LATEST)
     version = 0 if value is None else value.get("version")
     if type(version) is not int or not 0 < version <= publication.MAX_VERSION:
@@ -106,7 +94,6 @@ def read_head(folder: EngineFolder, version: int) -> Publication:
     """Read a head and verify it.
 
     Raises:
-        TransportError: If the spool cannot be read just now.
         WeightsRefused: empty, truncated, format or sha256.
     """
     stem = f"{version:012d}"
@@ -138,8 +125,8 @@ def as_input(head: Publication) -> dict[str, TensorInput]:
 
 def _drop_old(folder: EngineFolder) -> None:
     names = sorted(folder.store.sizes(folder.path(HEADS)))
-    manifests = [n for n in names if n.endswith(".json") and n[:12].isdigit()]
-    for name in manifests[:-KEPT]:
-        folder.store.remove(folder.path(HEADS, name))
-        body = name.removesuffix(".json") + ".safetensors"
-        folder.store.remove(folder.path(HEADS, body))
+    stems = [n[:12] for n in names if _MANIFEST.fullmatch(n)]
+    for stem in stems[:-KEPT]:
+        for name in (f"{stem}.json", f"{stem}.safetensors"):
+            with contextlib.suppress(NotOurs):
+                folder.store.remove(folder.path(HEADS, name))

@@ -35,10 +35,7 @@ _SAYS = {
 
 
 def identity_of(manifest: EngineManifest) -> dict[str, str]:
-    """What another engine must have in common with this one, part by part.
-
-    Args:
-        manifest: Of an engine on this host: its directories are read.
+    """What another engine must have in common with one of this host, part by part.
 
     Raises:
         TransportError: If a directory cannot be read.
@@ -57,14 +54,7 @@ def identity_of(manifest: EngineManifest) -> dict[str, str]:
 def difference(
     engine_id: str, identity: dict[str, str], other_id: str, other: dict[str, str]
 ) -> str:
-    """One sentence on why an engine cannot join; empty if it can.
-
-    Args:
-        engine_id: The engine that would join.
-        identity: Its identity.
-        other_id: An engine that the trainer works for.
-        other: Its identity.
-    """
+    """One sentence on why an engine cannot join another; empty if it can."""
     for part, says in _SAYS.items():
         if identity.get(part) != other.get(part):
             return (
@@ -75,11 +65,7 @@ def difference(
 
 
 def target_fingerprint(folder: Path) -> str:
-    """SHA-256 (hex) of a target: configuration, layout, samples of its bytes.
-
-    Raises:
-        TransportError: If the directory cannot be read.
-    """
+    """SHA-256 (hex) of a target: configuration, layout, samples of its bytes."""
     digest = hashlib.sha256(_config(folder))
     for path in _tensor_files(folder):
         try:
@@ -101,9 +87,6 @@ def draft_fingerprint(folder: Path) -> str:
     """SHA-256 (hex) of what a draft's versions have in common, not of its weights.
 
     Its configuration, its tensors' names, shapes and types, and its vocabulary.
-
-    Raises:
-        TransportError: If the directory cannot be read.
     """
     digest = hashlib.sha256(_config(folder))
     for path in _tensor_files(folder):
@@ -120,9 +103,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file by tensor name, and where its data begin.
 
     Each entry has a `dtype` (text), a `shape` and `data_offsets` inside the file.
-
-    Raises:
-        TransportError: If it cannot be read, is cut short or is none.
     """
     try:
         with open(path, "rb") as file:
@@ -142,16 +122,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_tensor(path: Path, entry: dict[str, Any], begin: int) -> bytes:
-    """Bytes of one tensor of a safetensors file.
-
-    Args:
-        path: The file.
-        entry: The tensor's, from :func:`read_header`.
-        begin: Where the data begin, from :func:`read_header`.
-
-    Raises:
-        TransportError: If it cannot be read.
-    """
+    """Bytes of one tensor by its entry and where the data begin, of `read_header`."""
     first, end = entry["data_offsets"]
     try:
         with open(path, "rb") as file:

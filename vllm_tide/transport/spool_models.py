@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.small_file import make_private
 from vllm_tide.transport.spool import (
     MAX_JSON_BYTES,
     EngineEntry,
@@ -38,23 +40,20 @@ _PLAIN = re.compile(r"[!-\-0-~][ -.0-~]{0,250}")
 _FLOATS = ("F32", "F16", "BF16")
 
 
-def upload_models(folder: EngineFolder, entry: EngineEntry) -> None:
-    """Put into the spool what is not there yet.
+def upload_models(folder: EngineFolder, manifest: EngineManifest) -> str:
+    """Put into the spool what is not there yet; the SHA-256 of the target's list.
 
-    Args:
-        folder: The engine's part of the spool.
-        entry: The engine, on this host.
-
-    Raises:
-        TransportError: If a directory cannot be read or the spool not written.
+    The target's rows lie under it, so that no others are ever taken for them.
     """
-    store, manifest = folder.store, entry.manifest
-    target = f"{TARGETS}/{entry.identity['target']}"
-    if store.read(f"{target}/{_LIST}") is None:
-        _upload(store, target, _target_files(Path(manifest.target_path)))
+    store = folder.store
+    files = _target_files(Path(manifest.target_path))
+    rows = hashlib.sha256(_listed(files)).hexdigest()
+    if store.read(f"{TARGETS}/{rows}/{_LIST}") is None:
+        _upload(store, f"{TARGETS}/{rows}", files)
     draft = folder.path("draft")
     if store.read(f"{draft}/{_LIST}") is None:
         _upload(store, draft, _draft_files(Path(manifest.draft_path)))
+    return rows
 
 
 def local_models(
@@ -63,22 +62,20 @@ def local_models(
     """Directories of the target's rows and of the first draft on this host.
 
     The engine's own target directory where this host has the same one; else a copy out
-    of the spool, kept in the cache.
-
-    Args:
-        folder: The engine's part of the spool.
-        entry: The engine.
-        cache: Where copies go; ``~/.cache/vllm_tide/spool`` when None.
+    of the spool in `cache`, ``~/.cache/vllm_tide/spool`` when None.
 
     Raises:
         TransportError: If neither this host nor the spool has them.
     """
     cache = cache or default_cache()
     target = Path(entry.manifest.target_path)
-    # It becomes part of a path and comes from a file.
-    wanted = checked_name(entry.identity.get("target", ""), "target")
-    if not _is_target(target, wanted):
-        target = _download(folder.store, f"{TARGETS}/{wanted}", cache / wanted[:32])
+    if not _is_target(target, entry.identity.get("target", "")):
+        # It becomes part of a path and comes from a file.
+        rows = checked_name(entry.identity.get("rows", ""), "rows")
+        target = cache / rows[:32]
+        if target.is_dir() and not _is_whole(target, rows):
+            shutil.rmtree(target, ignore_errors=True)
+        _download(folder.store, f"{TARGETS}/{rows}", target, rows)
     name = f"draft-{folder.engine_id}"
     return target, _download(folder.store, folder.path("draft"), cache / name)
 
@@ -89,7 +86,7 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "vllm_tide" / "spool"
 
 
-def _target_files(folder: Path) -> dict[str, bytes]:
+def _target_files(folder: Path) -> dict[str, list[bytes]]:
     """Configuration and rows of a target, under the names its checkpoint uses."""
     found: dict[str, tuple[Path, dict[str, Any], int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -112,11 +109,11 @@ def _target_files(folder: Path) -> dict[str, bytes]:
         data = read_tensor(path, entry, begin)
         specs[entry["name"]] = (entry["dtype"], entry["shape"], data)
     config = (folder / "config.json").read_bytes()
-    return {"model.safetensors": _serialize(specs), "config.json": config}
+    return {"model.safetensors": _serialize(specs), "config.json": [config]}
 
 
-def _serialize(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
-    """A safetensors file; its data in order of name, each after the one before."""
+def _serialize(tensors: dict[str, tuple[str, list[int], bytes]]) -> list[bytes]:
+    """Parts of a safetensors file; its data in order of name, without gaps."""
     header: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape, data) in sorted(tensors.items()):
@@ -126,22 +123,29 @@ def _serialize(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     parts = [data for _, (_, _, data) in sorted(tensors.items())]
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    return [len(text).to_bytes(8, "little"), text, *parts]
 
 
-def _draft_files(folder: Path) -> dict[str, bytes]:
+def _draft_files(folder: Path) -> dict[str, list[bytes]]:
     paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     try:
-        return {path.name: path.read_bytes() for path in paths}
+        return {path.name: [path.read_bytes()] for path in paths}
     except OSError as error:
         raise TransportError(f"cannot read {folder}: {error.strerror}") from error
 
 
-def _upload(store: Store, name: str, files: dict[str, bytes]) -> None:
-    for file, data in files.items():
-        store.write(f"{name}/{file}", data)
-    listed = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    store.write(f"{name}/{_LIST}", json.dumps(listed).encode())
+def _upload(store: Store, name: str, files: dict[str, list[bytes]]) -> None:
+    for file, parts in files.items():
+        store.write(f"{name}/{file}", *parts)
+    store.write(f"{name}/{_LIST}", _listed(files))
+
+
+def _listed(files: dict[str, list[bytes]]) -> bytes:
+    digests = {name: hashlib.sha256() for name in files}
+    for name, parts in files.items():
+        for part in parts:
+            digests[name].update(part)
+    return json.dumps({n: digest.hexdigest() for n, digest in digests.items()}).encode()
 
 
 def _is_target(folder: Path, wanted: str) -> bool:
@@ -151,24 +155,41 @@ def _is_target(folder: Path, wanted: str) -> bool:
         return False
 
 
-def _download(store: Store, name: str, into: Path) -> Path:
-    """Copy a folder of files here, whole or not at all."""
+def _is_whole(folder: Path, digest: str) -> bool:
+    """Whether a list in the cache is what it is filed under, and true."""
+    try:
+        raw = (folder / _LIST).read_bytes()
+        if hashlib.sha256(raw).hexdigest() != digest:
+            return False
+        files = {name: [(folder / name).read_bytes()] for name in json.loads(raw)}
+        return _listed(files) == raw
+    except OSError:
+        return False
+
+
+def _download(store: Store, name: str, into: Path, digest: str = "") -> Path:
+    """Copy a folder of files here, whole or not at all; `digest` is its list's."""
     if into.is_dir():
         return into
-    listed = parse_json(store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1))
-    if listed is None:
+    raw = store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1)
+    listed = parse_json(raw)
+    if raw is None or listed is None:
         raise TransportError(
             f"{name} is not in {store.url} yet: is the engine's relay running?"
         )
     try:
-        into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(into.parent)
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
-            for file, digest in listed.items():
+            if digest:
+                if hashlib.sha256(raw).hexdigest() != digest:
+                    raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
+                (temporary / _LIST).write_bytes(raw)
+            for file, sha256 in listed.items():
                 if not _PLAIN.fullmatch(file):
                     raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
                 data = store.read(f"{name}/{file}")
-                if data is None or hashlib.sha256(data).hexdigest() != digest:
+                if data is None or hashlib.sha256(data).hexdigest() != sha256:
                     raise TransportError(f"{name}/{file} in {store.url} is damaged")
                 (temporary / file).write_bytes(data)
             if not into.is_dir():  # another trainer may have been quicker

@@ -33,11 +33,6 @@ class Shard:
 class SpoolReader:
     """Reads one engine's shards.
 
-    Args:
-        folder: The engine's part of the spool.
-        spec: What its records have in common.
-        next_shard: Number of the first shard wanted.
-
     Attributes:
         next_shard: Number of the shard that :meth:`fetch` gives next.
         skipped: Shards passed over: "removed" and "damaged"; "unfit" counts records.
@@ -52,14 +47,7 @@ class SpoolReader:
         self._failed = 0
 
     def fetch(self, state: EngineState) -> Shard | None:
-        """The next shard; None if there is none now.
-
-        Args:
-            state: The engine's, as read last.
-
-        Raises:
-            TransportError: If the spool cannot be read just now.
-        """
+        """The next shard by the state read last; None if there is none now."""
         if self.next_shard < state.first_shard:
             self._skip_to(min(state.first_shard, state.last_shard + 1))
         if self.next_shard > state.last_shard:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import TransportError, said
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.purge import (
     ANNOUNCE_S,
     PurgeInbox,
@@ -50,13 +51,7 @@ _EMPTY_LIMIT_S = 2.0
 
 
 class Relay:
-    """Between one engine and a spool.
-
-    Args:
-        manifest: The engine; it runs on this host.
-        run_dir: Where it announced itself.
-        store: The spool.
-        config: `tide.spool`.
+    """Between one engine of this host, announced in `run_dir`, and a spool.
 
     Raises:
         TransportError: If ring, weights segment or spool cannot be used.
@@ -78,11 +73,10 @@ class Relay:
             self._reader.close()
             raise
         try:
-            identity = identity_of(manifest)
-            entry = EngineEntry(manifest, self._reader.spec, identity)
-            self._writer = SpoolWriter(self._folder, entry.spec, config)
-            upload_models(self._folder, entry)
-            self._folder.write_engine(entry)
+            spec, identity = self._reader.spec, identity_of(manifest)
+            self._writer = SpoolWriter(self._folder, spec, config)
+            identity["rows"] = upload_models(self._folder, manifest)
+            self._folder.write_engine(EngineEntry(manifest, spec, identity))
         except BaseException:
             self.close()
             raise
@@ -123,9 +117,8 @@ class Relay:
     def tick(self) -> int:
         """One round; the number of records taken from the ring.
 
-        Raises:
-            TransportError: If another process took the ring or the segment over. A
-                spool that fails is only logged: it is tried again.
+        Raises TransportError if another process took ring or segment over. A spool that
+        fails is only logged: it is tried again.
         """
         self._hold()
         taken = self._drain()
@@ -167,15 +160,9 @@ class Relay:
         return taken
 
     def _empty_ring(self, purge: PurgeRequest | None = None) -> bool:
-        """Take all that is in the ring now, however large the open shard gets.
+        """Take all that is in the ring, but what a purge names; False if too much came.
 
         That is bounded by the ring, and by what an engine writes in two seconds.
-
-        Args:
-            purge: Forget the records that it names.
-
-        Returns:
-            False if the engine wrote faster than this could read.
         """
         until = time.monotonic() + _EMPTY_LIMIT_S
         while time.monotonic() < until:
@@ -247,7 +234,7 @@ class Relay:
             "engine %s: head %d of the spool is refused: %s",
             self._folder.engine_id,
             version,
-            sentence,
+            said(sentence),
         )
 
     def _heed_readers(self) -> None:
@@ -281,7 +268,7 @@ class Relay:
             rows=self._writer.rows,
             dropped_rows=self._reader.stats().dropped_rows,
         )
-        now = time.time()
+        now = steady_unix()  # what the shards are dated by
         if state == self._state and abs(now - self._said) < BEAT_S:
             return
         self._folder.write_state(replace(state, unix=now))

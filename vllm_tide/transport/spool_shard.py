@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide import _shm
+from vllm_tide.transport.header import said
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Record,
@@ -33,11 +34,7 @@ class ShardDamaged(ValueError):  # noqa: N818 - says what it is
 
 
 class ShardBuilder:
-    """Collects records for one shard.
-
-    Args:
-        spec: What they have in common.
-    """
+    """Collects records for one shard."""
 
     def __init__(self, spec: RingSpec) -> None:
         self._spec = spec
@@ -54,11 +51,7 @@ class ShardBuilder:
         return len(self._bodies)
 
     def add(self, record: Record) -> None:
-        """Take a record over; its arrays are copied.
-
-        Raises:
-            RecordError: If it contradicts itself or the spec.
-        """
+        """Copy a record; RecordError if it contradicts itself or the spec."""
         self._spec.check(record)
         parts, size = encode(record, self._spec.feature_dtype)
         body = np.empty(size, np.uint8)
@@ -72,11 +65,7 @@ class ShardBuilder:
         self.num_rows += record.num_rows
 
     def drop(self, tenant: int | None) -> int:
-        """Forget the records of a tenant, or with None all of them.
-
-        Returns:
-            Records removed.
-        """
+        """Forget the records of a tenant, or with None all of them; how many."""
         before = self.num_records
         kept = [
             index
@@ -141,16 +130,9 @@ class ShardBuilder:
 def read_shard(
     manifest: dict[str, Any], body: bytes, spec: RingSpec
 ) -> tuple[list[Record], int]:
-    """Verify a shard and decode its records.
+    """Verify a shard and decode its records; also how many did not fit the spec.
 
-    Args:
-        manifest: What was written beside it.
-        body: The file.
-        spec: What its records have in common.
-
-    Returns:
-        Its records, and how many did not fit the spec. Each has bytes of its own, so a
-        record that is kept does not keep the shard.
+    Each has bytes of its own, so a record that is kept does not keep the shard.
 
     Raises:
         ShardDamaged: If it is not what the manifest says.
@@ -158,12 +140,12 @@ def read_shard(
     try:
         if manifest["record_format"] != FORMAT_VERSION:
             raise ShardDamaged(
-                f"its records have format {manifest['record_format']}, this process "
-                f"speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
+                f"its records have format {said(manifest['record_format'])}, this "
+                f"process speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
             )
         if len(body) != manifest["bytes"]:
             raise ShardDamaged(
-                f"it has {len(body)} bytes, its manifest says {manifest['bytes']}"
+                f"it has {len(body)} bytes, its manifest says {said(manifest['bytes'])}"
             )
         if _shm.crc32c(body) != manifest["crc32c"]:
             raise ShardDamaged("its checksum is wrong")
@@ -175,7 +157,7 @@ def read_shard(
     except ShardDamaged:
         raise
     except MALFORMED as error:
-        raise ShardDamaged(f"it cannot be read ({error})") from error
+        raise ShardDamaged(f"it cannot be read ({said(error)})") from error
     records: list[Record] = []
     unfit = 0
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):

@@ -9,23 +9,31 @@ manifest, which is written after it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import re
-import tempfile
-import time
-from collections.abc import Callable
+import secrets
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.small_file import make_private, open_plain
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
-_TEMPORARY = ".tmp"
+_TEMPORARY = re.compile(r"\.[a-z0-9_]{1,16}\.tmp")
 _TEMPORARY_SECONDS = 3600.0
+# A folder below the root is no link; where one, or a special file, is in the place of
+# a file of ours, there is no file.
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Some back ends make room for all that is asked for, whatever there is.
 _MOST_RANGE = 1 << 28
 _USER_INFO = re.compile(r"://[^/@]*@")
@@ -36,31 +44,23 @@ class StoreError(TransportError):
     """The storage cannot be used just now; it may be later."""
 
 
-class Store(Protocol):
-    """A flat set of files under slash-separated names.
+class NotOurs(StoreError):  # noqa: N818 - says what it is
+    """What is to be removed is another user's, or no plain file: it is left."""
 
-    Every method raises StoreError when the store cannot be used just now.
+
+class Store(Protocol):
+    """A flat set of files under slash-separated names; anything may raise StoreError.
+
+    `url` is for a user's eyes: it has no password.
     """
 
     url: str
-    """As shown to a user: without a password."""
 
     def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
-        """Make or replace a file of these parts, whole or not at all.
-
-        Args:
-            name: Its name.
-            parts: Its bytes, one buffer after another.
-            durable: Whether it must survive a power cut.
-        """
+        """Make or replace a file, whole or not at all; `durable`: synced, too."""
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """A file's bytes; None if there is none.
-
-        Args:
-            name: Its name.
-            most: Give no more than its first so many bytes.
-        """
+        """A file's bytes, `most` of them; None if there is none."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The files of a folder and their sizes (bytes); empty if there is none."""
@@ -69,23 +69,18 @@ class Store(Protocol):
         """The folders of a folder, sorted."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; fine if it is gone."""
+        """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder and what is in it; fine if it is gone."""
+        """Remove a folder; fine if it is gone, or if something is in it."""
 
 
 def open_store(url: str) -> Store:
-    """Open the store of a spool, and make its folder.
-
-    Args:
-        url: Directory, ``file://`` or any URL of fsspec (``s3://bucket/prefix``).
+    """Open the store of a spool (directory, ``file://``, any URL of fsspec); make it.
 
     Raises:
-        StoreError: It cannot be used just now; one sentence that names
-            ``tide.spool.url``.
-        TransportError: The same, and it never will be with this address in this
-            process.
+        StoreError: It cannot be used just now.
+        TransportError: Nor will it ever be with this address in this process.
     """
     if url.startswith("file://"):
         url = url.removeprefix("file://")
@@ -93,10 +88,7 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A directory, on a disk or a shared file system.
-
-    Args:
-        root: The directory; made with mode 0700 where it does not exist.
+    """A directory, on a disk or a shared file system; made where it is not.
 
     Raises:
         StoreError: If it cannot be used, or is open to every user.
@@ -106,11 +98,13 @@ class LocalStore:
         self.url = str(root)
         self._root = root
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mode = root.stat().st_mode
+            make_private(root)
+            status = root.stat()
         except OSError as error:
             raise self._failed("opened", error) from error
-        if mode & 0o007:
+        # A shared file system may give all that anyone writes to one user.
+        self._ours = {os.geteuid(), status.st_uid}
+        if status.st_mode & 0o007:
             raise StoreError(
                 f"tide.spool.url: {root} is open to every user and would hold text of "
                 f"requests: chmod o-rwx {root}"
@@ -118,89 +112,125 @@ class LocalStore:
 
     def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
         """See :class:`Store`."""
-        path = self._root / name
+        folder, _, plain = name.rpartition("/")
+        temporary = f".{secrets.token_hex(8)}.tmp"
+        buffers = [p.data if isinstance(p, np.ndarray) else p for p in parts]
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(
-                dir=path.parent, prefix=".", suffix=_TEMPORARY
-            )
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    for part in parts:
-                        file.write(part.data if isinstance(part, np.ndarray) else part)
-                    if durable:
-                        file.flush()
-                        os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            if durable:
-                _sync_folder(path.parent)
+            with self._folder(folder, make=True) as at:
+                fd = os.open(temporary, _NEW, 0o600, dir_fd=at)
+                try:
+                    with os.fdopen(fd, "wb") as file:
+                        file.writelines(buffers)
+                        if durable:
+                            file.flush()
+                            os.fsync(file.fileno())
+                    os.replace(temporary, plain, src_dir_fd=at, dst_dir_fd=at)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary, dir_fd=at)
+                    raise
+                if durable:  # the rename too, where the system can
+                    with contextlib.suppress(OSError):
+                        os.fsync(at)
         except OSError as error:
             raise self._failed("written", error) from error
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
         """See :class:`Store`."""
+        folder, _, plain = name.rpartition("/")
         try:
-            with open(self._root / name, "rb") as file:
+            with self._folder(folder) as at, open_plain(plain, at) as file:
                 size = os.fstat(file.fileno()).st_size
                 return file.read(size if most is None else min(most, size))
-        except (FileNotFoundError, ValueError):  # or no name of a file at all
+        except ValueError:  # no name of a file at all
             return None
         except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
             raise self._failed("read", error) from error
 
     def sizes(self, folder: str) -> dict[str, int]:
         """See :class:`Store`. Removes what writers that died left half done."""
-        sizes: dict[str, int] = {}
-        try:
-            with os.scandir(self._root / folder) as entries:
-                for entry in entries:
-                    # One removed since the scan began is simply not listed.
-                    with contextlib.suppress(FileNotFoundError):
-                        if entry.name.startswith("."):
-                            _drop_if_old(entry)
-                        elif entry.is_file():
-                            sizes[entry.name] = entry.stat().st_size
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise self._failed("read", error) from error
-        return sizes
+        return {
+            name: status.st_size
+            for name, status in self._list(folder)
+            if stat.S_ISREG(status.st_mode)
+        }
 
     def folders(self, folder: str) -> list[str]:
         """See :class:`Store`."""
-        try:
-            with os.scandir(self._root / folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise self._failed("read", error) from error
+        found = self._list(folder)
+        return sorted(n for n, status in found if stat.S_ISDIR(status.st_mode))
 
     def remove(self, name: str) -> None:
         """See :class:`Store`."""
+        folder, _, plain = name.rpartition("/")
         try:
-            (self._root / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise self._failed("cleaned up", error) from error
-
-    def remove_folder(self, folder: str) -> None:
-        """See :class:`Store`. Refuses nothing: names are made by this package."""
-        path = self._root / folder
-        for inner in self.folders(folder):
-            self.remove_folder(f"{folder}/{inner}")
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    os.unlink(entry.path)
-            path.rmdir()
+            with self._folder(folder) as at:
+                self._unlink(plain, at)
         except FileNotFoundError:
             return
         except OSError as error:
             raise self._failed("cleaned up", error) from error
+
+    def remove_folder(self, folder: str) -> None:
+        """See :class:`Store`."""
+        above, _, plain = folder.rpartition("/")
+        try:
+            with self._folder(above) as at:
+                os.rmdir(plain, dir_fd=at)
+        except OSError as error:
+            if error.errno not in _FILLED:
+                raise self._failed("cleaned up", error) from error
+
+    @contextlib.contextmanager
+    def _folder(self, folder: str, *, make: bool = False) -> Iterator[int]:
+        """Descriptor of a folder; FileNotFoundError also for a link in its way."""
+        at = os.open(self._root, _FOLDER)
+        try:
+            for part in filter(None, folder.split("/")):
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o700, dir_fd=at)
+                try:
+                    inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                except NotADirectoryError as error:
+                    raise FileNotFoundError(errno.ENOENT, "a link", part) from error
+                os.close(at)
+                at = inner
+            yield at
+        finally:
+            os.close(at)
+
+    def _list(self, folder: str) -> list[tuple[str, os.stat_result]]:
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            with self._folder(folder) as at, os.scandir(at) as entries:
+                changed = os.fstat(at).st_mtime  # by the storage's clock, as theirs
+                for entry in entries:
+                    # One removed since the scan began is simply not listed.
+                    with contextlib.suppress(FileNotFoundError, NotOurs):
+                        status = entry.stat(follow_symlinks=False)
+                        if not entry.name.startswith("."):
+                            found.append((entry.name, status))
+                        elif _TEMPORARY.fullmatch(entry.name) and (
+                            changed - status.st_mtime > _TEMPORARY_SECONDS
+                        ):
+                            self._unlink(entry.name, at)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._failed("read", error) from error
+        return found
+
+    def _unlink(self, name: str, at: int) -> None:
+        status = os.stat(name, dir_fd=at, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._ours:
+            raise NotOurs(
+                f"tide.spool.url: {name} in {self.url} is another user's or no plain "
+                "file, so it is left: remove it yourself"
+            )
+        os.unlink(name, dir_fd=at)
 
     def _failed(self, verb: str, error: OSError) -> StoreError:
         return StoreError(
@@ -210,17 +240,11 @@ class LocalStore:
 
 
 class FsspecStore:
-    """A store behind fsspec: S3, GCS, Azure, SFTP, memory.
-
-    Credentials come from where fsspec's own back ends look for them.
-
-    Args:
-        url: Any URL of fsspec.
+    """A store behind fsspec: S3, GCS, Azure, SFTP, memory, with credentials as there.
 
     Raises:
         StoreError: If it cannot be reached just now.
-        TransportError: If the address is none, or fsspec or the protocol's package is
-            missing.
+        TransportError: If the address is none, or a package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -299,8 +323,8 @@ class FsspecStore:
         path = self._at(folder)
 
         def drop() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(path, recursive=True)
+            with contextlib.suppress(OSError):  # something is in it
+                self._fs.rmdir(path)
 
         self._call("cleaned up", drop)
 
@@ -329,21 +353,3 @@ class FsspecStore:
                 f"({type(error).__name__}: {error}): check the address, the access "
                 "rights and that the protocol's package is installed"
             ) from error
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename in a folder survive a power cut, where the system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _drop_if_old(entry: os.DirEntry[str]) -> None:
-    if not entry.name.endswith(_TEMPORARY):
-        return
-    if time.time() - entry.stat().st_mtime > _TEMPORARY_SECONDS:
-        with contextlib.suppress(OSError):
-            os.unlink(entry.path)

@@ -6,17 +6,19 @@ takes no more records meanwhile, so the ring fills and the engine drops and coun
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
 
 from vllm_tide.config import MIB, SpoolConfig
 from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.record import Record, RecordError
 from vllm_tide.transport.ring_format import RingSpec
-from vllm_tide.transport.spool import EngineFolder, engine_ids
+from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_shard import ShardBuilder
-from vllm_tide.transport.spool_store import Store
+from vllm_tide.transport.spool_store import NotOurs, Store
 
 RECORDS = "records"
 ENFORCE_S = 60.0
@@ -34,19 +36,10 @@ _SECONDS = re.compile(r"[0-9]{1,20}")
 class SpoolWriter:
     """Writes one engine's shards.
 
-    Args:
-        folder: The engine's part of the spool.
-        spec: What its records have in common.
-        config: `tide.spool`.
-
     Attributes:
-        first, last: Numbers of the oldest and the newest shard; `last` is 0 when
-            nothing has been written.
+        first, last: Numbers of the oldest and the newest shard; 0: none was written.
         rows: Rows in shards written by this object.
         invalid: Records that could not be encoded.
-
-    Raises:
-        TransportError: If the spool cannot be read.
     """
 
     def __init__(
@@ -92,14 +85,14 @@ class SpoolWriter:
         """Close the open shard and write it; its number, 0 if there was nothing.
 
         Raises:
-            TransportError: If it could not be written: it is kept, call again. Also if
-                another relay has used its number; it has the next free one then.
+            TransportError: It is kept: call again. If another relay has used its number
+                it has the next free one then.
         """
         self._remove_remains()
         if self._closed is None:
             if not self._open.num_records:
                 return 0
-            self._closed = _Closed(self._open, self.last + 1, time.time())
+            self._closed = _Closed(self._open, self.last + 1, steady_unix())
             self._open = ShardBuilder(self._spec)
         closed, folder = self._closed, self._folder
         # Another relay may have come while the storage held this one up: before the
@@ -117,14 +110,11 @@ class SpoolWriter:
         return closed.number
 
     def purge(self, tenant: int | None) -> int:
-        """Forget the records of a tenant (None: all) that are not in the spool yet.
-
-        Returns:
-            Records removed from memory.
+        """Forget a tenant's records (None: all) not in the spool yet; how many.
 
         Raises:
-            TransportError: They are out of memory, but a shard that could not be
-                written may lie half written in the spool: call again.
+            TransportError: They are out of memory, but a shard may lie half written in
+                the spool: call again.
         """
         removed = self._open.drop(tenant)
         closed = self._closed
@@ -167,27 +157,14 @@ class SpoolWriter:
         return [number for name in names if (number := shard_number(name)) > 0]
 
     def keep_bounds(self, *, now: bool = False) -> None:
-        """Remove the oldest shards of all engines where the bounds say so.
-
-        Args:
-            now: Look at once; else only when it may be needed.
-
-        Raises:
-            TransportError: If the spool cannot be read.
-        """
+        """Remove the oldest shards of all engines where the bounds say so."""
         if now or self._bounds.due():
             oldest = self._bounds.enforce(self._folder.engine_id)
             self.first = self.last + 1 if oldest == 0 else oldest
 
 
 class _Closed:
-    """A shard as it is to be written.
-
-    Args:
-        builder: Its records.
-        number: Its number.
-        created: When it was closed (Unix time, s).
-    """
+    """A shard as it is to be written; `created` is Unix time (s)."""
 
     def __init__(self, builder: ShardBuilder, number: int, created: float) -> None:
         self.builder, self.number, self.created = builder, number, created
@@ -195,12 +172,7 @@ class _Closed:
 
 
 class Bounds:
-    """Size and age of all records of a spool, whoever wrote them.
-
-    Args:
-        store: The spool.
-        config: `tide.spool`: `max_gib` and `max_age_s`.
-    """
+    """Size and age of all records of a spool, whoever wrote them."""
 
     def __init__(self, store: Store, config: SpoolConfig) -> None:
         self._store = store
@@ -208,6 +180,7 @@ class Bounds:
         self._max_age_s = config.max_age_s
         self._held = self._max_bytes  # unknown: look first
         self._next = 0.0
+        self._words: dict[str, Freshness] = {}
 
     def note(self, num_bytes: int) -> None:
         """A shard of so many bytes was added."""
@@ -220,46 +193,61 @@ class Bounds:
     def enforce(self, engine_id: str) -> int:
         """Remove what is too old, then the oldest until the size fits.
 
-        Returns:
-            Number of the oldest shard left of `engine_id`, 0 if there is none.
+        Returns the number of the oldest shard left of `engine_id`, 0 if there is none.
         """
         self._next = time.monotonic() + ENFORCE_S
-        shards = [
-            (created, engine, number, name, size)
-            for engine in engine_ids(self._store)
-            for name, size in self._store.sizes(
-                EngineFolder(self._store, engine).path(RECORDS)
-            ).items()
-            if (created := _created(name)) is not None
-            and (number := shard_number(name)) > 0
-        ]
-        shards.sort()
+        engines = [EngineFolder(self._store, name) for name in engine_ids(self._store)]
+        self._words = {
+            folder.engine_id: self._words.get(folder.engine_id, Freshness())
+            for folder in engines
+        }
+        shards: list[tuple[float, EngineFolder, int, str, int]] = []
+        for folder in engines:
+            now = self._now(folder, mine=folder.engine_id == engine_id)
+            for name, size in self._store.sizes(folder.path(RECORDS)).items():
+                created, number = _created(name), shard_number(name)
+                if created is not None and number > 0:
+                    shards.append((created - now, folder, number, name, size))
+        shards.sort(key=lambda shard: (shard[0], shard[1].engine_id, shard[2:]))
         held = sum(size for *_, size in shards)
         limit = self._max_bytes
         if held > limit:
             limit = int(limit * _KEEP_SHARE)
-        oldest = time.time() - self._max_age_s
         left: list[int] = []
-        for created, engine, number, name, size in shards:
-            if held > limit or created < oldest:
-                folder = EngineFolder(self._store, engine)
-                self._store.remove(folder.path(manifest_name(number)))
-                self._store.remove(folder.path(RECORDS, name))
+        for since, folder, number, name, size in shards:
+            if held > limit or since < -self._max_age_s:
+                self._remove(folder, RECORDS, f"{number:012d}.json", name)
                 held -= size
-            elif engine == engine_id:
+            elif folder.engine_id == engine_id:
                 left.append(number)
         self._held = held
-        self._drop_dead_engines(oldest, keep=engine_id)
         return min(left, default=0)
 
-    def _drop_dead_engines(self, oldest: float, keep: str) -> None:
-        """Remove the folder of an engine that has said nothing for the longest age."""
-        for engine in engine_ids(self._store):
-            if engine == keep:
-                continue
-            state = EngineFolder(self._store, engine).read_state()
-            if state is not None and state.unix < oldest:
-                self._store.remove_folder(EngineFolder(self._store, engine).path())
+    def _now(self, folder: EngineFolder, *, mine: bool) -> float:
+        """The time by the clock that an engine's shards are dated by.
+
+        That of another host may be wrong by days, and so may ours: while an engine's
+        word changes only its own counts. The folder of one that has said nothing for
+        the longest age goes.
+        """
+        if mine:
+            return steady_unix()
+        state, word = folder.read_state(), self._words[folder.engine_id]
+        word.look(state)
+        if word.fresh and state is not None:
+            return state.unix
+        now = steady_unix()
+        if state is not None and state.unix < now - self._max_age_s:
+            for part, made in MADE.items():
+                names = self._store.sizes(folder.path(part))
+                self._remove(folder, part, *filter(made.fullmatch, names))
+                self._store.remove_folder(folder.path(part))
+        return now
+
+    def _remove(self, folder: EngineFolder, part: str, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(NotOurs):  # nor does it count
+                self._store.remove(folder.path(part, name))
 
 
 def purge_records(
@@ -269,23 +257,11 @@ def purge_records(
     before_unix: float | None = None,
     grace_s: float = GRACE_S,
 ) -> int:
-    """Remove every shard that holds rows of a tenant, or is older than a time.
+    """Remove every shard with rows of a tenant, or older than a time; how many.
 
     A shard is removed whole: what else is in it goes too. Readers pass it over. So is a
     body that no manifest names: nobody can say what is in it. One whose writer lives
-    gets its manifest in a moment, so it is looked at again before it goes.
-
-    Args:
-        store: The spool.
-        tenant: As records carry it (``tenant.tenant_id``).
-        before_unix: Unix time (s).
-        grace_s: How long a writer has for the manifest.
-
-    Returns:
-        The number of shards removed.
-
-    Raises:
-        TransportError: If the spool cannot be used.
+    gets its manifest within `grace_s`, so it is looked at again before it goes.
     """
     removed = 0
     nameless: list[tuple[EngineFolder, str]] = []
