@@ -1,0 +1,168 @@
+"""Runs the steps of a call one after the other, each in a process with a time limit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+# call: step: (most seconds, module.function of a `Place`)
+CALLS: dict[int, dict[str, tuple[int, str]]] = {
+    1: {
+        "ops": (60, "checks.ops"),
+        "copies": (60, "checks.copies"),
+        "kernel_tests": (150, "checks.kernel_tests"),
+        "rows": (150, "rows.rows"),
+        "smoke": (240, "serving.smoke"),
+    },
+    2: {"curves": (330, "curves.curves"), "static": (210, "curves.static")},
+    3: {"seams": (330, "seams.seams"), "kernels": (120, "kernels.kernels")},
+    4: {
+        "static3": (120, "arms.arm"),
+        "vllm_adaptive": (120, "arms.arm"),
+        "adaspec_adaptive": (120, "arms.arm"),
+        "profile": (120, "arms.profile"),
+        "adaspec": (120, "arms.arm"),
+        "identity": (30, "arms.identity"),
+    },
+    5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
+}
+DRY_FACTOR = 5  # the null GPU's engines start on a few slow cores
+LARGEST = 4 << 20
+LATE = 3  # exit status of a step whose time was over
+COMMAND = (
+    "set -o pipefail; {{ for p in {kit}/part*; do python3 $p/install_part.py || "
+    "[ $? = 3 ]; done; . /tmp/kit/env.sh; export PYTHONPATH=$PWD:$PYTHONPATH; "
+    "python3 -m vllm_tide patch apply && OUT=out/gpu TIDE_PYTHON=python3 "
+    "TIDE_PROBES={kit}/probes scripts/gpu/session.sh {call} "
+    "--minutes $(((560-SECONDS)/60)); }} 2>&1 | tee $OUT/call{call}.log; s=$?; "
+    "cp out/gpu/call{call}.* $OUT/; exit $s"
+)
+
+
+def main() -> int:
+    """Run a call, or, in its process, one step of it."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu/session.sh", description=__doc__)
+    parser.add_argument("call", type=int, choices=CALLS, metavar="CALL")
+    parser.add_argument("--minutes", type=float, help="of all steps (default: 9)")
+    parser.add_argument("--only", help="names of steps, with commas")
+    parser.add_argument("--again", action="store_true", help="passed steps too")
+    parser.add_argument("--dry-run", action="store_true", help="on the null GPU")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes, no GPU")
+    parser.add_argument("--list", action="store_true", help="name the steps")
+    parser.add_argument("--command", action="store_true", help="for a lent machine")
+    parser.add_argument("--kit", default=".kit", help="of --command: vLLM's kit")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    steps = CALLS[args.call]
+    names = args.only.split(",") if args.only else list(steps)
+    if unknown := set(names) - set(steps):
+        parser.error(f"--only: call {args.call} has no step {min(unknown)}; --list")
+    if args.command or args.list:
+        said = [f"{name}: at most {steps[name][0]} s" for name in names]
+        command = COMMAND.format(call=args.call, kit=args.kit)
+        print(command if args.command else "\n".join(said))
+        return 0
+    if args.dry_run:
+        os.environ["TIDE_DRY"] = "1"
+    work = Path(os.environ["OUT"]).resolve() / f"call{args.call}"
+    if args.step:
+        return _step(*steps[args.step][1].split("."), work, args)
+    minutes = args.minutes or (60.0 if args.dry_run else 9.0)
+    until = time.monotonic() + 60 * minutes
+    work.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        began = time.monotonic()
+        limit = min(steps[name][0] * (DRY_FACTOR if args.dry_run else 1), until - began)
+        detail, good = _run(name, work, limit, args)
+        failed += [] if good else [name]
+        took = time.monotonic() - began
+        print("PASS" if good else "FAIL", name, f"{took:.1f}", detail, flush=True)
+        _pack(work)
+    print(f"call {args.call}: {len(names) - len(failed)} of {len(names)} passed")
+    return int(bool(failed))
+
+
+def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
+    """One step in a process of its own: a few words, and whether it passed."""
+    file, log = work / f"{name}.json", work / f"{name}.log"
+    before = _read(file).get("passed")
+    if before and not args.again:
+        return "has passed before", True
+    if before is not None or args.again:  # else time was over: it goes on
+        file.unlink(missing_ok=True)
+    if limit < 1:
+        return "no time was left: run the same command again", False
+    command = [sys.executable, sys.argv[0], str(args.call), "--step", name]
+    command += ["--minutes", str(limit / 60)] + ["--dry-run"] * args.dry_run
+    with log.open("w", encoding="utf-8") as said:
+        child = subprocess.Popen(
+            [*command, *["--cpu"] * args.cpu],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = child.wait(limit)
+        with contextlib.suppress(ProcessLookupError):  # also what it left running
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if status is None:
+        return f"ended after {limit:.0f} s", False
+    found = _read(file)
+    good = status == 0 and bool(found.get("complete"))
+    if found and status != LATE:
+        whole = json.dumps(found | {"passed": good}, indent=1)
+        file.write_text(whole, encoding="utf-8")
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return " ".join(lines[-1:])[:200], good
+
+
+def _step(module: str, function: str, work: Path, args: Any) -> int:
+    # Triton decides when it is first imported whether kernels are interpreted.
+    if args.cpu and module == "kernels":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from place import CannotRun, Place, TimeIsOver
+
+    file = work / f"{args.step}.json"
+    try:
+        place = Place(args.step, function, file, args.cpu, args.minutes)
+        getattr(importlib.import_module(module), function)(place)
+    except (AssertionError, CannotRun, TimeIsOver) as error:
+        print(f"{type(error).__name__}: {error}"[:500])
+        judged = isinstance(error, AssertionError) and module == "serving"
+        if not (judged and args.dry_run):  # texts of the null GPU mean nothing
+            return LATE if isinstance(error, TimeIsOver) else 1
+    return place.finish()
+
+
+def _pack(work: Path) -> None:
+    """All results in one JSON, all logs and traces in one archive."""
+    results = {path.stem: _read(path) for path in sorted(work.glob("*.json"))}
+    work.with_suffix(".json").write_text(json.dumps(results), encoding="utf-8")
+    with tarfile.open(f"{work}.tar.gz", "w:gz") as archive:
+        for path in sorted(p for p in work.rglob("*.*") if p.suffix in (".log", ".gz")):
+            if path.stat().st_size < LARGEST:
+                archive.add(path, str(path.relative_to(work)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
