@@ -171,18 +171,20 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
             return 0
 
     monkeypatch.setattr("vllm_tide.engine.trainer_process.subprocess.Popen", Child)
+    group = "0123456789abcdef"
     spooled = parse_tide({"spool": {"url": "s3://secret@bucket"}})
     alone = parse_tide({})
-    for config, kind in ((spooled, "relay"), (alone, "train")):
+    for config, kind, whom in ((spooled, "relay", "e1"), (alone, "train", group)):
         assert TrainerProcess.wanted(config)
-        process = TrainerProcess("e1", tmp_path, config.train, config.spool)
+        process = TrainerProcess("e1", tmp_path, group, config.spool)
         process.start()
         process.close()
         command = started.pop()
         assert command[1:] == [
-            "-m", "vllm_tide", kind, "--engine", "e1", "--run-dir", str(tmp_path)
+            "-m", "vllm_tide", kind, "--engine", whom, "--run-dir", str(tmp_path)
         ]  # fmt: skip
-    assert sorted(os.listdir(tmp_path)) == ["relay-e1.log", "trainer-e1.log"]
+    made = ["relay-e1.log", "trainer-e1.log", "trainers.lock"]
+    assert sorted(os.listdir(tmp_path)) == made
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},

@@ -14,6 +14,7 @@ from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
+    group_of,
     read_manifests,
     reclaim_orphans,
 )
@@ -59,7 +60,7 @@ class RunDirSource:
 
     Args:
         run_dir: The directory.
-        engine_id: Only this engine; all of them when None.
+        engine_id: Only this engine, or this group; all of them when None.
     """
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
@@ -76,7 +77,7 @@ class RunDirSource:
         self._manifests = {
             manifest.engine_id: manifest
             for manifest in read_manifests(self._run_dir)
-            if self._engine_id in (None, manifest.engine_id)
+            if self._engine_id in (None, manifest.engine_id, group_of(manifest))
         }
         return list(self._manifests)
 

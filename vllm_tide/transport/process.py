@@ -7,6 +7,7 @@ from another container a pid means nothing, and then only heartbeats count.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import resource
@@ -52,6 +53,15 @@ def show_stacks_on_signal() -> None:
     """SIGUSR1 writes to stderr where each thread of this process is; it goes on."""
     # The descriptor: what is at sys.stderr may have none.
     faulthandler.register(signal.SIGUSR1, file=2)
+
+
+def become_sidecar() -> None:
+    """What trainer and relay do first: no cores, stacks on a signal, killed first."""
+    refuse_core_dumps()
+    show_stacks_on_signal()
+    # The OOM killer would else take the engine, which is larger.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("800")
 
 
 @lru_cache(maxsize=1)
