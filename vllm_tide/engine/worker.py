@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.json_text import plain
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
@@ -60,7 +61,15 @@ def make_worker(worker: Any) -> WorkerTide | None:
         made = WorkerTideV2
     tide = made(worker, parse_tide(speculative.tide))
     tide.attach()
+    worker.reload_weights = _refuse_reload
     return tide
+
+
+def _refuse_reload(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "tide: what was learnt is of the weights that the target started with; restart "
+        "the server with the new ones instead of reload_weights."
+    )
 
 
 class WorkerTide:
@@ -227,7 +236,7 @@ class WorkerTide:
         if self.control is not None:
             self.control.end()
         if self._leader:
-            output.tide = self._report()
+            output.tide = self._guard.always("report", self._report)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
@@ -448,7 +457,7 @@ class WorkerTide:
             self._ring.heartbeat()
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
-            report |= self.control.stats()
+            report |= self._guard.always("stats", self.control.stats) or {}
         if self.swapper is not None:
             swapper = self.swapper
             swapper.report()
@@ -459,7 +468,7 @@ class WorkerTide:
                 "refused": dict(swapper.stager.refused),
             }
             swapper.seconds = []
-        return report
+        return cast(dict[str, Any], plain(report))
 
     def _faults(self) -> Counter[str]:
         """Contained faults by place, and segments that were replaced."""
