@@ -1,5 +1,6 @@
 """Shared memory, directories, leftovers: real files, planted faults."""
 
+import fcntl
 import os
 
 import pytest
@@ -149,8 +150,13 @@ def test_segments_of_the_dead_are_counted_and_those_of_the_living_not(
     tmp_path, own_shm
 ):
     me = Holder.me()
-    plant_segment(own_shm, "live", me)
-    assert leftovers.judge(tmp_path / "none").status is Status.OK
+    with plant_segment(own_shm, "live", me).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as its owner does
+        assert leftovers.judge(tmp_path / "none").status is Status.OK
+        judge_with_a_dead_one(tmp_path, own_shm, me)
+
+
+def judge_with_a_dead_one(tmp_path, own_shm, me):
     dead = plant_segment(own_shm, "dead", Holder(me.pid, 1, me.namespace))
     found = leftovers.judge(tmp_path / "none")
     assert found.status is Status.WARNING

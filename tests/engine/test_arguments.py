@@ -547,7 +547,10 @@ def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
         "routed": Config(enabled=True),
         "chosen": Config(backend=None, backend_per_kind={"full": Chosen}),
         "replay": Config(
-            is_moe=True, runner_type="generate", return_sampling_mask=True
+            is_moe=True,
+            runner_type="generate",
+            return_sampling_mask=True,
+            enable_sleep_mode=False,
         ),
     }
     draft = toys.make_draft(tmp_path / "draft", target_dir)

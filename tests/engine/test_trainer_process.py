@@ -109,7 +109,7 @@ def test_the_trainer_of_an_engine_that_was_killed_keeps_others_from_starting_one
     until(lambda: len(started(tmp_path)) == 1)
     first._stop.set()  # as if it had been killed: its child is not told
     first._thread.join()
-    orphan, first._process = first._process, None
+    orphan, first.process = first.process, None
     first.close()
     second.start()
     for _ in range(3):

@@ -43,6 +43,9 @@ class TrainerProcess:
         run_dir: Where its manifest is; the child's log goes there too.
         group: Engines with the same one have one trainer (`group_of`).
         spool: `tide.spool`; the child is a relay when it has a URL.
+
+    Attributes:
+        process: The child; None between two of them, and where another engine has it.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class TrainerProcess:
         self._run_dir = run_dir
         self._log = run_dir / f"{self._name}-{engine_id}.log"
         self._lock: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._stop = Event()
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
         self._deaths = 0
@@ -83,11 +86,11 @@ class TrainerProcess:
                 with contextlib.suppress(OSError):
                     shutil.copy(self._log, f"{self._log}.1")
                 os.truncate(self._log, 0)  # the child appends
-        now, process = time.monotonic(), self._process
+        now, process = time.monotonic(), self.process
         if process is not None:
             if process.poll() is None:
                 return
-            self._process = None
+            self.process = None
             self._failed(now, f"ended with status {process.returncode}")
         if now < self._next:
             return
@@ -107,7 +110,7 @@ class TrainerProcess:
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
         fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(fd, "ab") as out:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command
+            self.process = subprocess.Popen(  # noqa: S603 - our own command
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -117,7 +120,7 @@ class TrainerProcess:
                 # While it lives no other engine starts one, should this one die.
                 pass_fds=() if self._lock is None else (self._lock,),
             )
-        pid = self._process.pid
+        pid = self.process.pid
         logger.info("vllm_tide: %s %d started, log %s", self._name, pid, self._log)
 
     def _failed(self, now: float, how: str) -> None:
@@ -132,7 +135,7 @@ class TrainerProcess:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None and process.poll() is None:
             process.terminate()
             try:
