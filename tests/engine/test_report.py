@@ -43,7 +43,8 @@ def reporting(stats):
     """A worker's part of TIDE with nothing but control."""
     tide = object.__new__(WorkerTide)
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
-    tide._guard, tide._losses = Guard("capture"), Counter()
+    tide._guard, tide._reports = Guard("capture"), Guard("reporting")
+    tide._losses = Counter()
     tide._reported = tide._sent_staged = tide._replaced = 0
     tide._unannounced, tide._draft_since, tide._group = False, 0.0, None
     tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)
@@ -63,4 +64,4 @@ def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
 
     tide = reporting(fails)
     tide.on_sampled(output, None, None, None)
-    assert tide._guard.faults == {"stats": 1} and output.tide["staged"] == 0
+    assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0

@@ -89,7 +89,7 @@ class WorkerTide:
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
-        self._guard = Guard("capture")
+        self._guard, self._reports = Guard("capture"), Guard("reporting")
         self._seeded: SeededSampling | None = None
         self._drafts: dict[str, list[int]] = {}  # verified by the step
         self._engine_id = secrets.token_hex(8)
@@ -236,7 +236,7 @@ class WorkerTide:
         if self.control is not None:
             self.control.end()
         if self._leader:
-            output.tide = self._guard.always("report", self._report)
+            output.tide = self._reports.always("report", self._report)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
@@ -457,7 +457,7 @@ class WorkerTide:
             self._ring.heartbeat()
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
-            report |= self._guard.always("stats", self.control.stats) or {}
+            report |= self._reports.always("stats", self.control.stats) or {}
         if self.swapper is not None:
             swapper = self.swapper
             swapper.report()
@@ -472,7 +472,7 @@ class WorkerTide:
 
     def _faults(self) -> Counter[str]:
         """Contained faults by place, and segments that were replaced."""
-        faults = Counter(self._guard.faults) + self._losses
+        faults = self._guard.faults + self._reports.faults + self._losses
         if self.control is not None:
             faults += self.control.faults
         return faults

@@ -254,7 +254,7 @@ class WorkerTideV2(WorkerTide):
             self._log.skip()
             self.control.stop()
         if self._leader:
-            output.tide = self._guard.always("report", self._report)
+            output.tide = self._reports.always("report", self._report)
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
                 depth = self.control.depth

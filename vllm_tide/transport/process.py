@@ -15,6 +15,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
 """A peer whose last heartbeat is older than this (10 s) counts as gone."""
@@ -60,8 +61,10 @@ def become_sidecar() -> None:
     refuse_core_dumps()
     show_stacks_on_signal()
     # The OOM killer would else take the engine, which is larger.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("800")
+    with contextlib.suppress(OSError, ValueError):
+        wanted = Path("/proc/self/oom_score_adj")
+        if int(wanted.read_text()) < 800:
+            wanted.write_text("800")
 
 
 @lru_cache(maxsize=1)
