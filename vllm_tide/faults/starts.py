@@ -7,10 +7,8 @@ import copy
 import json
 import os
 import random
-import shutil
 import subprocess  # noqa: S404 - our own commands
 import sys
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -65,8 +63,9 @@ async def kill_trainer_autostart(scene: Scene, rng: random.Random) -> None:
 
 async def full_run_dir(scene: Scene, rng: random.Random) -> None:
     """A server starts beside ours in a full run directory: it serves all the same."""
-    run = Path(tempfile.mkdtemp(dir=scene.places.work))
-    places = replace(scene.places, run_dir=run, work=Path(tempfile.mkdtemp()))
+    run = scene.places.work / "second" / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    places = replace(scene.places, run_dir=run, work=run.parent)
     mount = ["mount", "-t", "tmpfs", "-o", "size=32k,mode=700", "tmpfs", str(run)]
     scene.struck()
     async with make_session() as session:
@@ -80,7 +79,6 @@ async def full_run_dir(scene: Scene, rng: random.Random) -> None:
         finally:
             await other.stop()
             subprocess.run(["umount", str(run)], check=True)  # noqa: S603, S607
-            shutil.rmtree(places.work)
 
 
 def _may_mount() -> bool:
