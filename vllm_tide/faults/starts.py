@@ -44,6 +44,8 @@ os.kill(os.getpid(), 9) if killed else rendezvous.remove_manifest(run, name)
 async def kill_trainer_autostart(scene: Scene, rng: random.Random) -> None:
     """SIGKILL a trainer as a server starts it: it is started again."""
     scene.kill_trainer()
+    gone = "the loss of the trainer", lambda r: r.get(TRAINER_ALIVE) == 0
+    await scene.until(*gone)
     told, run = scene.manifest(), scene.run_dir
     os.sched_setaffinity(0, scene.other_cpus)
     keeper = TrainerProcess(told.engine_id, run, group_of(told), SpoolConfig())
@@ -53,10 +55,11 @@ async def kill_trainer_autostart(scene: Scene, rng: random.Random) -> None:
         scene.struck()
         if keeper.process is not None:
             keeper.process.kill()
-        await scene.until("its loss", lambda r: r.get(TRAINER_ALIVE) == 0)
+        await scene.until(*gone)
         await scene.trainer_reads()
     finally:
         await asyncio.to_thread(keeper.close)
+    await scene.until(*gone)
     scene.start_trainer()
     await scene.trainer_reads()
 
