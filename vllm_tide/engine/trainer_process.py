@@ -42,10 +42,7 @@ class TrainerProcess:
         engine_id: Engine to train for.
         run_dir: Where its manifest is; the child's log goes there too.
         group: Engines with the same one have one trainer (`group_of`).
-        spool: `tide.spool`; the child is a relay when it has a URL.
-
-    Attributes:
-        process: The child; None between two of them, and where another engine has it.
+        spool: `tide.spool`; the child, `process`, is a relay when it has a URL.
     """
 
     def __init__(
@@ -120,8 +117,8 @@ class TrainerProcess:
                 # While it lives no other engine starts one, should this one die.
                 pass_fds=() if self._lock is None else (self._lock,),
             )
-        pid = self.process.pid
-        logger.info("vllm_tide: %s %d started, log %s", self._name, pid, self._log)
+        said = "vllm_tide: %s %d started, log %s"
+        logger.info(said, self._name, self.process.pid, self._log)
 
     def _failed(self, now: float, how: str) -> None:
         self._deaths = 1 if now - self._began >= GOOD_LIFE_S else self._deaths + 1

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from vllm_tide.bench.client import make_session
-from vllm_tide.config import SpoolConfig
+from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport.rendezvous import KEPT, group_of, reclaim_orphans
 from vllm_tide.transport.shm import SHM_DIR
@@ -46,9 +46,9 @@ async def kill_trainer_autostart(scene: Scene, rng: random.Random) -> None:
     scene.kill_trainer()
     gone = "the loss of the trainer", lambda r: r.get(TRAINER_ALIVE) == 0
     await scene.until(*gone)
-    told, run = scene.manifest(), scene.run_dir
+    told, run, spool = scene.manifest(), scene.run_dir, parse_tide({}).spool
     os.sched_setaffinity(0, scene.other_cpus)
-    keeper = TrainerProcess(told.engine_id, run, group_of(told), SpoolConfig())
+    keeper = TrainerProcess(told.engine_id, run, group_of(told), spool)
     keeper.start()
     try:
         await scene.trainer_reads()
