@@ -36,8 +36,7 @@ _OF_ENGINE = re.compile(
     r"(?:trainer|events|relay)-([0-9a-f]{16})(?:-\d+)?\.(?:jsonl?|new|log|log\.1)"
 )
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-KEPT = 4
-"""Dead engines whose logs, events and status are kept."""
+KEPT = 4  # dead engines whose logs, events and status stay
 
 
 @dataclass
