@@ -17,6 +17,21 @@ def json_text(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def plain(value: Any) -> Any:
+    """`value` in Python's own types and vLLM's range: others would hang its encoder."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(entry) for entry in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, tensors
+        return plain(value.tolist())
+    if isinstance(value, int):
+        return min(max(int(value), -(2**63)), 2**64 - 1)
+    return float(value) if isinstance(value, float) else str(value)
+
+
 def _opened(value: Any) -> str:
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(f" {_closed(entry)}" for entry in value) + "\n]"

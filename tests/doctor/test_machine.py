@@ -1,22 +1,15 @@
-"""Shared memory, directories, leftovers: real files, planted faults."""
+"""Shared memory, directories: real files, planted faults."""
 
 import os
 
 import pytest
 
 from tests.doctor.samples import make_subject, write_draft
-from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.config import MIB, TideConfig
-from vllm_tide.doctor import leftovers, run_directory, shared_memory, state_directory
+from vllm_tide.doctor import run_directory, shared_memory, state_directory
 from vllm_tide.doctor.file_systems import can_be_made, is_memory
 from vllm_tide.doctor.finding import Status
 from vllm_tide.doctor.shared_memory import Space, judge, needed
-from vllm_tide.transport import shm
-from vllm_tide.transport.header import Header
-from vllm_tide.transport.process import Holder
-from vllm_tide.transport.record import FORMAT_VERSION
-from vllm_tide.transport.rendezvous import write_manifest
-from vllm_tide.transport.ring_format import MAGIC
 from vllm_tide.transport.shm import SHM_DIR
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
@@ -108,54 +101,6 @@ def test_a_file_a_link_and_an_impossible_place_fail(tmp_path):
     link.symlink_to(tmp_path)
     for path in (file, link, file / "below"):
         assert run_directory.judge(path).status is Status.FAILED, path
-
-
-@pytest.fixture
-def own_shm(tmp_path, monkeypatch):
-    """A folder in place of /dev/shm, which other tests and engines use too."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(leftovers, "SHM_DIR", str(folder))
-    monkeypatch.setattr(shm, "SHM_DIR", str(folder))
-    return folder
-
-
-def test_no_leftovers(tmp_path, own_shm):
-    assert leftovers.judge(tmp_path / "none").status is Status.OK
-    write_manifest(tmp_path, make_manifest())
-    assert "1 live engine " in leftovers.judge(tmp_path).sentence
-
-
-def test_manifests_of_the_dead_and_the_damaged_are_named_and_kept(tmp_path):
-    dead = write_manifest(tmp_path, make_manifest("old", pid_start=1))
-    damaged = tmp_path / "engine-bad.json"
-    damaged.write_text("{")
-    found = leftovers.judge(tmp_path)
-    assert found.status is Status.WARNING
-    assert "engine-old.json" in found.sentence
-    assert "engine-bad.json (unreadable)" in found.sentence
-    assert dead.exists()
-    assert damaged.exists()
-
-
-def plant_segment(folder, name, owner):
-    header = Header(MAGIC, FORMAT_VERSION, 2 * MIB, owner, {})
-    path = folder / f"{shm.NAME_PREFIX}ring_{name}"
-    path.write_bytes(header.encode().ljust(2 * MIB, b"\0"))
-    return path
-
-
-def test_segments_of_the_dead_are_counted_and_those_of_the_living_not(
-    tmp_path, own_shm
-):
-    me = Holder.me()
-    plant_segment(own_shm, "live", me)
-    assert leftovers.judge(tmp_path / "none").status is Status.OK
-    dead = plant_segment(own_shm, "dead", Holder(me.pid, 1, me.namespace))
-    found = leftovers.judge(tmp_path / "none")
-    assert found.status is Status.WARNING
-    assert "1 segment(s) of dead engines (2 MiB)" in found.sentence
-    assert dead.exists()
 
 
 MOUNTS = """\

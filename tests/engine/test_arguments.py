@@ -21,6 +21,10 @@ from vllm_tide.config import TideConfig, parse_tide
 
 pytestmark = pytest.mark.vllm
 
+NO_OPTION = dict.fromkeys(
+    ("lora_config", "kv_transfer_config", "weight_transfer_config")
+)
+
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -329,13 +333,14 @@ def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
     }
     config = Config(
         device_config=Config(device_type="cpu"),
-        model_config=Config(is_moe=False),
+        model_config=Config(is_moe=False, enable_sleep_mode=False),
         parallel_config=Config(
             pipeline_parallel_size=1,
+            nnodes_within_dp=1,
             data_parallel_size=1,
             enable_batch_sharded_sampling=None,
         ),
-        lora_config=None,
+        **NO_OPTION,
         use_v2_model_runner=True,
         scheduler_config=Config(async_scheduling=asynchronous),
         speculative_config=Config(**{"tide": {}, **off, **change}),
@@ -351,6 +356,27 @@ def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
     assert str(refused.value).startswith(start)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value", "said"),
+    [
+        ("", "kv_transfer_config", object(), "--kv-transfer-config: "),
+        ("", "weight_transfer_config", object(), "--weight-transfer-config: "),
+        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode: level 2"),
+        ("parallel_config", "nnodes_within_dp", 2, "--nnodes: "),
+    ],
+)
+def test_what_would_change_or_part_the_models_is_refused(part, name, value, said):
+    from vllm_tide.config import ConfigError
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = on_a_gpu()
+    setattr(getattr(config, part) if part else config, name, value)
+    with pytest.raises(ConfigError) as refused:
+        check_engine_config(config)
+    assert str(refused.value).startswith(said)
+    assert str(refused.value).count(".") == 1
+
+
 def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
     from types import SimpleNamespace as Config
 
@@ -359,9 +385,11 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
 
     config = Config(
         device_config=Config(device_type="cpu"),
-        model_config=Config(is_moe=True),
-        parallel_config=Config(pipeline_parallel_size=1, data_parallel_size=2),
-        lora_config=None,
+        model_config=Config(is_moe=True, enable_sleep_mode=False),
+        parallel_config=Config(
+            pipeline_parallel_size=1, nnodes_within_dp=1, data_parallel_size=2
+        ),
+        **NO_OPTION,
         use_v2_model_runner=False,
         scheduler_config=Config(async_scheduling=False),
         speculative_config=Config(tide={"control": {"policy": "adaspec"}}),
@@ -385,14 +413,18 @@ def on_a_gpu(requests=8, **speculative):
         device_config=Config(device_type="cuda"),
         parallel_config=Config(
             pipeline_parallel_size=1,
+            nnodes_within_dp=1,
             data_parallel_size=1,
             enable_batch_sharded_sampling=None,
         ),
-        lora_config=None,
+        **NO_OPTION,
         use_v2_model_runner=True,
         aux_output_config=Config(enabled=False),
         model_config=Config(
-            return_sampling_mask=False, is_moe=True, runner_type="generate"
+            return_sampling_mask=False,
+            is_moe=True,
+            runner_type="generate",
+            enable_sleep_mode=False,
         ),
         cache_config=Config(enable_prefix_caching=True),
         attention_config=Config(backend=None, backend_per_kind={}),
@@ -515,7 +547,10 @@ def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
         "routed": Config(enabled=True),
         "chosen": Config(backend=None, backend_per_kind={"full": Chosen}),
         "replay": Config(
-            is_moe=True, runner_type="generate", return_sampling_mask=True
+            is_moe=True,
+            runner_type="generate",
+            return_sampling_mask=True,
+            enable_sleep_mode=False,
         ),
     }
     draft = toys.make_draft(tmp_path / "draft", target_dir)

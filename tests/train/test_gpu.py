@@ -169,8 +169,7 @@ def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, a
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """An engine whose trainer is to work on a GPU; this process stays as it is."""
-    for name in ("refuse_core_dumps", "show_stacks_on_signal"):
-        monkeypatch.setattr(process, name, lambda: None)
+    monkeypatch.setattr(process, "become_sidecar", lambda: None)
     made = Engine(tmp_path)
     made.manifest.tide["train"] = {**KNOBS, "device": "cuda:0"}
     made.announce()

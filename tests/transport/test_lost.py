@@ -1,8 +1,7 @@
-"""Segments that are cut short or lose their header, and what each end makes of it."""
+"""Segments cut short, without header or name, and what each end makes of it."""
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,8 @@ from tests.transport.samples import make_record, make_spec
 from tests.transport.test_weights import publish
 from vllm_tide.train import feed_ring
 from vllm_tide.train.feed_ring import RingFeed
-from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsSegment
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, WORDS_AT
+from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
+from vllm_tide.transport.header import DATA_AT, PAGE_BYTES, WORDS_AT
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import SHM_DIR, orphaned
 from vllm_tide.transport.weights import WeightsWriter
@@ -19,22 +18,29 @@ from vllm_tide.transport.weights import WeightsWriter
 SPEC = make_spec()
 
 
-def test_the_owner_mends_a_damaged_header(ring_pair, weights_pair):
-    for end in (ring_pair(SPEC)[0], weights_pair()[0]):
+def test_the_owner_notices_a_damaged_header(ring_pair, weights_pair):
+    for end, other in (ring_pair(SPEC), weights_pair()):
         end.heartbeat()
-        assert end.mended == 0
+        assert not end.lost and not other.lost
         path = f"{SHM_DIR}/{end.name}"
         with open(path, "r+b") as file:
-            good = file.read(PAGE_BYTES)
             file.seek(3)
             file.write(os.urandom(200))
         # More than a minute old and without a header, but its owner lives.
         os.utime(path, (0, 0))
         assert not orphaned(end.name)
-        end.heartbeat()
-        assert end.mended == 1
-        assert Path(path).read_bytes()[:PAGE_BYTES] == good
-        assert not orphaned(end.name)
+        assert end.lost and not other.lost
+
+
+def test_both_ends_notice_that_a_name_is_gone(ring_pair, weights_pair):
+    writer, reader = ring_pair(SPEC)
+    for end, other in ((writer, reader), weights_pair()):
+        assert not end.lost and not other.lost
+        os.unlink(f"{SHM_DIR}/{end.name}")
+        assert end.lost and other.lost
+    # Whoever has it mapped goes on until it is replaced.
+    assert writer.try_write(make_record(SPEC, 1))
+    assert reader.read().draft_version == 1
 
 
 def test_a_number_that_no_slot_holds_is_not_gone_on_from(weights_pair):
@@ -164,14 +170,20 @@ def test_a_refused_number_is_not_given_again(engine, feed):
     assert feed.latest_version == 1
 
 
-def test_a_reader_attaches_to_a_mended_ring(ring_pair):
-    writer, reader = ring_pair(SPEC)
-    reader.close()
-    writer._segment.buf[:LINE_BYTES] = bytes(LINE_BYTES)
-    with pytest.raises(TransportError, match="damaged header"):
-        RingReader.attach(writer.name)
-    writer.heartbeat()
-    RingReader.attach(writer.name).close()
+def test_a_feed_follows_an_engine_whose_segments_were_unlinked(engine, feed):
+    publish(feed._writer, 1)
+    engine.weights.report(1)
+    for name in (engine.ring.name, engine.weights.name):
+        os.unlink(f"{SHM_DIR}/{name}")
+    assert not feed.heartbeat()
+    assert feed.feedback().installed_version == 1 and feed.alive()
+    ring, weights = engine.new_ring(), engine.new_weights()
+    engine.replace(ring=ring.name, weights=weights.name)
+    assert feed.heartbeat()
+    publish(feed._writer, 2)
+    assert weights.read().version == 2
+    assert ring.try_write(make_record(SPEC, 5))
+    assert [record.draft_version for record in feed.read(8)] == [5]
 
 
 def test_a_restarted_trainer_goes_on_from_the_served_head_where_the_newest_is_damaged(

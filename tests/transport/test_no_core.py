@@ -78,3 +78,15 @@ def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
     for command in (train, relay):
         with pytest.raises(Refused):
             command._run(argparse.Namespace())
+
+
+def test_trainer_and_relay_are_killed_before_the_engine():
+    code = (
+        "from vllm_tide.transport.process import become_sidecar\n"
+        "become_sidecar()\n"
+        "print(open('/proc/self/oom_score_adj').read())"
+    )
+    argv = [sys.executable, "-c", code]
+    ours = int(Path("/proc/self/oom_score_adj").read_text())
+    theirs = int(subprocess.run(argv, stdout=-1, check=True).stdout)
+    assert theirs == max(ours, 800)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from vllm_tide.cli import relay as cli_relay
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.rendezvous import write_manifest
+from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import (
     ReaderState,
 )
@@ -147,6 +150,20 @@ def test_the_relay_says_a_last_word(store, engines):
     assert not engine.ring.stats().consumer_alive
 
 
+def test_the_relay_leaves_a_ring_whose_engine_has_another(store, engines, tmp_path):
+    engine = engines()
+    engine.serve(range(2))
+    relay = engine.relay(store)
+    os.unlink(f"{SHM_DIR}/{engine.ring.name}")
+    settle(relay)  # the engine still announces it: another may come
+    engine.serve(range(2, 4))
+    manifest = replace(relay._manifest, ring="vllm_tide_ring_another")
+    write_manifest(relay._run_dir, manifest)
+    assert relay.run() == "engine_gone"
+    found, _ = read_all(store, last=engine.folder(store).read_state().last_shard)
+    assert sum(found.values(), []) == [0, 1, 2, 3]
+
+
 def test_a_second_relay_or_trainer_of_the_same_engine_is_refused(store, engines):
     engine = engines()
     relay = engine.relay(store)
@@ -171,18 +188,20 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
             return 0
 
     monkeypatch.setattr("vllm_tide.engine.trainer_process.subprocess.Popen", Child)
+    group = "0123456789abcdef"
     spooled = parse_tide({"spool": {"url": "s3://secret@bucket"}})
     alone = parse_tide({})
-    for config, kind in ((spooled, "relay"), (alone, "train")):
+    for config, kind, whom in ((spooled, "relay", "e1"), (alone, "train", group)):
         assert TrainerProcess.wanted(config)
-        process = TrainerProcess("e1", tmp_path, config.train, config.spool)
+        process = TrainerProcess("e1", tmp_path, group, config.spool)
         process.start()
         process.close()
         command = started.pop()
         assert command[1:] == [
-            "-m", "vllm_tide", kind, "--engine", "e1", "--run-dir", str(tmp_path)
+            "-m", "vllm_tide", kind, "--engine", whom, "--run-dir", str(tmp_path)
         ]  # fmt: skip
-    assert sorted(os.listdir(tmp_path)) == ["relay-e1.log", "trainer-e1.log"]
+    made = ["relay-e1.log", "trainer-e1.log", "trainers.lock"]
+    assert sorted(os.listdir(tmp_path)) == made
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},

@@ -14,9 +14,11 @@ from vllm_tide.transport.rendezvous import (
     RUN_DIR_VARIABLE,
     EngineManifest,
     default_run_dir,
+    group_of,
     read_manifests,
     reclaim_orphans,
     remove_manifest,
+    take_lock,
     write_manifest,
 )
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
@@ -212,3 +214,66 @@ def test_a_damaged_segment_is_reclaimed_only_when_its_engine_is_dead(tmp_path):
         assert not set(names) & set(reclaim_orphans(tmp_path))
         engine.stdin.close()
     assert len(names) == 2 and set(names) <= set(reclaim_orphans(tmp_path))
+
+
+OTHER_NAMESPACE = ENGINE.replace(
+    "ring = Ring", "process.pid_namespace = lambda: 7\nring = Ring"
+).replace(
+    "import os, signal, sys",
+    "import os, signal, sys\nfrom vllm_tide.transport import process",
+).replace("**names", "pid_namespace=7, **names")  # fmt: skip
+
+
+def test_a_server_killed_in_another_pid_namespace_is_seen_as_dead(tmp_path):
+    run = tmp_path / "run"
+    waits = OTHER_NAMESPACE.replace("os.kill(", "sys.stdin.read(); os.kill(")
+    argv = [sys.executable, "-c", waits, str(run)]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1) as engine:
+        names = engine.stdout.readline().decode().split()
+        assert [m.engine_id for m in read_manifests(run)] == ["dead"]
+        assert not {*names, "engine-dead.json"} & set(reclaim_orphans(run))
+        engine.stdin.close()
+    assert len(names) == 2 and read_manifests(run) == []
+    assert {*names, "engine-dead.json"} <= set(reclaim_orphans(run))
+
+
+def leave(run, engine_id, when):
+    kinds = ("trainer-{}.json", "trainer-{}.log", "trainer-{}.log.1", "events-{}.jsonl")
+    for kind in (*kinds, "relay-{}.log", "relay-{}-123.json"):
+        path = run / kind.format(engine_id)
+        path.write_text("x")
+        os.utime(path, (when, when))
+    return 6
+
+
+def test_files_of_dead_engines_are_removed_but_of_the_newest_four(tmp_path):
+    live = "f" * 16
+    write_manifest(tmp_path, make_manifest(live))
+    ids = [f"{i:016x}" for i in range(9)]
+    for age, engine_id in enumerate(ids):
+        leave(tmp_path, engine_id, 1000 - age)
+    leave(tmp_path, live, 1)
+    for name in ("tenants.key", "admin.token", "trainer-mine.json", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    before = set(os.listdir(tmp_path))
+    removed = {name for name in reclaim_orphans(tmp_path) if "vllm_tide" not in name}
+    assert removed == {n for n in before if any(e in n for e in ids[4:])}
+    assert set(os.listdir(tmp_path)) == before - removed
+
+
+def test_one_engine_of_a_group_starts_the_trainer_until_it_and_its_child_end(tmp_path):
+    mine, other = (make_manifest(e, pid=p) for e, p in (("a", 1), ("b", 2)))
+    group = group_of(mine)
+    assert group == group_of(other) != group_of(make_manifest(target_path="/x"))
+    lock = take_lock(tmp_path, group)
+    assert take_lock(tmp_path, group) is None
+    second = take_lock(tmp_path, group_of(make_manifest(target_path="/x")))
+    argv = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(argv, stdin=-1, pass_fds=(lock,)) as child:
+        os.close(lock)
+        assert take_lock(tmp_path, group) is None
+        child.stdin.close()
+    third = take_lock(tmp_path, group)
+    assert None not in (lock, second, third)
+    os.close(second)
+    os.close(third)

@@ -57,13 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import refuse_core_dumps, show_stacks_on_signal
+    from vllm_tide.transport.process import become_sidecar
     from vllm_tide.transport.purge import announce_relay, retract_relay
     from vllm_tide.transport.rendezvous import default_run_dir
     from vllm_tide.transport.spool_relay import logger
 
-    refuse_core_dumps()
-    show_stacks_on_signal()
+    become_sidecar()
     run_dir = args.run_dir or default_run_dir()
     prepared = False
     while True:

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
     parser = subparsers.add_parser("train", help="train the draft of running engines")
     parser.add_argument("--config", help="JSON file or text: overrides the engine's")
-    parser.add_argument("--engine", help="only this engine; by default all that fit")
+    parser.add_argument("--engine", help="only this engine or group; else all that fit")
     parser.add_argument(
         "--run-dir", type=Path, help="where engines on this host announced themselves"
     )
@@ -62,10 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import refuse_core_dumps, show_stacks_on_signal
+    from vllm_tide.transport.process import become_sidecar
 
-    refuse_core_dumps()
-    show_stacks_on_signal()
+    become_sidecar()
     override = _override(args.config)
     ranks: Ranks | None = None
     if _many_ranks():

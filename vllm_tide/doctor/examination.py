@@ -21,7 +21,6 @@ CHECKS = (
     "fit",
     "shared_memory",
     "run_directory",
-    "leftovers",
     "cores",
     "preload",
     "gpus",

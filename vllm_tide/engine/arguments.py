@@ -36,6 +36,22 @@ _NO_LORA = (
     "--enable-lora: tide cannot tell adapters' hidden states apart; switch LoRA off or "
     "remove the tide section."
 )
+_NO_TRANSFER = (
+    "--kv-transfer-config: tide captures nothing of a prompt whose KV comes from "
+    "elsewhere, and has not been tried beside a KV connector; leave one of them out."
+)
+_NO_UPDATES = (
+    "--weight-transfer-config: what tide has learnt is of the target's old weights, "
+    "and only tide may swap the draft; leave it out or remove the tide section."
+)
+_NO_SLEEP = (
+    "--enable-sleep-mode: level 2 loses the draft's weights, which tide would go on "
+    "to count as served; leave it out or remove the tide section."
+)
+_NO_NODES = (
+    "--nnodes: tide's segments are shared memory of one host; give each host its own "
+    "server, or remove the tide section."
+)
 # vLLM may say it first, of adaptive verification only.
 _NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
 
@@ -183,8 +199,15 @@ def check_engine_config(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(_NO_PIPELINE)
-    if vllm_config.lora_config is not None:
-        raise ConfigError(_NO_LORA)
+    for refused, sentence in (
+        (vllm_config.lora_config, _NO_LORA),
+        (vllm_config.kv_transfer_config, _NO_TRANSFER),
+        (vllm_config.weight_transfer_config, _NO_UPDATES),
+        (vllm_config.model_config.enable_sleep_mode, _NO_SLEEP),
+        (parallel.nnodes_within_dp > 1, _NO_NODES),
+    ):
+        if refused:
+            raise ConfigError(sentence)
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         _check_moe_ranks(vllm_config.speculative_config)
     if vllm_config.use_v2_model_runner:

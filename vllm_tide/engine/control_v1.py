@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,10 +116,7 @@ class ControlV1:
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: forget ended requests, start the clock."""
-        for req_id in scheduler_output.finished_req_ids:
-            slot = self._table.end(req_id)
-            if slot is not None:
-                self._end(slot)
+        self._contain("forget", self._forget, scheduler_output.finished_req_ids)
         # With a request that goes on, the engine had work all the time since.
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
@@ -148,7 +145,9 @@ class ControlV1:
             return self._stay_off(aux_hidden_states)
         self._resting = 0
         num = len(req_ids)
-        slots = self._slots(req_ids)
+        slots = self._contain("slots", self._slots, req_ids)
+        if slots is None:
+            return self.agree(0)
         bounds = runner.query_start_loc.np[: num + 1]
         row = bounds[:-1].astype(np.int64)
         rows = np.diff(bounds).astype(np.int64)
@@ -172,12 +171,9 @@ class ControlV1:
         now = time.monotonic()
         code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
-            try:
-                code = self._decide(
-                    slots, start + count, emitted, drafts, accepted, num_rows, now
-                )
-            except Exception as error:  # noqa: BLE001 - the serving boundary
-                self._lose("plan", error)
+            facts = slots, start + count, emitted, drafts, accepted, num_rows, now
+            decided = self._contain("plan", self._decide, *facts)
+            code = code if decided is None else decided
         code = self.agree(code)
         if code > 0:
             late = np.nonzero(self._backlog.missing[slots] > 0)[0]
@@ -302,26 +298,19 @@ class ControlV1:
         if self._forced is not None:
             more = self._steps < self._forced
         elif self.leader and self.policy is not None:
-            try:
-                more = self._tell_confidence()
-            except Exception as error:  # noqa: BLE001 - the serving boundary
-                self._lose("go_on", error)
-                more = False
+            more = self._contain("go_on", self._tell_confidence) or False
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
         """The step ends."""
         if self._steps == self._asked and self._steps and self.policy is not None:
             # Nobody asks after the last pass whether to go on; its confidence counts.
-            try:
-                self._tell_confidence()
-            except Exception as error:  # noqa: BLE001 - the serving boundary
-                self._lose("end", error)
+            self._contain("end", self._tell_confidence)
         sample = self.timer.end()
         if sample is not None:
             self._sample = sample
             for listener in self.on_round:
-                listener(sample)
+                self._contain("round", listener, sample)
 
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
@@ -333,17 +322,14 @@ class ControlV1:
             return [[] for _ in req_ids]
         if self._forced is not None or (self.policy is None and self.start is None):
             return draft_token_ids
-        try:
-            if self.policy is None:  # it failed in this step
-                return [[] for _ in req_ids]
-            lengths = self.policy.choose().tolist()
-            self.explored = explored(self.policy, req_ids)
-        except Exception as error:  # noqa: BLE001 - the serving boundary
-            self._lose("choose", error)
+        policy = self.policy
+        lengths = None if policy is None else self._contain("choose", policy.choose)
+        if lengths is None:  # it failed in this step
             return [[] for _ in req_ids]
+        self.explored = self._contain("choose", explored, policy, req_ids) or {}
         return [
             tokens[:length]
-            for tokens, length in zip(draft_token_ids, lengths, strict=True)
+            for tokens, length in zip(draft_token_ids, lengths.tolist(), strict=True)
         ]
 
     def _tell_confidence(self) -> bool:
@@ -351,12 +337,13 @@ class ControlV1:
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
 
-    def _contain(self, where: str, call: Callable[..., Any], *args: Any) -> None:
-        """Run a part that only the draft's quality depends on."""
+    def _contain(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a part that only the draft's quality depends on; None after a fault."""
         try:
-            call(*args)
+            return call(*args)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose(where, error)
+            return None
 
     def cost(self) -> float:
         """`Record.cost` of the step that ends."""
@@ -441,6 +428,12 @@ class ControlV1:
         if self.policy is not None:
             sampled = bool(self._table.sampled[slot])
             self.policy.add(slot, sampled, time.monotonic())
+
+    def _forget(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            slot = self._table.end(req_id)
+            if slot is not None:
+                self._end(slot)
 
     def _end(self, slot: int) -> None:
         self._backlog.forget(slot)

@@ -75,7 +75,7 @@ class RequestBook:
             return self._default_slo
         try:
             limit = float(given)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             limit = 0.0
         if not 0 < limit < float("inf"):
             self.malformed_slo += 1

@@ -92,16 +92,17 @@ class Swapper:
     def install_ordered(self, version: int) -> None:
         """Install `version` on this rank; every rank gets the order at the same step.
 
-        With several ranks all of them first agree that they hold the version: ranks
-        never serve different drafts. Never raises for a bad draft: the last good one
-        is put back.
+        With several ranks all of them agree first that they hold the version, and then
+        that they installed it: ranks never serve different drafts. Never raises for a
+        bad draft: the last good one is put back.
         """
         staged = self.stager.take(version)
-        if self._group is not None and not self._all_hold(staged is not None):
+        if self._group is not None and not self._all_agree(staged is not None):
             return
         if staged is None:
             return
         began = time.perf_counter()
+        why, installed = "another rank could not install it", True
         try:
             tensors = staged.on_device or staged.tensors
             install(self._draft, self._config, tensors, self.shared)
@@ -110,7 +111,11 @@ class Swapper:
             elif self._group is None:
                 verify_installed(self._draft, staged.tensors)
         except Exception as error:  # noqa: BLE001 - the serving boundary
-            self.stager.refuse(version, "install", f"{type(error).__name__}: {error}")
+            why, installed = f"{type(error).__name__}: {error}", False
+        if self._group is not None:
+            installed = self._all_agree(installed)
+        if not installed:
+            self.stager.refuse(version, "install", why)
             self._restore()
         else:
             self._contract.accept(staged.norms)
@@ -153,8 +158,8 @@ class Swapper:
         if self._room is not None:
             self._room.close()
 
-    def _all_hold(self, held: bool) -> bool:
-        flag = torch.tensor([int(held)])
+    def _all_agree(self, fine: bool) -> bool:
+        flag = torch.tensor([int(fine)])
         torch.distributed.all_reduce(
             flag, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
         )

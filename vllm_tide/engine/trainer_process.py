@@ -1,24 +1,38 @@
-"""Starts the sidecar with the server: the trainer, or the relay to a spool.
+"""Keeps a server's sidecar running: the trainer, or the relay to a spool.
 
-The trainer with `tide.train.autostart`; the relay with `tide.spool.url`, because then
-the trainer is elsewhere.
+The trainer with `tide.train.autostart`, one for all engines of a run directory that
+serve the same; the relay with `tide.spool.url`: then the trainer is elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Event, Thread
 
-from vllm_tide.config import SpoolConfig, TideConfig, TrainConfig
+from vllm_tide.config import SpoolConfig, TideConfig
+from vllm_tide.transport.rendezvous import take_lock
 
 logger = logging.getLogger("vllm.tide")
 
 # The engine's thread binding would put the trainer on the engine's cores.
 _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 _STOP_SECONDS = 10
+POLL_S = 1.0
+LOG_BYTES = 4 << 20
+GOOD_LIFE_S = 60.0
+"""The death of one that lived so long (s) is the first of a row."""
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds until it is started again: 1, 2, 4 ... 60; an hour from 8 in a row on."""
+    return min(2.0 ** (deaths - 1), 60.0) if deaths < 8 else 3600.0
 
 
 class TrainerProcess:
@@ -27,62 +41,105 @@ class TrainerProcess:
     Args:
         engine_id: Engine to train for.
         run_dir: Where its manifest is; the child's log goes there too.
-        config: `tide.train`.
-        spool: `tide.spool`; the child is a relay when it has a URL.
+        group: Engines with the same one have one trainer (`group_of`).
+        spool: `tide.spool`; the child, `process`, is a relay when it has a URL.
     """
 
     def __init__(
-        self,
-        engine_id: str,
-        run_dir: Path,
-        config: TrainConfig,
-        spool: SpoolConfig | None = None,
+        self, engine_id: str, run_dir: Path, group: str, spool: SpoolConfig
     ) -> None:
-        self._engine_id = engine_id
+        """Nothing is started yet."""
+        self._kind = "train" if spool.url is None else "relay"
+        self._name = "trainer" if spool.url is None else "relay"
+        self._whom = group if spool.url is None else engine_id
         self._run_dir = run_dir
-        self._config = config
-        relays = spool is not None and spool.url is not None
-        self._kind = "relay" if relays else "train"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log = run_dir / f"{self._name}-{engine_id}.log"
+        self._lock: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._stop = Event()
+        self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
+        self._deaths = 0
+        self._began = self._next = 0.0
 
     @staticmethod
     def wanted(config: TideConfig) -> bool:
-        """True if the server starts a child: a trainer that gets rows, or a relay."""
+        """Whether a server with this configuration starts a child."""
         trains = config.train.autostart and config.capture.enabled
         return trains or config.spool.url is not None
 
     def start(self) -> None:
-        """Start it; a failure is logged, serving goes on."""
+        """Start it, and again when it ends; failures are logged, serving goes on."""
+        self._look()
+        self._thread.start()  # on the caller's cores, and so are the children
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._look()
+
+    def _look(self) -> None:
+        """See whether it lives; start it when that is due."""
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size > LOG_BYTES:
+                with contextlib.suppress(OSError):
+                    shutil.copy(self._log, f"{self._log}.1")
+                os.truncate(self._log, 0)  # the child appends
+        now, process = time.monotonic(), self.process
+        if process is not None:
+            if process.poll() is None:
+                return
+            self.process = None
+            self._failed(now, f"ended with status {process.returncode}")
+        if now < self._next:
+            return
+        self._began = now
+        try:
+            if self._kind == "train" and self._lock is None:
+                self._lock = take_lock(self._run_dir, self._whom)
+            if self._kind == "relay" or self._lock is not None:
+                self._launch(now)
+        except OSError as error:
+            self._failed(now, f"could not be started: {error}")
+
+    def _launch(self, now: float) -> None:
         # The relay reads the URL from the engine's manifest, where no `ps` shows it.
         command = [sys.executable, "-m", "vllm_tide", self._kind]
-        command += ["--engine", self._engine_id, "--run-dir", str(self._run_dir)]
+        command += ["--engine", self._whom, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
-        name = "relay" if self._kind == "relay" else "trainer"
-        log = self._run_dir / f"{name}-{self._engine_id}.log"
-        try:
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(fd, "ab") as out:
-                self._process = subprocess.Popen(  # noqa: S603 - our own command
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            logger.error("vllm_tide: the %s could not be started: %s", name, error)
-            return
-        logger.info("vllm_tide: %s %d started, log %s", name, self._process.pid, log)
+        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(fd, "ab") as out:
+            self.process = subprocess.Popen(  # noqa: S603 - our own command
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                # While it lives no other engine starts one, should this one die.
+                pass_fds=() if self._lock is None else (self._lock,),
+            )
+        said = "vllm_tide: %s %d started, log %s"
+        logger.info(said, self._name, self.process.pid, self._log)
+
+    def _failed(self, now: float, how: str) -> None:
+        self._deaths = 1 if now - self._began >= GOOD_LIFE_S else self._deaths + 1
+        pause = pause_after(self._deaths)
+        self._next = now + pause
+        said = "vllm_tide: the %s %s; it is started again in %d s, see %s."
+        logger.warning(said, self._name, how, pause, self._log)
 
     def close(self) -> None:
         """Ask it to stop, then insist. Idempotent."""
-        process, self._process = self._process, None
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(timeout=_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        process, self.process = self.process, None
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)

@@ -11,8 +11,9 @@ import os
 import secrets
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +26,7 @@ from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.json_text import plain
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
@@ -60,7 +62,15 @@ def make_worker(worker: Any) -> WorkerTide | None:
         made = WorkerTideV2
     tide = made(worker, parse_tide(speculative.tide))
     tide.attach()
+    worker.reload_weights = _refuse_reload
     return tide
+
+
+def _refuse_reload(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "tide: what was learnt is of the weights that the target started with; restart "
+        "the server with the new ones instead of reload_weights."
+    )
 
 
 class WorkerTide:
@@ -80,13 +90,14 @@ class WorkerTide:
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
-        self._guard = Guard("capture")
+        self._guard, self._reports = Guard("capture"), Guard("reporting")
         self._seeded: SeededSampling | None = None
         self._drafts: dict[str, list[int]] = {}  # verified by the step
         self._engine_id = secrets.token_hex(8)
         self._run_dir = (
             Path(config.run_dir) if config.run_dir else rendezvous.default_run_dir()
         )
+        self._manifest: Path | None = None
         self._ring: RingWriter | None = None
         self._segment: WeightsSegment | None = None
         self._trainer: TrainerProcess | None = None
@@ -105,19 +116,20 @@ class WorkerTide:
         # What changes timing, as it was when it was first asked for (`profile_facts`).
         self.timing_facts: dict[str, Any] | None = None
         cores = given_cores()
-        rendezvous.reclaim_orphans(self._run_dir)
-        if config.capture.enabled and self._leader:
+        room = self._leader and self._clean_run_dir()
+        if config.capture.enabled and room:
             self._open_capture()
         if config.swap.enabled:
             self._open_swap(worker, cores)
         if config.control.policy != "static":
             self._open_control(worker)
-        if self._leader:
-            self._announce()
+        if room:
+            self._unannounced = True
+            self._replace_lost(time.monotonic())
             say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
-                    self._engine_id, self._run_dir, config.train, config.spool
+                    self._engine_id, self._run_dir, self._group_id, config.spool
                 )
                 call_on(free_cores(cores), self._trainer.start)
         if self.swapper is not None:
@@ -227,7 +239,7 @@ class WorkerTide:
         if self.control is not None:
             self.control.end()
         if self._leader:
-            output.tide = self._report()
+            output.tide = self._reports.always("report", self._report)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
@@ -255,6 +267,23 @@ class WorkerTide:
             self._draft_since = time.time()
             if self.control is not None:
                 self.control.draft_swapped()
+
+    def _clean_run_dir(self) -> bool:
+        """Remove what dead engines left; whether there is room to say anything."""
+        try:
+            rendezvous.reclaim_orphans(self._run_dir)
+            rendezvous.require_room(self._run_dir)
+        except TransportError as error:
+            if getattr(error.__cause__, "errno", None) not in rendezvous.NO_ROOM:
+                raise
+            self._losses["run_dir_full"] = 1
+            logger.error(
+                "vllm_tide: %s; this server captures and learns nothing: make room "
+                "there and restart it.",
+                error,
+            )
+            return False
+        return True
 
     def _open_capture(self) -> None:
         self._ring = self._create_ring()
@@ -293,7 +322,7 @@ class WorkerTide:
         return WeightsSegment.create(self._weights_bytes)
 
     def _replace_lost(self, now: float) -> None:
-        """Replace segments that something cut short, and announce the new ones.
+        """Replace lost segments, and announce the new ones, or a vanished manifest.
 
         The trainer sees it in the manifest. Several ranks would have to agree on a new
         weights segment at one step; with them it stays lost until a restart.
@@ -301,7 +330,8 @@ class WorkerTide:
         ring = self._ring is not None and self._ring.lost
         weights = self._segment is not None and self._segment.lost
         weights = weights and self._group is None
-        self._unannounced = self._unannounced or ring or weights
+        removed = self._manifest is not None and not self._manifest.exists()
+        self._unannounced = self._unannounced or ring or weights or removed
         if not self._unannounced or now - self._replaced < REPLACE_SECONDS:
             return
         self._replaced = now
@@ -313,7 +343,7 @@ class WorkerTide:
             self._announce()
             self._unannounced = False
         except (TransportError, OSError) as error:
-            logger.error("vllm_tide: a lost segment is not replaced yet: %s", error)
+            logger.error("vllm_tide: not announced, tried again: %s", error)
 
     def _replace_ring(self) -> None:
         assert self._ring is not None and self.capture is not None  # noqa: S101
@@ -321,7 +351,6 @@ class WorkerTide:
         self._ring = made
         self.capture.use_ring(made)
         self._lost_drops += old.dropped_rows
-        self._losses["header"] += old.mended
         self._losses["ring_lost"] += 1
         old.close()
 
@@ -330,7 +359,6 @@ class WorkerTide:
         made, old = self._create_weights(), self._segment
         self._segment = made
         self.swapper.use_segment(made)
-        self._losses["header"] += old.mended
         self._losses["weights_lost"] += 1
         old.close()
 
@@ -400,32 +428,26 @@ class WorkerTide:
         return int(told)
 
     def _announce(self) -> None:
-        facts, capture = self._facts, self._config.capture
-        serving = self._worker.vllm_config
+        capture, serving = self._config.capture, self._worker.vllm_config
+        facts = asdict(self._facts) | {"draft_path": str(self._facts.draft_path)}
         manifest = rendezvous.EngineManifest(
+            **facts,
             engine_id=self._engine_id,
             pid=os.getpid(),
             pid_start=start_time(os.getpid()) or 0,
             ring="" if self._ring is None else self._ring.name,
             weights="" if self._segment is None else self._segment.name,
-            target_path=facts.target_path,
-            draft_path=str(facts.draft_path),
-            target_dtype=facts.target_dtype,
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            draft_vocab_size=facts.draft_vocab_size,
-            aux_layer_ids=facts.aux_layer_ids,
             teacher=capture.teacher,
             teacher_topk=capture.teacher_topk,
             feature_dtype=capture.feature_dtype,
-            num_speculative_tokens=facts.num_speculative_tokens,
             shared=sorted(self.swapper.shared) if self.swapper is not None else [],
             tide=self._config.model_dump(),
             created_unix=time.time(),
             model_name=str(serving.model_config.served_model_name),
             draft_sample_method=serving.speculative_config.draft_sample_method,
         )
-        rendezvous.write_manifest(self._run_dir, manifest)
+        self._group_id = rendezvous.group_of(manifest)
+        self._manifest = rendezvous.write_manifest(self._run_dir, manifest)
 
     def _report(self) -> dict[str, Any] | None:
         """Numbers for the scheduler: at once for a staged draft, else twice a second.
@@ -449,7 +471,7 @@ class WorkerTide:
                 self._tell_pause(self._ring)
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
-            report |= self.control.stats()
+            report |= self._reports.always("stats", self.control.stats) or {}
         if self.swapper is not None:
             swapper = self.swapper
             swapper.report()
@@ -460,14 +482,11 @@ class WorkerTide:
                 "refused": dict(swapper.stager.refused),
             }
             swapper.seconds = []
-        return report
+        return cast(dict[str, Any], plain(report))
 
     def _faults(self) -> Counter[str]:
-        """Contained faults by place, and segments and headers that were repaired."""
-        faults = Counter(self._guard.faults) + self._losses
-        parts = (self._ring, self._segment)
-        mended = sum(part.mended for part in parts if part is not None)
-        faults += Counter(header=mended)
+        """Contained faults by place, and segments that were replaced."""
+        faults = self._guard.faults + self._reports.faults + self._losses
         if self.control is not None:
             faults += self.control.faults
         return faults

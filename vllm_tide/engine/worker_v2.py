@@ -254,14 +254,14 @@ class WorkerTideV2(WorkerTide):
             self._log.skip()
             self.control.stop()
         if self._leader:
-            output.tide = self._report()
+            output.tide = self._reports.always("report", self._report)
             if self.control is not None:
                 # Each step: the scheduler broadcasts it with the next one.
                 depth = self.control.depth
                 if self._lengths:  # up: it moves on in steps of one
                     limited = self.control.limited  # a longer step may miss the limit
                     depth = rounded(depth, self._lengths, up=not limited)
-                output.tide = {**(output.tide or {}), "depth": depth}
+                output.tide = {**(output.tide or {}), "depth": int(depth)}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()
 

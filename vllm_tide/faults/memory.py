@@ -8,8 +8,9 @@ import random
 import signal
 from collections.abc import Iterator
 
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, WORDS_AT
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES, WORDS_AT
 from vllm_tide.transport.publication import SLOT_HEAD
+from vllm_tide.transport.rendezvous import read_manifests
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.shm import SHM_DIR
 
@@ -102,14 +103,25 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
 
 
 async def damage_header(scene: Scene, rng: random.Random) -> None:
-    """Random bytes over the first page of a segment, which says what it is."""
-    manifest = scene.manifest()
-    name = rng.choice((manifest.ring, manifest.weights))
-    good = peek(name, 0, PAGE_BYTES)
-    at = rng.randrange(200)
+    """Random bytes over the first page of the ring, which says what it is."""
+    name = scene.manifest().ring
     scene.struck()
-    poke(name, at, rng.randbytes(64))
-    await scene.until("a repaired header", lambda _: peek(name, 0, PAGE_BYTES) == good)
+    poke(name, rng.randrange(200), rng.randbytes(64))
+    await _another(scene, name)
+    await _rows_flow(scene)
+
+
+async def unlink_segments(scene: Scene, rng: random.Random) -> None:
+    """Both names vanish, and at times the manifest: nobody new could join."""
+    manifest = scene.manifest()
+    scene.struck()
+    for name in (manifest.ring, manifest.weights):
+        os.unlink(f"{SHM_DIR}/{name}")
+    if rng.random() < 0.5:
+        (scene.run_dir / f"engine-{manifest.engine_id}.json").unlink()
+    await _another(scene, manifest.ring, manifest.weights)
+    await _rows_flow(scene)
+    await scene.good_head()
 
 
 async def shrink_ring(scene: Scene, rng: random.Random) -> None:
@@ -129,10 +141,17 @@ async def _shrink(scene: Scene, rng: random.Random, name: str) -> None:
     size = os.stat(path).st_size
     scene.struck()
     os.truncate(path, rng.choice((0, rng.randrange(size))))
-    manifest = scene.manifest
-    await scene.until(
-        "another segment", lambda _: name not in (manifest().ring, manifest().weights)
-    )
+    await _another(scene, name)
+
+
+async def _another(scene: Scene, *names: str) -> None:
+    """The engine announces other segments than these."""
+
+    def announced(_: object) -> bool:
+        told = read_manifests(scene.run_dir)[-1:]
+        return bool(told) and not {told[0].ring, told[0].weights} & set(names)
+
+    await scene.until("another segment", announced)
     scene.note_segments()
 
 
@@ -220,7 +239,8 @@ FAULTS = (
         None,
         uncounted="the word's owner stores it again, which the suite reads there",
     ),
-    Fault("damage_header", damage_header, "vllm_tide:faults_total{header}"),
+    Fault("damage_header", damage_header, "vllm_tide:faults_total{ring_lost}"),
+    Fault("unlink_segments", unlink_segments, "vllm_tide:faults_total{weights_lost}"),
     Fault("shrink_ring", shrink_ring, "vllm_tide:faults_total{ring_lost}"),
     Fault("shrink_weights", shrink_weights, "vllm_tide:faults_total{weights_lost}"),
     Fault("damage_weights", damage_weights, REFUSED),

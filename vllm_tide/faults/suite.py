@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_tide.bench.client import make_session
 from vllm_tide.bench.server import ServerError
 
-from . import disk, heads, memory, processes, requests, spool
+from . import disk, heads, memory, processes, requests, spool, starts
 from .counters import total
 from .fault import Fault
 from .leaks import LeakWatch, left_behind
@@ -27,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     *requests.FAULTS,
     *disk.FAULTS,
     *spool.FAULTS,
+    *starts.FAULTS,
 )
 STRIKE_S = 150.0
 """Longest time from a fault to recovery (s), a new server's start included."""

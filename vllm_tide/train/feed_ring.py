@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -138,8 +139,8 @@ class RingFeed:
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        """See ``feed.Feed``; the last one while the segment is lost."""
-        if not self._writer.lost:
+        """See ``feed.Feed``; the last one where the segment was cut short."""
+        with contextlib.suppress(TransportError):
             self._told = self._writer.feedback()
         return self._told
 
@@ -223,12 +224,12 @@ class RingFeed:
                 logger.warning("engine %s: %s", self.id, error)
         if not (self._reader.lost or self._writer.lost):
             self._lost_at = 0.0
-            logger.info("engine %s replaced a segment that was cut short", self.id)
+            logger.info("engine %s replaced a segment that was lost", self.id)
         elif now - self._lost_at > LOST_S:
             self._lost_at = now
             logger.warning(
-                "a segment of engine %s was cut short; it makes another with its next "
-                "step, or, with tensor parallelism, when it is restarted",
+                "a segment of engine %s is lost; it makes another with its next step, "
+                "or, with tensor parallelism, when it is restarted",
                 self.id,
             )
         return another

@@ -14,6 +14,7 @@ from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
+    group_of,
     read_manifests,
     reclaim_orphans,
 )
@@ -49,7 +50,7 @@ class Source(Protocol):
 
 
 class RunDirSource:
-    """Engines that announced themselves in a run directory; one or all of them."""
+    """Engines of a run directory: all, or one engine or group (`engine_id`)."""
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
         self._run_dir, self._engine_id = run_dir, engine_id
@@ -61,7 +62,7 @@ class RunDirSource:
         self._manifests = {
             manifest.engine_id: manifest
             for manifest in read_manifests(self._run_dir)
-            if self._engine_id in (None, manifest.engine_id)
+            if self._engine_id in (None, manifest.engine_id, group_of(manifest))
         }
         return list(self._manifests)
 

@@ -7,6 +7,7 @@ from another container a pid means nothing, and then only heartbeats count.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import resource
@@ -14,6 +15,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
 """A peer whose last heartbeat is older than this (10 s) counts as gone."""
@@ -58,6 +60,17 @@ def show_stacks_on_signal() -> None:
     """SIGUSR1 writes to stderr where each thread of this process is; it goes on."""
     # The descriptor: what is at sys.stderr may have none.
     faulthandler.register(signal.SIGUSR1, file=2)
+
+
+def become_sidecar() -> None:
+    """What trainer and relay do first: no cores, stacks on a signal, killed first."""
+    refuse_core_dumps()
+    show_stacks_on_signal()
+    # The OOM killer would else take the engine, which is larger.
+    with contextlib.suppress(OSError, ValueError):
+        wanted = Path("/proc/self/oom_score_adj")
+        if int(wanted.read_text()) < 800:
+            wanted.write_text("800")
 
 
 @lru_cache(maxsize=1)

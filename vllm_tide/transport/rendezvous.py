@@ -8,11 +8,15 @@ next process that starts.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import math
 import os
 import re
 import stat
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -22,13 +26,18 @@ from typing import Any
 from vllm_tide.config import package_version
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, unlink_if_orphaned
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned, unlink_if_orphaned
 from vllm_tide.transport.small_file import read_small
 
 RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
 
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX, _SUFFIX = "engine-", ".json"
+_OF_ENGINE = re.compile(
+    r"(?:trainer|events|relay)-([0-9a-f]{16})(?:-\d+)?\.(?:jsonl?|new|log|log\.1)"
+)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+KEPT = 4  # dead engines whose logs, events and status stay
 
 
 @dataclass
@@ -61,7 +70,12 @@ class EngineManifest:
     version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
-        """Whether the engine lives; None where its pid cannot be looked up."""
+        """Whether the engine lives; None where its pid cannot be looked up.
+
+        A segment of it whose lock is free tells that also in another pid namespace.
+        """
+        if orphaned(self.ring) or orphaned(self.weights):
+            return False
         return Holder(self.pid, self.pid_start, self.pid_namespace).alive()
 
 
@@ -96,6 +110,22 @@ def prepare_run_dir(run_dir: Path) -> Path:
             f"{RUN_DIR_VARIABLE}"
         ) from error
     return run_dir
+
+
+def require_room(run_dir: Path) -> None:
+    """See that a start can write there all it has to.
+
+    Raises:
+        TransportError: It cannot; of a full one the cause has an errno of `NO_ROOM`.
+    """
+    path = prepare_run_dir(run_dir) / ".room"
+    try:
+        path.write_bytes(bytes(64 << 10))
+    except OSError as error:
+        said = f"no room in run directory {run_dir}: {error.strerror}"
+        raise TransportError(said) from error
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def write_private(path: Path, text: str) -> None:
@@ -158,8 +188,14 @@ def remove_manifest(run_dir: Path, engine_id: str) -> None:
         _path(run_dir, engine_id).unlink()
 
 
+def group_of(manifest: EngineManifest) -> str:
+    """Same for engines that one trainer serves: their target, draft, tide section."""
+    facts = [manifest.target_path, manifest.draft_path, manifest.tide]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
 def reclaim_orphans(run_dir: Path) -> list[str]:
-    """Remove what dead engines of this user left: manifests and segments.
+    """Remove what dead engines of this user left: manifests, segments, old files.
 
     Returns:
         Names of what was removed.
@@ -168,18 +204,62 @@ def reclaim_orphans(run_dir: Path) -> list[str]:
         TransportError: If the run directory is another user's.
     """
     removed: list[str] = []
+    live = set()
     for path in _manifest_paths(run_dir):
         manifest = _read(path)
-        if manifest is not None and manifest.owner_alive() is False:
+        if manifest is None:
+            continue
+        if manifest.owner_alive() is False:
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path.name)
+        else:
+            live.add(manifest.engine_id)
+    removed += _remove_old_files(run_dir, live)
     # Every segment names its owner, so a manifest's segments are found here as well.
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(SHM_DIR)):
             if name.startswith(NAME_PREFIX) and unlink_if_orphaned(name):
                 removed.append(name)
     return removed
+
+
+def _remove_old_files(run_dir: Path, live: set[str]) -> list[str]:
+    """Logs, events, status of dead engines, but of the `KEPT` that wrote last."""
+    wrote: dict[str, list[tuple[float, Path]]] = {}
+    for path in run_dir.glob("*"):
+        named = _OF_ENGINE.fullmatch(path.name)
+        if named is not None and named[1] not in live:
+            with contextlib.suppress(OSError):
+                wrote.setdefault(named[1], []).append((path.lstat().st_mtime, path))
+    removed = []
+    for paths in sorted(wrote.values(), key=max)[:-KEPT]:
+        for _, path in paths:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def take_lock(run_dir: Path, group: str) -> int | None:
+    """Become the one who starts a group's trainer; None while another is.
+
+    Returns:
+        A descriptor. The lock is free once nobody has it, a child of ours included.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+    path, flags = run_dir / "trainers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    place = int(group, 16) >> 1  # a byte of the file for each group
+    lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _path(run_dir: Path, engine_id: str) -> Path:

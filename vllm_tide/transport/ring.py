@@ -64,8 +64,6 @@ class RingWriter:
         closed."""
         self.dropped_rows: Counter[str] = Counter()
         """Rows of dropped records, by the same reasons."""
-        self.mended = 0
-        """Times that the header was damaged and written again."""
         self._segment = segment
         self._capacity = segment.header.size_bytes - DATA_AT
         self._head = 0
@@ -189,7 +187,6 @@ class RingWriter:
         # ValueError: another thread closed the ring between the check and the store.
         with contextlib.suppress(ValueError):
             if not self._unusable():
-                self.mended += self._segment.mend_header()
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
                 self._segment.store(Word.HEAD, self._head)
                 # Both otherwise stand until the next record, or the next drop.
@@ -206,8 +203,8 @@ class RingWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether something cut the ring short: it stays unusable and needs another."""
-        return self._unusable() == "truncated"
+        """Whether the ring was cut short or nobody can join it: it needs another."""
+        return self._unusable() == "truncated" or self._segment.lost()
 
     @property
     def collect(self) -> bool:

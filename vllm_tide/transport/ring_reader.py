@@ -117,8 +117,8 @@ class RingReader:
 
     @property
     def lost(self) -> bool:
-        """Whether something cut the ring short."""
-        return not self._segment.intact()
+        """Whether the ring was cut short or lost its name."""
+        return not self._segment.intact() or self._segment.lost()
 
     def producer_alive(self) -> bool:
         """Whether the engine that owns the ring lives."""

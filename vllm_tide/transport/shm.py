@@ -103,7 +103,7 @@ class Segment:
             _unlink(name)
             os.close(fd)
             raise TransportError(f"cannot map segment {name}: {error}") from error
-        segment.mend_header()
+        segment.buf[:PAGE_BYTES] = segment._page
         _owned.add(segment)
         return segment
 
@@ -140,6 +140,17 @@ class Segment:
         except OSError:
             return False
 
+    def lost(self) -> bool:
+        """Whether it was cut short, or nobody new can join it.
+
+        Its name may be gone (`rm`, systemd's RemoveIPC); the header, which both sides
+        read once, is looked at by its owner.
+        """
+        if not self.intact():
+            return not self.closed
+        damaged = self._page and self.buf[:PAGE_BYTES] != self._page
+        return bool(damaged) or os.fstat(self._fd).st_nlink == 0
+
     def load(self, word: int) -> int:
         """Load word number `word` of page 1 (acquire)."""
         return _shm.load(self.buf, WORDS_AT + word * LINE_BYTES)
@@ -147,17 +158,6 @@ class Segment:
     def store(self, word: int, value: int) -> None:
         """Store word number `word` of page 1 (release)."""
         _shm.store(self.buf, WORDS_AT + word * LINE_BYTES, value)
-
-    def mend_header(self) -> bool:
-        """Write page 0 again if it is not what its owner wrote; whether it was not.
-
-        Both sides read it once, but a trainer that starts later has to, and a segment
-        without a header would be taken for an unfinished one and removed.
-        """
-        if not self._page or self.buf[:PAGE_BYTES] == self._page:
-            return False
-        self.buf[:PAGE_BYTES] = self._page
-        return True
 
     def owner_alive(self) -> bool | None:
         """Whether the creator lives; None where its pid cannot be looked up."""
@@ -263,9 +263,12 @@ def is_segment_name(name: object) -> bool:
 def orphaned(name: str) -> bool:
     """Whether a segment of this user was left behind by a dead owner.
 
-    Never maps it. One without a valid header counts once it is a minute old and its
-    owner's lock on it is gone: an idle engine's segment may be damaged as well.
+    Never maps it. Its owner's lock is asked first: a pid says nothing in another pid
+    namespace, and a header may be damaged. One without a valid header counts once it
+    is a minute old: its owner may not have come to the lock yet.
     """
+    if not is_segment_name(name):
+        return False
     # Every user may put a pipe there, and opening one waits for its other end.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -280,7 +283,8 @@ def orphaned(name: str) -> bool:
         if header is None:
             old = time.time() - status.st_mtime > _UNFINISHED_SECONDS
             return old and not _locked(fd)
-        return header.owner.alive() is False
+        # A forked child may hold the lock of a parent that is dead.
+        return not _locked(fd) or header.owner.alive() is False
     except OSError:
         return False
     finally:

@@ -23,7 +23,11 @@ from vllm_tide.transport.purge import (
     announce_relay,
     retract_relay,
 )
-from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    read_manifests,
+    reclaim_orphans,
+)
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.spool import (
     BEAT_S,
@@ -99,20 +103,28 @@ class Relay:
     def run(self) -> str:
         """Work until stopped, or the engine is gone; "stopped" or "engine_gone"."""
         try:
-            while not self._stopping and self._reader.producer_alive():
+            while not self._stopping and not self._gone():
                 if not self.tick():
                     time.sleep(IDLE_SLEEP_S)
         except TransportError:
-            if self._reader.producer_alive():
+            if not self._gone():
                 raise
         finally:
-            gone = not self._reader.producer_alive()
+            gone = self._gone()
             self._finish()
             self.close()
             if gone:
                 # An engine killed outright could not unlink its segments.
                 reclaim_orphans(self._run_dir)
         return "engine_gone" if gone else "stopped"
+
+    def _gone(self) -> bool:
+        """Whether the engine died, or announces another ring in the place of a lost."""
+        reader = self._reader
+        return not reader.producer_alive() or (
+            reader.lost
+            and all(m.ring != reader.name for m in read_manifests(self._run_dir))
+        )
 
     def tick(self) -> int:
         """One round; the number of records taken from the ring.

@@ -112,13 +112,11 @@ class WeightsSegment:
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
         self._last_read = 0
-        self.mended = 0
-        """Times that the header was damaged and written again."""
 
     @property
     def lost(self) -> bool:
-        """Whether something cut the segment short: it needs another."""
-        return not self._segment.closed and not self._segment.intact()
+        """Whether it was cut short or nobody can join it: it needs another."""
+        return self._segment.lost()
 
     @classmethod
     def create(cls, slot_bytes: int) -> WeightsSegment:
@@ -224,7 +222,6 @@ class WeightsSegment:
         """Say that the engine lives (needed where its pid cannot be looked up)."""
         with contextlib.suppress(ValueError):  # as in latest_version
             if self._segment.intact():
-                self.mended += self._segment.mend_header()
                 self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
 
     def writer_alive(self) -> bool:
@@ -286,8 +283,8 @@ class WeightsWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether something cut the segment short."""
-        return not self._segment.intact()
+        """Whether the segment was cut short or lost its name."""
+        return not self._segment.intact() or self._segment.lost()
 
     @classmethod
     def attach(cls, name: str) -> WeightsWriter:

@@ -1,0 +1,67 @@
+"""What the worker tells vLLM, whose encoder takes Python's own types only."""
+
+import enum
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from vllm_tide.capture.guard import Guard
+from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.json_text import plain
+
+ODD = {
+    "float": np.float64(0.5),
+    "int": np.int64(7),
+    "flag": np.bool_(True),
+    "array": np.arange(3),
+    "tensor": torch.tensor(2.5),
+    "counter": Counter({np.int32(3): np.uint64(4)}),
+    "huge": 10**400,
+    "kind": enum.IntEnum("Kind", "A B").B,
+    "tuple": (np.float32(1.5), None, "x", True, math.inf),
+    "other": object,
+}
+
+
+def test_every_number_becomes_one_that_vllm_can_send():
+    with pytest.raises((TypeError, OverflowError)):
+        msgspec.msgpack.encode(ODD)
+    found = plain(ODD)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(found), strict=False)
+    assert told["float"] == 0.5 and told["int"] == 7 and told["flag"] is True
+    assert told["array"] == [0, 1, 2] and told["tensor"] == 2.5
+    assert found["counter"] == {3: 4} and told["huge"] == 2**64 - 1
+    assert told["kind"] == 2 and told["tuple"] == [1.5, None, "x", True, math.inf]
+
+
+def reporting(stats):
+    """A worker's part of TIDE with nothing but control."""
+    tide = object.__new__(WorkerTide)
+    tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
+    tide._guard, tide._reports = Guard("capture"), Guard("reporting")
+    tide._losses = Counter()
+    tide._reported = tide._sent_staged = tide._replaced = 0
+    tide._unannounced, tide._draft_since, tide._group = False, 0.0, None
+    tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)
+    tide._leader = True
+    return tide
+
+
+def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
+    output = SimpleNamespace(tide=None)
+    tide = reporting(lambda: {"draft_length": np.float64(1.25)})
+    tide.on_sampled(output, None, None, None)
+    assert type(output.tide["draft_length"]) is float
+    msgspec.msgpack.encode(output.tide)
+
+    def fails():
+        raise ZeroDivisionError
+
+    tide = reporting(fails)
+    tide.on_sampled(output, None, None, None)
+    assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0

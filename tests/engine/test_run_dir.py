@@ -1,0 +1,91 @@
+"""A run directory that loses files, or has no room for any: serving goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import toys
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from vllm_tide.transport.rendezvous import read_manifests
+from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.weights import WeightsWriter
+
+WITHOUT_ROOM = """
+import logging, resource, sys
+from collections import Counter
+from pathlib import Path
+from vllm_tide.engine.worker import WorkerTide
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+tide = object.__new__(WorkerTide)
+tide._run_dir, tide._losses = Path(sys.argv[1]), Counter()
+print(tide._clean_run_dir(), dict(tide._losses))
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+made = tide._clean_run_dir()
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+print(made, dict(tide._losses))
+"""
+
+
+def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
+    run = tmp_path / "run"
+    argv = [sys.executable, "-c", WITHOUT_ROOM, str(run)]
+    said = subprocess.run(argv, stdout=-1, text=True, check=True).stdout.splitlines()
+    assert said[0] == "True {}" and said[-1] == "False {'run_dir_full': 1}"
+    (sentence,) = (line for line in said if line.startswith("ERROR"))
+    assert f"no room in run directory {run}: File too large" in sentence
+    assert "captures and learns nothing: make room there and restart it." in sentence
+    assert os.listdir(run) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_an_engine_makes_what_vanished_anew(tmp_path: Path) -> None:
+    target = toys.make_target(tmp_path / "target")
+    draft = toys.make_draft(tmp_path / "draft", target)
+    run = tmp_path / "run"
+    section = {
+        "preset": "learn",
+        "run_dir": str(run),
+        "capture": {"ring_mib": 1},
+        "train": {"autostart": False},
+    }
+    case = {
+        "target": str(target),
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": 3,
+            "tide": section,
+        },
+    }
+    work = {"prompts": [list(b"hello world")], "params": {"max_tokens": 8}}
+    with OfflineEngine(case) as engine:
+        before = only_manifest(run)
+        tokens = engine.work(**work)["tokens"]
+        for name in (before.ring, before.weights):
+            os.unlink(f"{SHM_DIR}/{name}")
+        (run / f"engine-{before.engine_id}.json").unlink()
+        until = time.monotonic() + 120
+        while not (found := read_manifests(run)):
+            assert time.monotonic() < until, "it was not announced again"
+            assert engine.work(**work)["tokens"] == tokens
+        (after,) = found
+        assert after.engine_id == before.engine_id
+        assert not {after.ring, after.weights} & {before.ring, before.weights}
+        WeightsWriter.attach(after.weights).close()
+        reader = RingReader.attach(after.ring)
+        report = engine.work(**work)
+        assert report["tokens"] == tokens
+        assert report["faults"] == {"ring_lost": 1, "weights_lost": 1}
+        while reader.read() is None:
+            assert time.monotonic() < until, "no rows came"
+            engine.work(**work)
+        reader.close()

@@ -1,0 +1,147 @@
+"""The server keeps its sidecar running: real children, which are no trainers."""
+
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_tide.config import SpoolConfig
+from vllm_tide.engine import trainer_process
+from vllm_tide.engine.trainer_process import TrainerProcess, pause_after
+
+GROUP = "00000000000000aa"
+LIVES = 'echo "$$ $*" >> "$0.started"; exec sleep 600'
+DIES = 'echo "$$ $*" >> "$0.started"; exit 3'
+TALKS = """echo "$$ $*" >> "$0.started"
+while :; do head -c 9000 /dev/zero | tr '\\0' x; echo; echo newest; sleep 0.05; done
+"""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def sidecar(tmp_path, monkeypatch):
+    made = []
+    program = tmp_path / "python"
+
+    def make(does, engine_id="e1", url=None):
+        program.write_text("#!/bin/sh\n" + does + "\n")
+        program.chmod(0o700)
+        spool = SpoolConfig(url=url)
+        made.append(TrainerProcess(engine_id, tmp_path, GROUP, spool))
+        return made[-1]
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(trainer_process, "POLL_S", 0.05)
+    monkeypatch.setattr(trainer_process, "pause_after", lambda deaths: 0.05)
+    yield make
+    for one in made:
+        one.close()
+
+
+def started(tmp_path: Path) -> list[int]:
+    try:
+        lines = (tmp_path / "python.started").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [int(line.split()[0]) for line in lines if " " in line]
+
+
+def until(check):
+    end = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def test_the_pauses_grow_to_a_minute_and_then_to_an_hour():
+    assert [pause_after(n) for n in range(1, 8)] == [1, 2, 4, 8, 16, 32, 60]
+    assert {pause_after(n) for n in range(8, 2000)} == {3600}
+
+
+def test_who_dies_is_started_again(tmp_path, sidecar):
+    one = sidecar(LIVES)
+    one.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    os.kill(started(tmp_path)[0], signal.SIGKILL)
+    until(lambda: len(started(tmp_path)) == 2)
+    one.close()
+    assert len(started(tmp_path)) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(started(tmp_path)[1], 0)
+
+
+def test_deaths_are_counted_until_one_has_lived_long_enough(tmp_path, sidecar):
+    one = sidecar(DIES)
+    one.start()
+    until(lambda: one._deaths >= 3)
+    one.close()
+    one._began = time.monotonic() - 61.0
+    one._failed(time.monotonic(), "ended with status 3")
+    assert one._deaths == 1
+
+
+def test_engines_of_a_group_have_one_trainer_and_each_its_relay(tmp_path, sidecar):
+    first, second = sidecar(LIVES), sidecar(LIVES, "e2")
+    first.start()
+    second.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    for _ in range(3):
+        second._look()
+    assert len(started(tmp_path)) == 1
+    first.close()  # as its engine ends
+    until(lambda: len(started(tmp_path)) == 2)
+    lines = (tmp_path / "python.started").read_text()
+    assert lines.count(f"train --engine {GROUP}") == 2
+    for name in ("e1", "e2"):
+        sidecar(LIVES, name, "/spool").start()
+    until(lambda: len(started(tmp_path)) == 4)
+
+
+def test_the_trainer_of_an_engine_that_was_killed_keeps_others_from_starting_one(
+    tmp_path, sidecar
+):
+    first, second = sidecar(LIVES), sidecar(LIVES, "e2")
+    first.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    first._stop.set()  # as if it had been killed: its child is not told
+    first._thread.join()
+    orphan, first.process = first.process, None
+    first.close()
+    second.start()
+    for _ in range(3):
+        second._look()
+    assert len(started(tmp_path)) == 1
+    orphan.kill()
+    orphan.wait()
+    until(lambda: len(started(tmp_path)) == 2)
+
+
+def test_its_log_is_bounded_and_goes_on(tmp_path, sidecar, monkeypatch):
+    monkeypatch.setattr(trainer_process, "LOG_BYTES", 100_000)
+    one = sidecar(TALKS)
+    one.start()
+    log, before = tmp_path / "trainer-e1.log", tmp_path / "trainer-e1.log.1"
+    until(before.exists)
+    until(lambda: log.exists() and b"newest" in log.read_bytes())
+    one.close()
+    one._next = math.inf  # it only looks after the log
+    one._look()
+    assert log.stat().st_size <= 100_000
+    assert sorted(os.listdir(tmp_path)) == [
+        "python", "python.started", "trainer-e1.log", "trainer-e1.log.1",
+        "trainers.lock",
+    ]  # fmt: skip
+
+
+def test_a_server_cannot_be_ended_by_a_child_that_cannot_start(
+    tmp_path, sidecar, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    one = TrainerProcess("e1", tmp_path, GROUP, SpoolConfig())
+    one.start()
+    until(lambda: one._deaths >= 2)
+    one.close()
