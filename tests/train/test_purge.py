@@ -219,7 +219,7 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
 
 def test_the_command_takes_an_id_and_everything(tmp_path):
     status(tmp_path)
-    for more, wanted in ((["--tenant-id", "00ff"], 255), ([], None)):
+    for more, wanted in ((["--tenant-id", "00ff"], 255), (["--all"], None)):
         seen: list[int | None] = []
         trainer = threading.Thread(target=answering, args=(tmp_path, seen))
         trainer.start()
@@ -237,7 +237,7 @@ def test_the_command_removes_shards_of_a_spool(tmp_path, capsys):
     run_dir, spool = tmp_path / "run", str(tmp_path / "spool")
     call(run_dir, "--tenant-id", "ff", "--spool", spool)
     assert "spool: removed 1 shards" in capsys.readouterr().out
-    call(run_dir, "--spool", spool)
+    call(run_dir, "--all", "--spool", spool)
     assert "spool: removed 2 shards" in capsys.readouterr().out
 
 
@@ -381,7 +381,7 @@ def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
 
 
 def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
-    assert call(tmp_path) == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all") == command.EXIT_UNANSWERED
     err = capsys.readouterr().err
     assert "no trainer is running" in err
     assert "no relay" in err
@@ -390,13 +390,14 @@ def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
 
 def test_a_trainer_that_does_not_answer_is_named(tmp_path, capsys):
     status(tmp_path, pid=4242)
-    assert call(tmp_path, "--timeout", "0.1") == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_UNANSWERED
     assert "trainer 4242 has not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
+        ((), "whose data? give --tenant NAME, --tenant-id HEX, or --all"),
         (("--tenant", "acme"), "no engine has named tenants"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
         (("--tenant-id", "1" * 17), "no id of 64 bits"),

@@ -94,3 +94,15 @@ def test_what_is_no_name_is_not_captured(odd):
 def test_without_a_shared_key_nobody_can_look_a_name_up():
     first, second = (CapturePolicy(1.0).admit({"tide_tenant": "a"}, True) for _ in "12")
     assert first.tenant != second.tenant
+
+
+@pytest.mark.parametrize(
+    "key", ["tide_captur", "tide_", "Tide_Capture", "tide-capture"]
+)
+@pytest.mark.parametrize("consent", ["opt_out", "opt_in"])
+def test_a_misspelt_argument_means_no_capture(key, consent):
+    policy = CapturePolicy(1.0, consent=consent, tenant_key=KEY)
+    extra = {"tide_capture": True, key: False}
+    assert policy.admit(extra, supported=True).refusal == "unknown_key"
+    known = dict.fromkeys(("tide_k_max", "tide_slo_tpot_ms"), 1) | {"other": 1}
+    assert policy.admit(known | {"tide_capture": True}, True).refusal is None

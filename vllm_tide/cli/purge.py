@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     who.add_argument(
         "--tenant",
         metavar="NAME",
-        help="only of this tenant (vllm_xargs: tide_tenant); else everything",
+        help="of this tenant (vllm_xargs: tide_tenant)",
     )
     who.add_argument(
         "--tenant-id",
@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="the same by id, for a trainer on another host: the id is printed by "
         "`purge --tenant` on the engine's",
     )
+    who.add_argument("--all", action="store_true", help="everybody's")
     parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
     parser.add_argument(
         "--spool",
@@ -64,9 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from vllm_tide.transport.header import TransportError
     from vllm_tide.transport.rendezvous import default_run_dir
     from vllm_tide.transport.spool_store import open_store
 
+    if not args.all and args.tenant is None and args.tenant_id is None:
+        raise TransportError(
+            "purge: whose data? give --tenant NAME, --tenant-id HEX, or --all"
+        )
     run_dir = args.run_dir or default_run_dir()
     tenant = _tenant(args, run_dir)
     store = None if args.spool is None else open_store(args.spool)
@@ -84,8 +90,8 @@ def _run(args: argparse.Namespace) -> int:
         print(missing, file=sys.stderr)
         return EXIT_UNANSWERED
     if all(keeper.kind == "relay" for keeper in counts):
-        which = "" if tenant is None else f" --tenant-id {tenant:016x}"
-        print(f"next, where a trainer reads the spool: vllm-tide purge{which}")
+        which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
+        print(f"next, where a trainer reads the spool: vllm-tide purge {which}")
     return 0
 
 
