@@ -54,16 +54,23 @@ COUNTERS = {
         "round_seconds",
     ),
     "vllm_tide:malformed_slo": (
-        "Requests whose tide_slo_tpot_ms was no positive number.",
+        "Requests whose tide_slo_tpot_ms was no positive number, or tide_k_max no "
+        "length.",
         "malformed_slo",
+    ),
+    "vllm_tide:client_limits_left_out": (
+        "Steps that left out the TPOT limits of clients, which would have cost the "
+        "batch more than a tenth of its tokens per second.",
+        "limits_left_out",
     ),
 }
 # name -> (help, key of the report, label)
 COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
-        "Rows (requests for consent_off, opted_out, malformed_opt_out, not_opted_in, "
-        "salted, unsupported_input, malformed_tenant and not_sampled) that were not "
-        "captured, by reason; paused: the trainer asked for none.",
+        "Rows (requests for consent_off, unknown_key, opted_out, malformed_opt_out, "
+        "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
+        "that were not captured, by reason; ids_only: only their token ids were; "
+        "paused: nothing was, capture is paused or off.",
         "dropped",
         "reason",
     ),

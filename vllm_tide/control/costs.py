@@ -15,6 +15,10 @@ STAY_ROUNDS = 32
 """Rounds over which the price of coming on again (catch-up) is spread: the expected
 stay. The gate's hysteresis makes shorter stays rare."""
 
+CLIENT_SHARE = 0.93
+"""Of its predicted tokens per second a round keeps this, whatever limits clients ask
+for: then 0.9 of the real ones."""
+
 PROBE_REQUESTS = 4
 """Requests of one shadow probe, at most; what the probe's price is computed for."""
 
@@ -73,6 +77,7 @@ class RoundCosts:
         extra: Seconds per round that drafting costs beside `draft`: catch-up, spread.
         limit: Seconds this round may take: the tightest limit of a request that
             plain decoding can meet; inf if there is none or nothing exceeds it.
+        loose: The same without the limits that clients ask for.
         missed: Some request has a limit and no length meets any of them.
     """
 
@@ -80,6 +85,7 @@ class RoundCosts:
         "draft",
         "extra",
         "limit",
+        "loose",
         "missed",
         "most",
         "plain",
@@ -103,9 +109,27 @@ class RoundCosts:
         self.extra = 0.0
         if batch.catchup_rows:
             self.extra = model.catchup_seconds(batch.catchup_rows) / STAY_ROUNDS
-        self.limit, self.missed = round_limit(batch.limit, self.plain)
-        if self.target[-1] + self.draft[-1] <= self.limit:
-            self.limit = np.inf
+        self.loose, self.missed = self._bound(batch.limit)
+        self.limit = self.loose
+        if batch.asked is not None:
+            limit, self.missed = self._bound(batch.asked)
+            self.limit = min(limit, self.loose)
+
+    def _bound(self, limits: np.ndarray) -> tuple[float, bool]:
+        limit, missed = round_limit(limits, self.plain)
+        if self.target[-1] + self.draft[-1] <= limit:
+            limit = np.inf
+        return limit, missed
+
+    def fair(self, limited: float, free: float) -> bool:
+        """Whether the limits of clients leave the batch its share of tokens per second.
+
+        Else they are left out of the round from here on.
+        """
+        if limited >= CLIENT_SHARE * free:
+            return True
+        self.limit = self.loose
+        return False
 
     def seconds(self, verified: np.ndarray) -> np.ndarray:
         """Seconds of `target` at (fractional) expected numbers of verified tokens.
