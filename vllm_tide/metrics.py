@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 LABELS = ("model_name", "engine")
+CAPTURE_ON = "capture_on"
 
 # name -> (help, key of the report)
 COUNTERS = {
@@ -129,6 +130,10 @@ GAUGES = {
         "1 while a trainer reads the ring.",
         "consumer_alive",
     ),
+    "vllm_tide:capture_on": (
+        "1 while capture is on, 0 while it is paused or off; absent without capture.",
+        CAPTURE_ON,
+    ),
     "vllm_tide:control_suspended_seconds": (
         "Time until control, left out after a fault, drafts again (seconds); 0 while "
         "it runs.",
@@ -230,8 +235,9 @@ class TideProm:
         self._longest: dict[int, float] = {}
         self._totals: dict[tuple[int, str, str], float] = {}
         for labels in self._labels.values():
-            for metric in (*self._counters.values(), *self._gauges.values()):
-                metric.labels(*labels)
+            for key, metric in (self._counters | self._gauges).items():
+                if key != CAPTURE_ON:
+                    metric.labels(*labels)
             self._swap_seconds.labels(*labels)
 
     def observe(self, stats: dict[str, Any], engine: int = 0) -> None:

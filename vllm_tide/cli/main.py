@@ -19,6 +19,7 @@ COMMANDS = (
     ("rollback", "Serve the head before the newest one again."),
     ("pause", "Stop training and capture until `resume`."),
     ("resume", "Train and capture again after `pause`."),
+    ("capture", "Switch capture on or off in running engines."),
     ("relay", "Carry records and heads between an engine and a spool."),
     ("export", "Write a head as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),

@@ -14,8 +14,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         "pause",
         "stop training and capture until `resume`",
-        "The trainer stays, follows requests and rolls a head on trial back if it is "
-        "worse. The pause outlives a restart of the trainer.",
+        "Nothing leaves the engine, token ids neither. The trainer stays; a head on "
+        "trial is judged after `resume`. The pause outlives a restart of the trainer.",
     )
     parser.set_defaults(run=run)
 

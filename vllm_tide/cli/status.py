@@ -30,7 +30,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; see `give_order`."""
-    done = give_order(args, "status", json_text if args.json else _words)
+
+    def words(answer: dict[str, Any]) -> str:
+        if args.json:
+            return json_text(answer)
+        return _words(answer) + (", capture off" if why_off(run_dir) else "")
+
+    from vllm_tide.capture.switch import why_off
+    from vllm_tide.transport.rendezvous import default_run_dir
+
+    run_dir = args.run_dir or default_run_dir()
+    done = give_order(args, "status", words)
     if args.probe and done == EXIT_ERROR and _no_engine(args.run_dir):
         print("no engine is there either: a trainer would be waiting for one")
         return 0

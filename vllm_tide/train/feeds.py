@@ -27,6 +27,7 @@ from vllm_tide.train.feed_turns import FairTurns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool_heads import as_input
 from vllm_tide.transport.spool_identity import difference
 
@@ -128,7 +129,7 @@ class Feeds:
         self._counter = 0
         # version an engine knows -> the trainer's number, where they differ
         self._numbers: dict[str, dict[int, int]] = {}
-        self._collect = True
+        self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
 
@@ -204,8 +205,8 @@ class Feeds:
             if lost and self._head is not None:
                 self._send(member, self._head)
 
-    def set_collect(self, wanted: bool) -> None:
-        """Ask every engine, and those that join later, for full rows or light ones."""
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask every engine, and those that join later."""
         self._collect = wanted
         for member in list(self._members.values()):
             self._try(member, partial(member.feed.set_collect, wanted))
@@ -353,7 +354,8 @@ class Feeds:
         self._members[engine_id] = member
         self._turns.join(engine_id)
         logger.info("engine %s joins: %d now", engine_id, len(self._members))
-        self._try(member, partial(feed.set_collect, self._collect))
+        if self._collect is not None:
+            self._try(member, partial(feed.set_collect, self._collect))
         head = self._head
         if head is not None and self._holds(feed) != head.version:
             self._send(member, head)

@@ -6,9 +6,8 @@ import json
 import time
 from pathlib import Path
 
+from vllm_tide.capture.switch import PAUSED
 from vllm_tide.transport.rendezvous import write_private
-
-FILE = "paused.json"
 
 
 class Pause:
@@ -22,7 +21,7 @@ class Pause:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE
+        self._path = run_dir / PAUSED
         self.on = self._path.exists()
 
     def set(self, on: bool) -> str:

@@ -43,6 +43,7 @@ from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
+from vllm_tide.transport.ring_format import Collect
 
 __all__ = [
     "Sidecar",
@@ -215,7 +216,8 @@ class Sidecar:
         self.deployment.observe(request)
 
     def _set_collect(self) -> None:
-        self.feeds.set_collect(self.schedule.collecting and not self._pause.on)
+        wanted = Collect.FULL if self.schedule.collecting else Collect.LIGHT
+        self.feeds.set_collect(Collect.NOTHING if self._pause.on else wanted)
 
     def _collect_changed(self) -> None:
         self._set_collect()

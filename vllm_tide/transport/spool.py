@@ -113,6 +113,7 @@ class ReaderState:
         unix: When (s, the trainer's clock).
         running: False is the last word.
         collect: Whether it wants full rows (else light records).
+        paused: Whether it wants nothing; its last word holds.
         publishes: Whether it sends heads to this engine.
         shard: Number of the shard it reads next.
         index: Records of that shard it has taken already.
@@ -122,6 +123,7 @@ class ReaderState:
     unix: float = 0.0
     running: bool = True
     collect: bool = True
+    paused: bool = False
     publishes: bool = True
     shard: int = 1
     index: int = 0
