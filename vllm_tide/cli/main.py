@@ -29,6 +29,9 @@ COMMANDS = (
     ("dashboards", "Write the Grafana dashboard and the Prometheus rules."),
 )
 
+# Commands without a module of their own.
+ORDERS = ("rollback", "pause", "resume")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command and returns its exit code."""
@@ -42,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {}
     for name, summary in COMMANDS:
         if name == wanted:
-            module = import_module(f"vllm_tide.cli.{name}")
-            module.add_parser(subparsers)
+            given = [name] if name in ORDERS else []
+            module = import_module(f"vllm_tide.cli.{'orders' if given else name}")
+            module.add_parser(subparsers, *given)
             runners[name] = module.run
         else:
             subparsers.add_parser(name, help=summary)

@@ -1,4 +1,4 @@
-"""What `status`, `rollback`, `pause` and `resume` have in common: asking trainers."""
+"""`vllm-tide rollback`, `pause` and `resume`, and how trainers are asked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,43 @@ Say = Callable[[dict[str, Any]], str]
 
 EXIT_REFUSED, EXIT_ERROR = 1, 2
 MOST_SECONDS = 86400
+# Name: text and epilog of the help.
+_ORDERS = {
+    "rollback": (
+        "serve the head before the newest one again",
+        "The canary does this by itself when served acceptance falls. Training goes on "
+        "from the older head after tide.deploy.backoff_cycles cycles; `pause` keeps it "
+        "from publishing another.",
+    ),
+    "pause": (
+        "stop training and capture until `resume`",
+        "Nothing leaves the engine then, token ids neither, so a head on trial is "
+        "judged after `resume`. The pause outlives a restart.",
+    ),
+    "resume": ("train and capture again after `pause`", ""),
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
+    """Add one of the commands to the command line."""
+    add_order(subparsers, name, *_ORDERS[name]).set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; see `give_order`."""
+    return give_order(args, args.command, _words)
+
+
+def _words(answer: dict[str, Any]) -> str:
+    if "served_as" in answer:
+        return (
+            f"from version {answer['version']} back to {answer['to']}, which is served "
+            f"as version {answer['served_as']} as soon as the engines have it"
+        )
+    was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
+    if answer["paused"]:
+        return ("was paused" if was else "paused") + note
+    return ("resumed" if was else "was not paused") + note
 
 
 def add_order(

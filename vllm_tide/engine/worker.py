@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.capture.switch import CaptureSwitch
+from vllm_tide.capture.switch import heed_switches
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.cores import call_on, free_cores, given_cores
@@ -100,7 +100,6 @@ class WorkerTide:
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
-        self._switch: CaptureSwitch | None = None
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
         # What changes timing, as it was when it was first asked for (`profile_facts`).
@@ -231,8 +230,9 @@ class WorkerTide:
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
-        parts = (self._trainer, self.swapper, self._switch, self._ring, self._segment)
-        for part in parts:
+        if self.capture is not None:
+            self._closing.set()
+        for part in (self._trainer, self.swapper, self._ring, self._segment):
             if part is not None:
                 part.close()
         self._trainer = self._ring = self._segment = None
@@ -260,7 +260,7 @@ class WorkerTide:
     def _open_capture(self) -> None:
         self._ring = self._create_ring()
         self.capture = self._make_capture(self._ring, tenant_key(self._run_dir))
-        self._switch = CaptureSwitch(self.capture, self._run_dir)
+        self._closing = heed_switches(self.capture, self._run_dir)
 
     def _make_capture(self, ring: RingWriter, tenant_key: bytes) -> CaptureV1:
         facts = self._facts

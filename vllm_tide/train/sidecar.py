@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from vllm_tide.capture.switch import PAUSED, Switch
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
@@ -34,7 +35,6 @@ from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.orders import Orders
-from vllm_tide.train.pause import Pause
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
@@ -123,7 +123,7 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self._pause, self._shortage = Pause(run_dir), Shortage(self.config)
+        self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
         self._set_collect()
         self._intake = Intake(feeds, self.trainer, self._served)
         self.deployment = Deployment(
