@@ -44,6 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     who.add_argument("--all", action="store_true", help="everybody's")
     parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
     parser.add_argument(
+        "--state-dir", help="tide.train.state_dir, where it is set and no engine runs"
+    )
+    parser.add_argument(
         "--spool",
         help="directory or fsspec URL: also remove the shards that hold such data",
     )
@@ -74,8 +77,8 @@ def _run(args: argparse.Namespace) -> int:
             "purge: whose data? give --tenant NAME, --tenant-id HEX, or --all"
         )
     run_dir = args.run_dir or default_run_dir()
-    tenant = _tenant(args, run_dir)
     store = None if args.spool is None else open_store(args.spool)
+    tenant = _tenant(args, run_dir, store)
     print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
     counts: dict[Keeper, Counter[str]] = {}
     missing = _ask(run_dir, tenant, args.timeout, counts)
@@ -137,12 +140,38 @@ def _purge_spool(store: Store, tenant: int | None) -> int:
     return purge_records(store, tenant=tenant, before_unix=before)
 
 
-def _tenant(args: argparse.Namespace, run_dir: Path) -> int | None:
+def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
+    """The id of a tenant's name.
+
+    Raises:
+        TransportError: Also if data are there whose tenants another key has named.
+    """
+    from vllm_tide.transport import purge, spool_writer
     from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.tenant import tenant_id, tenant_key
+    from vllm_tide.transport.rendezvous import read_manifests
+    from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
+
+    found = [m.tide.get("train", {}).get("state_dir") for m in read_manifests(run_dir)]
+    state_dir = args.state_dir or next(filter(None, found), None)
+    key = tenant_key(run_dir, state_dir, create=False)
+    tenant = tenant_id(args.tenant, key)
+    known = purge.key_ids(run_dir)
+    if store is not None:
+        known |= spool_writer.key_ids(store)
+    if others := known - {key_id(key)}:
+        raise TransportError(
+            f"--tenant: the tenants' key is another one ({key_id(key)}; there are data "
+            f"of {', '.join(sorted(others))}), so nothing was removed: purge by "
+            f"--tenant-id (of this key it is {tenant:016x}) or --all"
+        )
+    return tenant
+
+
+def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int | None:
+    from vllm_tide.transport.header import TransportError
 
     if args.tenant is not None:
-        return tenant_id(args.tenant, tenant_key(run_dir, create=False))
+        return _named(args, run_dir, store)
     if args.tenant_id is None:
         return None
     with contextlib.suppress(ValueError):

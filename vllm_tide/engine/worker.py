@@ -30,7 +30,7 @@ from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.ring import RingSpec, RingWriter
 from vllm_tide.transport.ring_format import Collect
-from vllm_tide.transport.tenant import tenant_key
+from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class WorkerTide:
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
+        self._tenant_key_id = ""
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
         # What changes timing, as it was when it was first asked for (`profile_facts`).
@@ -259,7 +260,9 @@ class WorkerTide:
 
     def _open_capture(self) -> None:
         self._ring = self._create_ring()
-        self.capture = self._make_capture(self._ring, tenant_key(self._run_dir))
+        key = tenant_key(self._run_dir, self._config.train.state_dir)
+        self._tenant_key_id = key_id(key)
+        self.capture = self._make_capture(self._ring, key)
         self._closing = heed_switches(self.capture, self._run_dir)
 
     def _make_capture(self, ring: RingWriter, tenant_key: bytes) -> CaptureV1:
@@ -415,6 +418,7 @@ class WorkerTide:
             tide=self._config.model_dump(),
             created_unix=time.time(),
             model_name=str(serving.model_config.served_model_name),
+            tenant_key_id=self._tenant_key_id,
             draft_sample_method=serving.speculative_config.draft_sample_method,
         )
         path = rendezvous.write_manifest(self._run_dir, manifest)
