@@ -30,7 +30,7 @@ COMMANDS = (
 )
 
 # Commands without a module of their own.
-ORDERS = ("rollback", "pause", "resume")
+ORDERS = ("rollback", "pause", "resume", "capture")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

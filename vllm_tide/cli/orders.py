@@ -1,4 +1,4 @@
-"""`vllm-tide rollback`, `pause` and `resume`, and how trainers are asked."""
+"""`vllm-tide rollback`, `pause`, `resume` and `capture`; how trainers are asked."""
 
 from __future__ import annotations
 
@@ -27,17 +27,46 @@ _ORDERS = {
         "judged after `resume`. The pause outlives a restart.",
     ),
     "resume": ("train and capture again after `pause`", ""),
+    "capture": (
+        "switch capture on or off in every engine of a run directory",
+        "They follow within a second, with or without a trainer, and so do those that "
+        "start later.",
+    ),
 }
 
 
 def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     """Add one of the commands to the command line."""
-    add_order(subparsers, name, *_ORDERS[name]).set_defaults(run=run)
+    parser = add_order(subparsers, name, *_ORDERS[name])
+    if name == "capture":
+        parser.add_argument("wanted", choices=("on", "off"))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; see `give_order`."""
+    if args.command == "capture":
+        return _switch_capture(args)
     return give_order(args, args.command, _words)
+
+
+def _switch_capture(args: argparse.Namespace) -> int:
+    from vllm_tide.capture.switch import OFF, Switch, why_off
+    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
+
+    run_dir = args.run_dir or default_run_dir()
+    try:
+        why = Switch(prepare_run_dir(run_dir), OFF).set(args.wanted == "off")
+    except TransportError as error:
+        why = str(error)
+    if why:
+        print(f"error: {why}", file=sys.stderr)
+        return EXIT_ERROR
+    paused = args.wanted == "on" and why_off(run_dir)
+    note = ", but paused: `vllm-tide resume`" if paused else ""
+    print(f"capture is {args.wanted} in {run_dir}{note}")
+    return 0
 
 
 def _words(answer: dict[str, Any]) -> str:

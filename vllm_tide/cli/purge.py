@@ -146,25 +146,28 @@ def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
     Raises:
         TransportError: Also if data are there whose tenants another key has named.
     """
-    from vllm_tide.transport import purge, spool_writer
+    from vllm_tide.transport import purge, rendezvous, tenant
     from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.rendezvous import read_manifests
-    from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
+    from vllm_tide.transport.spool import EngineFolder, engine_ids
 
-    found = [m.tide.get("train", {}).get("state_dir") for m in read_manifests(run_dir)]
-    state_dir = args.state_dir or next(filter(None, found), None)
-    key = tenant_key(run_dir, state_dir, create=False)
-    tenant = tenant_id(args.tenant, key)
-    known = purge.key_ids(run_dir)
-    if store is not None:
-        known |= spool_writer.key_ids(store)
-    if others := known - {key_id(key)}:
+    live = rendezvous.read_manifests(run_dir)
+    told = [m.tide.get("train", {}).get("state_dir") for m in live]
+    state_dir = args.state_dir or next(filter(None, told), None)
+    key = tenant.tenant_key(run_dir, state_dir, create=False)
+    name, mine = tenant.tenant_id(args.tenant, key), tenant.key_id(key)
+    known = {m.tenant_key_id for m in live}.union(
+        *purge.live_trainers(run_dir).values()
+    )
+    for folder in [EngineFolder(store, i) for i in engine_ids(store)] if store else ():
+        if store.sizes(folder.path("records")) and (entry := folder.read_engine()):
+            known.add(entry.manifest.tenant_key_id)
+    if others := known - {"", mine}:
         raise TransportError(
-            f"--tenant: the tenants' key is another one ({key_id(key)}; there are data "
-            f"of {', '.join(sorted(others))}), so nothing was removed: purge by "
-            f"--tenant-id (of this key it is {tenant:016x}) or --all"
+            f"--tenant: the tenants' key is another one ({mine}; there are data of "
+            f"{', '.join(sorted(others))}), so nothing was removed: purge by "
+            f"--tenant-id (by this key {name:016x}) or --all"
         )
-    return tenant
+    return name
 
 
 def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int | None:

@@ -198,7 +198,8 @@ class AdaSpecPolicy:
             choice = select(survival, n, seconds, costs.limit, self._bar)
             if costs.limit < costs.loose:
                 free = select(survival, n, seconds, costs.loose, self._bar)
-                if not costs.fair(choice.rate, free.rate):
+                least = free.tokens / free.seconds
+                if not costs.fair(choice.tokens / choice.seconds, least):
                     choice = free
                     self._count["limits_left_out"] += 1
             expected, spent = choice.tokens, choice.seconds

@@ -16,8 +16,7 @@ STAY_ROUNDS = 32
 stay. The gate's hysteresis makes shorter stays rare."""
 
 CLIENT_SHARE = 0.93
-"""Of its predicted tokens per second a round keeps this, whatever limits clients ask
-for: then 0.9 of the real ones."""
+"""Kept of the predicted tokens per second under clients' limits: 0.9 of the real."""
 
 PROBE_REQUESTS = 4
 """Requests of one shadow probe, at most; what the probe's price is computed for."""
@@ -109,23 +108,16 @@ class RoundCosts:
         self.extra = 0.0
         if batch.catchup_rows:
             self.extra = model.catchup_seconds(batch.catchup_rows) / STAY_ROUNDS
-        self.loose, self.missed = self._bound(batch.limit)
-        self.limit = self.loose
+        self.limit, self.missed = round_limit(batch.limit, self.plain)
+        self.loose = self.limit
         if batch.asked is not None:
-            limit, self.missed = self._bound(batch.asked)
+            limit, self.missed = round_limit(batch.asked, self.plain)
             self.limit = min(limit, self.loose)
-
-    def _bound(self, limits: np.ndarray) -> tuple[float, bool]:
-        limit, missed = round_limit(limits, self.plain)
-        if self.target[-1] + self.draft[-1] <= limit:
-            limit = np.inf
-        return limit, missed
+        if self.target[-1] + self.draft[-1] <= self.limit:
+            self.limit = self.loose = np.inf
 
     def fair(self, limited: float, free: float) -> bool:
-        """Whether the limits of clients leave the batch its share of tokens per second.
-
-        Else they are left out of the round from here on.
-        """
+        """Whether clients' limits cost few tokens per second; else they are dropped."""
         if limited >= CLIENT_SHARE * free:
             return True
         self.limit = self.loose

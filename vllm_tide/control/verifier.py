@@ -34,11 +34,6 @@ class Choice:
     tokens: float
     seconds: float
 
-    @property
-    def rate(self) -> float:
-        """Expected tokens per second."""
-        return self.tokens / self.seconds
-
 
 def select(
     survival: np.ndarray,

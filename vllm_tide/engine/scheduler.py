@@ -114,12 +114,10 @@ class SchedulerTide:
         """Let a new request have no more drafts than it asks for (`tide_k_max`)."""
         if argument(params, "tide_k_max") is None or hasattr(request, "tide_k_max"):
             return
-        cap = length_cap(params, self._longest)
+        request.tide_k_max = cap = length_cap(params, self._longest)
         self._malformed_caps += cap is None
-        request.tide_k_max = cap
         if cap is not None:
-            request.__class__ = _capped(type(request))
-            request.spec_token_ids = []
+            request.__class__, request.spec_token_ids = _capped(type(request)), []
 
     def _leave_old_kv(self) -> None:
         """Find no block again that the draft before has written, or remember them.
@@ -204,11 +202,7 @@ class SchedulerTide:
 
 @cache
 def _capped(kind: type) -> type:
-    """Requests of vLLM's that keep no more drafts than `tide_k_max`, whoever sets them.
-
-    They are set in three places: for the next step, and ahead of it by asynchronous
-    scheduling.
-    """
+    """Requests of vLLM's that keep no more drafts than `tide_k_max`, whoever sets them."""
 
     def cut(request: Any, drafts: list[int]) -> None:
         request.tide_drafts = drafts[: request.tide_k_max]

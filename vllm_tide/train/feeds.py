@@ -114,6 +114,7 @@ class Feeds:
     Attributes:
         refused: Sentences about engines that are live and cannot join.
         failed_publications: Heads that could not be sent, over all engines.
+        tenant_keys: Ids of keys that name tenants of engines here, now or before.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -132,6 +133,7 @@ class Feeds:
         self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
+        self.tenant_keys: set[str] = set()
 
     def __len__(self) -> int:
         """Number of engines."""
@@ -353,6 +355,7 @@ class Feeds:
         member = _Member(feed, source)
         self._members[engine_id] = member
         self._turns.join(engine_id)
+        self.tenant_keys.add(feed.manifest.tenant_key_id)
         logger.info("engine %s joins: %d now", engine_id, len(self._members))
         if self._collect is not None:
             self._try(member, partial(feed.set_collect, self._collect))

@@ -110,8 +110,6 @@ class Sidecar:
             self.config = train.model_copy(update={"compute_dtype": "float32"})
             logger.info("this %s has no bfloat16: computing in float32", train.device)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
-        for engine in feeds.ids:
-            self._note_key(engine)
         self._file = StatusFile(run_dir, feed.id)
         self._events = EventLog(run_dir, feed.id, open_tracing("trainer"))
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
@@ -193,7 +191,6 @@ class Sidecar:
         changes = self.feeds.poll()
         for engine in changes.joined:
             self._events.add("joined", engine=engine)
-            self._note_key(engine)
         for engine, why in changes.left.items():
             self._served.forget(engine)
             self._events.add("left", engine=engine, reason=why)
@@ -209,11 +206,6 @@ class Sidecar:
         self._admin.poll(self._operator.carry_out)
         self._update_status()
         return not self._stopping and len(self.feeds) > 0
-
-    def _note_key(self, engine: str) -> None:
-        key = self.feeds.feed(engine).manifest.tenant_key_id
-        if key not in ("", *self.status.tenant_keys):
-            self.status.tenant_keys.append(key)
 
     def _observe(self, request: ServedRequest, now: float) -> None:
         self.status.requests += 1
@@ -424,6 +416,7 @@ class Sidecar:
         found = deployment.snapshot()
         status.canary, status.engines = found["canary"], found["engines"]
         status.feeds = self.feeds.stats()
+        status.tenant_keys = sorted(self.feeds.tenant_keys)
         status.failed_writes = self._file.failed_writes + self._events.failed_writes
         self._file.write(status, force=True)
 

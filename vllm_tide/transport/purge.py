@@ -29,11 +29,7 @@ from typing import Any, Literal
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.rendezvous import (
-    prepare_run_dir,
-    read_manifests,
-    write_private,
-)
+from vllm_tide.transport.rendezvous import prepare_run_dir, write_private
 from vllm_tide.transport.small_file import read_small
 
 logger = logging.getLogger("vllm_tide.purge")
@@ -212,7 +208,7 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
 
     What a relay left that was killed is removed.
     """
-    found = {Keeper("trainer", pid) for pid in _live_trainers(run_dir)}
+    found = {Keeper("trainer", pid) for pid in live_trainers(run_dir)}
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(OSError):
             holder, updated = _announced(path)
@@ -225,22 +221,15 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
     return found
 
 
-def key_ids(run_dir: Path) -> set[str]:
-    """Keys by which live engines name tenants, and live trainers' data are named."""
-    found = {manifest.tenant_key_id for manifest in read_manifests(run_dir)}
-    return found.union(*_live_trainers(run_dir).values()) - {""}
-
-
-def _live_trainers(run_dir: Path) -> dict[int, set[str]]:
-    """By pid: `TrainerStatus.tenant_keys`."""
+def live_trainers(run_dir: Path) -> dict[int, set[str]]:
+    """`TrainerStatus.tenant_keys` of trainers that work, by pid."""
     found = {}
     for path in run_dir.glob("trainer-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             status = json.loads(read_small(path))
             age_s = time.time() - float(status["updated_unix"])
             if status["state"] not in _GONE and age_s < FRESH_S:
-                keys = set(map(str, status.get("tenant_keys", ())))
-                found[int(status["pid"])] = keys
+                found[int(status["pid"])] = set(map(str, status.get("tenant_keys", ())))
     return found
 
 

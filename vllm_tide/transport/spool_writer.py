@@ -309,17 +309,6 @@ def purge_records(
     return removed
 
 
-def key_ids(store: Store) -> set[str]:
-    """Keys by which the tenants in the spool were named.
-
-    Raises:
-        TransportError: If the spool cannot be used.
-    """
-    folders = [EngineFolder(store, engine) for engine in engine_ids(store)]
-    held = [f.read_engine() for f in folders if store.sizes(f.path(RECORDS))]
-    return {entry.manifest.tenant_key_id for entry in held if entry is not None} - {""}
-
-
 def _doomed(
     folder: EngineFolder, name: str, tenant: int | None, before_unix: float | None
 ) -> bool | None:

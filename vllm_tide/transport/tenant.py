@@ -50,10 +50,11 @@ def key_id(key: bytes) -> str:
 def tenant_key(
     run_dir: Path, state_dir: str | None = None, *, create: bool = True
 ) -> bytes:
-    """The key, made by the first engine; one of earlier versions is moved here.
+    """The key, made by the first engine.
 
     Args:
-        run_dir: Run directory, where it lay once, and lies where there is no home.
+        run_dir: Run directory: a key that lies there is moved, and where there is no
+            home it stays.
         state_dir: `tide.train.state_dir`.
         create: Make it when it is not there.
 
