@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.draft.rollout import counterfactual, rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.rollout import rollout_logits
 from vllm_tide.train.branch_rows import BranchPlan, num_branch_rows, plan_branches
 from vllm_tide.train.masks import Plan, plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
@@ -76,31 +76,6 @@ def run(
         attention=attention,
     )
     return [draft.logits(x, w) for x in outputs]
-
-
-def counterfactual(
-    tokens: Tensor,
-    features: Tensor,
-    row: int,
-    branch_tokens: Tensor,
-    branch_features: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The sequence in which a rejected branch was accepted (eagle3-training.md c.8).
-
-    Args:
-        tokens: Integer [S].
-        features: [S, A*H].
-        row: Row a, the last committed one before the rejection.
-        branch_tokens: Integer [m], b_1..b_m.
-        branch_features: [m, A*H], target features at a + 1..a + m on the branch.
-
-    Returns:
-        Tokens [a + 1 + m] and features [a + 1 + m, A*H]. Branch row j is row a + j.
-    """
-    return (
-        torch.cat([tokens[: row + 1], branch_tokens.to(tokens.dtype)]),
-        torch.cat([features[: row + 1], branch_features]),
-    )
 
 
 def expected_rows(

@@ -202,7 +202,7 @@ class SchedulerTide:
 
 @cache
 def _capped(kind: type) -> type:
-    """Requests of vLLM's that keep no more drafts than `tide_k_max`, whoever sets them."""
+    """Requests of vLLM's that keep `tide_k_max` drafts at most, whoever sets them."""
 
     def cut(request: Any, drafts: list[int]) -> None:
         request.tide_drafts = drafts[: request.tide_k_max]

@@ -53,8 +53,8 @@ def tenant_key(
     """The key, made by the first engine.
 
     Args:
-        run_dir: Run directory: a key that lies there is moved, and where there is no
-            home it stays.
+        run_dir: Run directory: a key that lies there is moved, and where
+            `state_dir` or the user's home cannot be written it stays.
         state_dir: `tide.train.state_dir`.
         create: Make it when it is not there.
 
@@ -73,8 +73,6 @@ def tenant_key(
         try:
             _provide(path, before)
         except OSError:
-            if state_dir:
-                raise
             path = prepare_run_dir(run_dir) / _FILE
             _provide(path, before)
             logger.warning(
