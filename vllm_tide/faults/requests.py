@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -140,7 +138,7 @@ async def exhaust_kv(scene: Scene, rng: random.Random) -> None:
 
 async def lost_key(scene: Scene, rng: random.Random) -> None:
     """The tenants' key is gone, or another: a purge by name fails, capture goes on."""
-    path = Path(os.environ["XDG_STATE_HOME"]) / "vllm_tide" / "tenants.key"
+    path = scene.run_dir / "state" / "vllm_tide" / "tenants.key"  # see command.py
     key, rows = path.read_text(), (await scene.reading()).get(ROWS, 0)
     scene.struck()
     path.unlink()
@@ -161,15 +159,13 @@ async def client_limit(scene: Scene, rng: random.Random) -> None:
     scene.struck()
     for _ in range(TRIES):
         rates = []
-        for extra in ({}, {"tide_slo_tpot_ms": step_ms}):
-            tokens = (await scene.reading()).get(TOKENS, 0)
-            began = time.monotonic()
-            for _ in range(12):
-                if wrong := await scene.load.request(
-                    scene.load.ask(), {"vllm_xargs": extra}
-                ):
-                    raise NotRecovered(wrong)
-            tokens = (await scene.reading()).get(TOKENS, 0) - tokens
+        for said in ({}, {"tide_slo_tpot_ms": step_ms}):
+            ask, extra = scene.load.ask, {"vllm_xargs": said}
+            began, before = time.monotonic(), (await scene.reading()).get(TOKENS, 0)
+            wrong = [await scene.load.request(ask(), extra) for _ in range(12)]
+            if any(wrong):
+                raise NotRecovered(max(wrong))
+            tokens = (await scene.reading()).get(TOKENS, 0) - before
             rates.append(tokens / (time.monotonic() - began))
         if rates[1] > 0.8 * rates[0]:
             return
