@@ -158,8 +158,11 @@ def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
     known = {m.tenant_key_id for m in live}.union(
         *purge.live_trainers(run_dir).values()
     )
-    for folder in [EngineFolder(store, i) for i in engine_ids(store)] if store else ():
-        if store.sizes(folder.path("records")) and (entry := folder.read_engine()):
+    folders = [EngineFolder(store, i) for i in engine_ids(store)] if store else []
+    for folder in folders:
+        if folder.store.sizes(folder.path("records")) and (
+            entry := folder.read_engine()
+        ):
             known.add(entry.manifest.tenant_key_id)
     if others := known - {"", mine}:
         raise TransportError(

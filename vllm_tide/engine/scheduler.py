@@ -117,7 +117,8 @@ class SchedulerTide:
         request.tide_k_max = cap = length_cap(params, self._longest)
         self._malformed_caps += cap is None
         if cap is not None:
-            request.__class__, request.spec_token_ids = _capped(type(request)), []
+            kind: Any = type(request)
+            request.__class__, request.spec_token_ids = _capped(kind), []
 
     def _leave_old_kv(self) -> None:
         """Find no block again that the draft before has written, or remember them.
@@ -201,7 +202,7 @@ class SchedulerTide:
 
 
 @cache
-def _capped(kind: type) -> type:
+def _capped(kind: Any) -> Any:
     """Requests of vLLM's that keep `tide_k_max` drafts at most, whoever sets them."""
 
     def cut(request: Any, drafts: list[int]) -> None:

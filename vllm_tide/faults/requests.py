@@ -160,7 +160,7 @@ async def client_limit(scene: Scene, rng: random.Random) -> None:
     for _ in range(TRIES):
         rates = []
         for said in ({}, {"tide_slo_tpot_ms": step_ms}):
-            ask, extra = scene.load.ask, {"vllm_xargs": said}
+            ask, extra = scene.load.ask, dict[str, object](vllm_xargs=said)
             began, before = time.monotonic(), (await scene.reading()).get(TOKENS, 0)
             wrong = [await scene.load.request(ask(), extra) for _ in range(12)]
             if any(wrong):
