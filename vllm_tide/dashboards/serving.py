@@ -409,8 +409,9 @@ CAPTURE = Row(
         Panel(
             "Rows not captured",
             "Per second, by reason. ring_full: the trainer does not keep up; "
-            "ids_only: it asked for no more; paused: nothing left the engine; consent_off, opted_out, malformed_*, not_opted_in, "
-            "salted, unsupported_input and not_sampled count requests.",
+            "ids_only: it asked for no more; paused: nothing left the engine; "
+            "consent_off, unknown_key, opted_out, malformed_*, not_opted_in, salted, "
+            "unsupported_input and not_sampled count requests.",
             "none",
             (
                 Query(
