@@ -180,8 +180,9 @@ class TrainConfig(_Section):
     )
     state_dir: str | None = Field(
         None,
-        description="Where the last good head and checkpoints are kept; null means "
-        "`heads` in the run directory.",
+        description="Where the last good head, checkpoints and the tenants' key are "
+        "kept; null means `heads` in the run directory, and the key in the user's "
+        "state directory.",
     )
     checkpoint_cycles: Annotated[int, Field(ge=0)] = Field(
         0,

@@ -62,6 +62,8 @@ def tenant_key(
         TransportError: If the directory is unfit, or the file damaged or not there.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if not os.path.isabs(home):  # there is none
+        home = str(run_dir)
     folder = Path(state_dir).expanduser() if state_dir else Path(home, "vllm_tide")
     path, before = folder / _FILE, run_dir / _FILE
     if not (create or path.exists() or before.exists()):
@@ -73,11 +75,11 @@ def tenant_key(
         try:
             _provide(path, before)
         except OSError:
-            path = prepare_run_dir(run_dir) / _FILE
-            _provide(path, before)
-            logger.warning(
-                "%s may not outlive a reboot: set tide.train.state_dir", path
-            )
+            if not path.exists():  # else another start has just moved it
+                path = prepare_run_dir(run_dir) / _FILE
+                _provide(path, before)
+                said = "%s may not outlive a reboot: set tide.train.state_dir"
+                logger.warning(said, path)
         if path.stat().st_uid != os.geteuid():
             raise TransportError(f"{path} is another user's: remove it")
         key = bytes.fromhex(path.read_text(encoding="ascii"))
