@@ -23,6 +23,7 @@ class FakeFeed:
 
     def __init__(self, name, sizes=(), latest=0):
         self.id, self.latest_version = name, latest
+        self.manifest = SimpleNamespace(tenant_key_id="")
         self.queue = deque(SimpleNamespace(num_rows=size) for size in sizes)
         self.sent, self.fail, self.dead = {}, "", False
         self.collect, self.closed, self.beats = None, False, 0
