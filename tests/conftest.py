@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,10 @@ os.environ.setdefault(
     "VLLM_CACHE_ROOT",
     str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm"),
 )
+
+# The tenants' key would else be made in the user's home.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tide_state_")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
 LONGEST = ("control", "v2", "swap", "architectures", "capture_oracle", "export")

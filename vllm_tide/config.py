@@ -186,8 +186,9 @@ class TrainConfig(_Section):
     )
     state_dir: str | None = Field(
         None,
-        description="Where the last good head and checkpoints are kept; null means "
-        "`heads` in the run directory.",
+        description="Where the last good head, checkpoints and the tenants' key are "
+        "kept; null means `heads` in the run directory, and the key in the user's "
+        "state directory.",
     )
     checkpoint_cycles: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -324,7 +325,13 @@ class ControlConfig(_Section):
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="Limit of a request's time per output token (ms), kept where a "
-        "length exists that keeps it; a request may bring its own, tide_slo_tpot_ms.",
+        "length exists that keeps it.",
+    )
+    client_slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Least limit that a request may bring (ms, tide_slo_tpot_ms), "
+        "smaller ones are raised to it; null: requests bring none. They cost a batch a "
+        "tenth of its tokens per second at most (adaspec only).",
     )
     min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
         0.02,

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 LABELS = ("model_name", "engine")
+CAPTURE_ON = "capture_on"
 
 # name -> (help, key of the report)
 COUNTERS = {
@@ -54,16 +55,23 @@ COUNTERS = {
         "round_seconds",
     ),
     "vllm_tide:malformed_slo": (
-        "Requests whose tide_slo_tpot_ms was no positive number.",
+        "Requests whose tide_slo_tpot_ms was no positive number, or tide_k_max no "
+        "length.",
         "malformed_slo",
+    ),
+    "vllm_tide:client_limits_left_out": (
+        "Steps that left out the TPOT limits of clients, which would have cost the "
+        "batch more than a tenth of its tokens per second.",
+        "limits_left_out",
     ),
 }
 # name -> (help, key of the report, label)
 COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
-        "Rows (requests for consent_off, opted_out, malformed_opt_out, not_opted_in, "
-        "salted, unsupported_input, malformed_tenant and not_sampled) that were not "
-        "captured, by reason; paused: the trainer asked for none.",
+        "Rows (requests for consent_off, unknown_key, opted_out, malformed_opt_out, "
+        "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
+        "that were not captured, by reason; ids_only: only their token ids were; "
+        "paused: nothing was, capture is paused or off.",
         "dropped",
         "reason",
     ),
@@ -121,6 +129,10 @@ GAUGES = {
     "vllm_tide:ring_consumer_alive": (
         "1 while a trainer reads the ring.",
         "consumer_alive",
+    ),
+    "vllm_tide:capture_on": (
+        "1 while capture is on, 0 while it is paused or off; absent without capture.",
+        CAPTURE_ON,
     ),
     "vllm_tide:control_suspended_seconds": (
         "Time until control, left out after a fault, drafts again (seconds); 0 while "
@@ -223,8 +235,9 @@ class TideProm:
         self._longest: dict[int, float] = {}
         self._totals: dict[tuple[int, str, str], float] = {}
         for labels in self._labels.values():
-            for metric in (*self._counters.values(), *self._gauges.values()):
-                metric.labels(*labels)
+            for key, metric in (self._counters | self._gauges).items():
+                if key != CAPTURE_ON:
+                    metric.labels(*labels)
             self._swap_seconds.labels(*labels)
 
     def observe(self, stats: dict[str, Any], engine: int = 0) -> None:

@@ -48,7 +48,11 @@ TRAIN = {"min_gain": 10.0, "min_new_tokens": 512, "steps_per_cycle": 16}
 # `tide.control`, clients, size of the target (for a small one drafting never pays).
 SERVERS = (
     ({}, 3, []),
-    ({"policy": "adaspec", "calibrate": False}, 1, ["90m"]),
+    (
+        {"policy": "adaspec", "calibrate": False, "client_slo_tpot_ms": 0.01},
+        1,
+        ["90m"],
+    ),
 )
 LEARNING, CONTROLLED = range(2)
 PLANTS = []  # server, function, names of the alerts, further knobs of `_plant`

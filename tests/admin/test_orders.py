@@ -10,6 +10,7 @@ from tests.train.test_deployment import events, published_once, serve
 from tests.train.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
 from vllm_tide.train.deployment import master_of
+from vllm_tide.transport.ring_format import Collect
 
 
 @pytest.fixture
@@ -106,12 +107,15 @@ def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
     assert sidecar._tick() and sidecar._may_train()
     assert order(sidecar, "pause") == {"ok": True, "paused": True, "was_paused": False}
     assert not sidecar._may_train() and not sidecar._tick_in_cycle()
-    assert not engine.ring.collect
+    assert engine.ring.wish is Collect.NOTHING
     sidecar._update_status(force=True)
     assert not sidecar.status.schedule["collecting"]
     sidecar.feeds.close()
+    assert engine.ring.wish is Collect.NOTHING
     again = attach(engine)
-    assert again._tick() and not again._may_train() and not engine.ring.collect
+    assert (
+        again._tick() and not again._may_train() and engine.ring.wish is Collect.NOTHING
+    )
     answer = order(again, "resume")
     assert answer == {"ok": True, "paused": False, "was_paused": True}
     assert engine.ring.collect

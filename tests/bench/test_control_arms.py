@@ -52,6 +52,7 @@ def test_every_tide_section_is_valid(name):
 def test_knobs_given_go_to_tide_arms_and_do_not_undo_the_ablation():
     arm = make_arm("adaspec_drafter", {"min_gain": 0.1, "verify": True})
     assert arm.control == {
+        "client_slo_tpot_ms": 1e-3,  # of arms with a scale
         "min_gain": 0.1,
         "verify": False,
         "policy": "adaspec",

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from tests.draft.rollout import rollout
 from tests.train.toys import HIDDEN, VOCAB, config
 from vllm_tide.draft.config import Rope
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.rollout import rollout
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.masks import plan_steps
 from vllm_tide.train.packing import pack

@@ -22,10 +22,13 @@ from tests.e2e.test_serve import (
     trainers,
 )
 from vllm_tide.bench.server import ServerOptions, VllmServer
-from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.config import parse_tide
 from vllm_tide.transport.rendezvous import read_manifests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
+
+# What a request may say beside, else nothing is set.
+TIDE = {"control": {"client_slo_tpot_ms": 0.0001}}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         "method": "eagle3",
         "model": str(toys.make_draft(folder / "draft", target)),
         "num_speculative_tokens": 5,
-        "tide": {},
+        "tide": TIDE,
     }
     options = ServerOptions(
         venv=VENV,
@@ -59,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 def test_nothing_set_runs_every_part(server):
     run_dir = server.options.model.parent / "run"
     (manifest,) = read_manifests(run_dir)
-    assert parse_tide(manifest.tide) == TideConfig()
+    assert parse_tide(manifest.tide) == parse_tide(TIDE)
     assert manifest.tide["control"]["policy"] == "adaspec"
     deadline = time.monotonic() + 120  # it imports Torch first
     while time.monotonic() < deadline and not list(run_dir.glob("trainer-*.json")):

@@ -19,6 +19,7 @@ from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import counted, drain, floats
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.ring_format import Collect
 
 pytestmark = pytest.mark.vllm
 
@@ -202,18 +203,18 @@ def test_rows_become_light_while_the_trainer_pauses(models, started):
     engine, reader = started("both")
     full_report = engine.work(PROMPTS[:3], **work)
     full = [r for r in drain(reader) if r.num_rows]
-    reader.set_collect(False)
+    reader.set_collect(Collect.LIGHT)
     report = engine.work(PROMPTS[:3], **work)
     light = [r for r in drain(reader) if r.num_rows]
-    reader.set_collect(True)
+    reader.set_collect(Collect.FULL)
     again = engine.work(PROMPTS[:3], **work)
     last = [r for r in drain(reader) if r.num_rows]
     assert report["faults"] == {}
     assert report["tokens"] == full_report["tokens"] == again["tokens"]
     assert not any(r.light for r in full + last) and all(r.light for r in light)
     assert report["rows"] == full_report["rows"]
-    assert report["dropped"]["paused"] == sum(r.num_rows for r in light)
-    assert again["dropped"]["paused"] == report["dropped"]["paused"]
+    assert report["dropped"]["ids_only"] == sum(r.num_rows for r in light)
+    assert again["dropped"]["ids_only"] == report["dropped"]["ids_only"]
     for r in light:
         assert r.features.shape == (r.num_rows, 0)
         assert r.teacher_hidden is r.teacher_topk_ids is None

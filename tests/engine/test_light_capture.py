@@ -13,6 +13,7 @@ from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingReader, RingSpec, RingWriter
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.tenant import KEY_BYTES, tenant_id
 
 HIDDEN, VOCAB, ROWS, TOPK = 4, 50, 16, 3
@@ -96,7 +97,7 @@ def step():
 @pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
 def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teacher):
     full, light = step(teacher), step(teacher)
-    light.reader.set_collect(False)
+    light.reader.set_collect(Collect.LIGHT)
     left_out = {"key", "features", "teacher_start"} | {
         f.name for f in fields(Record) if f.name.startswith("teacher_")
     }
@@ -115,7 +116,7 @@ def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teach
     assert [r.num_accepted for r in verify] == [1, 1]
     assert verify[0].token_ids.tolist() == [5, 6, 7, 8]
     assert full.capture.dropped == {"placeholder": 2, "prefix_cached": 22}
-    assert light.capture.dropped == {"placeholder": 2, "paused": 18}
+    assert light.capture.dropped == {"placeholder": 2, "ids_only": 18}
     assert (full.capture.rows, light.capture.rows) == (18, 0)
     assert full.capture.requests == light.capture.requests == 2
 
@@ -125,7 +126,7 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
     step, teacher, monkeypatch
 ):
     one = step(teacher)
-    one.reader.set_collect(False)
+    one.reader.set_collect(Collect.LIGHT)
 
     def never(*_args, **_kwargs):
         raise AssertionError("work was done for rows nobody wants")
@@ -138,22 +139,22 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
 def test_features_are_not_needed_for_light_records(step):
     one = step()
     assert [r for r in one.run(aux=False) if r.num_rows] == []
-    one.reader.set_collect(False)
+    one.reader.set_collect(Collect.LIGHT)
     assert len([r for r in one.run(aux=False) if r.num_rows]) == 4
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [Collect.FULL, Collect.LIGHT])
 @pytest.mark.parametrize("teacher", ["topk", "both"])
 def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, teacher, first):
     one = step(teacher)
     one.reader.set_collect(first)
     one.capture.on_logits(one.logits)
-    one.reader.set_collect(not first)
+    one.reader.set_collect(Collect.LIGHT if first is Collect.FULL else Collect.FULL)
     one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
     assert one.ring.drops == {}
     for _ in "ab":
         record = one.reader.read()
-        assert record.light is first
+        assert record.light is (first is Collect.FULL)
         assert record.teacher_topk_ids is None
         assert record.teacher_start == record.num_rows
 
@@ -191,3 +192,31 @@ def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
         one.reader.read()
         record = one.reader.read()
         assert np.isnan(record.draft_probs).all() == resumed
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+def test_in_a_pause_nothing_leaves_and_running_requests_end(step, teacher):
+    one = step(teacher)
+    one.capture.on_logits(one.logits)
+    one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+    assert all(one.reader.read().num_rows for _ in "ab")
+    one.reader.set_collect(Collect.NOTHING)
+    ended = one.run()  # two steps, and the requests' end
+    assert [(r.finished, r.num_rows, len(r.token_ids)) for r in ended] == [
+        (True, 0, 0),
+        (True, 0, 0),
+    ]
+    assert one.capture.dropped["paused"] == 20
+    one.runner.input_batch.req_ids = ["c", "d"]
+    one.runner.requests |= {
+        "c": one.runner.requests["a"],
+        "d": one.runner.requests["b"],
+    }
+    one.output.scheduled_spec_decode_tokens = {"d": [6, 7, 8, -1]}
+    assert one.run() == []  # they began in the pause: no record ever
+    assert one.capture.dropped["paused"] == 40
+    one.reader.set_collect(Collect.FULL)
+    assert one.run() == []
+    one.capture.forget(["c", "d"])
+    assert len([r for r in one.run() if r.num_rows]) == 4  # others of these names
+    assert one.capture.rows == 27

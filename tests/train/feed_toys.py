@@ -25,6 +25,7 @@ class FakeFeed:
 
     def __init__(self, name, sizes=(), latest=0):
         self.id, self.latest_version = name, latest
+        self.manifest = SimpleNamespace(tenant_key_id="")
         self.queue = deque(make_light(SPEC, num_rows=size) for size in sizes)
         self.spec = SPEC
         self.sent, self.fail, self.dead = {}, "", False

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.draft.rollout import counterfactual, rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.rollout import counterfactual, rollout_logits
 from vllm_tide.train.branch_rows import BranchPlan, num_branch_rows, plan_branches
 from vllm_tide.train.masks import Plan, plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch

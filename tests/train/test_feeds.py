@@ -17,6 +17,7 @@ from vllm_tide.train.feeds import (
     Feeds,
 )
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.ring_format import Collect
 
 # Fair shares
 
@@ -150,12 +151,12 @@ def test_an_engine_that_cannot_be_opened_is_tried_again(caplog):
 def test_who_joins_later_is_told_what_is_collected():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, source = feeds_of(a)
-    feeds.set_collect(False)
+    feeds.set_collect(Collect.LIGHT)
     source.feeds["b"] = b
     look(feeds)
-    assert (a.collect, b.collect) == (False, False)
-    feeds.set_collect(True)
-    assert (a.collect, b.collect) == (True, True)
+    assert (a.collect, b.collect) == (Collect.LIGHT, Collect.LIGHT)
+    feeds.set_collect(Collect.FULL)
+    assert (a.collect, b.collect) == (Collect.FULL, Collect.FULL)
 
 
 # Values

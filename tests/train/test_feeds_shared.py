@@ -32,6 +32,7 @@ from vllm_tide.train.feeds import (
     open_feeds,
 )
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_heads import encode_head, latest_head, write_head
 from vllm_tide.transport.spool_store import open_store
@@ -91,7 +92,7 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     a.weights.report(version)
     told = feeds.versions()
     assert (told["a"].installed, told["b"].installed) == (1, 0)
-    feeds.set_collect(False)
+    feeds.set_collect(Collect.LIGHT)
     assert not a.ring.collect
     assert not b.ring.collect
     # A trainer that comes after this one goes on from the head.
@@ -163,12 +164,23 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     told = feed.feedback()
     assert (told.installed_version, told.swap_pause_ms_last) == (1, 2.0)
     assert told.engine_alive
-    feed.set_collect(False)
+    feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
-    assert not s.engine.ring.collect
+    assert s.engine.ring.wish is Collect.NOTHING
     assert feed.latest().version == 1
     feed.close()
+    s.step()
+    assert s.engine.ring.wish is Collect.NOTHING  # the pause outlives the trainer
+    again = SpoolFeed(s.store, "a", threaded=False)
+    again.heartbeat()
+    s.step()
+    assert s.engine.ring.wish is Collect.NOTHING
+    again.set_collect(Collect.FULL)
+    again.heartbeat()
+    s.step()
+    assert s.engine.ring.collect
+    again.close()
     s.relay.close()
 
 

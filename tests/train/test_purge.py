@@ -28,7 +28,7 @@ from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retrac
 from vllm_tide.transport.spool import EngineFolder
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import SpoolWriter
-from vllm_tide.transport.tenant import tenant_id, tenant_key
+from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 
 MARKER = 0x5EC7E7
 KNOBS = {
@@ -139,17 +139,26 @@ def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
     assert caplog.text.count("is no purge request") == 1
 
 
+@pytest.fixture(autouse=True)
+def state(tmp_path_factory, monkeypatch):
+    """Where the tenants' key lies."""
+    path = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(path))
+    return path / "vllm_tide"
+
+
 def test_a_run_dir_that_is_gone_has_no_requests(tmp_path):
     inbox = PurgeInbox(tmp_path / "gone")
     assert inbox.pending() == []
     inbox.done(purge.PurgeRequest("x", None, 0.0), {})
 
 
-def status(run_dir, name="e", state="waiting", age_s=0.0, pid=None):
+def status(run_dir, name="e", state="waiting", age_s=0.0, pid=None, keys=()):
     fields = {
         "pid": os.getpid() if pid is None else pid,
         "state": state,
         "updated_unix": time.time() - age_s,
+        "tenant_keys": list(keys),
     }
     (run_dir / f"trainer-{name}.json").write_text(json.dumps(fields))
 
@@ -217,9 +226,46 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
     assert not list(tmp_path.glob("purge*"))
 
 
+def test_a_name_is_refused_where_another_key_has_named_the_tenants(
+    tmp_path, capsys, state
+):
+    """The key was lost, and an engine that started since has made another."""
+    run_dir, where = tmp_path / "trainer", ["--spool", str(tmp_path / "spool")]
+    before = tenant_key(run_dir)
+    tenant = tenant_id("acme", before)
+    engine = ToyEngine(tmp_path, "e1", tenant_key_id=key_id(before))
+    store = open_store(str(tmp_path / "spool"))
+    record = replace(make_record(engine.spec, 1), tenant=tenant)
+    assert engine.ring.try_write(record)
+    relay = engine.relay(store)
+    relay.tick()
+    relay._writer.flush()
+    relay.close()
+    engine.close()
+    (state / "tenants.key").unlink()
+    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_ERROR
+    assert "no engine has named tenants" in capsys.readouterr().err
+    now = tenant_key(run_dir)
+    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_ERROR
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert "the tenants' key is another one" in said.err
+    assert key_id(before) in said.err and key_id(now) in said.err
+    assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
+    # The same where only a trainer's buffers hold such data.
+    run_dir.mkdir(exist_ok=True)
+    assert call(run_dir, "--tenant", "acme") == command.EXIT_UNANSWERED
+    status(run_dir, keys=[key_id(before)])
+    assert call(run_dir, "--tenant", "acme") == command.EXIT_ERROR
+    (run_dir / "trainer-e.json").unlink()
+    assert call(run_dir, "--tenant-id", f"{tenant:016x}", *where) == 1
+    assert tenants_in(store) == set()
+    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_UNANSWERED
+
+
 def test_the_command_takes_an_id_and_everything(tmp_path):
     status(tmp_path)
-    for more, wanted in ((["--tenant-id", "00ff"], 255), ([], None)):
+    for more, wanted in ((["--tenant-id", "00ff"], 255), (["--all"], None)):
         seen: list[int | None] = []
         trainer = threading.Thread(target=answering, args=(tmp_path, seen))
         trainer.start()
@@ -237,7 +283,7 @@ def test_the_command_removes_shards_of_a_spool(tmp_path, capsys):
     run_dir, spool = tmp_path / "run", str(tmp_path / "spool")
     call(run_dir, "--tenant-id", "ff", "--spool", spool)
     assert "spool: removed 1 shards" in capsys.readouterr().out
-    call(run_dir, "--spool", spool)
+    call(run_dir, "--all", "--spool", spool)
     assert "spool: removed 2 shards" in capsys.readouterr().out
 
 
@@ -381,7 +427,7 @@ def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
 
 
 def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
-    assert call(tmp_path) == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all") == command.EXIT_UNANSWERED
     err = capsys.readouterr().err
     assert "no trainer is running" in err
     assert "no relay" in err
@@ -390,13 +436,14 @@ def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
 
 def test_a_trainer_that_does_not_answer_is_named(tmp_path, capsys):
     status(tmp_path, pid=4242)
-    assert call(tmp_path, "--timeout", "0.1") == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_UNANSWERED
     assert "trainer 4242 has not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
+        ((), "whose data? give --tenant NAME, --tenant-id HEX, or --all"),
         (("--tenant", "acme"), "no engine has named tenants"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
         (("--tenant-id", "1" * 17), "no id of 64 bits"),

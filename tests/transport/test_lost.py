@@ -12,6 +12,7 @@ from vllm_tide.train.feed_ring import RingFeed
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES, WORDS_AT
 from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.shm import SHM_DIR, orphaned
 from vllm_tide.transport.weights import WeightsWriter
 
@@ -124,14 +125,14 @@ def feed(engine, monkeypatch):
 
 
 def test_a_feed_follows_its_engine_to_another_ring(engine, feed):
-    feed.set_collect(False)
+    feed.set_collect(Collect.LIGHT)
     os.truncate(f"{SHM_DIR}/{engine.ring.name}", 0)
     feed.heartbeat()
     assert feed.read(8) == [] and feed.alive()
     ring = engine.new_ring()
     engine.replace(ring=ring.name)
     feed.heartbeat()
-    assert ring.stats().consumer_alive and not ring.collect
+    assert ring.stats().consumer_alive and ring.wish is Collect.LIGHT
     assert ring.try_write(make_record(SPEC, 5))
     assert [record.draft_version for record in feed.read(8)] == [5]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.transport.samples import identity, make_light, make_record, make_spec
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
 from vllm_tide.transport.process import HEARTBEAT_TIMEOUT_NS
-from vllm_tide.transport.ring_format import Word
+from vllm_tide.transport.ring_format import Collect, Word
 from vllm_tide.transport.shm import SHM_DIR
 
 
@@ -287,15 +287,27 @@ def test_a_consumer_that_lost_its_claim_stops_reading(ring_pair):
 def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
-    reader.set_collect(False)
-    assert not writer.collect
+    reader.set_collect(Collect.LIGHT)
+    assert writer.wish is Collect.LIGHT and not writer.collect
     reader.close()
-    assert not writer.collect
+    assert writer.wish is Collect.LIGHT
     reader = RingReader.attach(writer.name)
     assert writer.collect  # a new consumer wants rows
-    reader.set_collect(False)
-    reader.set_collect(True)
+    reader.set_collect(Collect.LIGHT)
+    reader.set_collect(Collect.FULL)
     assert writer.collect
+    reader.close()
+
+
+def test_a_pause_outlives_the_consumer_that_said_so(ring_pair):
+    writer, reader = ring_pair(make_spec())
+    reader.set_collect(Collect.NOTHING)
+    reader.close()
+    reader = RingReader.attach(writer.name)
+    reader.heartbeat()
+    assert writer.wish is Collect.NOTHING
+    reader.set_collect(Collect.FULL)
+    assert writer.wish is Collect.FULL
     reader.close()
 
 
@@ -308,12 +320,12 @@ def test_rows_are_collected_before_the_first_consumer():
 
 def test_a_damaged_wish_is_repaired_by_the_consumers_heartbeat(ring_pair):
     writer, reader = ring_pair(make_spec())
-    for wanted in (False, True):
+    for wanted in Collect:
         reader.set_collect(wanted)
-        reader._segment.store(Word.COLLECT, 2**64 - 1 if not wanted else 0)
-        assert writer.collect is not wanted
+        reader._segment.store(Word.COLLECT, 2**64 - 1)
+        assert writer.wish is Collect.NOTHING  # in doubt nothing leaves
         reader.heartbeat()
-        assert writer.collect is wanted
+        assert writer.wish is wanted
 
 
 def test_a_consumer_that_lost_its_claim_says_nothing(ring_pair):
@@ -324,7 +336,7 @@ def test_a_consumer_that_lost_its_claim_says_nothing(ring_pair):
     other = Holder(parent, start_time(parent), pid_namespace())
     reader._segment.store(Word.CONSUMER, other.word)
     reader.heartbeat()
-    reader.set_collect(False)
+    reader.set_collect(Collect.LIGHT)
     assert writer.collect
     reader._segment.store(Word.CONSUMER, 0)
     reader.heartbeat()
@@ -339,7 +351,7 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     assert not writer.try_write(make_record(spec))
     writer.heartbeat()
     reader.heartbeat()
-    reader.set_collect(True)
+    reader.set_collect(Collect.FULL)
     assert not writer.collect
     assert reader.read() is None
     assert writer.drops["truncated"] == writer.stats().dropped_records == 1

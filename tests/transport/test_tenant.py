@@ -7,7 +7,7 @@ import pytest
 
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, tenant_id, tenant_key
+from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, key_id, tenant_id, tenant_key
 
 KEY = bytes(range(KEY_BYTES))
 
@@ -21,17 +21,48 @@ def test_an_id_follows_from_the_name_and_the_key_alone():
     assert not ids & {tenant_id(name, KEY[::-1]) for name in names}
 
 
-def test_the_key_is_made_once_and_kept_private(tmp_path):
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    """Where the key lies."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "vllm_tide"
+
+
+def test_the_key_is_made_once_and_kept_private(tmp_path, state):
     run_dir = tmp_path / "run"
     with pytest.raises(TransportError, match="no engine has named tenants.*--run-dir"):
         tenant_key(run_dir, create=False)
-    assert not run_dir.exists()
+    assert not run_dir.exists() and not state.exists()
     key = tenant_key(run_dir)
     assert len(key) == KEY_BYTES
     assert tenant_key(run_dir) == tenant_key(run_dir, create=False) == key
-    (file,) = run_dir.iterdir()
+    assert not run_dir.exists()  # which a reboot would empty
+    (file,) = state.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert tenant_key(tmp_path / "other") != key
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert tenant_key(tmp_path / "other") == key
+    assert key_id(key) == key_id(key) != key_id(key[::-1])
+    own = tenant_key(run_dir, str(tmp_path / "own"))
+    assert own != key and (tmp_path / "own" / "tenants.key").exists()
+
+
+def test_a_key_of_earlier_versions_is_moved(tmp_path, state):
+    old = tmp_path / "tenants.key"
+    old.write_text("07" * KEY_BYTES)
+    assert tenant_key(tmp_path, create=False) == b"\x07" * KEY_BYTES
+    assert not old.exists()
+    old.write_text("08" * KEY_BYTES)  # another: the one that is used stays
+    assert tenant_key(tmp_path) == b"\x07" * KEY_BYTES
+    assert old.exists()
+
+
+def test_without_a_home_the_key_lies_in_the_run_directory(tmp_path, state, caplog):
+    state.parent.write_text("no directory")
+    key = tenant_key(tmp_path / "run")
+    assert tenant_key(tmp_path / "run", create=False) == key
+    assert (tmp_path / "run" / "tenants.key").exists()
+    assert "may not outlive a reboot: set tide.train.state_dir" in caplog.text
+    assert tenant_key(tmp_path / "run", str(state)) == key
 
 
 def test_engines_that_start_at_once_get_one_key(tmp_path):
@@ -51,7 +82,7 @@ def test_engines_that_start_at_once_get_one_key(tmp_path):
 @pytest.mark.parametrize("content", ["", "zz", "00ff", "ü"])
 def test_a_damaged_key_is_refused(tmp_path, content):
     tenant_key(tmp_path)
-    (tmp_path / "tenants.key").write_text(content, encoding="utf-8")
+    (tmp_path / "home/vllm_tide/tenants.key").write_text(content, encoding="utf-8")
     with pytest.raises(TransportError, match="damaged: remove it"):
         tenant_key(tmp_path)
 
@@ -94,3 +125,15 @@ def test_what_is_no_name_is_not_captured(odd):
 def test_without_a_shared_key_nobody_can_look_a_name_up():
     first, second = (CapturePolicy(1.0).admit({"tide_tenant": "a"}, True) for _ in "12")
     assert first.tenant != second.tenant
+
+
+@pytest.mark.parametrize(
+    "key", ["tide_captur", "tide_", "Tide_Capture", "tide-capture"]
+)
+@pytest.mark.parametrize("consent", ["opt_out", "opt_in"])
+def test_a_misspelt_argument_means_no_capture(key, consent):
+    policy = CapturePolicy(1.0, consent=consent, tenant_key=KEY)
+    extra = {"tide_capture": True, key: False}
+    assert policy.admit(extra, supported=True).refusal == "unknown_key"
+    known = dict.fromkeys(("tide_k_max", "tide_slo_tpot_ms"), 1) | {"other": 1}
+    assert policy.admit(known | {"tide_capture": True}, True).refusal is None

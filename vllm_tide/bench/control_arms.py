@@ -131,7 +131,7 @@ def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
     if name in ("vllm_dynamic", "vllm_adaptive"):
         return Arm(text, TIDE_MAX_TOKENS)
     if name in _POLICIES:
-        merged = {**(control or {}), **_POLICIES[name]}
+        merged = {"client_slo_tpot_ms": 1e-3, **(control or {}), **_POLICIES[name]}
         return Arm(text, TIDE_MAX_TOKENS, merged, scale)
     known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS))
     raise BenchError(f"there is no arm {text!r}; known: {known}, static<k>")

@@ -19,6 +19,7 @@ from vllm_tide.train.feed_ring import RingFeed
 from vllm_tide.train.sample import Sample
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+from vllm_tide.transport.ring_format import Collect
 
 from .arm import Hooks
 from .learning_options import SuiteOptions, merged
@@ -88,7 +89,7 @@ class _Sink:
             raise ServerError(f"no engine announced itself in {self.run_dir}")
         self.manifest = found[-1]
         self._feed = RingFeed(self.manifest)
-        self._feed.set_collect(True)
+        self._feed.set_collect(Collect.FULL)
         while self._feed.read(_BATCH):  # of the warm-up
             pass
         self._dropped_before = self._feed.stats()["dropped_rows"]

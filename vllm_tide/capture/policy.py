@@ -13,9 +13,12 @@ Consent = Literal["opt_out", "opt_in", "off"]
 
 CONSENT_KEY = "tide_capture"
 TENANT_KEY = "tide_tenant"
+ARGUMENTS = (CONSENT_KEY, TENANT_KEY, "tide_slo_tpot_ms", "tide_k_max")
+"""What a request may say to us."""
 MAX_TENANT_CHARS = 256
 REFUSALS = (
     "consent_off",
+    "unknown_key",
     "opted_out",
     "malformed_opt_out",
     "not_opted_in",
@@ -121,6 +124,8 @@ class CapturePolicy:
         """Why there is no consent; empty if there is."""
         if self._consent == "off":
             return "consent_off"
+        if any(str(k).lower().startswith("tide") and k not in ARGUMENTS for k in args):
+            return "unknown_key"  # it may be a misspelt refusal
         if CONSENT_KEY not in args:
             return "not_opted_in" if self._consent == "opt_in" else ""
         wish = args[CONSENT_KEY]

@@ -17,6 +17,7 @@ from vllm_tide.capture.policy import CapturePolicy, Ticket
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingWriter, Slot
+from vllm_tide.transport.ring_format import Collect
 
 _NO_FLOATS = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
@@ -116,8 +117,9 @@ class Recorder:
         rows: Rows written to the ring so far, those of light records left out.
         requests: Requests with at least one record.
         dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
-            by reason; `paused` are the rows of light records.
+            by reason; `ids_only` are the rows of light records.
         draft_version: Version of the live draft; set by the owner at each swap.
+        off: Capture is switched off here, whatever the consumer wants.
     """
 
     def __init__(
@@ -143,6 +145,12 @@ class Recorder:
         self.requests = 0
         self.dropped: Counter[str] = Counter()
         self.draft_version = 0
+        self.off = False
+
+    @property
+    def wish(self) -> Collect:
+        """What may leave the engine now."""
+        return Collect.NOTHING if self.off else self._ring.wish
 
     def use_ring(self, ring: RingWriter) -> None:
         """Write to another ring from now on: the one before was cut short."""
@@ -180,6 +188,16 @@ class Recorder:
         if ticket.refusal is not None:
             self.dropped[ticket.refusal] += 1
         return ticket
+
+    def _end_records(self, ticket: Ticket, num_rows: int) -> None:
+        """Nothing may leave now: of this request nothing ever will again."""
+        if ticket.refusal is None:
+            ticket.refusal = "paused"
+            if ticket.started:
+                ticket.started = False
+                self._ring.try_write(self._farewell(ticket))
+        if ticket.refusal == "paused":
+            self.dropped["paused"] += num_rows
 
     def _write(
         self,
@@ -246,7 +264,7 @@ class Recorder:
             if full:
                 self.rows += count
             else:
-                self.dropped["paused"] += count
+                self.dropped["ids_only"] += count
 
     @staticmethod
     def _probs(

@@ -19,6 +19,7 @@ COMMANDS = (
     ("rollback", "Serve the head before the newest one again."),
     ("pause", "Stop training and capture until `resume`."),
     ("resume", "Train and capture again after `pause`."),
+    ("capture", "Switch capture on or off in running engines."),
     ("relay", "Carry records and heads between an engine and a spool."),
     ("export", "Write a head as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),
@@ -27,6 +28,9 @@ COMMANDS = (
     ("profile", "Measure forward times for speculation control."),
     ("dashboards", "Write the Grafana dashboard and the Prometheus rules."),
 )
+
+# Commands without a module of their own.
+ORDERS = ("rollback", "pause", "resume", "capture")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {}
     for name, summary in COMMANDS:
         if name == wanted:
-            module = import_module(f"vllm_tide.cli.{name}")
-            module.add_parser(subparsers)
+            given = [name] if name in ORDERS else []
+            module = import_module(f"vllm_tide.cli.{'orders' if given else name}")
+            module.add_parser(subparsers, *given)
             runners[name] = module.run
         else:
             subparsers.add_parser(name, help=summary)

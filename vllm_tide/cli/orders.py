@@ -1,4 +1,4 @@
-"""What `status`, `rollback`, `pause` and `resume` have in common: asking trainers."""
+"""`vllm-tide rollback`, `pause`, `resume` and `capture`; how trainers are asked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,72 @@ Say = Callable[[dict[str, Any]], str]
 
 EXIT_REFUSED, EXIT_ERROR = 1, 2
 MOST_SECONDS = 86400
+# Name: text and epilog of the help.
+_ORDERS = {
+    "rollback": (
+        "serve the head before the newest one again",
+        "The canary does this by itself when served acceptance falls. Training goes on "
+        "from the older head after tide.deploy.backoff_cycles cycles; `pause` keeps it "
+        "from publishing another.",
+    ),
+    "pause": (
+        "stop training and capture until `resume`",
+        "Nothing leaves the engine then, token ids neither, so a head on trial is "
+        "judged after `resume`. The pause outlives a restart.",
+    ),
+    "resume": ("train and capture again after `pause`", ""),
+    "capture": (
+        "switch capture on or off in every engine of a run directory",
+        "They follow within a second, with or without a trainer, and so do those that "
+        "start later.",
+    ),
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
+    """Add one of the commands to the command line."""
+    parser = add_order(subparsers, name, *_ORDERS[name])
+    if name == "capture":
+        parser.add_argument("wanted", choices=("on", "off"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; see `give_order`."""
+    if args.command == "capture":
+        return _switch_capture(args)
+    return give_order(args, args.command, _words)
+
+
+def _switch_capture(args: argparse.Namespace) -> int:
+    from vllm_tide.capture.switch import OFF, Switch, why_off
+    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
+
+    run_dir = args.run_dir or default_run_dir()
+    try:
+        why = Switch(prepare_run_dir(run_dir), OFF).set(args.wanted == "off")
+    except TransportError as error:
+        why = str(error)
+    if why:
+        print(f"error: {why}", file=sys.stderr)
+        return EXIT_ERROR
+    paused = args.wanted == "on" and why_off(run_dir)
+    note = ", but paused: `vllm-tide resume`" if paused else ""
+    print(f"capture is {args.wanted} in {run_dir}{note}")
+    return 0
+
+
+def _words(answer: dict[str, Any]) -> str:
+    if "served_as" in answer:
+        return (
+            f"from version {answer['version']} back to {answer['to']}, which is served "
+            f"as version {answer['served_as']} as soon as the engines have it"
+        )
+    was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
+    if answer["paused"]:
+        return ("was paused" if was else "paused") + note
+    return ("resumed" if was else "was not paused") + note
 
 
 def add_order(

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     who.add_argument(
         "--tenant",
         metavar="NAME",
-        help="only of this tenant (vllm_xargs: tide_tenant); else everything",
+        help="of this tenant (vllm_xargs: tide_tenant)",
     )
     who.add_argument(
         "--tenant-id",
@@ -41,7 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="the same by id, for a trainer on another host: the id is printed by "
         "`purge --tenant` on the engine's",
     )
+    who.add_argument("--all", action="store_true", help="everybody's")
     parser.add_argument("--run-dir", type=Path, help="run directory of the engines")
+    parser.add_argument(
+        "--state-dir", help="tide.train.state_dir, where it is set and no engine runs"
+    )
     parser.add_argument(
         "--spool",
         help="directory or fsspec URL: also remove the shards that hold such data",
@@ -64,12 +68,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from vllm_tide.transport.header import TransportError
     from vllm_tide.transport.rendezvous import default_run_dir
     from vllm_tide.transport.spool_store import open_store
 
+    if not args.all and args.tenant is None and args.tenant_id is None:
+        raise TransportError(
+            "purge: whose data? give --tenant NAME, --tenant-id HEX, or --all"
+        )
     run_dir = args.run_dir or default_run_dir()
-    tenant = _tenant(args, run_dir)
     store = None if args.spool is None else open_store(args.spool)
+    tenant = _tenant(args, run_dir, store)
     print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
     counts: dict[Keeper, Counter[str]] = {}
     missing = _ask(run_dir, tenant, args.timeout, counts)
@@ -84,8 +93,8 @@ def _run(args: argparse.Namespace) -> int:
         print(missing, file=sys.stderr)
         return EXIT_UNANSWERED
     if all(keeper.kind == "relay" for keeper in counts):
-        which = "" if tenant is None else f" --tenant-id {tenant:016x}"
-        print(f"next, where a trainer reads the spool: vllm-tide purge{which}")
+        which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
+        print(f"next, where a trainer reads the spool: vllm-tide purge {which}")
     return 0
 
 
@@ -131,12 +140,44 @@ def _purge_spool(store: Store, tenant: int | None) -> int:
     return purge_records(store, tenant=tenant, before_unix=before)
 
 
-def _tenant(args: argparse.Namespace, run_dir: Path) -> int | None:
+def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
+    """The id of a tenant's name.
+
+    Raises:
+        TransportError: Also if data are there whose tenants another key has named.
+    """
+    from vllm_tide.transport import purge, rendezvous, tenant
     from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.tenant import tenant_id, tenant_key
+    from vllm_tide.transport.spool import EngineFolder, engine_ids
+
+    live = rendezvous.read_manifests(run_dir)
+    told = [m.tide.get("train", {}).get("state_dir") for m in live]
+    state_dir = args.state_dir or next(filter(None, told), None)
+    key = tenant.tenant_key(run_dir, state_dir, create=False)
+    name, mine = tenant.tenant_id(args.tenant, key), tenant.key_id(key)
+    known = {m.tenant_key_id for m in live}.union(
+        *purge.live_trainers(run_dir).values()
+    )
+    folders = [EngineFolder(store, i) for i in engine_ids(store)] if store else []
+    for folder in folders:
+        if folder.store.sizes(folder.path("records")) and (
+            entry := folder.read_engine()
+        ):
+            known.add(entry.manifest.tenant_key_id)
+    if others := known - {"", mine}:
+        raise TransportError(
+            f"--tenant: the tenants' key is another one ({mine}; there are data of "
+            f"{', '.join(sorted(others))}), so nothing was removed: purge by "
+            f"--tenant-id (by this key {name:016x}) or --all"
+        )
+    return name
+
+
+def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int | None:
+    from vllm_tide.transport.header import TransportError
 
     if args.tenant is not None:
-        return tenant_id(args.tenant, tenant_key(run_dir, create=False))
+        return _named(args, run_dir, store)
     if args.tenant_id is None:
         return None
     with contextlib.suppress(ValueError):

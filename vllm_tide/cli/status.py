@@ -30,7 +30,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; see `give_order`."""
+    from vllm_tide.capture.switch import why_off
+    from vllm_tide.transport.rendezvous import default_run_dir
+
     done = give_order(args, "status", json_text if args.json else _words)
+    if not args.json and (why := why_off(args.run_dir or default_run_dir())):
+        print(f"capture is off ({why})")
     if args.probe and done == EXIT_ERROR and _no_engine(args.run_dir):
         print("no engine is there either: a trainer would be waiting for one")
         return 0

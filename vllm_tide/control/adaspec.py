@@ -130,7 +130,12 @@ class AdaSpecPolicy:
         self._predicted = (float(n), costs.plain)
         self._count["slo_misses"] += costs.missed
         enough = self.gate.threshold if self.gate.on else np.inf
+        limited = costs.limit < costs.loose
         forecast = self.drafter.begin(batch.slots, batch.room, costs, enough)
+        if limited and costs.limit == costs.loose:
+            self._count["limits_left_out"] += 1
+        elif batch.asked is not None:
+            batch.limit = batch.asked
         plain = n / costs.plain
         gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
         reason = self.gate.decide(gain, forecast.free / plain, now)
@@ -191,6 +196,12 @@ class AdaSpecPolicy:
         whole = np.minimum(batch.room, step)
         if self._settings.verify:
             choice = select(survival, n, seconds, costs.limit, self._bar)
+            if costs.limit < costs.loose:
+                free = select(survival, n, seconds, costs.loose, self._bar)
+                least = free.tokens / free.seconds
+                if not costs.fair(choice.tokens / choice.seconds, least):
+                    choice = free
+                    self._count["limits_left_out"] += 1
             expected, spent = choice.tokens, choice.seconds
             lengths = self._exploration.widen(choice.lengths, whole, seconds)
         else:
@@ -250,6 +261,7 @@ class AdaSpecPolicy:
             "trimmed_tokens",
             "probes",
             "slo_misses",
+            "limits_left_out",
         )
         record = self.gate.drafting if self.gate.on else self.gate.plain
         return {

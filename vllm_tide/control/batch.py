@@ -28,7 +28,9 @@ class Batch:
             for (a prefill chunk, opted out, at the length limit).
         sampled: bool [n], temperature above zero.
         limit: float64 [n], seconds this round may take for the request's SLO; inf
-            where there is none (`vllm_tide.control.slo.SloBook.limits`).
+            where there is none (`vllm_tide.control.slo.SloBook.limits`). A policy that
+            keeps the limits of clients puts `asked` here.
+        asked: The same with the limits that clients ask for; None if there are none.
         first_rows: Rows of the first draft pass (committed and rejected rows too).
         catchup_rows: Missed rows to catch up before drafting; 0 while drafting.
         prefill: Prefill rows expected in the next target step; 0 if unknown.
@@ -42,6 +44,7 @@ class Batch:
     first_rows: int
     catchup_rows: int = 0
     prefill: int = 0
+    asked: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -15,6 +15,9 @@ STAY_ROUNDS = 32
 """Rounds over which the price of coming on again (catch-up) is spread: the expected
 stay. The gate's hysteresis makes shorter stays rare."""
 
+CLIENT_SHARE = 0.93
+"""Kept of the predicted tokens per second under clients' limits: 0.9 of the real."""
+
 PROBE_REQUESTS = 4
 """Requests of one shadow probe, at most; what the probe's price is computed for."""
 
@@ -73,6 +76,7 @@ class RoundCosts:
         extra: Seconds per round that drafting costs beside `draft`: catch-up, spread.
         limit: Seconds this round may take: the tightest limit of a request that
             plain decoding can meet; inf if there is none or nothing exceeds it.
+        loose: The same without the limits that clients ask for.
         missed: Some request has a limit and no length meets any of them.
     """
 
@@ -80,6 +84,7 @@ class RoundCosts:
         "draft",
         "extra",
         "limit",
+        "loose",
         "missed",
         "most",
         "plain",
@@ -104,8 +109,19 @@ class RoundCosts:
         if batch.catchup_rows:
             self.extra = model.catchup_seconds(batch.catchup_rows) / STAY_ROUNDS
         self.limit, self.missed = round_limit(batch.limit, self.plain)
+        self.loose = self.limit
+        if batch.asked is not None:
+            limit, self.missed = round_limit(batch.asked, self.plain)
+            self.limit = min(limit, self.loose)
         if self.target[-1] + self.draft[-1] <= self.limit:
-            self.limit = np.inf
+            self.limit = self.loose = np.inf
+
+    def fair(self, limited: float, free: float) -> bool:
+        """Whether clients' limits cost few tokens per second; else they are dropped."""
+        if limited >= CLIENT_SHARE * free:
+            return True
+        self.limit = self.loose
+        return False
 
     def seconds(self, verified: np.ndarray) -> np.ndarray:
         """Seconds of `target` at (fractional) expected numbers of verified tokens.

@@ -107,7 +107,14 @@ class Drafter:
         ratio /= time
         free = float(ratio.max())
         if costs.limit < np.inf:
-            ratio[time - costs.extra > costs.limit] = 0.0
+            time -= costs.extra
+            ratio[time > costs.loose] = 0.0
+            if costs.limit < costs.loose:
+                kept = np.where(time > costs.limit, 0.0, ratio)
+                plain = n / costs.plain
+                if costs.fair(max(kept.max(), plain), max(ratio.max(), plain)):
+                    ratio = kept
+            time += costs.extra
         best = int(ratio.argmax())
         steps, at = divmod(best, ratio.shape[1])
         if ratio[steps, at] <= 0.0:

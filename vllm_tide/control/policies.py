@@ -144,6 +144,7 @@ class _Baseline:
             "trimmed_tokens": 0,
             "probes": self._count["probes"],
             "slo_misses": 0,
+            "limits_left_out": 0,
             "off_rounds": dict(self._off),
             "length_hist": self._lengths.tolist(),
             "predicted_step_s": nan,

@@ -25,8 +25,6 @@ class ControlSettings:
         calibrate: Learn acceptance from verification results; False takes confidence
             for probability (ablation).
         half_life_tokens: Verified tokens after which an observation counts half.
-        slo_seconds: Default limit on seconds per output token of a request, for the
-            caller's `SloBook`; None: no limit.
         max_requests: Number of request slots.
     """
 
@@ -40,7 +38,6 @@ class ControlSettings:
     explore: bool = True
     calibrate: bool = True
     half_life_tokens: float = 2000.0
-    slo_seconds: float | None = None
     max_requests: int = 256
 
     def __post_init__(self) -> None:

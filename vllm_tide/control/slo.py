@@ -25,22 +25,27 @@ class SloBook:
 
     def __init__(self, capacity: int) -> None:
         self._slo = np.full(capacity, np.inf)
+        self._asked = np.full(capacity, np.inf)  # by the client, not the operator
         self._first = np.full(capacity, np.nan)
         self._last = np.full(capacity, np.nan)
         self._tokens = np.zeros(capacity)
         self.met = 0
         self.missed = 0
         self._used = False  # no request has had a limit: nothing to keep
+        self._any_asked = False
 
-    def add(self, slot: int, slo: float | None) -> None:
+    def add(self, slot: int, slo: float | None, asked: float | None = None) -> None:
         """A request begins.
 
         Args:
             slot: Its slot.
             slo: Seconds per output token after the first; None: no limit.
+            asked: The same by the client.
         """
         self._slo[slot] = np.inf if slo is None else slo
-        self._used |= slo is not None
+        self._asked[slot] = np.inf if asked is None else asked
+        self._any_asked |= asked is not None
+        self._used |= slo is not None or self._any_asked
         self._first[slot] = self._last[slot] = np.nan
         self._tokens[slot] = 0.0
 
@@ -82,7 +87,15 @@ class SloBook:
         """
         if not self._used:
             return np.full(len(slots), np.inf)
-        slo = self._slo[slots]
+        return self._budgets(self._slo[slots], slots, now)
+
+    def asked(self, slots: np.ndarray, now: float) -> np.ndarray | None:
+        """The same with the limits that clients ask for; None if there are none."""
+        if not self._any_asked or np.isinf(asked := self._asked[slots]).all():
+            return None
+        return self._budgets(np.minimum(self._slo[slots], asked), slots, now)
+
+    def _budgets(self, slo: np.ndarray, slots: np.ndarray, now: float) -> np.ndarray:
         gone = now - self._first[slots]
         limits: np.ndarray = slo * (self._tokens[slots] + 1.0) - gone
         limits[np.isnan(self._first[slots])] = np.inf
@@ -94,7 +107,7 @@ class SloBook:
         Returns:
             Whether its average kept the budget; None if that was not at stake.
         """
-        slo, tokens = self._slo[slot], self._tokens[slot]
+        slo, tokens = min(self._slo[slot], self._asked[slot]), self._tokens[slot]
         if np.isinf(slo) or tokens < 1:
             return None
         kept = bool((self._last[slot] - self._first[slot]) <= slo * tokens * (1 + 1e-9))

@@ -295,14 +295,19 @@ LIMITS = Row(
         ),
         Panel(
             "Steps over a limit",
-            "Share of steps in which no speculative length could keep a limit, and "
-            "requests per second whose limit was no number.",
+            "Share of steps in which no speculative length could keep a limit, or that "
+            "left clients' out; requests per second whose limit was no number.",
             "percentunit",
             (
                 Query(
                     per_engine("vllm_tide:slo_rounds_missed_total")
                     + f" / clamp_min({ROUNDS}, 1e-9)",
                     f"{EACH} steps",
+                ),
+                Query(
+                    per_engine("vllm_tide:client_limits_left_out_total")
+                    + f" / clamp_min({ROUNDS}, 1e-9)",
+                    f"{EACH} left out",
                 ),
                 Query(
                     per_engine("vllm_tide:malformed_slo_total"),
@@ -404,9 +409,9 @@ CAPTURE = Row(
         Panel(
             "Rows not captured",
             "Per second, by reason. ring_full, over_budget, cut_short: the trainer is "
-            "too slow; paused: it asked for none; consent_off, opted_out, "
-            "malformed_*, not_opted_in, salted, unsupported_input and not_sampled "
-            "count requests.",
+            "too slow; ids_only: it asked for no more; paused: nothing left the engine; "
+            "consent_off, unknown_key, opted_out, malformed_*, not_opted_in, salted, "
+            "unsupported_input and not_sampled count requests.",
             "none",
             (
                 Query(
@@ -440,7 +445,8 @@ CAPTURE = Row(
         ),
         Panel(
             "Left out after faults",
-            "Time until control or capture, left out after faults, is tried again.",
+            "Time until control or capture, left out after faults, is tried again; and "
+            "whether capture is on (1), or paused or off (0).",
             "s",
             (
                 Query(
@@ -449,6 +455,7 @@ CAPTURE = Row(
                 Query(
                     of_engine("vllm_tide:capture_suspended_seconds"), f"{EACH} capture"
                 ),
+                Query(of_engine("vllm_tide:capture_on"), f"{EACH} on", unit="none"),
             ),
             width=6,
         ),

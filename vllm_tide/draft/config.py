@@ -146,14 +146,6 @@ class Eagle3Config:
             **switch,
         )
 
-    @classmethod
-    def from_dir(
-        cls, draft_dir: str | Path, target_dir: str | Path | None = None
-    ) -> Eagle3Config:
-        """Read `config.json` of a draft directory."""
-        target = read_config(target_dir) if target_dir is not None else None
-        return cls.from_json(read_config(draft_dir), target)
-
     def to_json(self) -> dict[str, Any]:
         """The `config.json` that vLLM loads as `Eagle3LlamaForCausalLM`."""
         rope: dict[str, Any] = {"rope_type": self.rope.kind}

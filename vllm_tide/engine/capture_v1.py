@@ -4,8 +4,8 @@ Runs on the model's thread after sampling, when the step's sampled tokens are kn
 Row meaning: request i owns rows [qsl[i], qsl[i+1]); the last k of them hold its k
 drafted tokens; row j has position num_computed + j.
 
-While the trainer does not collect (`RingWriter.collect`, looked at once per step) the
-records are light: ids and counts, no features, no teacher, nothing staged.
+While the trainer wants light records (`Recorder.wish`, looked at once per step) they
+are ids and counts, no features, no teacher, nothing staged; in a pause there are none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm_tide.capture.staging import Staging
 from vllm_tide.capture.topk import top_k_teacher
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.ring_format import Collect
 
 
 class CaptureV1(Recorder):
@@ -90,7 +91,7 @@ class CaptureV1(Recorder):
             logits: [num_logits, V], raw logits of the target.
         """
         self._logits_topk = None
-        if not self._topk or logits is None or not self._ring.collect:
+        if not self._topk or logits is None or self.wish is not Collect.FULL:
             return
         ids, top, tail = top_k_teacher(logits, self._topk)
         self._logits_topk = (ids.numpy(), top.numpy(), tail.numpy())
@@ -114,8 +115,13 @@ class CaptureV1(Recorder):
         drafted, self._drafted = self._drafted, {}
         batch = self._runner.input_batch
         tickets = [self._ticket(req_id) for req_id in batch.req_ids]
+        wish = self.wish
+        if wish is Collect.NOTHING:
+            bounds = self._runner.query_start_loc.np[: len(tickets) + 1]
+            for ticket, count in zip(tickets, np.diff(bounds).tolist(), strict=True):
+                self._end_records(ticket, count)
         wanted = [i for i, ticket in enumerate(tickets) if ticket.refusal is None]
-        full = self._ring.collect
+        full = wish is Collect.FULL
         if wanted and (aux_hidden_states is not None or not full):
             if full and aux_hidden_states is not None:
                 num_rows = scheduler_output.total_num_scheduled_tokens

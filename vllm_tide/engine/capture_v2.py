@@ -21,6 +21,7 @@ from vllm_tide.engine.run_layout import Landing
 from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.ring_format import Collect
 
 DIRECT_BYTES = 256 << 10
 """Features of one record from which on they go straight into the ring (bytes)."""
@@ -101,7 +102,7 @@ class CaptureV2(Recorder):
             logits: [num_logits, V], raw logits of the target.
         """
         self._logits_topk = None
-        if self._topk and logits.shape[0] and self._ring.collect:
+        if self._topk and logits.shape[0] and self.wish is Collect.FULL:
             self._logits_topk = self._top(logits)
 
     def stage(
@@ -125,8 +126,10 @@ class CaptureV2(Recorder):
         topk, self._logits_topk = self._logits_topk, None
         if not any(self._wanted(req_id) for req_id in step.req_ids):
             return
-        full = self._ring.collect
-        if full:
+        wish = self.wish
+        if wish is Collect.NOTHING:
+            return  # `write` counts it
+        if full := wish is Collect.FULL:
             landings = self._landings(step, topk is not None)
             try:
                 step.staged = self._stage.fill(
@@ -154,6 +157,13 @@ class CaptureV2(Recorder):
         drafted, self._drafted = self._drafted, {}
         if step.after_gap:
             drafted = {}
+        if self.wish is Collect.NOTHING:
+            full = None
+            for req_id, count in zip(
+                step.req_ids, np.diff(step.bounds).tolist(), strict=True
+            ):
+                if req_id in self._tickets and req_id not in overrun:
+                    self._end_records(self._tickets[req_id], count)
         if full is None:
             self._give_up(step)  # of a step that was lost after its rows were staged
             return

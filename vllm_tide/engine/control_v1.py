@@ -79,9 +79,7 @@ class ControlV1:
         self.leader = leader
         self.faults: Counter[str] = Counter()
         self._forced: int | None = None
-        self._book = RequestBook(
-            capacity, int(runner.max_model_len), config.slo_tpot_ms
-        )
+        self._book = RequestBook(capacity, int(runner.max_model_len), config)
         self._table, self._slo = self._book.table, self._book.slo
         self._backlog = DraftBacklog(
             runner, config.catchup_mib, num_aux, hidden_size, capacity
@@ -270,6 +268,7 @@ class ControlV1:
                 room=room,
                 sampled=self._table.sampled[slots],
                 limit=self._slo.limits(slots, now),
+                asked=self._slo.asked(slots, now),
                 first_rows=num_rows,
                 catchup_rows=int(self._backlog.missing[slots].sum()),
                 prefill=0,

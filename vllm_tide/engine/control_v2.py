@@ -90,7 +90,7 @@ class ControlV2:
         self.cut_on_device = False
         self.times: OnlineTime | None = None
         self._limit = np.inf
-        self._book = RequestBook(capacity, longest, config.slo_tpot_ms)
+        self._book = RequestBook(capacity, longest, config)
         # Prompt length and parameters of every live request, preempted ones included.
         self._facts: dict[str, tuple[int, Any]] = {}
         self._preempted: set[str] = set()
@@ -338,6 +338,7 @@ class ControlV2:
             room=room,
             sampled=self._book.table.sampled[slots],
             limit=self._book.slo.limits(slots, now),
+            asked=self._book.slo.asked(slots, now),
             first_rows=step.rows,
         )
         plan = policy.plan(batch, now)

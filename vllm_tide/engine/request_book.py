@@ -7,8 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tide.config import ControlConfig
 from vllm_tide.control.slo import SloBook
 from vllm_tide.engine.requests import RequestTable
+
+
+def argument(params: Any, name: str) -> Any:
+    """What a request says in its `vllm_xargs`; None if nothing."""
+    return (getattr(params, "extra_args", None) or {}).get(name)
+
+
+def length_cap(params: Any, most: int) -> int | None:
+    """The request's `tide_k_max`, a length up to `most`; None without a sane one."""
+    asked = argument(params, "tide_k_max")
+    return asked if type(asked) is int and 0 <= asked <= most else None
 
 
 class RequestBook:
@@ -17,7 +29,7 @@ class RequestBook:
     Args:
         capacity: Most requests of one step.
         longest: Most tokens of any request (`max_model_len`).
-        slo_tpot_ms: The server's limit on time per output token (ms), or None.
+        config: `tide.control`: the server's limit, and the least of a client's.
 
     Attributes:
         table: Slots and what is known of them.
@@ -25,12 +37,12 @@ class RequestBook:
         malformed_slo: Requests whose own limit was no positive number.
     """
 
-    def __init__(self, capacity: int, longest: int, slo_tpot_ms: float | None) -> None:
+    def __init__(self, capacity: int, longest: int, config: ControlConfig) -> None:
         self.table = RequestTable(capacity)
         self.slo = SloBook(capacity)
         self.malformed_slo = 0
         self._longest = longest
-        self._default_slo = None if slo_tpot_ms is None else slo_tpot_ms / 1e3
+        self._slo_ms, self._least_ms = config.slo_tpot_ms, config.client_slo_tpot_ms
 
     def admit(self, slot: int, num_prompt_tokens: int, params: Any) -> None:
         """A request got a slot.
@@ -48,7 +60,12 @@ class RequestBook:
         self.table.constrained[slot] = (
             params is not None and params.structured_outputs is not None
         )
-        self.slo.add(slot, self._slo_seconds(params))
+        cap = length_cap(params, self._longest)
+        self.table.k_max[slot] = self._longest if cap is None else cap
+        own, asked = self._slo_ms, self._asked_ms(params)
+        if own is not None and asked is not None and asked >= own:
+            own, asked = asked, None  # looser than the server's: it costs nobody
+        self.slo.add(slot, _seconds(own), _seconds(asked))
 
     def room(self, slots: np.ndarray, context: np.ndarray, most: int) -> np.ndarray:
         """Draft tokens that can be of use: int64 [n], at most `most`.
@@ -60,24 +77,27 @@ class RequestBook:
         """
         # `context + 1` tokens exist; the target adds one more by itself.
         room = np.minimum(self.table.most_tokens[slots] - context - 2, most)
-        return np.asarray(np.maximum(room, 0))
+        return np.maximum(np.minimum(room, self.table.k_max[slots]), 0)
 
     def known(self, req_ids: Sequence[str]) -> list[int]:
         """Places of those requests that have a slot."""
         slot_of = self.table.slot_of
         return [i for i, req_id in enumerate(req_ids) if req_id in slot_of]
 
-    def _slo_seconds(self, params: Any) -> float | None:
-        """The request's own limit, else the server's; nonsense is counted."""
-        extra = (params.extra_args or {}) if params is not None else {}
-        given = extra.get("tide_slo_tpot_ms")
+    def _asked_ms(self, params: Any) -> float | None:
+        """The request's own limit, where requests may have one; nonsense is counted."""
+        given = argument(params, "tide_slo_tpot_ms")
         if given is None:
-            return self._default_slo
+            return None
         try:
             limit = float(given)
         except (OverflowError, TypeError, ValueError):
             limit = 0.0
         if not 0 < limit < float("inf"):
             self.malformed_slo += 1
-            return self._default_slo
-        return limit / 1e3
+            return None
+        return None if self._least_ms is None else max(limit, self._least_ms)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -16,6 +16,7 @@ class RequestTable:
         most_tokens: int64 [capacity] prompt and output tokens the request may have.
         sampled: bool [capacity] temperature > 0.
         constrained: bool [capacity] its output follows a grammar.
+        k_max: int64 [capacity] draft tokens it wants at most.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -24,6 +25,7 @@ class RequestTable:
         self.most_tokens = np.zeros(capacity, np.int64)
         self.sampled = np.zeros(capacity, bool)
         self.constrained = np.zeros(capacity, bool)
+        self.k_max = np.zeros(capacity, np.int64)
 
     def begin(self, req_id: str, running: set[str]) -> tuple[int, int | None]:
         """Give a slot to a request.

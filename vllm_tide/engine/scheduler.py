@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.engine.request_book import argument, length_cap
 from vllm_tide.engine.server_log import MetricsLine
 
 logger = logging.getLogger("vllm.tide")
@@ -78,6 +80,7 @@ class SchedulerTide:
         self._depth: int | None = None
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
+        self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._line = MetricsLine(longest)
         # Hash of each cached block by its id when the live draft was ordered.
@@ -100,6 +103,7 @@ class SchedulerTide:
             if (request := self._scheduler.requests.get(new.req_id)) is None:
                 continue
             request.tide_prefix = self._prefix(new, request.num_prompt_tokens)
+            self._cap(request, new.sampling_params)
             if self._keep_out and request.cache_salt:
                 salted.append(new.req_id)
         if salted:
@@ -107,6 +111,16 @@ class SchedulerTide:
         if self._prices is not None:
             order["prices"] = self._prices
         return order or None
+
+    def _cap(self, request: Any, params: Any) -> None:
+        """Let a new request have no more drafts than it asks for (`tide_k_max`)."""
+        if argument(params, "tide_k_max") is None or hasattr(request, "tide_k_max"):
+            return
+        request.tide_k_max = cap = length_cap(params, self._longest)
+        self._malformed_caps += cap is None
+        if cap is not None:
+            kind: Any = type(request)
+            request.__class__, request.spec_token_ids = _capped(kind), []
 
     def _leave_old_kv(self) -> None:
         """Find no block again that the draft before has written, or remember them.
@@ -180,6 +194,7 @@ class SchedulerTide:
         stats, self._stats = self._stats, None
         if stats is not None:
             stats = stats | {
+                "malformed_slo": stats.get("malformed_slo", 0) + self._malformed_caps,
                 "swap_seconds": self._swap_seconds,
                 "prefix_verified": dict(self._verified),
                 "prefix_accepted": dict(self._accepted),
@@ -187,3 +202,14 @@ class SchedulerTide:
             self._swap_seconds = []
             self._line.observe(stats)
         return stats
+
+
+@cache
+def _capped(kind: Any) -> Any:
+    """Requests of vLLM's that keep `tide_k_max` drafts at most, whoever sets them."""
+
+    def cut(request: Any, drafts: list[int]) -> None:
+        request.tide_drafts = drafts[: request.tide_k_max]
+
+    drafts = property(lambda request: request.tide_drafts, cut)
+    return type(kind.__name__, (kind,), {"spec_token_ids": drafts})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vllm_tide.capture.guard import Guard
+from vllm_tide.capture.switch import heed_switches
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.cores import call_on, free_cores, given_cores
@@ -31,7 +32,8 @@ from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.ring import RingSpec, RingWriter
-from vllm_tide.transport.tenant import tenant_key
+from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class WorkerTide:
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: CaptureV1 | None = None
+        self._tenant_key_id = ""
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
         # What changes timing, as it was when it was first asked for (`profile_facts`).
@@ -243,6 +246,8 @@ class WorkerTide:
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
+        if self.capture is not None:
+            self._closing.set()
         for part in (self._trainer, self.swapper, self._ring, self._segment):
             if part is not None:
                 part.close()
@@ -287,7 +292,10 @@ class WorkerTide:
 
     def _open_capture(self) -> None:
         self._ring = self._create_ring()
-        self.capture = self._make_capture(self._ring, tenant_key(self._run_dir))
+        key = tenant_key(self._run_dir, self._config.train.state_dir)
+        self._tenant_key_id = key_id(key)
+        self.capture = self._make_capture(self._ring, key)
+        self._closing = heed_switches(self.capture, self._run_dir)
 
     def _make_capture(self, ring: RingWriter, tenant_key: bytes) -> CaptureV1:
         facts = self._facts
@@ -444,6 +452,7 @@ class WorkerTide:
             tide=self._config.model_dump(),
             created_unix=time.time(),
             model_name=str(serving.model_config.served_model_name),
+            tenant_key_id=self._tenant_key_id,
             draft_sample_method=serving.speculative_config.draft_sample_method,
         )
         self._group_id = rendezvous.group_of(manifest)
@@ -501,6 +510,7 @@ class WorkerTide:
             "rows": capture.rows,
             "requests": capture.requests,
             "dropped": dropped,
+            "capture_on": capture.wish is not Collect.NOTHING,
             "capture_suspended_s": self._guard.suspension.left,
             "ring_used_bytes": stats.used_bytes,
             "ring_capacity_bytes": stats.capacity_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -64,6 +65,7 @@ def run_command(
     work = args.work or Path(tempfile.mkdtemp(prefix="vllm_tide_faults_"))
     work.mkdir(parents=True, exist_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_run_"))
+    os.environ["XDG_STATE_HOME"] = str(run_dir / "state")  # not the user's own
     say = say_since(time.monotonic())
     try:
         say("computing the outputs that are right")

@@ -108,7 +108,7 @@ async def damage_header(scene: Scene, rng: random.Random) -> None:
     scene.struck()
     poke(name, rng.randrange(200), rng.randbytes(64))
     await _another(scene, name)
-    await _rows_flow(scene)
+    await rows_flow(scene)
 
 
 async def unlink_segments(scene: Scene, rng: random.Random) -> None:
@@ -120,7 +120,7 @@ async def unlink_segments(scene: Scene, rng: random.Random) -> None:
     if rng.random() < 0.5:
         (scene.run_dir / f"engine-{manifest.engine_id}.json").unlink()
     await _another(scene, manifest.ring, manifest.weights)
-    await _rows_flow(scene)
+    await rows_flow(scene)
     await scene.good_head()
 
 

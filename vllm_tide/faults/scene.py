@@ -90,6 +90,7 @@ def tide_section(
             "learning_rate": 2e-4,
         },
         "deploy": {"canary_requests": 12, "backoff_cycles": 0},
+        "control": {"client_slo_tpot_ms": 0.01},
     }
     return section | {k: section.get(k, {}) | dict(v) for k, v in knobs.items()}
 

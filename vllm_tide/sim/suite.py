@@ -235,7 +235,6 @@ def arm_policy(
     settings = ControlSettings(
         policy=arm,
         k_max=options.top,
-        slo_seconds=options.server.slo_seconds,
         max_requests=options.server.max_num_seqs,
     )
     if arm == "threshold":

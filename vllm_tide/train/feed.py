@@ -11,7 +11,7 @@ import numpy as np
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.rendezvous import EngineManifest
-from vllm_tide.transport.ring_format import RingSpec
+from vllm_tide.transport.ring_format import Collect, RingSpec
 from vllm_tide.transport.weights import WeightsFeedback
 
 
@@ -72,8 +72,8 @@ class Feed(Protocol):
     def latest(self) -> Publication | None:
         """The newest head sent to it, to go on from after a restart."""
 
-    def set_collect(self, wanted: bool) -> None:
-        """Ask the engine for full rows, or for light records only."""
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask the engine for full rows, for light records, or for nothing."""
 
     def purge(self, tenant: int | None = None) -> int:
         """Forget what was fetched ahead of :meth:`read`; the records dropped."""

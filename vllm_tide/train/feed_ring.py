@@ -15,6 +15,7 @@ from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.weights import (
     WeightsFeedback,
@@ -55,7 +56,7 @@ class RingFeed:
         self._announced = announced
         self._told = WeightsFeedback(0, 0, "", True, 0.0)
         self._lost_at = self._looked = 0.0
-        self._collect = True
+        self._collect = Collect.FULL
         self.id = manifest.engine_id
         self.manifest = manifest
         for name, knob in (("ring", "capture"), ("weights", "swap")):
@@ -182,7 +183,7 @@ class RingFeed:
             logger.warning("engine %s: its latest head is lost: %s", self.id, why)
             return None
 
-    def set_collect(self, wanted: bool) -> None:
+    def set_collect(self, wanted: Collect) -> None:
         """See ``feed.Feed``."""
         self._collect = wanted
         self._reader.set_collect(wanted)

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import (
     BEAT_S,
     DEAD_S,
@@ -107,7 +108,7 @@ class SpoolFeed:
         # Purges since the last fetch began: its shard may come from before them.
         self._purges: list[int | None] = []
         self._cursor = (before.shard, before.index)
-        self._collect = True
+        self._collect = Collect.NOTHING if before.paused else Collect.FULL
         self._pending: EncodedHead | None = None
         self._lost = ""
         self._failing = ""
@@ -219,7 +220,7 @@ class SpoolFeed:
             logger.warning("engine %s: its latest head is lost: %s", self.id, why)
             return None
 
-    def set_collect(self, wanted: bool) -> None:
+    def set_collect(self, wanted: Collect) -> None:
         """See ``feed.Feed``. The relay heeds it at its next look."""
         self._collect = wanted
 
@@ -311,7 +312,8 @@ class SpoolFeed:
         said, now = self._said, time.time()
         # A step of the clock either way must not silence us.
         age = abs(now - said.unix)
-        changed = said.collect != self._collect or (
+        full, nothing = (self._collect is c for c in (Collect.FULL, Collect.NOTHING))
+        changed = (said.collect, said.paused) != (full, nothing) or (
             age >= CURSOR_S and (said.shard, said.index) != (shard, index)
         )
         if not (force or changed or age >= BEAT_S):
@@ -320,7 +322,8 @@ class SpoolFeed:
             said,
             unix=now,
             running=running,
-            collect=self._collect,
+            collect=full,
+            paused=nothing,
             shard=shard,
             index=index,
         )

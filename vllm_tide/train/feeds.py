@@ -28,7 +28,7 @@ from vllm_tide.train.feed_turns import FairTurns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
-from vllm_tide.transport.ring_format import RingSpec
+from vllm_tide.transport.ring_format import Collect, RingSpec
 from vllm_tide.transport.spool_heads import as_input
 from vllm_tide.transport.spool_identity import difference
 
@@ -106,6 +106,7 @@ class Feeds:
         rejected: Rows thrown away for their values, see `feed.hostile`.
         vocab_size: The target's, where it is known better than an engine tells it.
         opening: Whether an engine that was found may join at the next look.
+        tenant_keys: Ids of keys that name tenants of engines here, now or before.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -122,12 +123,13 @@ class Feeds:
         self._counter = 0
         # version an engine knows -> the trainer's number, where they differ
         self._numbers: dict[str, dict[int, int]] = {}
-        self._collect = True
+        self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
         self.opening = False
         self.rejected: Counter[str] = Counter()
         self.vocab_size = 1 << 31
+        self.tenant_keys: set[str] = set()
 
     def __len__(self) -> int:
         """Number of engines."""
@@ -189,8 +191,8 @@ class Feeds:
             if lost and self._head is not None:
                 self._send(member, self._head)
 
-    def set_collect(self, wanted: bool) -> None:
-        """Ask every engine, and those that join later, for full rows or light ones."""
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask every engine, and those that join later."""
         self._collect = wanted
         for member in list(self._members.values()):
             self._try(member, partial(member.feed.set_collect, wanted))
@@ -362,8 +364,10 @@ class Feeds:
         member = _Member(feed, source)
         self._members[engine_id] = member
         self._turns.join(engine_id)
+        self.tenant_keys.add(feed.manifest.tenant_key_id)
         logger.info("engine %s joins: %d now", engine_id, len(self._members))
-        self._try(member, partial(feed.set_collect, self._collect))
+        if self._collect is not None:
+            self._try(member, partial(feed.set_collect, self._collect))
         head = self._head
         if head is not None and self._holds(feed) != head.version:
             self._send(member, head)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from vllm_tide.capture.switch import Switch
 from vllm_tide.train.deployment import Deployment
 from vllm_tide.train.events import EventLog
-from vllm_tide.train.pause import Pause
 from vllm_tide.train.status import TrainerStatus, finite
 from vllm_tide.transport.admin import Answer
 from vllm_tide.transport.header import TransportError
@@ -30,7 +30,7 @@ class Orders:
     def __init__(
         self,
         status: Callable[[], TrainerStatus],
-        pause: Pause,
+        pause: Switch,
         deployment: Deployment,
         events: EventLog,
         changed: Callable[[], None],

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from vllm_tide.capture.switch import PAUSED, Switch
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
@@ -34,7 +35,6 @@ from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.orders import Orders
-from vllm_tide.train.pause import Pause
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
@@ -43,6 +43,7 @@ from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
+from vllm_tide.transport.ring_format import Collect
 
 __all__ = [
     "Sidecar",
@@ -122,7 +123,7 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self._pause, self._shortage = Pause(run_dir), Shortage(self.config)
+        self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
         self._set_collect()
         self._intake = Intake(feeds, self.trainer, self._served)
         self.deployment = Deployment(
@@ -215,7 +216,8 @@ class Sidecar:
         self.deployment.observe(request)
 
     def _set_collect(self) -> None:
-        self.feeds.set_collect(self.schedule.collecting and not self._pause.on)
+        wanted = Collect.FULL if self.schedule.collecting else Collect.LIGHT
+        self.feeds.set_collect(Collect.NOTHING if self._pause.on else wanted)
 
     def _collect_changed(self) -> None:
         self._set_collect()
@@ -415,6 +417,7 @@ class Sidecar:
         found = deployment.snapshot()
         status.canary, status.engines = found["canary"], found["engines"]
         status.feeds = self.feeds.stats()
+        status.tenant_keys = sorted(self.feeds.tenant_keys)
         status.failed_writes = self._file.failed_writes + self._events.failed_writes
         self._file.write(status, force=True)
 

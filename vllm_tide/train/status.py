@@ -31,6 +31,7 @@ class TrainerStatus:
         schedule: `Schedule.snapshot()`.
         canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
             in tokens per step without drafts, `change`, its `error`, `requests`.
+        tenant_keys: Ids of the keys that tenants of its data were named by.
         engines: Per engine: version published, installed, refused.
         feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
@@ -65,6 +66,7 @@ class TrainerStatus:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     feeds: dict[str, dict[str, int]] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
+    tenant_keys: list[str] = field(default_factory=list)
     last_publish_unix: float | None = None
     rows_skipped: dict[str, int] = field(default_factory=dict)
     out_of_memory: int = 0

@@ -208,13 +208,7 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
 
     What a relay left that was killed is removed.
     """
-    found = set()
-    for path in run_dir.glob("trainer-*.json"):
-        with contextlib.suppress(*_UNREADABLE):
-            status = json.loads(read_small(path))
-            age_s = time.time() - float(status["updated_unix"])
-            if status["state"] not in _GONE and age_s < FRESH_S:
-                found.add(Keeper("trainer", int(status["pid"])))
+    found = {Keeper("trainer", pid) for pid in live_trainers(run_dir)}
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(OSError):
             holder, updated = _announced(path)
@@ -224,6 +218,18 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
                 path.unlink()
             elif alive or time.time() - updated < FRESH_S:
                 found.add(Keeper("relay", holder.pid))
+    return found
+
+
+def live_trainers(run_dir: Path) -> dict[int, set[str]]:
+    """`TrainerStatus.tenant_keys` of trainers that work, by pid."""
+    found = {}
+    for path in run_dir.glob("trainer-*.json"):
+        with contextlib.suppress(*_UNREADABLE):
+            status = json.loads(read_small(path))
+            age_s = time.time() - float(status["updated_unix"])
+            if status["state"] not in _GONE and age_s < FRESH_S:
+                found[int(status["pid"])] = set(map(str, status.get("tenant_keys", ())))
     return found
 
 

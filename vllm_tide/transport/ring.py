@@ -35,6 +35,7 @@ from vllm_tide.transport.ring_format import (
     MAGIC,
     PAD,
     RECORD,
+    Collect,
     RingSpec,
     RingStats,
     Slot,
@@ -77,7 +78,7 @@ class RingWriter:
         # Both pids usually live here; the first consumer corrects it.
         segment.store(Word.CONSUMER_NAMESPACE, pid_namespace())
         # What comes before the first consumer is worth training on.
-        segment.store(Word.COLLECT, 1)
+        segment.store(Word.COLLECT, Collect.FULL)
         self.heartbeat()
 
     @classmethod
@@ -207,15 +208,20 @@ class RingWriter:
         return self._unusable() == "truncated" or self._segment.lost()
 
     @property
-    def collect(self) -> bool:
-        """Whether the consumer wants full rows now; else light records, or nothing.
-
-        False once the ring is closed or truncated: then everything is dropped.
-        """
+    def wish(self) -> Collect:
+        """What the consumer wants now; of an unusable ring, which drops it, LIGHT."""
         try:
-            return not self._unusable() and self._segment.load(Word.COLLECT) != 0
+            if self._unusable():
+                return Collect.LIGHT
+            word = self._segment.load(Word.COLLECT)
         except ValueError:  # as in heartbeat
-            return False
+            return Collect.LIGHT
+        return Collect(word) if word in (1, 2) else Collect.NOTHING
+
+    @property
+    def collect(self) -> bool:
+        """Whether the consumer wants full rows now."""
+        return self.wish is Collect.FULL
 
     def stats(self) -> RingStats:
         """Counters as of now. Looks the consumer up in /proc: not for every step."""

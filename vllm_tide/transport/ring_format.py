@@ -47,7 +47,16 @@ class Word(IntEnum):
     CONSUMER_NAMESPACE = 9
     CONSUMER_BEAT = 10
     COLLECT = 11
-    """0: the consumer wants ids and counts only (light records)."""
+    """A `Collect`; anything else is NOTHING."""
+
+
+class Collect(IntEnum):
+    """What the consumer wants of live traffic."""
+
+    NOTHING = 0
+    FULL = 1
+    LIGHT = 2
+    """Records of token ids and counts, without rows."""
 
 
 class Places(NamedTuple):

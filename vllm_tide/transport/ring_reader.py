@@ -15,6 +15,7 @@ from vllm_tide.transport.ring_format import (
     FRAME_BYTES,
     MAGIC,
     PAD,
+    Collect,
     RingSpec,
     RingStats,
     Word,
@@ -43,14 +44,17 @@ class RingReader:
         self._floor = -1
         self._bad_head: int | None = None
         self._lost = False
-        self._collect = True
+        # A pause holds until this consumer knows better.
+        nothing = segment.load(Word.COLLECT) == Collect.NOTHING
+        self._collect = Collect.NOTHING if nothing else Collect.FULL
         self.heartbeat()
 
     @classmethod
     def attach(cls, name: str) -> RingReader:
         """Become the consumer of a ring; goes on where a dead one stopped.
 
-        It asks for full rows until :meth:`set_collect` says otherwise.
+        It asks for full rows until :meth:`set_collect` says otherwise, but for nothing
+        where the one before did.
 
         Raises:
             TransportError: One sentence: absent, foreign, damaged, another version, or
@@ -102,14 +106,11 @@ class RingReader:
         self._segment.store(Word.TAIL, self._tail)
         self._segment.store(Word.COLLECT, int(self._collect))
 
-    def set_collect(self, wanted: bool) -> None:
-        """Ask the engine for full rows, or for light records only.
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask the engine for full rows, for light records, or for nothing.
 
-        Holds from the engine's next step on, also when this consumer goes; the next one
-        to attach asks for full rows again. What was written before stays as it is.
-
-        Args:
-            wanted: False saves the engine the copy of features and teachers.
+        Holds from the engine's next step on, also when this consumer goes. What was
+        written before stays as it is.
         """
         self._collect = wanted
         if not self._lost and self._segment.intact():

@@ -98,6 +98,7 @@ class ReaderState:
     unix: float = 0.0  # s, the trainer's clock
     running: bool = True  # False is the last word
     collect: bool = True  # wants full rows, else light records
+    paused: bool = False  # wants nothing; its last word holds
     publishes: bool = True  # sends heads to this engine
     shard: int = 1  # reads it next
     index: int = 0  # records of it taken already

@@ -29,6 +29,7 @@ from vllm_tide.transport.rendezvous import (
     reclaim_orphans,
 )
 from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import (
     BEAT_S,
     EngineEntry,
@@ -250,17 +251,22 @@ class Relay:
         )
 
     def _heed_readers(self) -> None:
-        """Full rows if a live trainer wants them, or if there is none to ask.
+        """What the live trainers want at most; full rows if there is none to ask.
 
-        What is spooled while no trainer lives is for the next one.
+        What is spooled while no trainer lives is for the next one, unless the last one
+        was paused.
         """
-        wishes = []
+        wishes = set()
         for name, state in self._folder.read_readers().items():
             seen = self._readers.setdefault(name, Freshness())
             seen.look(state.unix)
-            if state.running and seen.fresh:
-                wishes.append(state.collect)
-        self._reader.set_collect(any(wishes) or not wishes)
+            if state.paused:
+                wishes.add(Collect.NOTHING)
+            elif state.running and seen.fresh:
+                wishes.add(Collect.FULL if state.collect else Collect.LIGHT)
+        order = (Collect.FULL, Collect.LIGHT, Collect.NOTHING)
+        wanted = next((wish for wish in order if wish in wishes), Collect.FULL)
+        self._reader.set_collect(wanted)
 
     def _say(self, *, running: bool = True) -> None:
         feedback = self._weights.feedback()

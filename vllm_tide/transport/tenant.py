@@ -1,16 +1,17 @@
 """Who sent a request, as a number that does not say who.
 
 A tenant is named by the request (``vllm_xargs``: ``tide_tenant``); what leaves the
-engine is a keyed hash of the name. The key is made once per run directory and stays
-there (mode 0600): engines that share the directory, a restarted one included, give a
-tenant the same id, and who cannot read the directory can neither guess a name from an
-id nor an id from a name.
+engine is a keyed hash of the name. The key is made once (mode 0600) and outlives a
+reboot: it lies in `tide.train.state_dir`, else in $XDG_STATE_HOME/vllm_tide. Engines
+that share it give a tenant the same id, and who cannot read it can neither guess a name
+from an id nor an id from a name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import prepare_run_dir
+
+logger = logging.getLogger("vllm_tide")
 
 NOBODY = 0
 """Id of requests without a tenant."""
@@ -39,25 +42,46 @@ def tenant_id(name: str, key: bytes) -> int:
     return int.from_bytes(digest.digest(), "little") or 1
 
 
-def tenant_key(run_dir: Path, *, create: bool = True) -> bytes:
-    """The run directory's key, made by the first engine.
+def key_id(key: bytes) -> str:
+    """Short name of a key, recorded beside what carries its ids."""
+    return hashlib.blake2b(key, digest_size=4, person=b"tide_key_id").hexdigest()
+
+
+def tenant_key(
+    run_dir: Path, state_dir: str | None = None, *, create: bool = True
+) -> bytes:
+    """The key, made by the first engine.
 
     Args:
-        run_dir: Run directory.
+        run_dir: Run directory: a key that lies there is moved, and where
+            `state_dir` or the user's home cannot be written it stays.
+        state_dir: `tide.train.state_dir`.
         create: Make it when it is not there.
 
     Raises:
         TransportError: If the directory is unfit, or the file damaged or not there.
     """
-    path = run_dir / _FILE
-    if not create and not path.exists():
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if not os.path.isabs(home):  # there is none
+        home = str(run_dir)
+    folder = Path(state_dir).expanduser() if state_dir else Path(home, "vllm_tide")
+    path, before = folder / _FILE, run_dir / _FILE
+    if not (create or path.exists() or before.exists()):
         raise TransportError(
-            f"no engine has named tenants in {run_dir}: give --run-dir of the engine"
+            f"no engine has named tenants in {folder}: give --run-dir of the engine, "
+            "or --state-dir where tide.train.state_dir is set"
         )
-    prepare_run_dir(run_dir)
     try:
-        if not path.exists():
-            _make(path)
+        try:
+            _provide(path, before)
+        except OSError:
+            if not path.exists():  # else another start has just moved it
+                path = prepare_run_dir(run_dir) / _FILE
+                _provide(path, before)
+                said = "%s may not outlive a reboot: set tide.train.state_dir"
+                logger.warning(said, path)
+        if path.stat().st_uid != os.geteuid():
+            raise TransportError(f"{path} is another user's: remove it")
         key = bytes.fromhex(path.read_text(encoding="ascii"))
     except OSError as error:
         raise TransportError(f"cannot use {path}: {error.strerror}") from error
@@ -70,13 +94,20 @@ def tenant_key(run_dir: Path, *, create: bool = True) -> bytes:
     return key
 
 
-def _make(path: Path) -> None:
+def _provide(path: Path, before: Path) -> None:
+    """See that there is a key, at first the one that lay elsewhere."""
+    if path.exists():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    moved = before.read_bytes() if before.exists() else b""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(KEY_BYTES))
+        with os.fdopen(fd, "wb") as file:
+            file.write(moved or secrets.token_hex(KEY_BYTES).encode())
         # A link, not a rename: of two that start at once, the first one's key stays.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     finally:
         os.unlink(temporary)
+    if moved and path.read_bytes() == moved:
+        before.unlink(missing_ok=True)

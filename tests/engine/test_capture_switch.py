@@ -1,0 +1,165 @@
+"""A pause and `vllm-tide capture off`: nothing leaves the engine, token ids neither."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from tests.engine.records import drain
+from tests.engine.test_light_capture import HIDDEN, TOPK, VOCAB, Step
+from tests.transport.spool_toys import ToyEngine
+from vllm_tide.capture.switch import heed_switches
+from vllm_tide.cli.main import main
+from vllm_tide.metrics import TideProm
+from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.spool import ReaderState
+from vllm_tide.transport.spool_store import open_store
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
+
+
+@pytest.fixture
+def step():
+    one = Step("hidden")
+    yield one
+    one.close()
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
+    step, tmp_path, capsys, caplog
+):
+    caplog.set_level(logging.INFO, "vllm.tide")
+    where = ["--run-dir", str(tmp_path)]
+    ended = heed_switches(step.capture, tmp_path)
+    try:
+        assert step.capture.wish is Collect.FULL
+        assert main(["capture", "off", *where]) == 0
+        until(lambda: step.capture.off)
+        assert [r for r in step.run() if r.num_rows] == []
+        assert step.capture.dropped["paused"] == 20
+        other = Step("hidden")  # of an engine that starts now
+        heed_switches(other.capture, tmp_path).set()
+        assert other.capture.off and other.run() == []
+        other.close()
+        assert main(["capture", "on", *where]) == 0
+        until(lambda: not step.capture.off)
+        assert len([r for r in step.run() if r.num_rows]) == 4
+    finally:
+        ended.set()
+    out = capsys.readouterr().out
+    assert f"capture is off in {tmp_path}" in out
+    until(lambda: sum("capture is on" in r.message for r in caplog.records) == 1)
+    assert any("capture is off (capture_off.json)" in r.message for r in caplog.records)
+
+
+def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
+    (tmp_path / "paused.json").write_text("{}")
+    heed_switches(step.capture, tmp_path).set()
+    assert step.capture.wish is Collect.NOTHING
+    assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
+    assert "but paused: `vllm-tide resume`" in capsys.readouterr().out
+
+
+def test_a_run_directory_that_is_none_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["capture", "off", "--run-dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
+    step.reader.close()
+    engine = ToyEngine(
+        tmp_path, ring=step.ring.name, hidden_size=HIDDEN, vocab_size=VOCAB,
+        aux_layer_ids=(1, 2), teacher="hidden", teacher_topk=TOPK,
+        feature_dtype="float32",
+    )  # fmt: skip
+    store = open_store(str(tmp_path / "spool"))
+    relay = engine.relay(store)
+
+    def tick():
+        relay._next_poll = 0.0
+        relay.tick()
+        relay._writer.flush()
+
+    told = ReaderState("i", unix=1.0, collect=False, paused=True)
+    engine.folder(store).write_reader("trainer", told)
+    tick()
+    step.capture.on_logits(step.logits)
+    for _ in range(2):
+        step.capture.on_sampled(step.output, step.hidden, step.aux, [[9], [6, 30]])
+    step.capture.forget(["a", "b"])
+    tick()
+    assert step.ring.stats().written_records == 0
+    assert engine.folder(store).read_state().last_shard == 0
+    assert list((tmp_path / "spool").rglob("*.safetensors")) == list(
+        (tmp_path / "spool" / "engines" / "e1" / "draft").rglob("*.safetensors")
+    ) + list((tmp_path / "spool" / "targets").rglob("*.safetensors"))
+    assert step.capture.dropped == {"paused": 20}
+    relay.close()
+    engine.close()
+
+
+def test_the_gauge_is_there_where_capture_is():
+    prom = TideProm({0: ["m", "0"]})
+    labels = {"model_name": "m", "engine": "0"}
+
+    def value():
+        return REGISTRY.get_sample_value("vllm_tide:capture_on", labels)
+
+    prom.observe({"rows": 1})
+    assert value() is None
+    for on in (True, False):
+        prom.observe({"capture_on": on})
+        assert value() == on
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2-async"])
+def test_an_engine_started_with_capture_off_serves_and_captures_later(tmp_path, runner):
+    case = {
+        "target": str(DEMO / "target"),
+        "runner": runner,
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(DEMO / "draft"),
+            "num_speculative_tokens": 3,
+            "tide": {
+                "run_dir": str(tmp_path),
+                "capture": {"ring_mib": 16},
+                "train": {"autostart": False},
+                "control": {"policy": "static"},
+            },
+        },
+        "engine": {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32},
+    }
+    prompts, params = [list(b"hello world"), [7]], {"max_tokens": 8}
+    where = ["--run-dir", str(tmp_path)]
+    assert main(["capture", "off", *where]) == 0
+    with OfflineEngine(case) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        off = engine.work(prompts, params=params)
+        assert drain(reader) == [] and off["rows"] == 0
+        assert off["dropped"]["paused"] >= 2 * 7 and not off["faults"]
+        assert main(["capture", "on", *where]) == 0
+        end = time.monotonic() + 60
+        while not (on := engine.work(prompts, params=params))["rows"]:
+            assert time.monotonic() < end
+        assert on["tokens"] == off["tokens"]
+        assert any(r.num_rows for r in drain(reader))
+        reader.set_collect(Collect.NOTHING)
+        engine.work(prompts, params=params)
+        assert [r for r in drain(reader) if r.num_rows] == []  # what had ended says so

@@ -1,0 +1,138 @@
+"""`tide_k_max`: a request's own bound on drafts, in real engines and as it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.engine.idle_scheduler import idle_scheduler
+from tests.engine.offline_engine import OfflineEngine, only_manifest
+from tests.engine.records import drain
+from vllm_tide.config import ControlConfig, TideConfig
+from vllm_tide.engine.request_book import RequestBook
+from vllm_tide.engine.scheduler import SchedulerTide
+from vllm_tide.transport.record import Phase
+from vllm_tide.transport.ring import RingReader
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
+K = 3
+BAD = [-1, K + 1, 1.0, "2", True, [], 10**400]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2-async"])
+def test_no_request_gets_more_drafts_than_it_asked_for(tmp_path, runner):
+    case = {
+        "target": str(DEMO / "target"),
+        "runner": runner,
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(DEMO / "draft"),
+            "num_speculative_tokens": K,
+            "tide": {
+                "run_dir": str(tmp_path),
+                "capture": {"ring_mib": 16},
+                "train": {"autostart": False},
+                "control": {"policy": "static"},
+            },
+        },
+        "engine": {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32},
+    }
+    prompts = [[*b"hello world", i] for i in range(4)]
+    params = {"max_tokens": 10}
+    caps = [0, 1, None, K + 1]  # the last is none
+    extra = [None if cap is None else {"tide_k_max": cap} for cap in caps]
+    with OfflineEngine(case) as engine:
+        reader = RingReader.attach(only_manifest(tmp_path).ring)
+        free = engine.work(prompts, params=params)
+        drain(reader)
+        capped = engine.work(prompts, params=params, extra=extra)
+        records = drain(reader)
+    assert capped["tokens"] == free["tokens"]
+    assert not capped["faults"]
+    longest = dict.fromkeys(range(4), -1)
+    which = {}
+    for record in records:
+        if record.phase == Phase.PREFILL and record.num_rows:
+            which[record.key] = prompts.index(list(record.token_ids))
+        elif record.num_rows:
+            i = which[record.key]
+            longest[i] = max(longest[i], record.num_rows - 1)
+    assert longest == {0: 0, 1: 1, 2: K, 3: K}
+
+
+class Request(SimpleNamespace):
+    """As far as the scheduler's part looks at vLLM's."""
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_length_that_is_none_is_counted_and_ignored(bad):
+    held = {str(i): Request(cache_salt=None, num_prompt_tokens=1) for i in range(3)}
+    tide = SchedulerTide(K, idle_scheduler(held), TideConfig())
+    new = [
+        SimpleNamespace(
+            req_id=str(i),
+            num_computed_tokens=0,
+            sampling_params=SimpleNamespace(extra_args={"tide_k_max": asked}),
+        )
+        for i, asked in enumerate((bad, 1, 0))
+    ]
+    tide.control(new)
+    tide.control(new)  # preempted, and back
+    for request in held.values():
+        request.spec_token_ids = [-1] * K
+    assert [len(r.spec_token_ids) for r in held.values()] == [K, 1, 0]
+    tide.observe({"staged": 0})
+    assert tide.stats()["malformed_slo"] == 1
+
+
+def book_of(asked, **control):
+    book = RequestBook(2, 4096, ControlConfig(**control))
+    slot, _ = book.table.begin("a", set())
+    params = SimpleNamespace(
+        extra_args=asked, max_tokens=100, temperature=0.0, structured_outputs=None
+    )
+    book.admit(slot, 10, params)
+    book.slo.first_token(slot, 0.0)
+    slots = np.array([slot])
+    limits, asked = book.slo.limits(slots, 0.0), book.slo.asked(slots, 0.0)
+    return book, slots, limits[0], None if asked is None else asked[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "room"), [(0, 0), (2, 2), (3, 3), *((b, K) for b in BAD)]
+)
+def test_policies_plan_no_more_than_a_request_asked_for(asked, room):
+    book, slots, *_ = book_of({"tide_k_max": asked})
+    assert book.room(slots, np.array([20]), K).tolist() == [room]
+
+
+@pytest.mark.parametrize("bad", [10**400, -(10**400), -1, 0, "soon", [1], float("nan")])
+def test_a_limit_that_is_none_is_counted_and_ignored(bad):
+    book, _, limit, asked = book_of(
+        {"tide_slo_tpot_ms": bad}, slo_tpot_ms=50, client_slo_tpot_ms=1
+    )
+    assert (book.malformed_slo, limit, asked) == (1, 0.05, None)
+
+
+@pytest.mark.parametrize(
+    ("operator", "least", "given", "limit", "asked"),
+    [
+        (None, None, 5, np.inf, None),  # clients may set none
+        (50, None, 5, 0.05, None),
+        (None, 20, 5, np.inf, 0.02),  # raised to the least
+        (None, 20, 30, np.inf, 0.03),
+        (50, 20, 5, 0.05, 0.02),
+        (50, 20, 80, 0.08, None),  # looser: nobody else's business
+    ],
+)
+def test_clients_set_limits_where_the_operator_lets_them(
+    operator, least, given, limit, asked
+):
+    control = {"slo_tpot_ms": operator, "client_slo_tpot_ms": least}
+    found = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
+    assert found == (limit, asked)
