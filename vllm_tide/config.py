@@ -139,7 +139,9 @@ class TrainConfig(_Section):
         0.1, description="Share of requests held out for evaluation (0 to 0.5)."
     )
     holdout_tokens: Annotated[int, Field(ge=256)] = Field(
-        8192, description="Held-out tokens kept, newest first (tokens)."
+        8192,
+        description="Held-out tokens kept, a random choice of recent ones with a floor "
+        "for each tenant and group (tokens).",
     )
     min_gain: Annotated[float, Field(ge=0)] = Field(
         0.01,

@@ -1,8 +1,9 @@
-"""Training buffer and held-out reservoir, both bounded in tokens, newest kept.
+"""Training buffer and held-out reservoir, both bounded in tokens.
 
 A request goes wholly to one side, decided by its key: a window of a held-out request
-never leaks into training. Within a side a (request, position) is trained once, by the
-document that came last, and one tenant fills at most its share.
+never leaks into training. The buffer keeps the newest, the reservoir a random choice.
+Within a side a (request, position) is trained once, by the document that came last, and
+one tenant fills at most its share.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.draws import draw, weights
 from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.train.tenants import crowded_out
 from vllm_tide.transport.tenant import NOBODY
 
 _MASK = (1 << 64) - 1
@@ -50,15 +52,22 @@ class Side:
     Args:
         max_tokens: Bound of all windows (tokens).
         tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
+        victim: Chooses the window that makes room; the oldest if None.
 
     Attributes:
         windows: By serial number; oldest first.
         tokens: Rows held.
     """
 
-    def __init__(self, max_tokens: int, tenant_share: float) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        tenant_share: float,
+        victim: Callable[[dict[int, Sample]], int] | None = None,
+    ) -> None:
         """Start empty."""
         self.windows: dict[int, Sample] = {}
+        self._victim = victim or (lambda windows: next(iter(windows)))
         self.tokens = 0
         self._max_tokens = max_tokens
         self._tenant_tokens = (
@@ -109,9 +118,9 @@ class Side:
         return next(iter(held)) if tenant != NOBODY and over and len(held) > 1 else None
 
     def overfull(self) -> int | None:
-        """The oldest window if the side holds too much, else None."""
+        """The window that has to go if the side holds too much, else None."""
         over = self.tokens > self._max_tokens and len(self.windows) > 1
-        return next(iter(self.windows)) if over else None
+        return self._victim(self.windows) if over else None
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -130,7 +139,7 @@ class SampleBuffer:
     Attributes:
         new_tokens: Training tokens that came since the owner last set this to 0.
         num_samples: Windows stored so far.
-        evicted: Rows that left, by reason: `train` and `holdout` (too old),
+        evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
     """
 
@@ -142,13 +151,19 @@ class SampleBuffer:
         self.window = min(config.max_sample_tokens, config.batch_tokens)
         self.new_tokens = self.num_samples = 0
         self.evicted: Counter[str] = Counter()
+        self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
+        chance = random.Random(config.seed)  # noqa: S311 - of the held-out side
+        named: list[int] = []
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
-            "holdout": Side(config.holdout_tokens, config.tenant_share),
+            "holdout": Side(
+                config.holdout_tokens,
+                config.tenant_share,
+                lambda windows: crowded_out(windows, named, clock(), chance),
+            ),
         }
         self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
         self._clock = clock
-        self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
 
     @property
     def train(self) -> list[Sample]:
@@ -201,8 +216,8 @@ class SampleBuffer:
                 self.new_tokens += window.num_tokens
         while (oldest := side.over_share(sample.tenant)) is not None:
             self._drop(name, oldest, "tenant_share")
-        while (oldest := side.overfull()) is not None:
-            self._drop(name, oldest, name)
+        while (victim := side.overfull()) is not None:
+            self._drop(name, victim, name)
 
     def shuffled(self, wanted_groups: Collection[int] | None = None) -> deque[Sample]:
         """One pass over the training side in random order.
