@@ -56,8 +56,9 @@ class Evaluation:
 
     def acceptance(self, form: str = "served") -> float:
         """Expected tokens per verify step, the target's own included (1 to K + 1)."""
-        rows = self.num_rows
-        return 1.0 + sum(self.reached[form]) / rows if rows else math.nan
+        rows, column = self.num_rows, 1 + FORMS.index(form)
+        accepted = sum(r[column] for r in self.requests.values())
+        return 1.0 + accepted / rows if rows else math.nan
 
     def standard_error(self, form: str = "served") -> float:
         """Of `acceptance`, over requests (ratio estimator)."""
@@ -101,10 +102,16 @@ def _added(a: list[float], b: list[float]) -> list[float]:
 
 
 def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float, float]:
-    """Difference in acceptance length and its paired standard error over requests."""
+    """Difference in acceptance length and its paired standard error over requests.
+
+    Where the new draft has no number it accepts nothing.
+    """
     column = 1 + FORMS.index(form)
     pairs = [
-        (r[0], r[column] - old.requests[key][column])
+        (
+            r[0],
+            (r[column] if math.isfinite(r[column]) else 0) - old.requests[key][column],
+        )
         for key, r in new.requests.items()
         if key in old.requests
     ]

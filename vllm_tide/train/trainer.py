@@ -523,4 +523,7 @@ class Trainer:
     def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
         """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
-        return Pair(samples, new, self.evaluate(self.live, progress, samples))
+        pair = Pair(samples, new, self.evaluate(self.live, progress, samples))
+        pair, rows = pair.readable()
+        self.skipped["not_finite"] += rows
+        return pair
