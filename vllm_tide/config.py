@@ -121,10 +121,10 @@ class TrainConfig(_Section):
     steps_per_cycle: Annotated[int, Field(ge=1)] = Field(
         32, description="Optimizer steps between two evaluations, at most."
     )
-    max_passes: Annotated[float, Field(gt=0)] = Field(
-        4.0,
-        description="Most passes over the buffer in one cycle: a small buffer gets "
-        "few steps and is not learnt by heart.",
+    max_passes: Annotated[int, Field(ge=1)] = Field(
+        8,
+        description="How often a document is trained on, at most, and no more than 4 "
+        "times in one cycle: what is learnt by heart can be asked for.",
     )
     buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
         131072, description="Captured tokens kept for training, newest first (tokens)."

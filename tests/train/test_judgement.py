@@ -44,7 +44,7 @@ def scored(trainer: Trainer, rng: random.Random, gain: float):
     """In place of `Trainer.evaluate`: the candidate's true gain is known."""
 
     def evaluate(draft=None, progress=None, samples=None):
-        found = Evaluation(3, loss_sum=[0.0] * 3)
+        found = Evaluation(3)
         found.reached = {form: [0.0] * 3 for form in FORMS}
         for sample in samples:
             more = 0.0 if draft is trainer.live else rng.gauss(gain, 0.15)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, is_held_out
+from vllm_tide.train.reservoir import Purged, SampleBuffer, Side, is_held_out
 from vllm_tide.train.sample import Branch, Sample, split_windows
-from vllm_tide.train.tenants import crowded_out
 from vllm_tide.transport.tenant import NOBODY
 
 TOY = ToyTarget()
@@ -363,13 +361,12 @@ def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded():
 def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
     found = []
     for seed in (0, 0, 1):
-        buffer = SampleBuffer(TrainConfig(**{**KNOBS, "seed": 0}), Clock())
-        buffer._sides["holdout"]._victim = partial(
-            crowded_out, named=[], now_unix_s=0.0, rng=random.Random(seed)
-        )
+        side = Side(1024, 1.0, random.Random(seed), Clock())
         for key in HELD_KEYS[:300]:
-            buffer.add(document(key))
-        found.append([s.key for s in buffer.holdout])
+            side.add(document(key))
+            while (victim := side.overfull()) is not None:
+                side.remove(victim)
+        found.append([s.key for s in side.windows.values()])
     assert found[0] == found[1] != found[2]
     assert found[0] != HELD_KEYS[300 - len(found[0]) : 300]
 

@@ -7,8 +7,8 @@ weight 2 twice: the expected number of appearances is the weight.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.sample import Sample
@@ -16,8 +16,36 @@ from vllm_tide.train.tenants import cap_factors
 
 MAX_REPEAT = 4.0
 """Most appearances in one pass of a document whose group is small."""
+CYCLE_PASSES = 4
+"""Most appearances of a document in one cycle."""
 REST = -2
 """Stands for all groups that are not wanted."""
+
+
+class Passes:
+    """How often a document, by request and first position, was trained on."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._in_cycle = most, Counter[tuple[int, int]]()
+        self._done = self._in_cycle.copy()
+
+    def begin_cycle(self, held: Iterable[Sample]) -> None:
+        """Forget what is not held any more."""
+        self._in_cycle.clear()
+        self._done = Counter(
+            {n: self._done[n] for n in ((s.key, s.start) for s in held)}
+        )
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """A step was made on these."""
+        for done in (self._done, self._in_cycle):
+            done.update((sample.key, sample.start) for sample in samples)
+
+    def left(self, sample: Sample) -> int:
+        """Passes left in this cycle."""
+        name = sample.key, sample.start
+        left = self._most - self._done[name], CYCLE_PASSES - self._in_cycle[name]
+        return max(0, min(left))
 
 
 def weights(
@@ -56,7 +84,10 @@ def weights(
 
 
 def draw(
-    samples: Sequence[Sample], weight: Sequence[float], rng: random.Random
+    samples: Sequence[Sample],
+    weight: Sequence[float],
+    rng: random.Random,
+    passes: Passes,
 ) -> list[Sample]:
     """The documents of one pass, shuffled.
 
@@ -64,13 +95,14 @@ def draw(
         samples: Documents.
         weight: Their weights.
         rng: Not used for whole weights, so that a plain pass depends on the order only.
+        passes: No document appears more often than it has passes left.
     """
     out: list[Sample] = []
     for sample, expected in zip(samples, weight, strict=True):
         times = int(expected)
         if expected > times and rng.random() < expected - times:
             times += 1
-        out += [sample] * times
+        out += [sample] * min(times, passes.left(sample))
     rng.shuffle(out)
     return out
 

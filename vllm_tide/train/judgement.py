@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
+from vllm_tide.train.reservoir import GROUP_IDLE_S
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.tenants import GROUP_IDLE_S
 
 ENOUGH = 20.0
 """Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
@@ -179,21 +179,6 @@ class Pair:
             self.samples + other.samples, self.new + other.new, self.live + other.live
         )
 
-    def readable(self) -> tuple[Pair, int]:
-        """Without requests that the live draft has no number for; their rows."""
-        rows = self.live.requests
-        bad = {k for k, row in rows.items() if not all(map(math.isfinite, row))}
-        if not bad:
-            return self, 0
-
-        def left(found: Evaluation) -> Evaluation:
-            kept = {k: row for k, row in found.requests.items() if k not in bad}
-            return replace(found, requests=kept)
-
-        samples = [s for s in self.samples if s.key not in bad]
-        pair = Pair(samples, left(self.new), left(self.live))
-        return pair, self.live.num_rows - pair.live.num_rows
-
     def members(self) -> dict[int, set[int]]:
         """Keys of the requests by group of similar ones."""
         out: dict[int, set[int]] = {}
@@ -301,18 +286,18 @@ def _worse_group(
 ) -> str:
     """A group that is served now and that the candidate makes worse; empty if none."""
     newest = max((s.captured_unix_s for s in held_out.samples), default=0.0)
-    served = [s for s in held_out.samples if s.captured_unix_s >= newest - GROUP_IDLE_S]
-    served += [] if ahead is None else ahead.samples
-    for group in sorted(held_out.members().keys() & {s.group for s in served}):
-        keys = held_out.members()[group]
-        new, live = held_out.new.only(keys), held_out.live.only(keys)
-        if (count := len(new.requests)) < VETO_REQUESTS:
+    served = {s.group for s in ([] if ahead is None else ahead.samples)}
+    for s in held_out.samples:
+        if s.captured_unix_s >= newest - GROUP_IDLE_S:
+            served.add(s.group)
+    for group, keys in held_out.members().items():
+        new = held_out.new.only(keys)
+        if group not in served or (count := len(new.requests)) < VETO_REQUESTS:
             continue
-        fall, error = gain(new, live, metric)
+        fall, error = gain(new, held_out.live, metric)
         error = math.hypot(error, _VETO_SPREAD / math.sqrt(count))
         z, free = _VETO_Z, count - 1  # Student's quantile (Cornish and Fisher)
-        times = z + (z**3 + z) / (4 * free)
-        times += (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+        times = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3) / (96 * free**2)
         if fall + times * error < -min_gain:
             said = f"{fall:+.4f} +- {error:.4f} over {count} held-out requests"
             return f"requests of group {group} got worse: {said}"

@@ -1,9 +1,8 @@
-"""Training buffer and held-out reservoir, both bounded in tokens.
+"""Training buffer (the newest) and held-out reservoir (at random), bounded in tokens.
 
 A request goes wholly to one side, decided by its key: a window of a held-out request
-never leaks into training. The buffer keeps the newest, the reservoir a random choice.
-Within a side a (request, position) is trained once, by the document that came last, and
-one tenant fills at most its share.
+never leaks into training. Within a side a (request, position) is trained once, by the
+document that came last, and one tenant fills at most its share.
 """
 
 from __future__ import annotations
@@ -12,16 +11,21 @@ import random
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.draws import draw, weights
+from vllm_tide.train.draws import Passes, draw, weights
 from vllm_tide.train.sample import Sample, split_windows
-from vllm_tide.train.tenants import crowded_out
 from vllm_tide.transport.tenant import NOBODY
 
+FLOORS, FLOOR_REQUESTS = 8, 3
+"""Most tenants with a floor, and held-out requests that earn one: who names a new
+tenant in each request has none."""
+TENANT_IDLE_S, GROUP_IDLE_S = 600.0, 120.0
+"""A tenant or a group unseen for so long has no floor: judged is what is served."""
 _MASK = (1 << 64) - 1
 
 
@@ -33,14 +37,8 @@ def is_held_out(key: int, share: float, seed: int = 0) -> bool:
     return (z ^ (z >> 31)) < share * (_MASK + 1)
 
 
-@dataclass(frozen=True)
-class Purged:
-    """What a purge removed.
-
-    Attributes:
-        samples: Windows, of both sides.
-        tokens: Their rows (tokens).
-    """
+class Purged(NamedTuple):
+    """Windows that a purge removed, of both sides, and their rows (tokens)."""
 
     samples: int = 0
     tokens: int = 0
@@ -52,7 +50,8 @@ class Side:
     Args:
         max_tokens: Bound of all windows (tokens).
         tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
-        victim: Chooses the window that makes room; the oldest if None.
+        chance: Chooses what makes room, see `_crowded_out`; None: the oldest does.
+        clock: Unix time (s).
 
     Attributes:
         windows: By serial number; oldest first.
@@ -63,11 +62,12 @@ class Side:
         self,
         max_tokens: int,
         tenant_share: float,
-        victim: Callable[[dict[int, Sample]], int] | None = None,
+        chance: random.Random | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Start empty."""
+        self._chance, self._clock, self._named = chance, clock, frozenset[int]()
         self.windows: dict[int, Sample] = {}
-        self._victim = victim or (lambda windows: next(iter(windows)))
         self.tokens = 0
         self._max_tokens = max_tokens
         self._tenant_tokens = (
@@ -119,8 +119,58 @@ class Side:
 
     def overfull(self) -> int | None:
         """The window that has to go if the side holds too much, else None."""
-        over = self.tokens > self._max_tokens and len(self.windows) > 1
-        return self._victim(self.windows) if over else None
+        if self.tokens <= self._max_tokens or len(self.windows) < 2:
+            return None
+        if self._chance is None:
+            return next(iter(self.windows))
+        return self._crowded_out(self._chance, self._clock())
+
+    def _crowded_out(self, chance: random.Random, now: float) -> int:
+        """A window at random: what is held follows the traffic, in its shares.
+
+        But tenants with a floor, all alike, hold half before all others (unnamed, or
+        named too seldom) hold more, and a group holds half of an equal share.
+        """
+        windows, sizes, groups = self.windows, self._tokens_of, Counter[int]()
+        last = {
+            tenant: next(reversed(held)) for tenant, held in self._by_tenant.items()
+        }
+        idle = now - TENANT_IDLE_S
+        named = [
+            tenant
+            for tenant, held in self._by_tenant.items()
+            if tenant != NOBODY
+            and windows[last[tenant]].captured_unix_s >= idle
+            and (
+                tenant in self._named
+                or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
+            )
+        ]
+        # Who has a floor keeps it.
+        named = sorted(named, key=lambda tenant: tenant not in self._named)[:FLOORS]
+        self._named = frozenset(named)
+        if 2 * sum(sizes[tenant] for tenant in named) > self.tokens:
+            chosen = list(self._by_tenant[max(named, key=sizes.__getitem__)])
+        else:
+            chosen = [n for n, w in windows.items() if w.tenant not in self._named]
+        newest = {window.group: n for n, window in windows.items()}
+        for window in windows.values():
+            groups[window.group] += window.num_tokens
+        # The newest window says when a tenant or a group was seen: it stays.
+        kept, floors = {last[tenant] for tenant in named}, set[int]()
+        for group, n in newest.items():
+            if group >= 0 and windows[n].captured_unix_s >= now - GROUP_IDLE_S:
+                kept.add(n)
+                floors.add(group)
+        floor = self.tokens / (2 * len(floors) or 1)
+
+        def loose(n: int) -> bool:
+            size, group = windows[n].num_tokens, windows[n].group
+            return n not in kept and (
+                group not in floors or groups[group] - size >= floor
+            )
+
+        return chance.choice([n for n in chosen if loose(n)] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -141,6 +191,7 @@ class SampleBuffer:
         num_samples: Windows stored so far.
         evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
+        passes: Over training windows.
     """
 
     def __init__(
@@ -151,19 +202,19 @@ class SampleBuffer:
         self.window = min(config.max_sample_tokens, config.batch_tokens)
         self.new_tokens = self.num_samples = 0
         self.evicted: Counter[str] = Counter()
-        self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
-        chance = random.Random(config.seed)  # noqa: S311 - of the held-out side
-        named: list[int] = []
+        self.passes = Passes(config.max_passes)
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
             "holdout": Side(
                 config.holdout_tokens,
                 config.tenant_share,
-                lambda windows: crowded_out(windows, named, clock(), chance),
+                random.Random(config.seed),  # noqa: S311 - not cryptographic
+                clock,
             ),
         }
         self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
         self._clock = clock
+        self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
 
     @property
     def train(self) -> list[Sample]:
@@ -220,7 +271,7 @@ class SampleBuffer:
             self._drop(name, victim, name)
 
     def shuffled(self, wanted_groups: Collection[int] | None = None) -> deque[Sample]:
-        """One pass over the training side in random order.
+        """One pass over the training side in random order, as far as passes are left.
 
         Documents new since the last pass come first, unless groups or tenants are
         balanced: a cycle may end in the middle of a pass, so then every part of it has
@@ -235,13 +286,12 @@ class SampleBuffer:
         weight = weights(held, self.config, self._clock(), wanted_groups)
         fresh, self._fresh = self._fresh, {}
         if wanted_groups is not None or self.config.tenant_share < 1:
-            return deque(draw(held, weight, self._random))
+            return deque(draw(held, weight, self._random, self.passes))
         out: deque[Sample] = deque()
         for new in (True, False):
             part = [i for i, serial in enumerate(windows) if (serial in fresh) is new]
-            out += draw(
-                [held[i] for i in part], [weight[i] for i in part], self._random
-            )
+            some = [held[i] for i in part], [weight[i] for i in part]
+            out += draw(*some, self._random, self.passes)
         return out
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:

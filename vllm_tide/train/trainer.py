@@ -227,11 +227,16 @@ class Trainer:
         taken, fresh = self.buffer.new_tokens, self.buffer.fresh
         self.buffer.new_tokens = 0
         self._wanted = wanted_groups
+        self.buffer.passes.begin_cycle(self.buffer.train)
         self._queue = self.buffer.shuffled(wanted_groups)
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
         for index in range(total if watch.going else 0):
+            if not self._queue:
+                self._queue = self.buffer.shuffled(self._wanted)
+            if not self._queue:
+                break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
@@ -449,20 +454,18 @@ class Trainer:
         self.buffer.map_train(look_up)
 
     def _num_steps(self) -> int:
-        """Steps of a cycle, fewer while the buffer is small."""
-        held = self.buffer.train_tokens
-        passes = math.ceil(self.config.max_passes * held / self.config.batch_tokens)
-        return max(1, min(self.config.steps_per_cycle, passes))
+        """Steps of a cycle, fewer where few passes over the buffer are left."""
+        left = self.buffer.passes.left
+        tokens = sum(left(s) * s.num_tokens for s in self.buffer.train)
+        steps = math.ceil(tokens / self.config.batch_tokens)
+        return max(1, min(self.config.steps_per_cycle, steps))
 
     def _one_step(self, lr_scale: float) -> float | None:
-        if not self._queue:
-            self._queue = self.buffer.shuffled(self._wanted)
         capacity = self.config.batch_tokens
         samples = take_batch(self._queue, capacity, branches=self._branches)
-        if not samples:
-            return None
         self._know(s.key for s in samples)
         result = self.stepper.run(samples, capacity, lr_scale)
+        self.buffer.passes.add(samples)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
             self.last_loss = math.nan  # or the last good one would be shown for ever
@@ -523,7 +526,9 @@ class Trainer:
     def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
         """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
-        pair = Pair(samples, new, self.evaluate(self.live, progress, samples))
-        pair, rows = pair.readable()
-        self.skipped["not_finite"] += rows
-        return pair
+        live = self.evaluate(self.live, progress, samples)
+        for key, row in list(live.requests.items()):
+            if not all(map(math.isfinite, row)):  # no judge of any draft
+                self.skipped["not_finite"] += int(row[0])
+                del live.requests[key], new.requests[key]
+        return Pair(samples, new, live)
