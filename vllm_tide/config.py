@@ -72,10 +72,10 @@ class TrainConfig(_Section):
         "cpu",
         description="Where the trainer computes: `cpu`, `cuda` or `cuda:N` (ROCm too).",
     )
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
+    gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
         description="Largest share of time that the trainer keeps its GPU busy (0 to "
-        "1); for a GPU that also serves.",
+        "1); null: 0.1 on a GPU that also serves, else 1.",
     )
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,

@@ -361,7 +361,7 @@ def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded():
 def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
     found = []
     for seed in (0, 0, 1):
-        side = Side(1024, 1.0, random.Random(seed), Clock())
+        side = Side(1024, 1.0, random.Random(seed))
         for key in HELD_KEYS[:300]:
             side.add(document(key))
             while (victim := side.overfull()) is not None:

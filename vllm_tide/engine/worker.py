@@ -24,6 +24,7 @@ from vllm_tide.engine.draft_facts import draft_facts
 from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
@@ -411,6 +412,7 @@ class WorkerTide:
             created_unix=time.time(),
             model_name=str(serving.model_config.served_model_name),
             draft_sample_method=serving.speculative_config.draft_sample_method,
+            gpu_uuid=gpu_uuid(getattr(self._worker, "device", None)),
         )
         path = rendezvous.write_manifest(self._run_dir, manifest)
         logger.info("vllm_tide: engine %s announced at %s", self._engine_id, path)

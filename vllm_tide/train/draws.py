@@ -7,8 +7,8 @@ weight 2 twice: the expected number of appearances is the weight.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.sample import Sample
@@ -22,30 +22,10 @@ REST = -2
 """Stands for all groups that are not wanted."""
 
 
-class Passes:
-    """How often a document, by request and first position, was trained on."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._in_cycle = most, Counter[tuple[int, int]]()
-        self._done = self._in_cycle.copy()
-
-    def begin_cycle(self, held: Iterable[Sample]) -> None:
-        """Forget what is not held any more."""
-        self._in_cycle.clear()
-        self._done = Counter(
-            {n: self._done[n] for n in ((s.key, s.start) for s in held)}
-        )
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """A step was made on these."""
-        for done in (self._done, self._in_cycle):
-            done.update((sample.key, sample.start) for sample in samples)
-
-    def left(self, sample: Sample) -> int:
-        """Passes left in this cycle."""
-        name = sample.key, sample.start
-        left = self._most - self._done[name], CYCLE_PASSES - self._in_cycle[name]
-        return max(0, min(left))
+def passes_left(sample: Sample, most: int, cycle: int) -> int:
+    """How often a document may still appear in a cycle; `most` is its `max_passes`."""
+    done = sample.trained
+    return max(0, min(most - len(done), CYCLE_PASSES - done.count(cycle)))
 
 
 def weights(
@@ -87,7 +67,7 @@ def draw(
     samples: Sequence[Sample],
     weight: Sequence[float],
     rng: random.Random,
-    passes: Passes,
+    most: Callable[[Sample], int],
 ) -> list[Sample]:
     """The documents of one pass, shuffled.
 
@@ -95,14 +75,14 @@ def draw(
         samples: Documents.
         weight: Their weights.
         rng: Not used for whole weights, so that a plain pass depends on the order only.
-        passes: No document appears more often than it has passes left.
+        most: Appearances of a document.
     """
     out: list[Sample] = []
     for sample, expected in zip(samples, weight, strict=True):
         times = int(expected)
         if expected > times and rng.random() < expected - times:
             times += 1
-        out += [sample] * min(times, passes.left(sample))
+        out += [sample] * min(times, most(sample))
     rng.shuffle(out)
     return out
 

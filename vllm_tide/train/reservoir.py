@@ -12,12 +12,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.draws import Passes, draw, weights
+from vllm_tide.train.draws import draw, passes_left, weights
 from vllm_tide.train.sample import Sample, split_windows
 from vllm_tide.transport.tenant import NOBODY
 
@@ -51,7 +52,6 @@ class Side:
         max_tokens: Bound of all windows (tokens).
         tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
         chance: Chooses what makes room, see `_crowded_out`; None: the oldest does.
-        clock: Unix time (s).
 
     Attributes:
         windows: By serial number; oldest first.
@@ -63,10 +63,9 @@ class Side:
         max_tokens: int,
         tenant_share: float,
         chance: random.Random | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Start empty."""
-        self._chance, self._clock, self._named = chance, clock, frozenset[int]()
+        self._chance, self._named = chance, frozenset[int]()
         self.windows: dict[int, Sample] = {}
         self.tokens = 0
         self._max_tokens = max_tokens
@@ -123,54 +122,46 @@ class Side:
             return None
         if self._chance is None:
             return next(iter(self.windows))
-        return self._crowded_out(self._chance, self._clock())
+        return self._crowded_out(self._chance)
 
-    def _crowded_out(self, chance: random.Random, now: float) -> int:
+    def _crowded_out(self, chance: random.Random) -> int:
         """A window at random: what is held follows the traffic, in its shares.
 
         But tenants with a floor, all alike, hold half before all others (unnamed, or
         named too seldom) hold more, and a group holds half of an equal share.
         """
         windows, sizes, groups = self.windows, self._tokens_of, Counter[int]()
-        last = {
-            tenant: next(reversed(held)) for tenant, held in self._by_tenant.items()
-        }
-        idle = now - TENANT_IDLE_S
-        named = [
-            tenant
-            for tenant, held in self._by_tenant.items()
-            if tenant != NOBODY
-            and windows[last[tenant]].captured_unix_s >= idle
-            and (
-                tenant in self._named
-                or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
-            )
-        ]
-        # Who has a floor keeps it.
-        named = sorted(named, key=lambda tenant: tenant not in self._named)[:FLOORS]
-        self._named = frozenset(named)
-        if 2 * sum(sizes[tenant] for tenant in named) > self.tokens:
-            chosen = list(self._by_tenant[max(named, key=sizes.__getitem__)])
-        else:
-            chosen = [n for n, w in windows.items() if w.tenant not in self._named]
-        newest = {window.group: n for n, window in windows.items()}
-        for window in windows.values():
+        newest: dict[int, int] = {}
+        for n, window in windows.items():
             groups[window.group] += window.num_tokens
+            newest[window.group] = n
+        now = max(window.captured_unix_s for window in windows.values())
+
+        def seen(n: int, idle_s: float) -> bool:
+            return windows[n].captured_unix_s >= now - idle_s
+
+        def has_floor(held: dict[int, None]) -> bool:
+            kept = windows[next(iter(held))].tenant in self._named
+            return kept or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
+
+        last = {t: next(reversed(held)) for t, held in self._by_tenant.items()}
+        named = [t for t in last if t != NOBODY and seen(last[t], TENANT_IDLE_S)]
+        named = [t for t in named if has_floor(self._by_tenant[t])]
+        named.sort(key=lambda t: t not in self._named)  # who has one keeps it
+        self._named = frozenset(named[:FLOORS])
+        chosen = [n for n, w in windows.items() if w.tenant not in self._named]
+        if 2 * sum(sizes[t] for t in self._named) > self.tokens:
+            chosen = list(self._by_tenant[max(self._named, key=sizes.__getitem__)])
+        active = {g for g, n in newest.items() if g >= 0 and seen(n, GROUP_IDLE_S)}
         # The newest window says when a tenant or a group was seen: it stays.
-        kept, floors = {last[tenant] for tenant in named}, set[int]()
-        for group, n in newest.items():
-            if group >= 0 and windows[n].captured_unix_s >= now - GROUP_IDLE_S:
-                kept.add(n)
-                floors.add(group)
-        floor = self.tokens / (2 * len(floors) or 1)
+        kept = {newest[g] for g in active} | {last[t] for t in self._named}
+        floor = self.tokens / (2 * len(active) or 1)
 
-        def loose(n: int) -> bool:
-            size, group = windows[n].num_tokens, windows[n].group
-            return n not in kept and (
-                group not in floors or groups[group] - size >= floor
-            )
+        def loose(n: int, w: Sample) -> bool:
+            above = groups[w.group] - w.num_tokens >= floor
+            return n not in kept and (above or w.group not in active)
 
-        return chance.choice([n for n in chosen if loose(n)] or chosen)
+        return chance.choice([n for n in chosen if loose(n, windows[n])] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -191,7 +182,6 @@ class SampleBuffer:
         num_samples: Windows stored so far.
         evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
-        passes: Over training windows.
     """
 
     def __init__(
@@ -202,14 +192,12 @@ class SampleBuffer:
         self.window = min(config.max_sample_tokens, config.batch_tokens)
         self.new_tokens = self.num_samples = 0
         self.evicted: Counter[str] = Counter()
-        self.passes = Passes(config.max_passes)
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
             "holdout": Side(
                 config.holdout_tokens,
                 config.tenant_share,
                 random.Random(config.seed),  # noqa: S311 - not cryptographic
-                clock,
             ),
         }
         self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
@@ -270,7 +258,9 @@ class SampleBuffer:
         while (victim := side.overfull()) is not None:
             self._drop(name, victim, name)
 
-    def shuffled(self, wanted_groups: Collection[int] | None = None) -> deque[Sample]:
+    def shuffled(
+        self, wanted_groups: Collection[int] | None = None, cycle: int = 0
+    ) -> deque[Sample]:
         """One pass over the training side in random order, as far as passes are left.
 
         Documents new since the last pass come first, unless groups or tenants are
@@ -280,19 +270,16 @@ class SampleBuffer:
         Args:
             wanted_groups: Groups that need training, each with the same weight, all
                 others together with at most as much; None takes all documents.
+            cycle: Number of the cycle.
         """
-        windows = self._sides["train"].windows
-        held = list(windows.values())
+        held, new = self.train, {id(sample) for sample in self.fresh}
         weight = weights(held, self.config, self._clock(), wanted_groups)
-        fresh, self._fresh = self._fresh, {}
-        if wanted_groups is not None or self.config.tenant_share < 1:
-            return deque(draw(held, weight, self._random, self.passes))
-        out: deque[Sample] = deque()
-        for new in (True, False):
-            part = [i for i, serial in enumerate(windows) if (serial in fresh) is new]
-            some = [held[i] for i in part], [weight[i] for i in part]
-            out += draw(*some, self._random, self.passes)
-        return out
+        self._fresh = {}
+        most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
+        drawn = draw(held, weight, self._random, most)
+        if wanted_groups is None and self.config.tenant_share >= 1:
+            drawn.sort(key=lambda sample: id(sample) not in new)
+        return deque(drawn)
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         """Replace every training window by what `change` makes of it."""

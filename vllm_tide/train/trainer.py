@@ -26,6 +26,7 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
+from vllm_tide.train.draws import passes_left
 from vllm_tide.train.evaluate import Evaluation, evaluate
 from vllm_tide.train.gpu import give_up_memory, lacks_memory
 from vllm_tide.train.judgement import CycleResult, Evidence, Pair, judge, unjudged
@@ -86,8 +87,9 @@ class Trainer:
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
         self._turns: Turns | None = None
-        if target.lm_head.device.type == "cuda" and config.gpu_share < 1:
-            self._turns = Turns(config.gpu_share)
+        share = config.gpu_share or 1.0
+        if target.lm_head.device.type == "cuda" and share < 1:
+            self._turns = Turns(share)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
         self.assembler = Assembler(
@@ -227,14 +229,13 @@ class Trainer:
         taken, fresh = self.buffer.new_tokens, self.buffer.fresh
         self.buffer.new_tokens = 0
         self._wanted = wanted_groups
-        self.buffer.passes.begin_cycle(self.buffer.train)
-        self._queue = self.buffer.shuffled(wanted_groups)
+        self._queue = self.buffer.shuffled(wanted_groups, self.cycles)
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
         for index in range(total if watch.going else 0):
             if not self._queue:
-                self._queue = self.buffer.shuffled(self._wanted)
+                self._queue = self.buffer.shuffled(self._wanted, self.cycles)
             if not self._queue:
                 break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
@@ -455,9 +456,9 @@ class Trainer:
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer where few passes over the buffer are left."""
-        left = self.buffer.passes.left
-        tokens = sum(left(s) * s.num_tokens for s in self.buffer.train)
-        steps = math.ceil(tokens / self.config.batch_tokens)
+        most = self.config.max_passes, self.cycles
+        rows = sum(passes_left(s, *most) * s.num_tokens for s in self.buffer.train)
+        steps = math.ceil(rows / self.config.batch_tokens)
         return max(1, min(self.config.steps_per_cycle, steps))
 
     def _one_step(self, lr_scale: float) -> float | None:
@@ -465,7 +466,8 @@ class Trainer:
         samples = take_batch(self._queue, capacity, branches=self._branches)
         self._know(s.key for s in samples)
         result = self.stepper.run(samples, capacity, lr_scale)
-        self.buffer.passes.add(samples)
+        for sample in samples:
+            sample.trained.append(self.cycles)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
             self.last_loss = math.nan  # or the last good one would be shown for ever

@@ -58,6 +58,7 @@ class EngineManifest:
         pid_namespace: Inode of the pid namespace `pid` belongs to.
         model_name: Name that it serves the target under; empty if it does not say.
         draft_sample_method: vLLM's: how drafted tokens are drawn.
+        gpu_uuid: Of the GPU that it serves on; empty without one.
     """
 
     engine_id: str
@@ -82,6 +83,7 @@ class EngineManifest:
     pid_namespace: int = field(default_factory=pid_namespace)
     model_name: str = ""
     draft_sample_method: str = "greedy"
+    gpu_uuid: str = ""
 
     def owner_alive(self) -> bool | None:
         """Whether the engine lives; None where its pid cannot be looked up."""
