@@ -40,12 +40,6 @@ def weights(
     repeated up to `MAX_REPEAT` times), and all others together as much as they at most:
     a draft trained on a shift alone forgets the rest. Then every tenant is brought down
     to `tenant_share`.
-
-    Args:
-        samples: Documents of the buffer.
-        config: Knobs.
-        now_unix_s: Trainer's clock (s).
-        wanted_groups: Groups that need training; None takes all documents as they are.
     """
     out = [_freshness(sample, config.age_half_life_s, now_unix_s) for sample in samples]
     if wanted_groups is not None:
@@ -69,13 +63,9 @@ def draw(
     rng: random.Random,
     most: Callable[[Sample], int],
 ) -> list[Sample]:
-    """The documents of one pass, shuffled.
+    """The documents of one pass, shuffled, each as often as `most` says at most.
 
-    Args:
-        samples: Documents.
-        weight: Their weights.
-        rng: Not used for whole weights, so that a plain pass depends on the order only.
-        most: Appearances of a document.
+    Chance plays no part for whole weights: a plain pass depends on the order only.
     """
     out: list[Sample] = []
     for sample, expected in zip(samples, weight, strict=True):

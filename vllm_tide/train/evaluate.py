@@ -134,8 +134,8 @@ def evaluate(
     """Evaluate a draft, where the target's rows are.
 
     Args:
-        draft: The draft.
-        target: Output rows of the target.
+        draft: To evaluate.
+        target: Output rows.
         samples: Held-out documents.
         num_steps: Draft depth K.
         capacity: Rows per batch.

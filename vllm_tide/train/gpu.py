@@ -39,13 +39,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def no_memory(device: str, what: str, batch_tokens: int | None = None) -> str:
-    """What an operator is told.
-
-    Args:
-        device: `tide.train.device`.
-        what: The device has no memory for.
-        batch_tokens: The knob, where a smaller one would help.
-    """
+    """What an operator is told; `batch_tokens` is given where less would help."""
     smaller = ""
     if batch_tokens is not None:
         smaller = f"make tide.train.batch_tokens ({batch_tokens}) smaller, "

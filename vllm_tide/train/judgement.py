@@ -34,7 +34,6 @@ class CycleResult:
     """One cycle of steps and the decision after it.
 
     Attributes:
-        steps: Optimizer steps done.
         loss: Mean training loss of the cycle; NaN without steps.
         new: Evaluation of the candidate on held-out requests, or None when not
             evaluated.
@@ -42,8 +41,6 @@ class CycleResult:
         gain: Candidate minus live draft, expected tokens per verify step, over held-out
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
-        publish: The candidate passed the gate.
-        reason: Why, in words.
         improved: The candidate is better than the live draft by more than chance.
         by_group: The same for each group of similar requests that was evaluated.
         fresh_requests: Requests judged before they were trained on.
@@ -209,14 +206,8 @@ def judge(
 ) -> CycleResult:
     """Decide whether the candidate is published.
 
-    Args:
-        steps: Of the cycle.
-        loss: Of the cycle.
-        held_out: Judged after it.
-        ahead: Requests that were judged before the cycle trained on them.
-        config: `min_gain` is the least gain that is worth a swap.
-        metric: Form of the acceptance length.
-        evidence: Of this cycle's and of all earlier scores.
+    `held_out` was judged after the cycle, `ahead` before the cycle trained on it;
+    `evidence` is of this cycle's and of all earlier scores.
     """
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
@@ -286,10 +277,8 @@ def _worse_group(
 ) -> str:
     """A group that is served now and that the candidate makes worse; empty if none."""
     newest = max((s.captured_unix_s for s in held_out.samples), default=0.0)
-    served = {s.group for s in ([] if ahead is None else ahead.samples)}
-    for s in held_out.samples:
-        if s.captured_unix_s >= newest - GROUP_IDLE_S:
-            served.add(s.group)
+    recent = [s for s in held_out.samples if s.captured_unix_s >= newest - GROUP_IDLE_S]
+    served = {s.group for s in recent + ([] if ahead is None else ahead.samples)}
     for group, keys in held_out.members().items():
         new = held_out.new.only(keys)
         if group not in served or (count := len(new.requests)) < VETO_REQUESTS:

@@ -171,11 +171,7 @@ class Side:
 
 
 class SampleBuffer:
-    """Both sides.
-
-    Args:
-        config: Sizes, shares and seed.
-        clock: Unix time (s).
+    """Both sides; `clock` is Unix time (s).
 
     Attributes:
         new_tokens: Training tokens that came since the owner last set this to 0.
@@ -265,12 +261,7 @@ class SampleBuffer:
 
         Documents new since the last pass come first, unless groups or tenants are
         balanced: a cycle may end in the middle of a pass, so then every part of it has
-        to be balanced.
-
-        Args:
-            wanted_groups: Groups that need training, each with the same weight, all
-                others together with at most as much; None takes all documents.
-            cycle: Number of the cycle.
+        to be balanced. Wanted groups weigh alike, all others together at most as much.
         """
         held, new = self.train, {id(sample) for sample in self.fresh}
         weight = weights(held, self.config, self._clock(), wanted_groups)
@@ -290,12 +281,7 @@ class SampleBuffer:
                 side.exchange(serial, changed)
 
     def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
-        """Remove windows from both sides, for good.
-
-        Args:
-            tenant: Only this tenant's (`tenant.tenant_id`); None takes all.
-            before: Only those assembled before this time (Unix, s); None takes all.
-        """
+        """Remove windows for good: a tenant's, or those from before a Unix time (s)."""
         return self._forget("purged", tenant, before)
 
     def expire(self) -> Purged:

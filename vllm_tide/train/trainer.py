@@ -52,8 +52,6 @@ class Trainer:
 
     Args:
         draft: The draft being served; becomes the candidate, a copy stays as live.
-        target: Rows of the target.
-        config: Knobs.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
         feature_dtype: Wire dtype of features and hidden teachers.
         metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
