@@ -22,7 +22,7 @@ QUEUES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 TRIES, COUNT_S = 5, 3.0
 """A request may be complete before a busy server notices that its client hung up: then
 nothing is counted in this time (s), and others are given up, so many times."""
-FLOOD, HELD_ROWS = 8, 256  # rounds of 8 requests; rows scored of others
+FLOOD, HELD_ROWS = 8, 120  # rounds of 8 requests; rows scored of others
 _SOON_S = 0.1
 PREEMPTED = "vllm:num_preemptions_total"
 UNREADABLE = "vllm_tide:dropped_rows_total{malformed_opt_out}"
