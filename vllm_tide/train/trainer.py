@@ -530,5 +530,6 @@ class Trainer:
         for key, row in list(live.requests.items()):
             if not all(map(math.isfinite, row)):  # no judge of any draft
                 self.skipped["not_finite"] += int(row[0])
-                del live.requests[key], new.requests[key]
+                del live.requests[key]
+                new.requests.pop(key, None)
         return Pair(samples, new, live)
