@@ -44,6 +44,7 @@ def documents(
     with torch.inference_mode():
         tokens = model.generate(
             torch.tensor(prompts),
+            attention_mask=torch.ones(len(prompts), len(prompts[0])),
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,
