@@ -78,10 +78,10 @@ class TrainConfig(_Section):
         "cpu",
         description="Where the trainer computes: `cpu`, `cuda` or `cuda:N` (ROCm too).",
     )
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
+    gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
         description="Largest share of time that the trainer keeps its GPU busy (0 to "
-        "1); for a GPU that also serves.",
+        "1); null: 0.1 on a GPU that also serves, else 1.",
     )
     cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
@@ -127,10 +127,10 @@ class TrainConfig(_Section):
     steps_per_cycle: Annotated[int, Field(ge=1)] = Field(
         32, description="Optimizer steps between two evaluations, at most."
     )
-    max_passes: Annotated[float, Field(gt=0)] = Field(
-        4.0,
-        description="Most passes over the buffer in one cycle: a small buffer gets "
-        "few steps and is not learnt by heart.",
+    max_passes: Annotated[int, Field(ge=1)] = Field(
+        8,
+        description="How often a document is trained on, at most, and no more than 4 "
+        "times in one cycle: what is learnt by heart can be asked for.",
     )
     buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
         131072, description="Captured tokens kept for training, newest first (tokens)."
@@ -145,7 +145,9 @@ class TrainConfig(_Section):
         0.1, description="Share of requests held out for evaluation (0 to 0.5)."
     )
     holdout_tokens: Annotated[int, Field(ge=256)] = Field(
-        8192, description="Held-out tokens kept, newest first (tokens)."
+        8192,
+        description="Held-out tokens kept, a random choice of recent ones with a floor "
+        "for each tenant and group (tokens).",
     )
     min_gain: Annotated[float, Field(ge=0)] = Field(
         0.01,

@@ -74,7 +74,7 @@ def pair_of(gains: dict[int, float]) -> Pair:
     """Evaluations in which the candidate accepts so many tokens more a row."""
 
     def evaluation(by_key: dict[int, float]) -> Evaluation:
-        found = Evaluation(DEPTH, loss_sum=[0.0] * DEPTH)
+        found = Evaluation(DEPTH)
         found.reached = {form: [0.0] * DEPTH for form in FORMS}
         for key, more in by_key.items():
             accepted = ROWS * (DEPTH + more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import numpy as np
 

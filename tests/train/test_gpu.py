@@ -20,7 +20,7 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train import gpu, prepare, sidecar, turns
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.gpu import Shortage, claim
+from vllm_tide.train.gpu import Shortage, claim, gpu_uuid, with_share
 from vllm_tide.train.pacing import Pacer
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
@@ -36,6 +36,31 @@ def test_a_turn_claims_its_share_of_wall_time():
     assert pacer.rest(111.0) == 3.0
     pacer.worked(112.0, 1.0)  # begun too early: a debt
     assert pacer.rest(113.0) == 5.0
+
+
+def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, caplog):
+    uuids = {0: "GPU-1", 1: "GPU-2"}
+    here = Mock(side_effect=lambda device: Mock(uuid=uuids[device.index or 0]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", here)
+    caplog.set_level("INFO")
+    server = gpu_uuid(torch.device("cuda:0"))
+    assert (server, gpu_uuid(torch.device("cpu")), gpu_uuid(None)) == ("GPU-1", "", "")
+    for device, share, expected in (
+        ("cuda:1", None, 1.0),
+        ("cpu", None, 1.0),
+        ("cuda:0", 0.5, 0.5),
+        ("cuda:0", 1.0, 1.0),
+    ):
+        config = TrainConfig(device=device, gpu_share=share)
+        assert with_share(config, server).gpu_share == expected
+        assert with_share(config, "").gpu_share == (share or 1.0)
+    assert not caplog.records
+    for device in ("cuda", "cuda:0"):
+        assert with_share(TrainConfig(device=device), server).gpu_share == 0.1
+    assert "keeps it busy for 0.1 of the time, unless tide.train.gpu_share" in (
+        caplog.records[-1].getMessage()
+    )
+    assert with_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
 
 
 def test_a_rest_goes_on_asking_the_caller(monkeypatch):

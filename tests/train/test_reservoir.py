@@ -11,8 +11,9 @@ import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, is_held_out
+from vllm_tide.train.reservoir import Purged, SampleBuffer, Side, is_held_out
 from vllm_tide.train.sample import Branch, Sample, split_windows
+from vllm_tide.transport.tenant import NOBODY
 
 TOY = ToyTarget()
 KNOBS = {
@@ -270,6 +271,104 @@ def test_every_part_of_a_capped_pass_is_mixed():
         buffer.add(document(key, tenant=2))
     first_half = Counter(s.tenant for s in list(buffer.shuffled())[:40])
     assert 8 < first_half[2] < 32
+
+
+# ------------------------------------------------- a loud client and the held-out side
+
+HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
+
+
+def flooded(honest, attacker, *, times: int = 1, groups=(-1, -1)) -> list[Sample]:
+    """Held-out windows left of 32 honest ones after a flood, at the defaults.
+
+    Args:
+        honest: Tenant of a request, by its number.
+        attacker: The same of the attacker's.
+        times: How much louder the attacker is than was enough to flush all of them.
+        groups: Of the honest requests and of the attacker's.
+    """
+    clock = Clock()
+    buffer, whole = SampleBuffer(TrainConfig(), clock), document(0, 256)
+    keys = iter(random.Random(5).sample(range(1 << 60), 60_000))
+    while len(buffer.holdout) < 32:
+        who = dict(tenant=honest(len(buffer.holdout)), group=groups[0])
+        buffer.add(replace(whole, key=next(keys), **who))
+        clock.now += 1.0
+    mine = {sample.key for sample in buffer.holdout}
+    for count in range(times * ATTACK_TOKENS // 256):
+        who = dict(tenant=attacker(count), group=groups[1])
+        buffer.add(replace(whole, key=next(keys), **who))
+        clock.now += 0.256 / times
+    assert buffer.holdout_tokens <= 8192
+    return [sample for sample in buffer.holdout if sample.key in mine]
+
+
+@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize(
+    ("honest", "attacker"),
+    [
+        (lambda n: HONEST, lambda n: LOUD),  # one stable name
+        (lambda n: NOBODY, lambda n: LOUD),
+        (lambda n: HONEST, lambda n: NOBODY),  # no name
+        (lambda n: HONEST + n % 4, lambda n: NOBODY),
+        (lambda n: HONEST, lambda n: 1000 + n),  # a new name for each request
+        (lambda n: HONEST + n % 4, lambda n: 1000 + n),
+    ],
+)
+def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker, times):
+    assert len(flooded(honest, attacker, times=times)) >= 16
+
+
+def test_a_maker_of_names_does_not_take_a_floor_away():
+    """A name for so many requests that it earns a floor of its own."""
+    assert len(flooded(lambda n: HONEST, lambda n: 1000 + n // 60, times=9)) >= 2
+
+
+def test_a_flood_among_the_unnamed_holds_its_share_of_the_traffic_alone():
+    """Newest first none was left of the honest ones."""
+    left = len(flooded(lambda n: NOBODY, lambda n: NOBODY))
+    assert 5 <= left < 20  # 32 / e, since the flood is as much as is held
+
+
+def test_a_flood_of_other_text_leaves_a_group_its_floor():
+    nobody = (lambda n: NOBODY, lambda n: NOBODY)
+    assert len(flooded(*nobody, times=5, groups=(0, 1))) >= 8
+    assert len(flooded(*nobody, times=5, groups=(0, -1))) >= 16
+
+
+def test_held_out_windows_follow_a_shift_and_silent_tenants_and_groups_lose_floors():
+    buffer, clock = buffer_of()  # 51 windows of 20 tokens
+    for key in HELD_KEYS[:60]:
+        buffer.add(document(key, tenant=1, group=0))
+    clock.now += 601
+    for key in HELD_KEYS[60:300]:
+        buffer.add(document(key, tenant=key % 2 * 2, group=1))
+    left = Counter(s.tenant for s in buffer.holdout)
+    assert left[1] <= 3 and min(left[0], left[2]) > 15
+
+
+def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded():
+    buffer, clock = buffer_of(max_sample_tokens=128)
+    rng = random.Random(4)
+    for key in HELD_KEYS[:400]:
+        who = rng.choice([NOBODY, 1, 2, 3, key])
+        more = {"tenant": who, "group": rng.choice([-1, 0, 1, 2])}
+        buffer.add(document(key, rng.choice([5, 20, 128, 600]), **more))
+        clock.now += rng.choice([0, 1, 50, 700])
+        assert buffer.holdout_tokens <= 1024 and buffer.holdout
+
+
+def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
+    found = []
+    for seed in (0, 0, 1):
+        side = Side(1024, 1.0, random.Random(seed))
+        for key in HELD_KEYS[:300]:
+            side.add(document(key))
+            while (victim := side.overfull()) is not None:
+                side.remove(victim)
+        found.append([s.key for s in side.windows.values()])
+    assert found[0] == found[1] != found[2]
+    assert found[0] != HELD_KEYS[300 - len(found[0]) : 300]
 
 
 # --------------------------------------------------------------------- age, groups

@@ -409,9 +409,9 @@ CAPTURE = Row(
         Panel(
             "Rows not captured",
             "Per second, by reason. ring_full, over_budget, cut_short: the trainer is "
-            "too slow; ids_only: it asked for no more; paused: nothing left the engine; "
-            "consent_off, unknown_key, opted_out, malformed_*, not_opted_in, salted, "
-            "unsupported_input and not_sampled count requests.",
+            "too slow; ids_only: it asked for no more; paused: nothing left the "
+            "engine; consent_off, unknown_key, opted_out, malformed_*, not_opted_in, "
+            "salted, unsupported_input and not_sampled count requests.",
             "none",
             (
                 Query(

@@ -28,6 +28,7 @@ from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.json_text import plain
+from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
@@ -454,6 +455,7 @@ class WorkerTide:
             model_name=str(serving.model_config.served_model_name),
             tenant_key_id=self._tenant_key_id,
             draft_sample_method=serving.speculative_config.draft_sample_method,
+            gpu_uuid=gpu_uuid(getattr(self._worker, "device", None)),
         )
         self._group_id = rendezvous.group_of(manifest)
         self._manifest = rendezvous.write_manifest(self._run_dir, manifest)

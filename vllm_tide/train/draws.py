@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.sample import Sample
@@ -16,8 +16,16 @@ from vllm_tide.train.tenants import cap_factors
 
 MAX_REPEAT = 4.0
 """Most appearances in one pass of a document whose group is small."""
+CYCLE_PASSES = 4
+"""Most appearances of a document in one cycle."""
 REST = -2
 """Stands for all groups that are not wanted."""
+
+
+def passes_left(sample: Sample, most: int, cycle: int) -> int:
+    """How often a document may still appear in a cycle; `most` is its `max_passes`."""
+    done = sample.trained
+    return max(0, min(most - len(done), CYCLE_PASSES - done.count(cycle)))
 
 
 def weights(
@@ -32,12 +40,6 @@ def weights(
     repeated up to `MAX_REPEAT` times), and all others together as much as they at most:
     a draft trained on a shift alone forgets the rest. Then every tenant is brought down
     to `tenant_share`.
-
-    Args:
-        samples: Documents of the buffer.
-        config: Knobs.
-        now_unix_s: Trainer's clock (s).
-        wanted_groups: Groups that need training; None takes all documents as they are.
     """
     out = [_freshness(sample, config.age_half_life_s, now_unix_s) for sample in samples]
     if wanted_groups is not None:
@@ -56,21 +58,21 @@ def weights(
 
 
 def draw(
-    samples: Sequence[Sample], weight: Sequence[float], rng: random.Random
+    samples: Sequence[Sample],
+    weight: Sequence[float],
+    rng: random.Random,
+    most: Callable[[Sample], int],
 ) -> list[Sample]:
-    """The documents of one pass, shuffled.
+    """The documents of one pass, shuffled, each as often as `most` says at most.
 
-    Args:
-        samples: Documents.
-        weight: Their weights.
-        rng: Not used for whole weights, so that a plain pass depends on the order only.
+    Chance plays no part for whole weights: a plain pass depends on the order only.
     """
     out: list[Sample] = []
     for sample, expected in zip(samples, weight, strict=True):
         times = int(expected)
         if expected > times and rng.random() < expected - times:
             times += 1
-        out += [sample] * times
+        out += [sample] * min(times, most(sample))
     rng.shuffle(out)
     return out
 

@@ -41,13 +41,11 @@ class Evaluation:
         num_steps: Draft depth K.
         requests: Per request key: rows, then accepted drafts in each form.
         reached: Per form, sum over rows of the cumulative product at each step.
-        loss_sum: Sum of KL(p^ || q) per step (nats).
     """
 
     num_steps: int
     requests: dict[int, list[float]] = field(default_factory=dict)
     reached: dict[str, list[float]] = field(default_factory=dict)
-    loss_sum: list[float] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -56,8 +54,9 @@ class Evaluation:
 
     def acceptance(self, form: str = "served") -> float:
         """Expected tokens per verify step, the target's own included (1 to K + 1)."""
-        rows = self.num_rows
-        return 1.0 + sum(self.reached[form]) / rows if rows else math.nan
+        rows, column = self.num_rows, 1 + FORMS.index(form)
+        accepted = sum(r[column] for r in self.requests.values())
+        return 1.0 + accepted / rows if rows else math.nan
 
     def standard_error(self, form: str = "served") -> float:
         """Of `acceptance`, over requests (ratio estimator)."""
@@ -73,7 +72,7 @@ class Evaluation:
         return out
 
     def only(self, keys: Collection[int]) -> Evaluation:
-        """The part of some requests; without the sums over all (`reached`, losses)."""
+        """The part of some requests; without the sums over all (`reached`)."""
         kept = {k: r for k, r in self.requests.items() if k in keys}
         return Evaluation(self.num_steps, kept)
 
@@ -84,27 +83,23 @@ class Evaluation:
             before = requests.get(key, [0.0] * len(row))
             requests[key] = [a + b for a, b in zip(before, row, strict=True)]
         reached = {
-            form: _added(sums, other.reached[form])
+            form: [a + b for a, b in zip(sums, other.reached[form], strict=True)]
             for form, sums in self.reached.items()
         }
-        losses = _added(self.loss_sum, other.loss_sum)
-        return Evaluation(self.num_steps, requests, reached, losses)
-
-    @property
-    def losses(self) -> list[float]:
-        """Mean loss per step."""
-        return [s / max(1, self.num_rows) for s in self.loss_sum]
-
-
-def _added(a: list[float], b: list[float]) -> list[float]:
-    return [x + y for x, y in zip(a, b, strict=True)]
+        return Evaluation(self.num_steps, requests, reached)
 
 
 def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float, float]:
-    """Difference in acceptance length and its paired standard error over requests."""
+    """Difference in acceptance length and its paired standard error over requests.
+
+    Where the new draft has no number it accepts nothing.
+    """
     column = 1 + FORMS.index(form)
     pairs = [
-        (r[0], r[column] - old.requests[key][column])
+        (
+            r[0],
+            (r[column] if math.isfinite(r[column]) else 0) - old.requests[key][column],
+        )
         for key, r in new.requests.items()
         if key in old.requests
     ]
@@ -139,8 +134,8 @@ def evaluate(
     """Evaluate a draft, where the target's rows are.
 
     Args:
-        draft: The draft.
-        target: Output rows of the target.
+        draft: To evaluate.
+        target: Output rows.
         samples: Held-out documents.
         num_steps: Draft depth K.
         capacity: Rows per batch.
@@ -151,7 +146,6 @@ def evaluate(
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
-    result.loss_sum = [0.0] * num_steps
     per_row = 4 * draft.vocab.target_ids.numel()
     capacity = max(256, min(capacity, _PROBS_BYTES // per_row))
     rows = target.rows_in(torch.float32)
@@ -230,8 +224,7 @@ def _add_batch(
     product = {form: torch.ones(count, device=device) for form in FORMS}
     total = {form: torch.zeros(count, device=device) for form in FORMS}
     for i, (normed, at) in enumerate(zip(outputs, index.split(count), strict=True)):
-        accepted, loss = _accept(draft, weights, normed, probs, best, at)
-        result.loss_sum[i] += loss
+        accepted = _accept(draft, weights, normed, probs, best, at)
         accepted["served"] = torch.where(greedy, accepted["greedy"], accepted[other])
         for form in FORMS:
             product[form] *= accepted[form]
@@ -253,10 +246,9 @@ def _accept(
     probs: Tensor,
     best: Tensor,
     at: Tensor,
-) -> tuple[dict[str, Tensor], float]:
-    """Chance of acceptance per row in each form, and the summed loss."""
+) -> dict[str, Tensor]:
+    """Chance of acceptance per row in each form."""
     out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS[:3]}
-    loss = 0.0
     for lo in range(0, at.numel(), 256):
         part = slice(lo, lo + 256)
         log_q = draft.logits(normed[part], weights).float().log_softmax(-1)
@@ -265,8 +257,4 @@ def _accept(
         out["greedy"][part] = (choice == best[at[part]]).float()
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
         out["mass"][part] = torch.minimum(p, log_q.exp()).sum(-1)
-        mass = p.sum(-1).clamp_min(1e-12)
-        cross = (p * log_q).sum(-1) / mass
-        entropy = torch.special.entr(p).sum(-1) / mass + mass.log()
-        loss += float((-cross - entropy).sum())
-    return out, loss
+    return out

@@ -21,6 +21,8 @@ logger = logging.getLogger("vllm_tide.train")
 
 
 REST_S, LONGEST_REST_S = 30.0, 600.0
+SHARED = 0.1
+"""`gpu_share` beside a server."""
 
 
 # Torch's allocator raises a class of its own. A context, a kernel's launch and a BLAS
@@ -37,13 +39,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def no_memory(device: str, what: str, batch_tokens: int | None = None) -> str:
-    """What an operator is told.
-
-    Args:
-        device: `tide.train.device`.
-        what: The device has no memory for.
-        batch_tokens: The knob, where a smaller one would help.
-    """
+    """What an operator is told; `batch_tokens` is given where less would help."""
     smaller = ""
     if batch_tokens is not None:
         smaller = f"make tide.train.batch_tokens ({batch_tokens}) smaller, "
@@ -82,6 +78,26 @@ class Shortage:
     def resting(self, now: float) -> bool:
         """Whether training is to wait."""
         return now < self._until
+
+
+def gpu_uuid(device: torch.device | None) -> str:
+    """Which GPU it is, in every process; empty for a CPU."""
+    if device is None or device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def with_share(config: TrainConfig, server: str) -> TrainConfig:
+    """`config` with `gpu_share` filled in; `server` is the UUID of the server's GPU."""
+    share = config.gpu_share
+    if share is None and server and server == gpu_uuid(torch.device(config.device)):
+        share = SHARED
+        logger.info(
+            "a server uses this GPU too: the trainer keeps it busy for %g of the time, "
+            "unless tide.train.gpu_share says otherwise",
+            share,
+        )
+    return config.model_copy(update={"gpu_share": share or 1.0})
 
 
 def give_up_memory(optimizer: torch.optim.Optimizer) -> None:

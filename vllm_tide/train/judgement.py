@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
+from vllm_tide.train.reservoir import GROUP_IDLE_S
 from vllm_tide.train.sample import Sample
 
 ENOUGH = 20.0
@@ -21,6 +22,11 @@ _CAUTION = 0.9  # share of the largest fall to be expected that a bet may risk
 _LEAST = 0.05  # factor of a fall that is larger still
 _FIRST = 0.75  # share of the wealth that is staked from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
+VETO_REQUESTS = 8
+"""Held-out requests of a group that can speak against a publication."""
+_VETO_Z, _VETO_SPREAD = 3.6, 0.15
+# Errors that a group falls by, and tokens that requests differ by at least: four groups
+# that are no worse hardly ever veto in any of twenty cycles (`tests/train`).
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,6 @@ class CycleResult:
     """One cycle of steps and the decision after it.
 
     Attributes:
-        steps: Optimizer steps done.
         loss: Mean training loss of the cycle; NaN without steps.
         new: Evaluation of the candidate on held-out requests, or None when not
             evaluated.
@@ -36,8 +41,6 @@ class CycleResult:
         gain: Candidate minus live draft, expected tokens per verify step, over held-out
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
-        publish: The candidate passed the gate.
-        reason: Why, in words.
         improved: The candidate is better than the live draft by more than chance.
         by_group: The same for each group of similar requests that was evaluated.
         fresh_requests: Requests judged before they were trained on.
@@ -173,6 +176,14 @@ class Pair:
             self.samples + other.samples, self.new + other.new, self.live + other.live
         )
 
+    def members(self) -> dict[int, set[int]]:
+        """Keys of the requests by group of similar ones."""
+        out: dict[int, set[int]] = {}
+        for sample in self.samples:
+            if sample.group >= 0:
+                out.setdefault(sample.group, set()).add(sample.key)
+        return out
+
     def gains(self, form: str) -> dict[int, float]:
         """Tokens per verify step that the candidate gains, by request key."""
         column, out = 1 + FORMS.index(form), {}
@@ -195,14 +206,8 @@ def judge(
 ) -> CycleResult:
     """Decide whether the candidate is published.
 
-    Args:
-        steps: Of the cycle.
-        loss: Of the cycle.
-        held_out: Judged after it.
-        ahead: Requests that were judged before the cycle trained on them.
-        config: `min_gain` is the least gain that is worth a swap.
-        metric: Form of the acceptance length.
-        evidence: Of this cycle's and of all earlier scores.
+    `held_out` was judged after the cycle, `ahead` before the cycle trained on it;
+    `evidence` is of this cycle's and of all earlier scores.
     """
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
@@ -224,6 +229,8 @@ def judge(
         reason += f"; gain below min_gain {config.min_gain}"
     elif forgot:
         reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
+    elif worse := _worse_group(held_out, ahead, config.min_gain, metric):
+        reason += f"; {worse}"
     else:
         # A harmful candidate is dropped, not served.
         publish = evidence.wealth >= ENOUGH and not (config.drop_worse and harmful)
@@ -256,14 +263,31 @@ def _moved_away(pair: Pair) -> bool:
 
 def _by_group(pair: Pair, min_gain: float, metric: str) -> dict[int, bool]:
     """Whether each group with enough requests got better."""
-    members: dict[int, set[int]] = {}
-    for sample in pair.samples:
-        if sample.group >= 0:
-            members.setdefault(sample.group, set()).add(sample.key)
     out = {}
-    for group, keys in members.items():
+    for group, keys in pair.members().items():
         if len(keys & pair.new.requests.keys()) < 2:
             continue
         part, error = gain(pair.new.only(keys), pair.live.only(keys), metric)
         out[group] = part >= min_gain and part > error
     return out
+
+
+def _worse_group(
+    held_out: Pair, ahead: Pair | None, min_gain: float, metric: str
+) -> str:
+    """A group that is served now and that the candidate makes worse; empty if none."""
+    newest = max((s.captured_unix_s for s in held_out.samples), default=0.0)
+    recent = [s for s in held_out.samples if s.captured_unix_s >= newest - GROUP_IDLE_S]
+    served = {s.group for s in recent + ([] if ahead is None else ahead.samples)}
+    for group, keys in held_out.members().items():
+        new = held_out.new.only(keys)
+        if group not in served or (count := len(new.requests)) < VETO_REQUESTS:
+            continue
+        fall, error = gain(new, held_out.live, metric)
+        error = math.hypot(error, _VETO_SPREAD / math.sqrt(count))
+        z, free = _VETO_Z, count - 1  # Student's quantile (Cornish and Fisher)
+        times = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3) / (96 * free**2)
+        if fall + times * error < -min_gain:
+            said = f"{fall:+.4f} +- {error:.4f} over {count} held-out requests"
+            return f"requests of group {group} got worse: {said}"
+    return ""

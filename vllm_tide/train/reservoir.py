@@ -1,4 +1,4 @@
-"""Training buffer and held-out reservoir, both bounded in tokens, newest kept.
+"""Training buffer (the newest) and held-out reservoir (at random), bounded in tokens.
 
 A request goes wholly to one side, decided by its key: a window of a held-out request
 never leaks into training. Within a side a (request, position) is trained once, by the
@@ -10,16 +10,23 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.draws import draw, weights
+from vllm_tide.train.draws import draw, passes_left, weights
 from vllm_tide.train.sample import Sample, split_windows
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.tenant import NOBODY
 
+FLOORS, FLOOR_REQUESTS = 8, 3
+"""Most tenants with a floor, and held-out requests that earn one: who names a new
+tenant in each request has none."""
+TENANT_IDLE_S, GROUP_IDLE_S = 600.0, 120.0
+"""A tenant or a group unseen for so long has no floor: judged is what is served."""
 _MASK = (1 << 64) - 1
 
 
@@ -31,14 +38,8 @@ def is_held_out(key: int, share: float, seed: int = 0) -> bool:
     return (z ^ (z >> 31)) < share * (_MASK + 1)
 
 
-@dataclass(frozen=True)
-class Purged:
-    """What a purge removed.
-
-    Attributes:
-        samples: Windows, of both sides.
-        tokens: Their rows (tokens).
-    """
+class Purged(NamedTuple):
+    """Windows that a purge removed, of both sides, and their rows (tokens)."""
 
     samples: int = 0
     tokens: int = 0
@@ -50,14 +51,21 @@ class Side:
     Args:
         max_tokens: Bound of all windows (tokens).
         tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
+        chance: Chooses what makes room, see `_crowded_out`; None: the oldest does.
 
     Attributes:
         windows: By serial number; oldest first.
         tokens: Rows held.
     """
 
-    def __init__(self, max_tokens: int, tenant_share: float) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        tenant_share: float,
+        chance: random.Random | None = None,
+    ) -> None:
         """Start empty."""
+        self._chance, self._named = chance, frozenset[int]()
         self.windows: dict[int, Sample] = {}
         self.tokens = 0
         self._max_tokens = max_tokens
@@ -109,9 +117,51 @@ class Side:
         return next(iter(held)) if tenant != NOBODY and over and len(held) > 1 else None
 
     def overfull(self) -> int | None:
-        """The oldest window if the side holds too much, else None."""
-        over = self.tokens > self._max_tokens and len(self.windows) > 1
-        return next(iter(self.windows)) if over else None
+        """The window that has to go if the side holds too much, else None."""
+        if self.tokens <= self._max_tokens or len(self.windows) < 2:
+            return None
+        if self._chance is None:
+            return next(iter(self.windows))
+        return self._crowded_out(self._chance)
+
+    def _crowded_out(self, chance: random.Random) -> int:
+        """A window at random: what is held follows the traffic, in its shares.
+
+        But tenants with a floor, all alike, hold half before all others (unnamed, or
+        named too seldom) hold more, and a group holds half of an equal share.
+        """
+        windows, sizes, groups = self.windows, self._tokens_of, Counter[int]()
+        newest: dict[int, int] = {}
+        for n, window in windows.items():
+            groups[window.group] += window.num_tokens
+            newest[window.group] = n
+        now = max(window.captured_unix_s for window in windows.values())
+
+        def seen(n: int, idle_s: float) -> bool:
+            return windows[n].captured_unix_s >= now - idle_s
+
+        def has_floor(held: dict[int, None]) -> bool:
+            kept = windows[next(iter(held))].tenant in self._named
+            return kept or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
+
+        last = {t: next(reversed(held)) for t, held in self._by_tenant.items()}
+        named = [t for t in last if t != NOBODY and seen(last[t], TENANT_IDLE_S)]
+        named = [t for t in named if has_floor(self._by_tenant[t])]
+        named.sort(key=lambda t: t not in self._named)  # who has one keeps it
+        self._named = frozenset(named[:FLOORS])
+        chosen = [n for n, w in windows.items() if w.tenant not in self._named]
+        if 2 * sum(sizes[t] for t in self._named) > self.tokens:
+            chosen = list(self._by_tenant[max(self._named, key=sizes.__getitem__)])
+        active = {g for g, n in newest.items() if g >= 0 and seen(n, GROUP_IDLE_S)}
+        # The newest window says when a tenant or a group was seen: it stays.
+        kept = {newest[g] for g in active} | {last[t] for t in self._named}
+        floor = self.tokens / (2 * len(active) or 1)
+
+        def loose(n: int, w: Sample) -> bool:
+            above = groups[w.group] - w.num_tokens >= floor
+            return n not in kept and (above or w.group not in active)
+
+        return chance.choice([n for n in chosen if loose(n, windows[n])] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -121,16 +171,12 @@ class Side:
 
 
 class SampleBuffer:
-    """Both sides.
-
-    Args:
-        config: Sizes, shares and seed.
-        clock: Unix time (s).
+    """Both sides; `clock` is Unix time (s).
 
     Attributes:
         new_tokens: Training tokens that came since the owner last set this to 0.
         num_samples: Windows stored so far.
-        evicted: Rows that left, by reason: `train` and `holdout` (too old),
+        evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
     """
 
@@ -144,7 +190,11 @@ class SampleBuffer:
         self.evicted: Counter[str] = Counter()
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
-            "holdout": Side(config.holdout_tokens, config.tenant_share),
+            "holdout": Side(
+                config.holdout_tokens,
+                config.tenant_share,
+                random.Random(config.seed),  # noqa: S311 - not cryptographic
+            ),
         }
         self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
         self._clock = clock
@@ -201,33 +251,26 @@ class SampleBuffer:
                 self.new_tokens += window.num_tokens
         while (oldest := side.over_share(sample.tenant)) is not None:
             self._drop(name, oldest, "tenant_share")
-        while (oldest := side.overfull()) is not None:
-            self._drop(name, oldest, name)
+        while (victim := side.overfull()) is not None:
+            self._drop(name, victim, name)
 
-    def shuffled(self, wanted_groups: Collection[int] | None = None) -> deque[Sample]:
-        """One pass over the training side in random order.
+    def shuffled(
+        self, wanted_groups: Collection[int] | None = None, cycle: int = 0
+    ) -> deque[Sample]:
+        """One pass over the training side in random order, as far as passes are left.
 
         Documents new since the last pass come first, unless groups or tenants are
         balanced: a cycle may end in the middle of a pass, so then every part of it has
-        to be balanced.
-
-        Args:
-            wanted_groups: Groups that need training, each with the same weight, all
-                others together with at most as much; None takes all documents.
+        to be balanced. Wanted groups weigh alike, all others together at most as much.
         """
-        windows = self._sides["train"].windows
-        held = list(windows.values())
+        held, new = self.train, {id(sample) for sample in self.fresh}
         weight = weights(held, self.config, self._clock(), wanted_groups)
-        fresh, self._fresh = self._fresh, {}
-        if wanted_groups is not None or self.config.tenant_share < 1:
-            return deque(draw(held, weight, self._random))
-        out: deque[Sample] = deque()
-        for new in (True, False):
-            part = [i for i, serial in enumerate(windows) if (serial in fresh) is new]
-            out += draw(
-                [held[i] for i in part], [weight[i] for i in part], self._random
-            )
-        return out
+        self._fresh = {}
+        most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
+        drawn = draw(held, weight, self._random, most)
+        if wanted_groups is None and self.config.tenant_share >= 1:
+            drawn.sort(key=lambda sample: id(sample) not in new)
+        return deque(drawn)
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         """Replace every training window by what `change` makes of it."""
@@ -238,12 +281,7 @@ class SampleBuffer:
                 side.exchange(serial, changed)
 
     def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
-        """Remove windows from both sides, for good.
-
-        Args:
-            tenant: Only this tenant's (`tenant.tenant_id`); None takes all.
-            before: Only those assembled before this time (Unix, s); None takes all.
-        """
+        """Remove windows for good: a tenant's, or those from before a Unix time (s)."""
         return self._forget("purged", tenant, before)
 
     def expire(self) -> Purged:

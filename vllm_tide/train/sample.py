@@ -68,6 +68,7 @@ class Sample:
         draft_version: Version of the draft in the request's first verification.
         group: Group of similar requests it belongs to; -1 is unknown.
         sampled: The request's temperature is above zero.
+        trained: Cycle of each pass that was made over it.
     """
 
     key: int
@@ -86,6 +87,7 @@ class Sample:
     draft_version: int = 0
     group: int = -1
     sampled: bool = False
+    trained: list[int] = field(default_factory=list)
 
     @classmethod
     def offline(
@@ -196,6 +198,7 @@ class Sample:
             in_vocab=None if self.in_vocab is None else self.in_vocab[rows],
             loss_from=max(self.loss_from, loss_from),
             branches=tuple(b for b in self.branches if own <= b.position < last),
+            trained=self.trained.copy(),
         )
 
 

@@ -29,7 +29,7 @@ from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feed import Feed
 from vllm_tide.train.feeds import Feeds
-from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory
+from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.intake import Intake
@@ -105,7 +105,7 @@ class Sidecar:
         self._run_dir = run_dir
         self.tide = config or parse_tide(self.manifest.tide, self.manifest.version)
         self.config = self.tide.train
-        train = self.config
+        self.config = train = with_share(self.config, self.manifest.gpu_uuid)
         if train.compute_dtype == "bfloat16" and not has_fast_bfloat16(train.device):
             self.config = train.model_copy(update={"compute_dtype": "float32"})
             logger.info("this %s has no bfloat16: computing in float32", train.device)

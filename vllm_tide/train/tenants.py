@@ -3,7 +3,7 @@
 Two bounds, both `tide.train.tenant_share`: on what a tenant may hold of the buffer
 (`Side` in `reservoir`), and here on its share of what is drawn, since a buffer that is
 not full yet would otherwise be whoever is loudest. Requests without a tenant are many
-unknown clients and have no bound: a gateway that wants bounds names its tenants.
+unknown clients and have no such bound: a gateway that wants one names its tenants.
 """
 
 from __future__ import annotations

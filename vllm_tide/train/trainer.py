@@ -26,6 +26,7 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
+from vllm_tide.train.draws import passes_left
 from vllm_tide.train.evaluate import Evaluation, evaluate
 from vllm_tide.train.gpu import give_up_memory, lacks_memory
 from vllm_tide.train.judgement import CycleResult, Evidence, Pair, judge, unjudged
@@ -51,8 +52,6 @@ class Trainer:
 
     Args:
         draft: The draft being served; becomes the candidate, a copy stays as live.
-        target: Rows of the target.
-        config: Knobs.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
         feature_dtype: Wire dtype of features and hidden teachers.
         metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
@@ -86,8 +85,9 @@ class Trainer:
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
         self._turns: Turns | None = None
-        if target.lm_head.device.type == "cuda" and config.gpu_share < 1:
-            self._turns = Turns(config.gpu_share)
+        share = config.gpu_share or 1.0
+        if target.lm_head.device.type == "cuda" and share < 1:
+            self._turns = Turns(share)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
         self.assembler = Assembler(
@@ -227,11 +227,15 @@ class Trainer:
         taken, fresh = self.buffer.new_tokens, self.buffer.fresh
         self.buffer.new_tokens = 0
         self._wanted = wanted_groups
-        self._queue = self.buffer.shuffled(wanted_groups)
+        self._queue = self.buffer.shuffled(wanted_groups, self.cycles)
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
         for index in range(total if watch.going else 0):
+            if not self._queue:
+                self._queue = self.buffer.shuffled(self._wanted, self.cycles)
+            if not self._queue:
+                break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             if loss is not None:
                 losses.append(loss)
@@ -449,20 +453,19 @@ class Trainer:
         self.buffer.map_train(look_up)
 
     def _num_steps(self) -> int:
-        """Steps of a cycle, fewer while the buffer is small."""
-        held = self.buffer.train_tokens
-        passes = math.ceil(self.config.max_passes * held / self.config.batch_tokens)
-        return max(1, min(self.config.steps_per_cycle, passes))
+        """Steps of a cycle, fewer where few passes over the buffer are left."""
+        most = self.config.max_passes, self.cycles
+        rows = sum(passes_left(s, *most) * s.num_tokens for s in self.buffer.train)
+        steps = math.ceil(rows / self.config.batch_tokens)
+        return max(1, min(self.config.steps_per_cycle, steps))
 
     def _one_step(self, lr_scale: float) -> float | None:
-        if not self._queue:
-            self._queue = self.buffer.shuffled(self._wanted)
         capacity = self.config.batch_tokens
         samples = take_batch(self._queue, capacity, branches=self._branches)
-        if not samples:
-            return None
         self._know(s.key for s in samples)
         result = self.stepper.run(samples, capacity, lr_scale)
+        for sample in samples:
+            sample.trained.append(self.cycles)
         if result is None:
             self.skipped["unusable_batch"] += sum(s.num_tokens for s in samples)
             self.last_loss = math.nan  # or the last good one would be shown for ever
@@ -523,4 +526,10 @@ class Trainer:
     def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
         """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
-        return Pair(samples, new, self.evaluate(self.live, progress, samples))
+        live = self.evaluate(self.live, progress, samples)
+        for key, row in list(live.requests.items()):
+            if not all(map(math.isfinite, row)):  # no judge of any draft
+                self.skipped["not_finite"] += int(row[0])
+                del live.requests[key]
+                new.requests.pop(key, None)
+        return Pair(samples, new, live)

@@ -68,6 +68,7 @@ class EngineManifest:
     model_name: str = ""  # served under; empty if it does not say
     draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
     tenant_key_id: str = ""  # of the key that its tenants' ids follow from
+    gpu_uuid: str = ""  # of the GPU that it serves on
     version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
