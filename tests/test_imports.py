@@ -26,6 +26,7 @@ LAYERS = {
     "tracing": 0,
     "transport": 1,
     "json_text": 0,
+    "speculative": 1,
     "control": 1,
     "kernels": 1,
     "capture": 2,

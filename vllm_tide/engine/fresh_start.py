@@ -9,8 +9,6 @@ from vllm_tide.config import ConfigError, TideConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-FRESH = "fresh"
-
 
 def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
     """Build a head for the target (or take it from the cache) and configure it.
