@@ -50,25 +50,24 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
     Raises:
         argparse.ArgumentTypeError: One sentence; argparse prints it and exits 2.
     """
-    inline = value.lstrip().startswith("{")
+    inline, line = value.lstrip().startswith("{"), tuple(sys.argv)
     try:
         config = read_json_object(value)
-        if inline and any(map(_DOTTED, sys.argv[1:])):
-            config = merged(_earlier, config)
+        if inline and any(map(_DOTTED, line)):
+            config = merged(_earlier.get(line, {}), config)
         if config.get("tide") is not None:
             _refuse(mistakes(config))
             _print_one_line_for_config_errors()
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    _earlier.clear()
     if not inline or "tide" in config:
-        _earlier.update(config)
+        _earlier[line] = config
     return config
 
 
 # vLLM hands dotted keys over as inline JSON, behind the file that they change.
 _DOTTED = re.compile(r"--?s(c|peculative[-_]config)\.").match
-_earlier: dict[str, Any] = {}
+_earlier: dict[tuple[str, ...], dict[str, Any]] = {}  # by command line
 
 
 def _refuse(said: list[str]) -> None:
