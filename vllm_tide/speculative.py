@@ -19,8 +19,18 @@ from vllm_tide.config import ConfigError, explained, parse_tide
 from vllm_tide.patching import PatchError, find_target
 
 FRESH = "fresh"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Strings are matched too, so that nothing inside of one is taken for a comment.
+MODEL_MISSING = (
+    f"missing; give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to "
+    "begin with a new one."
+)
+_LEAVE_OUT = "leave it out or remove the tide section."
+_NOT_REJECTION = {
+    "synthetic": "'synthetic' makes up acceptance, so there is nothing to learn from",
+    # From vLLM 0.33.0 on, like the next.
+    "fly": "'fly' accepts what the target rejects, so answers depend on the draft",
+}
+_HEAD = "tide cannot swap a draft whose head is a quantized copy of the target's"
+# Comments, and a comma behind the last entry; strings too, so that none is in one.
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
@@ -28,16 +38,14 @@ _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 def read_json_object(text_or_path: str) -> dict[str, Any]:
     """Read inline JSON, a JSON file, or a YAML file (vLLM's `--config` too).
 
-    JSON may have comments, and a comma behind the last entry.
-
     Raises:
         ConfigError: It cannot be read, is no object, or has a key twice.
     """
-    inline = text_or_path.lstrip().startswith("{")
-    path = Path(text_or_path.removeprefix("@")).expanduser()
-    where = "the inline JSON" if inline else repr(str(path))
-    text = text_or_path
+    text, where = text_or_path, "the inline JSON"
+    inline, is_yaml = text.lstrip().startswith("{"), False
     if not inline:
+        path = Path(text.removeprefix("@")).expanduser()
+        where, is_yaml = repr(str(path)), path.suffix in (".yaml", ".yml")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -46,7 +54,6 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
                 f"{where} cannot be read ({why}); give the path of a readable JSON or "
                 "YAML file, or inline JSON starting with '{'."
             ) from None
-    is_yaml = not inline and path.suffix in (".yaml", ".yml")
     try:
         pairs, value = _yaml(text) if is_yaml else _json(text)
     except (ValueError, RecursionError) as error:
@@ -59,7 +66,7 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
         raise ConfigError("\n".join(f"{key}: given twice; leave one." for key in twice))
     # In a file of vLLM's `--config` it is one option of many.
     nested = value.get("speculative-config", value.get("speculative_config", value))
-    return read_json_object(nested) if isinstance(nested, str) else nested
+    return nested if isinstance(nested, dict) else read_json_object(str(nested))
 
 
 class _Pairs(list[tuple[Any, Any]]):
@@ -77,15 +84,13 @@ def _json(text: str) -> tuple[Any, Any]:
 def _yaml(text: str) -> tuple[Any, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_constructor(
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor(
         "tag:yaml.org,2002:map",
-        lambda loader, node: _Pairs(loader.construct_pairs(node, deep=True)),
+        lambda made, node: _Pairs(made.construct_pairs(node, deep=True)),
     )
     try:
-        return Loader(text).get_single_data(), yaml.safe_load(text)
+        return loader(text).get_single_data(), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -109,99 +114,81 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
-    """All that is wrong with a configuration, one sentence each.
+    """All that is wrong with a configuration with a `tide` section, a sentence each.
 
     Args:
-        config: With a `tide` section.
+        config: As it was read.
         whole: Nothing is added to it, so what is missing is wrong.
     """
     config = {key.replace("-", "_"): value for key, value in config.items()}
     found = {k: f"{k}: {said}" for k, said in _ours(config, whole=whole)}
     if options := vllm_options():
-        rest = {k: v for k, v in config.items() if k not in (*found, "tide")}
         try:
-            options.model_validate(rest)
+            rest = config.keys() - {*found, "tide"}
+            options.model_validate({key: config[key] for key in rest})
         except ValidationError as error:
             found |= dict(explained(error, options))
-    said = list(found.values())
     try:
         parse_tide(config.get("tide"))
     except ConfigError as error:
-        said.append(str(error))
-    return said
+        found["tide"] = str(error)
+    return "\n".join(found.values()).splitlines()
 
 
 def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]]:
     method, model = config.get("method", "eagle3"), config.get("model")
     if method != "eagle3":
-        yield (
-            "method",
-            f"tide trains EAGLE-3 drafts; set it to 'eagle3', not {method!r}.",
-        )
-    if why := _NOT_REJECTION.get(str(config.get("rejection_sample_method"))):
+        why = f"tide trains EAGLE-3 drafts; set it to 'eagle3', not {method!r}."
+        yield ("method", why)
+    if why := _NOT_REJECTION.get(str(config.get("rejection_sample_method")), ""):
         yield "rejection_sample_method", f"{why}; {_LEAVE_OUT}"
-    if config.get("draft_lm_head_quantization"):  # vLLM has it from 0.33.0 on
-        why = "tide cannot swap a draft whose head is a quantized copy of the target's"
-        yield "draft_lm_head_quantization", f"{why}; {_LEAVE_OUT}"
-    if not whole:
-        return
-    if config.get("num_speculative_tokens") is None:
+    if config.get("draft_lm_head_quantization"):
+        yield "draft_lm_head_quantization", f"{_HEAD}; {_LEAVE_OUT}"
+    if whole and config.get("num_speculative_tokens") is None:
         yield "num_speculative_tokens", "missing; give the most tokens drafted, like 3."
-    if not (isinstance(model, str) and model):
+    if whole and not (isinstance(model, str) and model):
         yield "model", MODEL_MISSING
-    elif model != FRESH and not _may_be_draft(model):
-        yield (
-            "model",
-            f"no draft at {model!r}: neither a directory with config.json nor the name "
-            "of a model on the hub.",
-        )
+    elif whole and not may_be_model(str(model)):
+        yield "model", f"no draft at {model!r}: {NO_MODEL}"
 
 
-def _may_be_draft(model: str) -> bool:
-    path = Path(model).expanduser()
+NO_MODEL = "neither a directory with config.json nor the name of a model on the hub."
+
+
+def may_be_model(name: str) -> bool:
+    """Whether there is such a local model, or such a hub name (`fresh` looks so)."""
+    path = Path(name).expanduser()
     if path.is_dir():
         return (path / "config.json").is_file()
-    return _HUB_NAME.fullmatch(model) is not None
-
-
-MODEL_MISSING = (
-    f"missing; give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to "
-    "begin with a new one."
-)
-_LEAVE_OUT = "leave it out or remove the tide section."
-_NOT_REJECTION = {
-    "synthetic": "'synthetic' makes up acceptance, so there is nothing to learn from",
-    # From vLLM 0.33.0 on.
-    "fly": "'fly' accepts what the target rejects, so answers depend on the draft",
-}
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
 @cache
 def vllm_options() -> type[BaseModel] | None:
-    """VLLM's options of speculation as its source declares them; None without vLLM."""
+    """Options of speculation as vLLM's source declares them; None without vLLM."""
     try:
         tree = ast.parse(find_target().read("vllm/config/speculative.py"))
     except (PatchError, OSError, ValueError, SyntaxError):
         return None
     names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
-    fields: dict[str, Any] = {}
+    body: list[ast.stmt] = []
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names[node.targets[0].id] = _kind(node.value, names)
-        if not isinstance(node, ast.ClassDef) or node.name != "SpeculativeConfig":
-            continue
-        for line in node.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                given = line.value.keywords if isinstance(line.value, ast.Call) else []
-                limits: dict[str, Any] = {
-                    str(item.arg): ast.literal_eval(item.value)
-                    for item in given
-                    if item.arg in ("gt", "ge", "lt", "le")
-                }
-                kind = Annotated[_kind(line.annotation, names), Field(**limits)]
-                fields[line.target.id] = (kind, None)
-    config = ConfigDict(extra="forbid", protected_namespaces=())
-    return create_model("SpeculativeConfig", __config__=config, **fields)
+        if isinstance(node, ast.Assign):
+            names[ast.unparse(node.targets[0])] = _kind(node.value, names)
+        elif isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
+            body = node.body
+    fields: dict[str, Any] = {}
+    for line in (line for line in body if isinstance(line, ast.AnnAssign)):
+        limits = {  # Field(default=None, gt=0)
+            str(item.arg): ast.literal_eval(item.value)
+            for item in getattr(line.value, "keywords", ())
+            if item.arg in ("gt", "ge", "lt", "le")
+        }
+        kind = Annotated[_kind(line.annotation, names), Field(**limits)]
+        fields[ast.unparse(line.target)] = (kind, None)
+    return create_model(
+        "SpeculativeConfig", __config__=ConfigDict(extra="forbid"), **fields
+    )
 
 
 def _kind(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -214,6 +201,6 @@ def _kind(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return Union[_kind(left, names), _kind(right, names)]  # noqa: UP007
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            parts = getattr(inner, "elts", [inner])
             return Literal[tuple(_kind(part, names) for part in parts)]
     return Any

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.rollout import counterfactual, rollout_logits
+from vllm_tide.draft.rollout import rollout_logits
 from vllm_tide.train.branch_rows import BranchPlan, num_branch_rows, plan_branches
 from vllm_tide.train.masks import Plan, plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
@@ -87,9 +87,9 @@ def expected_rows(
     for sample in samples:
         for branch in sample.branches:
             row = branch.position - sample.start
-            tokens, features = counterfactual(
-                sample.tokens, sample.features, row, branch.tokens, branch.features
-            )
+            # The sequence in which the branch was accepted behind row.
+            tokens = torch.cat([sample.tokens[: row + 1], branch.tokens])
+            features = torch.cat([sample.features[: row + 1], branch.features])
             size = branch.tokens.numel()
             for j in range(size):
                 steps = min(STEPS, size - j)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from vllm_tide.transport.publication import TensorInput
 
 from .control_arms import BenchError
 
@@ -83,23 +81,3 @@ def planted(
         ):
             tensor.copy_(tensor[torch.randperm(tensor.shape[0], generator=random)])
     return out
-
-
-def to_publish(
-    tensors: Mapping[str, Tensor], shared: Collection[str] = ()
-) -> dict[str, TensorInput]:
-    """Return tensors as they are published.
-
-    Args:
-        tensors: By the names of the served checkpoint.
-        shared: Names that are the target's own and may not be published.
-    """
-    return {
-        name: (
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.contiguous().flatten().view(torch.uint8).numpy(),
-        )
-        for name, tensor in tensors.items()
-        if name not in shared and name != "t2d"
-    }

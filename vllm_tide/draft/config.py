@@ -146,14 +146,6 @@ class Eagle3Config:
             **switch,
         )
 
-    @classmethod
-    def from_dir(
-        cls, draft_dir: str | Path, target_dir: str | Path | None = None
-    ) -> Eagle3Config:
-        """Read `config.json` of a draft directory."""
-        target = read_config(target_dir) if target_dir is not None else None
-        return cls.from_json(read_config(draft_dir), target)
-
     def to_json(self) -> dict[str, Any]:
         """The `config.json` that vLLM loads as `Eagle3LlamaForCausalLM`."""
         rope: dict[str, Any] = {"rope_type": self.rope.kind}
@@ -201,8 +193,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DraftError(f"{path}: cannot be read as JSON ({error}).") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DraftError(f"{path}: cannot be read as JSON ({why}).") from None
     if not isinstance(value, dict):
         raise DraftError(f"{path}: must hold a JSON object.")
     return value

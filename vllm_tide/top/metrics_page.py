@@ -82,11 +82,15 @@ def parse_address(text: str) -> Address:
     Raises:
         ValueError: It is neither.
     """
-    parts = urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        named = parts.port
+    except ValueError:
+        parts, named = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is no http address")
     https = parts.scheme == "https"
-    port = parts.port or (443 if https else 80)
+    port = named or (443 if https else 80)
     path = parts.path.rstrip("/")
     path = path if path.endswith("/metrics") else f"{path}/metrics"
     # Without a password, if one was given.
