@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -170,37 +170,30 @@ def vllm_options() -> type[BaseModel] | None:
         tree = ast.parse(find_target().read("vllm/config/speculative.py"))
     except (PatchError, OSError, ValueError, SyntaxError):
         return None
-    names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
-    body: list[ast.stmt] = []
+    names: dict[str, Any] = {"Literal": Literal}
+    fields: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
             names[ast.unparse(node.targets[0])] = _kind(node.value, names)
-        elif isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
-            body = node.body
-    fields: dict[str, Any] = {}
-    for line in (line for line in body if isinstance(line, ast.AnnAssign)):
-        limits = {  # Field(default=None, gt=0)
-            str(item.arg): ast.literal_eval(item.value)
-            for item in getattr(line.value, "keywords", ())
-            if item.arg in ("gt", "ge", "lt", "le")
-        }
-        kind = Annotated[_kind(line.annotation, names), Field(**limits)]
-        fields[ast.unparse(line.target)] = (kind, None)
-    return create_model(
-        "SpeculativeConfig", __config__=ConfigDict(extra="forbid"), **fields
-    )
+        if not isinstance(node, ast.ClassDef) or node.name != "SpeculativeConfig":
+            continue
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign):
+                limits: dict[str, Any] = {  # Field(default=None, gt=0)
+                    str(item.arg): ast.literal_eval(item.value)
+                    for item in getattr(line.value, "keywords", ())
+                    if item.arg in ("gt", "ge", "lt", "le")
+                }
+                kind = Annotated[_kind(line.annotation, names), Field(**limits)]
+                fields[ast.unparse(line.target)] = (kind, None)
+    config = ConfigDict(extra="forbid")
+    return create_model("SpeculativeConfig", __config__=config, **fields)
 
 
-def _kind(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _kind(node: ast.expr, names: dict[str, Any]) -> Any:
     """The type that an annotation names; Any where it is another module's."""
-    match node:
-        case ast.Constant(value=value):
-            return value
-        case ast.Name(id=name):
-            return names.get(name, Any)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return Union[_kind(left, names), _kind(right, names)]  # noqa: UP007
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            parts = getattr(inner, "elts", [inner])
-            return Literal[tuple(_kind(part, names) for part in parts)]
-    return Any
+    holder = type("Holder", (), {"__annotations__": {"x": ast.unparse(node)}})
+    try:
+        return get_type_hints(holder, names)["x"]
+    except (NameError, SyntaxError, TypeError, AttributeError):
+        return Any

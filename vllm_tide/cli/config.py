@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from vllm_tide.config import ConfigError, TideConfig
-from vllm_tide.speculative import mistakes, read_json_object, vllm_options
+from vllm_tide.config import TideConfig
+from vllm_tide.doctor.subject import make_subject
+from vllm_tide.speculative import vllm_options
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -66,14 +68,8 @@ def _example(name: str | None) -> int:
 
 
 def _check(file: str) -> int:
-    try:
-        config = read_json_object(file)
-        if "tide" not in config:
-            raise ConfigError(f"tide: {file!r} has no tide section.")
-        said = mistakes(config, whole=True)
-    except ConfigError as error:
-        said = [str(error)]
-    for line in "\n".join(said).splitlines():
+    said = make_subject(file, None, Path(), 0).error
+    for line in said.splitlines():
         print(f"error: {line}", file=sys.stderr)
     if said:
         return 2

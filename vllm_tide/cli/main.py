@@ -61,10 +61,9 @@ def _main(argv: Sequence[str] | None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     names = [name for name, _ in COMMANDS]
-    if wanted is not None and wanted not in names:
-        near = difflib.get_close_matches(wanted, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}."
-        parser.error(f"no command {wanted!r}; {hint}")
+    near = difflib.get_close_matches(str(wanted), names, n=1)
+    if near and wanted not in names:
+        parser.error(f"no command {wanted!r}; did you mean {near[0]!r}?")
     runners = {}
     for name, summary in COMMANDS:
         if name == wanted:
