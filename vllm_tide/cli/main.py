@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"error: this command needs {error.name}, which is not installed here; run "
-            "it in the environment of vLLM.",
+            "it in vLLM's environment.",
             file=sys.stderr,
         )
         return 2

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
 _KEPT = (
     "vllm_tide:",
     "vllm:spec_decode_",
@@ -135,6 +133,8 @@ def parse_page(text: str, t_s: float) -> Page:
     Raises:
         PageError: It is none.
     """
+    from prometheus_client.parser import text_string_to_metric_families
+
     values: dict[tuple[str, Labels], float] = {}
     # Parsing is slow, and most of the page is of no interest here.
     kept = [
