@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read the output is gone; nothing is to be said at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell says it of SIGPIPE
+        return 0
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vllm_tide"):
             raise
