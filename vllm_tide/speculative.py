@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from vllm_tide.config import ConfigError, explained, parse_tide
-from vllm_tide.patching import PatchError, find_target
+from vllm_tide.patch_series import PatchError
+from vllm_tide.patching import find_target
 
 FRESH = "fresh"
 MODEL_MISSING = (
@@ -84,7 +85,7 @@ def _json(text: str) -> tuple[Any, Any]:
 def _yaml(text: str) -> tuple[Any, Any]:
     import yaml
 
-    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor(
         "tag:yaml.org,2002:map",
         lambda made, node: _Pairs(made.construct_pairs(node, deep=True)),
@@ -184,8 +185,8 @@ def vllm_options() -> type[BaseModel] | None:
                     for item in getattr(line.value, "keywords", ())
                     if item.arg in ("gt", "ge", "lt", "le")
                 }
-                kind = Annotated[_kind(line.annotation, names), Field(**limits)]
-                fields[ast.unparse(line.target)] = (kind, None)
+                kind: Any = _kind(line.annotation, names)
+                fields[ast.unparse(line.target)] = (kind, Field(None, **limits))
     config = ConfigDict(extra="forbid")
     return create_model("SpeculativeConfig", __config__=config, **fields)
 
