@@ -8,13 +8,8 @@ import pytest
 
 from vllm_tide.cli.config import example_names, reference
 from vllm_tide.cli.main import main
-from vllm_tide.config import (
-    ConfigError,
-    TideConfig,
-    package_version,
-    parse_tide,
-    read_json_object,
-)
+from vllm_tide.config import ConfigError, TideConfig, package_version, parse_tide
+from vllm_tide.speculative import read_json_object
 
 BAD_SECTIONS = [
     ([], "tide: must be an object like {}, got list."),
@@ -139,8 +134,8 @@ def test_unreadable_files_get_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         read_json_object(str(binary))
     broken = tmp_path / "broken.json"
-    broken.write_text('{"a": 1,}')
-    with pytest.raises(ConfigError, match="is not valid JSON: .* at line 1, column 9"):
+    broken.write_text('{"a": 1 "b"}')
+    with pytest.raises(ConfigError, match="is not valid JSON: .* line 1 column 9"):
         read_json_object(str(broken))
     listing = tmp_path / "list.json"
     listing.write_text("[1]")
@@ -152,8 +147,12 @@ def test_unreadable_files_get_one_sentence(tmp_path):
 def test_every_example_is_valid(name, capsys, tmp_path):
     assert main(["config", "example", name]) == 0
     file = tmp_path / "example.json"
-    file.write_text(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    file.write_text(text)
     parse_tide(read_json_object(str(file))["tide"])
+    assert main(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: model: no draft at 'path/to/dr")
+    file.write_text(text.replace("path/to/draft", "fresh"))
     assert main(["config", "check", str(file)]) == 0
 
 
@@ -167,6 +166,134 @@ def test_check_refuses_with_status_2(capsys, tmp_path):
     file.write_text(json.dumps({"tide": {"trian": {}}}))
     assert main(["config", "check", str(file)]) == 2
     assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+WHOLE = {
+    "method": "eagle3",
+    "model": "fresh",
+    "num_speculative_tokens": 3,
+    "tide": {"control": {"policy": "static"}},
+}
+COMMENTED = """{ // a comment behind
+"method": "eagle3", /* one
+of two lines */ "model": "fresh",
+"num_speculative_tokens": 3, // "tide": 1,
+"tide": {"control": {"policy": "static",},},
+}"""
+YAML = """method: eagle3
+model: fresh
+num_speculative_tokens: 3
+tide:
+  control: {policy: static}  # fixed
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tide.json", json.dumps(WHOLE)),
+        ("tide.json", COMMENTED),
+        ("tide.yaml", YAML),
+        ("serve.yml", "speculative-config:\n  " + YAML.replace("\n", "\n  ")),
+        ("serve.yml", f"port: 8000\nspeculative_config: '{json.dumps(WHOLE)}'"),
+    ],
+)
+def test_every_form_that_vllm_takes_is_read(tmp_path, capsys, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    assert read_json_object(str(file)) == WHOLE
+    assert main(["config", "check", str(file)]) == 0
+    if name.endswith("json"):
+        assert read_json_object(text) == WHOLE
+        assert main(["config", "check", text]) == 0
+
+
+def test_a_comment_sign_in_a_string_is_none():
+    text = '{"tide": {"spool": {"url": "s3://b/,}"}}, "a": "\\"//,]"}'
+    assert read_json_object(text) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.json",
+            '{"tide": {"capture": {"enabled": true},\n"capture": {"enabled": false}}}',
+        ),
+        ("a.yaml", "tide:\n  capture: {enabled: true}\n  capture: {enabled: false}\n"),
+    ],
+)
+def test_a_key_given_twice_is_refused(tmp_path, capsys, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    assert main(["config", "check", str(file)]) == 2
+    said = "tide.capture: given twice; leave one."
+    assert capsys.readouterr().err == f"error: {said}\n"
+    if name == "a.json":
+        with pytest.raises(ConfigError, match="^tide.capture: given twice"):
+            read_json_object(text)
+    # Without us it is vLLM's, which takes the last.
+    assert read_json_object('{"model": 1, "model": 2}') == {"model": 2}
+
+
+def checked(config, capsys):
+    """Status, and what is said of a whole configuration."""
+    status = main(["config", "check", json.dumps(config)])
+    return status, capsys.readouterr().err.splitlines()
+
+
+MISTAKES = [
+    (
+        {"method": "ngram"},
+        "method: tide trains EAGLE-3 drafts; set it to 'eagle3', not 'ngram'.",
+    ),
+    ({"model": ""}, "model: missing; give the directory or hub name of the EAGLE-3 "),
+    ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),
+    ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; give the "),
+    (
+        {"tide": {"train": {"loss": {"forwardkl": 1}}}},
+        "tide.train.loss.forwardkl: unknown key; did you mean 'forward_kl'?",
+    ),
+]
+BY_VLLM = [
+    ({"num_speculative_tokens": -3}, "num_speculative_tokens: Input should be greater"),
+    ({"num_speculative_tokens": "x"}, "num_speculative_tokens: Input should be a val"),
+    ({"methd": "eagle3"}, "methd: unknown key; did you mean 'method'?"),
+    ({"draft_sample_method": "x"}, "draft_sample_method: Input should be 'greedy'"),
+]
+
+
+@pytest.mark.parametrize(("change", "start"), MISTAKES)
+def test_a_mistake_beside_the_section_is_named(change, start, capsys):
+    status, (said,) = checked(WHOLE | change, capsys)
+    assert status == 2 and said.startswith(f"error: {start}")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("change", "start"), BY_VLLM)
+def test_vllm_s_own_keys_are_judged_by_vllm_s_own_rules(change, start, capsys):
+    test_a_mistake_beside_the_section_is_named(change, start, capsys)
+
+
+def test_all_mistakes_are_listed_at_once(capsys):
+    section = {"captur": {}, "swap": {"enabled": "yes"}, "train": {"loss": {"x": 1}}}
+    status, said = checked({"method": "ngram", "tide": section}, capsys)
+    assert status == 2
+    assert [line.split(": ")[1] for line in sorted(said)] == [
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "tide.captur",
+        "tide.swap.enabled",
+        "tide.train.loss.x",
+    ]
+
+
+def test_the_schema_describes_the_whole_file(capsys):
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["required"] == ["tide"]
+    assert "sample_rate" in schema["$defs"]["CaptureConfig"]["properties"]
 
 
 def test_reference_lists_every_knob_with_its_meaning():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,7 @@ LAYERS = {
     "tracing": 0,
     "transport": 1,
     "json_text": 0,
+    "speculative": 1,
     "control": 1,
     "kernels": 1,
     "capture": 2,
@@ -64,7 +69,7 @@ def imports() -> list[tuple[str, str, str]]:
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
                 if node.module == "vllm_tide":
                     names = [f"vllm_tide.{alias.name}" for alias in node.names]
@@ -91,6 +96,41 @@ def test_only_engine_imports_vllm():
         if name.split(".")[0] == "vllm" and here != "engine"
     ]
     assert wrong == []
+
+
+# What a distribution is called where its module has another name; kernels' compilers
+# come with Torch's builds.
+DISTRIBUTIONS = {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
+WITH_TORCH = {"torch", "triton", "xformers"}
+
+
+def required(lines: list[str]) -> set[str]:
+    """Names of requirements that hold without an extra."""
+    plain = [line for line in lines if "extra ==" not in line]
+    found = [re.match(r"[\w.-]+", line) for line in plain]
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in found if name}
+
+
+@pytest.mark.vllm
+def test_what_is_imported_is_declared_or_vllm_s():
+    from vllm_tide.doctor.builds import vllm_distribution
+
+    vllm = vllm_distribution()
+    assert vllm is not None
+    whole = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))
+    ours = required(whole["project"]["dependencies"])
+    optional = required(whole["project"]["optional-dependencies"]["report"])
+    theirs = required(metadata.requires(vllm.name) or [])
+    known = ours | optional | theirs | WITH_TORCH | {"vllm", "vllm-tide"}
+    names = {
+        name.split(".")[0]
+        for _, _, name in imports()
+        if name.split(".")[0] not in sys.stdlib_module_names
+    }
+    told = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
+    assert told.keys() - known == set()
+    # These run where no vLLM is: in `doctor`, `top`, `status` and `config`.
+    assert {"packaging", "prometheus-client", "pyyaml", "pydantic"} <= ours
 
 
 def test_light_packages_import_no_torch():

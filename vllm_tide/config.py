@@ -1,4 +1,4 @@
-"""The `tide` section of the file given to `--speculative-config`.
+"""The `tide` section of what is given to `--speculative-config`.
 
 One strict tree: a default is written once, here; an unknown key is an error that
 says what was probably meant. Runs in every process; imports neither torch nor vLLM.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -425,26 +424,37 @@ class TideConfig(_Section):
     spool: SpoolConfig = SpoolConfig.model_validate({})
 
 
-def _known_keys(path: tuple[str | int, ...]) -> list[str]:
-    model: Any = TideConfig
+def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     for part in path:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        field = root.model_fields.get(part) if hasattr(root, "model_fields") else None
         if field is None:
             return []
-        model = field.annotation
-    return list(getattr(model, "model_fields", {}))
+        root = field.annotation
+    if get_origin(root) is dict:  # its keys are named by a Literal
+        return list(get_args(get_args(root)[0]))
+    return list(getattr(root, "model_fields", {}))
 
 
-def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    loc = tuple(first["loc"])
-    knob = ".".join(["tide", *map(str, loc)])
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
-        return f"{knob}: unknown key; {hint}"
-    return f"{knob}: {first['msg']}, got {first.get('input')!r}."
+def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
+    """Dotted key and sentence of each of pydantic's errors.
+
+    Args:
+        error: What it found.
+        model: The model that was validated.
+    """
+    start = "tide." if model is TideConfig else ""
+    for found in error.errors():
+        loc = tuple(part for part in found["loc"] if part != "[key]")
+        knob = start + ".".join(map(str, loc))
+        said = f"{found['msg']}, got {found.get('input')!r}."
+        if found["type"] == "extra_forbidden" or len(loc) < len(found["loc"]):
+            known = _known_keys(model, loc[:-1])
+            near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
+            )
+            said = f"unknown key; {hint}"
+        yield knob, f"{knob}: {said}"
 
 
 def package_version() -> str:
@@ -462,7 +472,7 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
         version: Of the package that wrote it: keys that another one knows are ignored.
 
     Raises:
-        ConfigError: With one sentence naming the knob.
+        ConfigError: A line for each mistake, a sentence naming the knob.
     """
     if not isinstance(section, dict):
         kind = type(section).__name__
@@ -476,7 +486,8 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
     except ValidationError as error:
         extra = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
         if not extra or version in (None, package_version()):
-            raise ConfigError(_sentence(error)) from None
+            said = (sentence for _, sentence in explained(error, TideConfig))
+            raise ConfigError("\n".join(said)) from None
         section = copy.deepcopy(section)
     for *path, key in extra:
         inner = section
@@ -487,37 +498,3 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
     told = "tide: vllm_tide %.60r told knobs that %r does not know, ignored: %.200r"
     logger.warning(told, version, package_version(), names)
     return parse_tide(section)
-
-
-def read_json_object(text_or_path: str) -> dict[str, Any]:
-    """Read `--speculative-config`: inline JSON, or the path of a JSON file.
-
-    Lines of a file whose first non-blank characters are `//` are comments.
-
-    Raises:
-        ConfigError: The file cannot be read, or it is no JSON object.
-    """
-    text, where = text_or_path, "--speculative-config"
-    if not text_or_path.lstrip().startswith("{"):
-        path = Path(text_or_path.removeprefix("@")).expanduser()
-        where = f"--speculative-config: file {str(path)!r}"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "is not UTF-8 text"
-            raise ConfigError(
-                f"{where} cannot be read ({why}); give the path of a readable JSON "
-                "file, or inline JSON starting with '{'."
-            ) from None
-    lines = text.split("\n")
-    kept = ["" if line.lstrip().startswith("//") else line for line in lines]
-    try:
-        value = json.loads("\n".join(kept))
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, "
-            f"column {error.colno}."
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must hold a JSON object, not {value!r}.")
-    return value

@@ -148,7 +148,16 @@ def _profile(place: Place, size: str) -> Any:
 
 def _bench(place: Place, command: list[str], label: str) -> Any:
     result = place.work / f"{label}.json"
-    whole = ["-m", "vllm_tide", "bench", "run", *command, "--json", str(result)]
+    whole = [
+        "-m",
+        "vllm_tide",
+        "bench",
+        "run",
+        *command,
+        "--yes",
+        "--json",
+        str(result),
+    ]
     try:
         place.command([*whole, "--work", str(place.work / label)], label)
     except RuntimeError:

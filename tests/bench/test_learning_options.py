@@ -78,7 +78,9 @@ def cli(tmp_path, capsys):
     cpus = os.sched_getaffinity(0)
 
     def run(*args):
-        status = main(["bench", "run", "--json", str(tmp_path / "r.json"), *args])
+        status = main(
+            ["bench", "run", "--yes", "--json", str(tmp_path / "r.json"), *args]
+        )
         return status, capsys.readouterr().err
 
     yield run

@@ -35,7 +35,7 @@ def test_the_mode_is_full_only_with_every_part(changes, mode):
 
 def test_changes_are_merged_section_by_section():
     base = {"train": {"a": 1, "b": 2}, "run_dir": "x"}
-    merged = quickstart._merge(base, {"train": {"b": 3}})
+    merged = quickstart.merged(base, {"train": {"b": 3}})
     assert merged == {"train": {"a": 1, "b": 3}, "run_dir": "x"}
     assert base["train"]["b"] == 2
 

@@ -12,7 +12,8 @@ import yaml
 
 from scripts.deploy.dockerfile_steps import read_steps
 from vllm_tide.cli import status, train
-from vllm_tide.config import parse_tide, read_json_object
+from vllm_tide.config import parse_tide
+from vllm_tide.speculative import read_json_object
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"

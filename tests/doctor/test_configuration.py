@@ -11,6 +11,11 @@ from vllm_tide.doctor.finding import Status
 from vllm_tide.doctor.subject import make_subject
 
 
+def whole(section):
+    rest = {"model": "fresh", "num_speculative_tokens": 3}
+    return json.dumps({**rest, "tide": section})
+
+
 def examined(source, tmp_path):
     subject = make_subject(source, None, tmp_path / "run", 8000)
     (found,) = configuration.check(subject)
@@ -19,7 +24,7 @@ def examined(source, tmp_path):
 
 def test_a_valid_file_is_summed_up(tmp_path):
     file = tmp_path / "tide.json"
-    file.write_text('// ours\n{"tide": {"capture": {"ring_mib": 8}}}')
+    file.write_text("// ours\n" + whole({"capture": {"ring_mib": 8}}))
     found = examined(str(file), tmp_path)
     assert found.status is Status.OK
     assert "ring 8 MiB" in found.sentence
@@ -27,8 +32,17 @@ def test_a_valid_file_is_summed_up(tmp_path):
 
 @pytest.mark.parametrize(("section", "sentence"), BAD_SECTIONS)
 def test_a_bad_knob_fails_in_the_product_s_words(tmp_path, section, sentence):
-    found = examined(json.dumps({"tide": section}), tmp_path)
+    found = examined(whole(section), tmp_path)
     assert (found.status, found.sentence) == (Status.FAILED, sentence)
+
+
+def test_every_mistake_is_a_finding_of_its_own(tmp_path):
+    source = '{"method": "ngram", "model": "a/b/c", "tide": {"captur": {}}}'
+    subject = make_subject(source, None, tmp_path / "run", 8000)
+    findings = list(configuration.check(subject))
+    assert {finding.status for finding in findings} == {Status.FAILED}
+    keys = [finding.sentence.split(":")[0] for finding in findings]
+    assert sorted(keys) == ["method", "model", "num_speculative_tokens", "tide.captur"]
 
 
 @pytest.mark.parametrize(

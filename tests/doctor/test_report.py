@@ -5,8 +5,8 @@ import json
 import pytest
 
 from vllm_tide.doctor import examination
-from vllm_tide.doctor.finding import Status, failed, ok, skipped, warning, worst
-from vllm_tide.doctor.report import EXIT_CODES, as_json, as_text
+from vllm_tide.doctor.finding import Status, failed, ok, skipped, warning
+from vllm_tide.doctor.report import as_json, as_text, exit_code
 from vllm_tide.doctor.subject import Subject
 
 FINE = ok("a", "Fine.")
@@ -16,21 +16,22 @@ BROKEN = failed("d", "Does not work.", "Replace it.")
 
 
 @pytest.mark.parametrize(
-    ("findings", "code"),
+    ("findings", "code", "strict"),
     [
-        ([FINE, LEFT], 0),
-        ([FINE, MEANT, LEFT], 1),
-        ([MEANT, BROKEN, FINE], 2),
-        ([], 0),
+        ([FINE, LEFT], 0, 0),
+        ([FINE, MEANT, LEFT], 0, 1),
+        ([MEANT, BROKEN, FINE], 2, 2),
+        ([], 0, 0),
     ],
 )
-def test_the_worst_finding_gives_the_exit_code(findings, code):
-    assert EXIT_CODES[worst(findings)] == code
-    assert json.loads(as_json(findings, "1"))["exit_code"] == code
+def test_the_worst_finding_gives_the_exit_code(findings, code, strict):
+    assert exit_code(findings) == code
+    assert exit_code(findings, strict=True) == strict
+    assert json.loads(as_json(findings, "1", code))["exit_code"] == code
 
 
 def test_json_has_every_field_of_every_finding():
-    told = json.loads(as_json([FINE, MEANT], "0.1"))
+    told = json.loads(as_json([FINE, MEANT], "0.1", 1))
     assert told == {
         "status": "warning",
         "exit_code": 1,

@@ -100,31 +100,6 @@ def rollout_logits(
     return torch.stack(out)
 
 
-def counterfactual(
-    tokens: Tensor,
-    features: Tensor,
-    row: int,
-    branch_tokens: Tensor,
-    branch_features: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The sequence in which a rejected branch was accepted (eagle3-training.md c.8).
-
-    Args:
-        tokens: Integer [S].
-        features: [S, A*H].
-        row: Row a, the last committed one before the rejection.
-        branch_tokens: Integer [m], b_1..b_m.
-        branch_features: [m, A*H], target features at a + 1..a + m on the branch.
-
-    Returns:
-        Tokens [a + 1 + m] and features [a + 1 + m, A*H]. Branch row j is row a + j.
-    """
-    return (
-        torch.cat([tokens[: row + 1], branch_tokens.to(tokens.dtype)]),
-        torch.cat([features[: row + 1], branch_features]),
-    )
-
-
 def _target_id(draft: Eagle3Draft, logits: Tensor) -> int:
     return int(draft.vocab.target_ids[logits.argmax()])
 

@@ -117,6 +117,64 @@ def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
+def parsed(monkeypatch, *words: str) -> Any:
+    """What `vllm serve` makes of a command line."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setattr(sys, "argv", ["vllm", *words])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(list(words)).speculative_config
+
+
+@pytest.mark.parametrize("option", ["--speculative-config", "-sc"])
+def test_dotted_keys_change_a_file_and_stand_alone(option, monkeypatch, tmp_path):
+    file = tmp_path / "tide.json"
+    section = {"control": {"policy": "adaspec", "min_gain": 0.1}}
+    file.write_text(json.dumps({"num_speculative_tokens": 3, "tide": section}))
+    assert parsed(
+        monkeypatch,
+        *(option, str(file)),
+        *(f"{option}.num_speculative_tokens", "5"),
+        *(f"{option}.tide.control.policy", "static"),
+    ) == {
+        "num_speculative_tokens": 5,
+        "tide": {"control": {"policy": "static", "min_gain": 0.1}},
+    }
+    alone = parsed(monkeypatch, f"{option}.tide.control.policy", "static")
+    assert alone == {"tide": {"control": {"policy": "static"}}}
+    assert parsed(monkeypatch, option, '{"tide": {}}') == {"tide": {}}
+
+
+def test_vllm_s_own_yaml_file_is_taken_and_changed(monkeypatch, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("speculative-config:\n  model: fresh\n  tide: {preset: learn}\n")
+    given = {"model": "fresh", "tide": {"preset": "learn"}}
+    assert parsed(monkeypatch, "--config", str(file)) == given
+    dotted = ("--speculative-config.num_speculative_tokens", "4")
+    assert parsed(monkeypatch, "--config", str(file), *dotted) == {
+        **given,
+        "num_speculative_tokens": 4,
+    }
+    # The file itself, for both.
+    assert parsed(monkeypatch, "--speculative-config", str(file)) == given
+
+
+def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "tide.json"
+    file.write_text('{"method": "ngram", "methd": 1, "tide": {"captur": {}}}')
+    with pytest.raises(SystemExit) as ended:
+        parsed(monkeypatch, "--speculative-config", str(file))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    for key in ("method: tide trains", "methd: unknown key", "tide.captur: unknown"):
+        assert key in said
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--speculative-config", str(tmp_path / "nope.json"))
+    assert "/nope.json' cannot be read (No such file" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
     target_dir, tmp_path

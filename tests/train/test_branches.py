@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.draft.rollout import counterfactual, rollout_logits
+from tests.draft.rollout import rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -87,9 +87,9 @@ def expected_rows(
     for sample in samples:
         for branch in sample.branches:
             row = branch.position - sample.start
-            tokens, features = counterfactual(
-                sample.tokens, sample.features, row, branch.tokens, branch.features
-            )
+            # The sequence in which the branch was accepted behind row.
+            tokens = torch.cat([sample.tokens[: row + 1], branch.tokens])
+            features = torch.cat([sample.features[: row + 1], branch.features])
             size = branch.tokens.numel()
             for j in range(size):
                 steps = min(STEPS, size - j)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.draft.config import read_config
+from vllm_tide.speculative import merged
 from vllm_tide.train.sample import Sample
 from vllm_tide.transport.header import TransportError
 
@@ -33,7 +34,7 @@ from .day0_summary import requests_to_reach, slowdowns
 from .learning_capture import capture
 from .learning_events import TrainerWatch
 from .learning_identity import identity_of, identity_problems
-from .learning_options import SuiteOptions, merged
+from .learning_options import SuiteOptions
 from .learning_samples import load_samples, save_samples
 from .learning_server import draft_config, private_run_dir, trained_section
 from .learning_session import Session, StoppedError, all_cores, run_suite

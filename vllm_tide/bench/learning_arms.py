@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.speculative import merged
+
 from .control_arms import BenchError
-from .learning_options import SuiteOptions, merged
+from .learning_options import SuiteOptions
 from .learning_server import draft_config, trained_section
 
 

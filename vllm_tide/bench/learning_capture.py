@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.speculative import merged
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.feed_ring import RingFeed
 from vllm_tide.train.sample import Sample
@@ -22,7 +23,7 @@ from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 from vllm_tide.transport.ring_format import Collect
 
 from .arm import Hooks
-from .learning_options import SuiteOptions, merged
+from .learning_options import SuiteOptions
 from .learning_server import draft_config, private_run_dir
 from .learning_session import Session
 from .scrape import Scraper

@@ -159,12 +159,3 @@ class SuiteOptions:
 def option_names(kind: type[SuiteOptions]) -> frozenset[str]:
     """Return the names a suite understands."""
     return frozenset(item.name for item in fields(kind))
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `changes` put in, section by section."""
-    out = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = merged(out[key], value) if both else value
-    return out

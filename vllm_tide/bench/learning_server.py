@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .learning_options import SuiteOptions, merged
+from vllm_tide.speculative import merged
+
+from .learning_options import SuiteOptions
 from .server import ServerOptions
 
 MAX_SEQS = 8

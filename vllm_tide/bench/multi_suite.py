@@ -17,13 +17,14 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 
+from vllm_tide.speculative import merged
 from vllm_tide.transport.rendezvous import read_manifests
 
 from .arm import Hooks, drive, finish, owned_segments, stop, wait_for_trainer
 from .arm_servers import BROKEN, sentence
 from .control_arms import BenchError
 from .learning_events import TrainerWatch, trainer_facts
-from .learning_options import SuiteOptions, merged
+from .learning_options import SuiteOptions
 from .learning_server import (
     draft_config,
     private_run_dir,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import parse_tide
+from vllm_tide.speculative import merged
 
 from .arm import ArmOptions, run_arm
 from .identity import compare_arms, rescore_all
@@ -62,15 +63,6 @@ def mode_of(section: Mapping[str, Any]) -> str:
     return "full" if same and tide.control == full.control else "changed"
 
 
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the values of ``changes`` put in, section by section."""
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
 def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     config: str | None = None
     run_dir: Path | None = None
@@ -82,7 +74,7 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
         section = tide_section(run_dir)
         path = args.work / "tide.json"
-        text = json.dumps({**spec, "tide": _merge(section, args.tide)}, indent=2)
+        text = json.dumps({**spec, "tide": merged(section, args.tide)}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
         print(f"{path}:\n{text}", flush=True)
         config = str(path)

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.speculative import merged
+
 from .arm import Hooks, drive, finish, stop, wait_for_trainer
 from .arm_servers import BROKEN, sentence
 from .client import RequestResult
 from .control_arms import BenchError
 from .learning_events import TrainerWatch
 from .learning_identity import identity_of, identity_problems
-from .learning_options import SuiteOptions, merged
+from .learning_options import SuiteOptions
 from .learning_server import draft_config, private_run_dir, server_options
 from .learning_session import Session, StoppedError, all_cores, run_suite
 from .learning_stream import read_domains, segment_name, shift_stream, stretches

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import TideConfig, parse_tide, read_json_object
+from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.speculative import read_json_object
 from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import Feeds, open_feeds
 from vllm_tide.train.judgement import CycleResult

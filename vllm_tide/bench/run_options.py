@@ -86,6 +86,15 @@ class RunOptions:
             return self.max_num_seqs
         return 48 if self.is_replay else max(self.batches)
 
+    @property
+    def minutes(self) -> float:
+        """Return how long measuring alone takes."""
+        cells = self.seconds * len(self.batches) * len(self.domains)
+        if self.is_replay:
+            cells = self.trace_seconds * (len(self.traces) or 3)
+        every = self.repeats * len(self.arm_names) * max(1, len(self.model_sizes))
+        return cells * every / 60
+
     def check(self) -> None:
         """Refuse what cannot run.
 

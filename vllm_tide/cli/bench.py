@@ -61,6 +61,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         help="control, traces, ablation; learning, day0, loss, rollback, multi",
     )
     p.add_argument("--json", type=Path, required=True, metavar="FILE")
+    p.add_argument("--yes", action="store_true", help="start, without --target too")
     p.add_argument("--target", type=Path, default=unset, help="served model folder")
     p.add_argument("--draft", type=Path, default=unset, help="EAGLE-3 draft folder")
     p.add_argument(
@@ -206,25 +207,36 @@ def _run(args: argparse.Namespace) -> int:
             given[name] = given[name].resolve()
     if "serve_args" in given:
         given["serve_args"] = tuple(given["serve_args"])
+    sure = given.pop("yes") or "target" in given
+    runner: Any
+    options: Any
     if args.suite in LEARNING_SUITES:
-        return _run_learning(given)
-    if args.suite not in SUITES:
+        from vllm_tide.bench import learning_suites as runner
+
+        options = runner.options_of(given.pop("suite"), given)
+        arms = getattr(options, "arms", ())
+        size = f"{sum(options.counts())} requests of {options.output_tokens} tokens"
+    elif args.suite in SUITES:
+        from vllm_tide.bench import control_run as runner
+
+        options = _control_options(given)
+        arms = options.arm_names
+        size = f"at least {options.minutes:.0f} minutes, and a start of each server"
+    else:
         known = ", ".join((*SUITES, *LEARNING_SUITES))
         raise BenchError(f"--suite is one of {known}")
-    return _run_control(given)
+    options.check()
+    limit = options.max_minutes and f"; ends after {options.max_minutes:g} minutes"
+    servers = ", ".join(arms) or "one by one"
+    print(f"{options.target.name}: servers {servers}; {size}{limit or ''}", flush=True)
+    if not sure:
+        raise BenchError("--target: none given; --yes runs this on the demo model")
+    return int(runner.run(options))
 
 
-def _run_learning(given: dict[str, Any]) -> int:
-    from vllm_tide.bench import learning_suites
-
-    suite = given.pop("suite")
-    return learning_suites.run(learning_suites.options_of(suite, given))
-
-
-def _run_control(given: dict[str, Any]) -> int:
+def _control_options(given: dict[str, Any]) -> Any:
     from dataclasses import fields
 
-    from vllm_tide.bench import control_run
     from vllm_tide.bench.control_arms import BenchError
     from vllm_tide.bench.run_options import RunOptions
     from vllm_tide.bench.traces import Limits, parse_choices
@@ -238,7 +250,7 @@ def _run_control(given: dict[str, Any]) -> int:
     if foreign:
         flag = foreign[0].replace("_", "-")
         raise BenchError(f"--{flag} is no option of --suite {given['suite']}")
-    return control_run.run(RunOptions(**given, limits=limits, traces=traces))
+    return RunOptions(**given, limits=limits, traces=traces)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide, read_json_object
+from vllm_tide.config import TideConfig
+from vllm_tide.doctor.subject import make_subject
+from vllm_tide.speculative import vllm_options
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -20,7 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     example = actions.add_parser("example", help="print a commented example")
     example.add_argument("name", nargs="?", help="leave it out to list the names")
     check = actions.add_parser("check", help="check a file without starting a server")
-    check.add_argument("file")
+    check.add_argument("file", help="JSON, YAML (vLLM's --config too), or inline JSON")
+    actions.add_parser("schema", help="print the file's JSON schema, for editors")
     actions.add_parser("reference", help="print every knob as a Markdown table")
     parser.set_defaults(run=run)
 
@@ -31,6 +36,12 @@ def run(args: argparse.Namespace) -> int:
         return _example(args.name)
     if args.action == "check":
         return _check(args.file)
+    if args.action == "schema":
+        # The whole file's, as an editor wants it.
+        base = vllm_options() or BaseModel
+        whole = create_model("SpeculativeConfig", __base__=base, tide=(TideConfig, ...))
+        print(json.dumps(whole.model_json_schema(), indent=1))
+        return 0
     print("\n".join(reference()))
     return 0
 
@@ -57,15 +68,14 @@ def _example(name: str | None) -> int:
 
 
 def _check(file: str) -> int:
-    try:
-        config = read_json_object(f"@{file}")
-        if "tide" not in config:
-            raise ConfigError(f"tide: {file!r} has no tide section.")
-        parse_tide(config["tide"])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+    said = make_subject(file, None, Path(), 0).error
+    for line in said.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    if said:
         return 2
     print(f"{file}: fine. The draft is checked against the target by vllm serve.")
+    if vllm_options() is None:
+        print("vLLM's own keys were not checked: no vLLM that it knows is installed.")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib import metadata
 from pathlib import Path
 
 
@@ -15,13 +14,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Checks versions, patches, configuration, draft, shared memory, "
         "run directory, cores or GPUs, ports, profile and storage. Changes nothing, "
         "loads no weights, fetches nothing.",
-        epilog="Exit status: 0 all is well, 1 there are warnings, 2 something failed. "
-        "Checks that do not apply are skipped and count for nothing.",
+        epilog="Exit status: 0 nothing failed (1 with --strict, where there are "
+        "warnings), 2 something failed. Checks that do not apply are skipped.",
     )
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="what --speculative-config would be given: a file, or JSON",
+        help="what --speculative-config would be given: JSON or YAML, or inline JSON",
     )
     parser.add_argument(
         "--model",
@@ -35,31 +34,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--port", type=_port, default=8000, help="port of the server (8000)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--strict", action="store_true", help="exit 1 on warnings")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    from vllm_tide.cli.main import version
     from vllm_tide.doctor.examination import examine
-    from vllm_tide.doctor.finding import worst
-    from vllm_tide.doctor.report import EXIT_CODES, as_json, as_text
+    from vllm_tide.doctor.report import as_json, as_text, exit_code
     from vllm_tide.doctor.subject import make_subject
 
     subject = make_subject(args.config, args.model, args.run_dir, args.port)
     findings = list(examine(subject))
-    print(as_json(findings, _version()) if args.json else as_text(findings))
-    return EXIT_CODES[worst(findings)]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("vllm-tide")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    code = exit_code(findings, strict=args.strict)
+    print(as_json(findings, version(), code) if args.json else as_text(findings))
+    return code
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 < port < 65536:
-        raise argparse.ArgumentTypeError(f"{port} is no port (1 to 65535)")
-    return port
+    if text.isdecimal() and 0 < int(text) < 65536:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is no port (1 to 65535)")

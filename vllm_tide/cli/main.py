@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
@@ -35,13 +37,37 @@ ORDERS = ("rollback", "pause", "resume", "capture")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command and returns its exit code."""
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read the output is gone; nothing is to be said at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("vllm_tide"):
+            raise
+        print(
+            f"error: this command needs {error.name}, which is not installed here; run "
+            "it in vLLM's environment.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="vllm-tide", description="Trains vLLM's draft on live traffic."
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
+    names = [name for name, _ in COMMANDS]
+    near = difflib.get_close_matches(str(wanted), names, n=1)
+    if near and wanted not in names:
+        parser.error(f"no command {wanted!r}; did you mean {near[0]!r}?")
     runners = {}
     for name, summary in COMMANDS:
         if name == wanted:
@@ -51,11 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             runners[name] = module.run
         else:
             subparsers.add_parser(name, help=summary)
+    if not argv:
+        parser.print_help()
+        return 2
     args = parser.parse_args(argv)
     return int(runners[args.command](args))
 
 
-def _version() -> str:
+def version() -> str:
+    """Of this package, as it is installed."""
     try:
         return metadata.version("vllm-tide")
     except metadata.PackageNotFoundError:

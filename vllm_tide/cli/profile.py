@@ -41,9 +41,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from vllm_tide.config import ConfigError
-    from vllm_tide.engine.profile_run import measure_engine
+    from vllm_tide.speculative import NO_MODEL, may_be_model
 
     try:
+        for option, name in (("--model", args.model), ("--draft", args.draft)):
+            if not may_be_model(name):
+                raise ConfigError(f"{option}: no model at {name!r}: {NO_MODEL}")
+        from vllm_tide.engine.profile_run import measure_engine
+
         samples, facts = measure_engine(
             args.model,
             args.draft,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -77,9 +78,6 @@ def run(args: argparse.Namespace) -> int:
             watch(sampler, args.interval, colour=not os.environ.get("NO_COLOR"))
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:
-        # Whoever read the output is gone; nothing is to be said at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -121,7 +119,7 @@ def _address(text: str) -> Address:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0.05):
-        raise argparse.ArgumentTypeError(f"{text} is no time of at least 0.05 s")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.05 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is no time of at least 0.05 s")

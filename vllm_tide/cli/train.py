@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide, read_json_object
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.speculative import read_json_object
 
 if TYPE_CHECKING:
     from vllm_tide.train.feeds import Feeds
@@ -143,8 +144,11 @@ def _many_ranks() -> bool:
 def _override(text: str | None) -> TideConfig | None:
     if text is None:
         return None
-    value = read_json_object(text)
-    return parse_tide(value.get("tide", value))
+    try:
+        value = read_json_object(text)
+        return parse_tide(value.get("tide", value))
+    except ConfigError as error:
+        raise ConfigError(f"--config: {error}") from None
 
 
 def _find(

@@ -8,16 +8,14 @@ from vllm_tide.config import TideConfig
 from vllm_tide.doctor.finding import Finding, failed, ok, skipped
 from vllm_tide.doctor.subject import Subject
 
+_ADVICE = "'vllm-tide config reference' lists every knob, 'config example' whole files."
+
 
 def check(subject: Subject) -> Iterator[Finding]:
     """The sentence that the server itself would say."""
     if subject.error:
-        yield failed(
-            "configuration",
-            subject.error,
-            "'vllm-tide config reference' lists every knob, 'vllm-tide config example' "
-            "prints whole files.",
-        )
+        for sentence in subject.error.splitlines():
+            yield failed("configuration", sentence, _ADVICE)
     elif subject.source is None or subject.tide is None:
         yield skipped("configuration", "No --config given: the defaults are examined.")
     else:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from vllm_tide.doctor.finding import Finding, Status, worst
 
-EXIT_CODES = {Status.OK: 0, Status.WARNING: 1, Status.FAILED: 2}
 _LEAST_COLUMNS, _MOST_COLUMNS = 60, 110
 
 
@@ -31,13 +30,17 @@ def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def as_json(findings: Sequence[Finding], version: str) -> str:
+def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
+    """2 when something failed; 1 for warnings if these count."""
+    return {Status.FAILED: 2, Status.WARNING: int(strict)}.get(worst(findings), 0)
+
+
+def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
     """One object: status, exit code, version of vllm-tide, checks."""
-    status = worst(findings)
     return json.dumps(
         {
-            "status": status,
-            "exit_code": EXIT_CODES[status],
+            "status": worst(findings),
+            "exit_code": code,
             "vllm_tide": version,
             "checks": [
                 {

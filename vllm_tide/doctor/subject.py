@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide, read_json_object
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.speculative import mistakes, read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Subject:
         run_dir: Run directory.
         port: Of the server.
         source: The `--config` argument; None when none was given.
-        error: Why the configuration cannot be used; empty if it can.
+        error: What is wrong with the configuration, a line each; empty if nothing.
         speculative: The speculative configuration; empty without one.
         tide: Its `tide` section, defaults without one; None if it cannot be used.
         model: The target, a directory or a hub name; None when not given.
@@ -66,9 +67,10 @@ def make_subject(
             speculative = read_json_object(source)
             if speculative.get("tide") is None:
                 raise ConfigError(f"tide: {source!r} has no tide section.")
+            error = "\n".join(mistakes(speculative, whole=True))
             tide = parse_tide(speculative["tide"])
     except ConfigError as reason:
-        error = str(reason)
+        error = error or str(reason)
     return Subject(
         run_dir=run_dir or _configured_run_dir(tide),
         port=port,

@@ -193,8 +193,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DraftError(f"{path}: cannot be read as JSON ({error}).") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DraftError(f"{path}: cannot be read as JSON ({why}).") from None
     if not isinstance(value, dict):
         raise DraftError(f"{path}: must hold a JSON object.")
     return value

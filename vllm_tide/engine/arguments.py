@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import (
-    ConfigError,
-    ControlConfig,
-    parse_tide,
-    read_json_object,
-)
+from vllm_tide.config import ConfigError, ControlConfig, parse_tide
 from vllm_tide.engine.adaptive_arguments import (
     KNOB,
     check_adaptive,
@@ -23,8 +19,15 @@ from vllm_tide.engine.adaptive_arguments import (
     settle_adaptive,
     switch_adaptive_on,
 )
-from vllm_tide.engine.fresh_start import FRESH, use_fresh_head
+from vllm_tide.engine.fresh_start import use_fresh_head
 from vllm_tide.engine.graph_lengths import table_of
+from vllm_tide.speculative import (
+    FRESH,
+    MODEL_MISSING,
+    merged,
+    mistakes,
+    read_json_object,
+)
 
 logger = logging.getLogger("vllm.tide")
 
@@ -66,14 +69,29 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
     Raises:
         argparse.ArgumentTypeError: One sentence; argparse prints it and exits 2.
     """
+    inline, line = value.lstrip().startswith("{"), tuple(sys.argv)
     try:
         config = read_json_object(value)
+        if inline and any(map(_DOTTED, line)):
+            config = merged(_earlier.get(line, {}), config)
         if config.get("tide") is not None:
-            parse_tide(config["tide"])
+            _refuse(mistakes(config))
             _print_one_line_for_config_errors()
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not inline or "tide" in config:
+        _earlier[line] = config
     return config
+
+
+# vLLM hands dotted keys over as inline JSON, behind the file that they change.
+_DOTTED = re.compile(r"--?s(c|peculative[-_]config)\.").match
+_earlier: dict[tuple[str, ...], dict[str, Any]] = {}  # by command line
+
+
+def _refuse(said: list[str]) -> None:
+    if said:
+        raise ConfigError("\n".join(said))
 
 
 def check_speculative_config(config: dict[str, Any], target: Any) -> None:
@@ -87,39 +105,16 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         target: vLLM's `ModelConfig` of the target.
 
     Raises:
-        ConfigError: One sentence naming the knob.
+        ConfigError: A line for each mistake, a sentence naming the knob.
     """
     section = config.get("tide")
     if section is None:
         return
+    _refuse(mistakes(config))
     tide = parse_tide(section)
-    if config.get("method", "eagle3") != "eagle3":
-        raise ConfigError(
-            f"method: tide trains EAGLE-3 drafts; set it to 'eagle3', not "
-            f"{config['method']!r}."
-        )
-    if config.get("rejection_sample_method", "standard") == "synthetic":
-        raise ConfigError(
-            "rejection_sample_method: 'synthetic' makes up acceptance, so there is "
-            "nothing to learn from; leave it out or remove the tide section."
-        )
-    # Two options that vLLM has from 0.33.0 on.
-    if config.get("rejection_sample_method") == "fly":
-        raise ConfigError(
-            "rejection_sample_method: 'fly' accepts what the target rejects, and then "
-            "answers depend on the draft; leave it out or remove the tide section."
-        )
-    if config.get("draft_lm_head_quantization"):
-        raise ConfigError(
-            "draft_lm_head_quantization: tide cannot swap a draft whose head is a "
-            "quantized copy of the target's; leave it out or remove the tide section."
-        )
     model = config.get("model")
     if not isinstance(model, str) or not model:
-        raise ConfigError(
-            "model: missing; give the directory or hub name of the EAGLE-3 draft, or "
-            f"{FRESH!r} to begin with a new one."
-        )
+        raise ConfigError(f"model: {MODEL_MISSING}")
     if model == FRESH:
         use_fresh_head(config, tide, target)
         model = config["model"]
@@ -360,6 +355,7 @@ def _print_one_line_for_config_errors() -> None:
             return
         if not isinstance(error, ConfigError):
             said = next((ours for word, ours in _NEVER.items() if word in said), said)
-        print(f"error: --speculative-config: {said}", file=sys.stderr)
+        for line in said.splitlines():
+            print(f"error: --speculative-config: {line}", file=sys.stderr)
 
     sys.excepthook = hook

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.tide")
 
-FRESH = "fresh"
-
 
 def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
     """Build a head for the target (or take it from the cache) and configure it.

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
 _KEPT = (
     "vllm_tide:",
     "vllm:spec_decode_",
@@ -82,11 +80,15 @@ def parse_address(text: str) -> Address:
     Raises:
         ValueError: It is neither.
     """
-    parts = urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        named = parts.port
+    except ValueError:
+        parts, named = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is no http address")
     https = parts.scheme == "https"
-    port = parts.port or (443 if https else 80)
+    port = named or (443 if https else 80)
     path = parts.path.rstrip("/")
     path = path if path.endswith("/metrics") else f"{path}/metrics"
     # Without a password, if one was given.
@@ -131,6 +133,8 @@ def parse_page(text: str, t_s: float) -> Page:
     Raises:
         PageError: It is none.
     """
+    from prometheus_client.parser import text_string_to_metric_families
+
     values: dict[tuple[str, Labels], float] = {}
     # Parsing is slow, and most of the page is of no interest here.
     kept = [
