@@ -46,10 +46,6 @@ def main() -> None:
     if case["tide"] is not None:
         speculative["tide"] = section(case)
         say_that_one_token_was_sampled()
-    if case["direct"]:
-        from vllm_tide.engine import capture_v2
-
-        capture_v2.DIRECT_BYTES = 1
     confidence = prices = None
     if case["adaptive"]:
         confidence = adaptive.Confidence()

@@ -184,7 +184,7 @@ def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
 ) -> None:
     tide, now = made(kind, ring), [0.0]
     tide._guard = Guard("capture", lambda: now[0])
-    tide.capture._drafted = {"z": (np.ones(1), 1)}
+    tide.capture._drafted_by = 1
     brought = new("a", "b", "c")
     tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
     for _ in range(LIMIT):
@@ -194,6 +194,6 @@ def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
     tide.begin_step(step([], None, ("z",)))
     now[0] += 60.0
     tide.begin_step(step(brought[2:], None))
-    assert not tide._guard.tripped and tide.capture._drafted == {}
+    assert not tide._guard.tripped and tide.capture._drafted_by is None
     assert tide.capture.ticket("b").refusal == "salted"
     assert tide.capture.ticket("c").refusal is None

@@ -33,12 +33,14 @@ def filled(layout):
     return torch.full((layout.num_bytes,), 7, dtype=torch.uint8)
 
 
-def same_bytes(monkeypatch, features, tokens, layout):
+def same_bytes(monkeypatch, features, tokens, layout, rows=None):
     """Pack with the kernel and with the reference; the reference may not help."""
     ours, wanted = filled(layout), filled(layout)
-    pack_rows_reference(features, tokens, layout, wanted)
+    if rows is None:
+        rows = torch.arange(len(tokens), dtype=torch.int32)
+    pack_rows_reference(features, tokens, layout, wanted, rows)
     monkeypatch.setattr(op, "pack_rows_reference", None)
-    pack_rows(features, tokens, layout, ours)
+    pack_rows(features, tokens, layout, ours, rows)
     assert torch.equal(ours, wanted)
     return layout.views(ours)
 
@@ -52,6 +54,19 @@ def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
     assert out.token_ids.tolist() == [*tokens.tolist(), *[0x07070707] * 2]
     wanted = torch.cat(features, -1).to(stored)
     assert torch.equal(out.features[:9], wanted)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [[0], [8], [1, 2, 5, 8], [3, 3, 0]])
+def test_only_the_rows_that_are_named_are_packed(monkeypatch, rows):
+    features, tokens = inputs(9, 40, torch.bfloat16)
+    layout = PackLayout(4, 40)
+    out = same_bytes(
+        monkeypatch, features, tokens, layout, torch.tensor(rows, dtype=torch.int32)
+    )
+    assert out.token_ids[: len(rows)].tolist() == tokens[rows].tolist()
+    wanted = torch.cat([f[rows] for f in features], -1)
+    assert torch.equal(out.features[: len(rows)], wanted)
 
 
 @pytest.mark.interpreted
@@ -101,12 +116,11 @@ def test_packed_rows_are_a_record_without_a_copy():
         next_token=-1,
         draft_version=0,
         token_ids=out.token_ids.numpy()[1:4],
-        draft_probs=torch.empty(0).numpy(),
         features=width[1:4],
         teacher_start=3,
     )
     parts, size = encode(record, "bfloat16")
-    arrays = (record.token_ids, record.draft_probs, record.features)
+    arrays = (record.token_ids, record.features)
     assert all(p is a for p, a in zip(parts[1:], arrays, strict=True))
     body = b"".join(bytes(p) + bytes(-memoryview(p).nbytes % 8) for p in parts)
     assert len(body) == size

@@ -2,39 +2,19 @@
 
     token ids, features (`PackLayout`) | hidden | top-k ids | log-probs | tail
 
-Device and host hold the same bytes at the same offsets, so one copy moves a step. Of
-the rows that land in the ring itself each request's are one piece there, and go alone.
+Device and host hold the same bytes at the same offsets, so one copy moves a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_tide.kernels.pack_layout import NUM_LAYERS, PackLayout
-from vllm_tide.transport.ring_format import Places
 
 _ALIGN = 16
-
-
-class Landing(NamedTuple):
-    """Rows of a step that go straight into a slot of the ring.
-
-    Attributes:
-        low: First row.
-        high: End of the rows.
-        teacher: First row whose hidden state goes too.
-        places: Of the slot.
-    """
-
-    low: int
-    high: int
-    teacher: int
-    places: Places
 
 
 @dataclass(frozen=True)
@@ -97,47 +77,6 @@ class RunLayout:
             run[logprobs : logprobs + 4 * n * k].view(torch.float32).view(n, k),
             run[tail : tail + 4 * n].view(torch.float32),
         )
-
-    def copies(
-        self, landings: Sequence[Landing]
-    ) -> Iterator[tuple[slice, slice | None]]:
-        """What moves a step to the host.
-
-        Args:
-            landings: In the order of their rows.
-
-        Yields:
-            Bytes of the run, and those of the ring's segment that they go to; None for
-            the same bytes of the host's run.
-        """
-        if not landings:
-            yield slice(0, self.num_bytes), None
-            return
-        end = 0
-        for low, high, teacher, places in landings:
-            yield from self._pieces(end, low)
-            features, _ = self._bytes_of(low, high)
-            yield features, places.features
-            if self.hidden and teacher < high:
-                yield self._bytes_of(teacher, high)[1], places.hidden
-            end = high
-        yield from self._pieces(end, self.num_rows)
-        if self.num_logits:
-            yield slice(self._ends()[1], self.num_bytes), None
-
-    def _pieces(self, low: int, high: int) -> Iterator[tuple[slice, None]]:
-        if low < high:
-            features, hidden = self._bytes_of(low, high)
-            yield features, None
-            if self.hidden:
-                yield hidden, None
-
-    def _bytes_of(self, low: int, high: int) -> tuple[slice, slice]:
-        """Of rows: their features, their hidden states."""
-        row = self.hidden_size * self.dtype.itemsize
-        starts = (self._features_at, row * self.num_aux), (self._ends()[0], row)
-        first, second = (slice(at + low * n, at + high * n) for at, n in starts)
-        return first, second
 
     @property
     def _features_at(self) -> int:

@@ -23,7 +23,6 @@ import torch
 
 from vllm_tide.engine.event_timer import Reading
 from vllm_tide.engine.row_stage import StagedRows
-from vllm_tide.transport.ring import Slot
 
 # Steps under way: two that the scheduler queues, one whose rows are being written.
 PLACES = 3
@@ -169,7 +168,8 @@ class Step:
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
         staged: Its rows, where they were staged.
-        slots: Room in the ring that its rows go to, by place of the request.
+        first: Of each request whose rows were staged: the first of them there.
+        size: Bytes of the ring that they may take.
         timing: For control: what the clock says of it.
         cost: For capture: `Record.cost`, once control has learnt of the step.
         verify_chance: `Record.verify_chance` of requests that `explored` does not name.
@@ -193,7 +193,8 @@ class Step:
     after_gap: bool = False
     full: bool | None = None
     staged: StagedRows | None = None
-    slots: dict[int, Slot] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    size: int = 0
     timing: Timing | None = None
     cost: float = 1.0
     verify_chance: float = 1.0

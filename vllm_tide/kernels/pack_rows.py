@@ -1,6 +1,6 @@
 """Row packing: rows of three layers, with their tokens, into one block.
 
-    out.features[i] = [a[i] | b[i] | c[i]]
+    out.features[i] = [a[rows[i]] | b[rows[i]] | c[rows[i]]]
 
 Runs in the vLLM worker after the target's forward. The wrapper neither allocates nor
 waits for the device, so it can be part of a captured graph.
@@ -35,12 +35,16 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def pack_rows_reference(
-    features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout, block: Tensor
+    features: Sequence[Tensor],
+    token_ids: Tensor,
+    layout: PackLayout,
+    block: Tensor,
+    rows: Tensor,
 ) -> None:
     """`pack_rows` in Torch, the same arguments."""
-    out, count = layout.views(block), token_ids.numel()
-    out.token_ids[:count] = token_ids
-    out.features[:count] = torch.cat(list(features), dim=-1)
+    out, count = layout.views(block), rows.numel()
+    out.token_ids[:count] = token_ids[rows]
+    out.features[:count] = torch.cat([f[rows] for f in features], dim=-1)
 
 
 @triton.jit
@@ -80,6 +84,7 @@ def _pack_rows_kernel(
     b_stride,
     c_stride,
     token_ids,
+    rows,
     out_ids,
     out_features,
     width,
@@ -88,44 +93,52 @@ def _pack_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     # One program per row and BLOCK columns of each layer.
-    row = tl.program_id(0).to(tl.int64)
+    to = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    row = tl.load(rows + to).to(tl.int64)
     if part == 0:
-        tl.store(out_ids + row, tl.load(token_ids + row).to(tl.int32))
+        tl.store(out_ids + to, tl.load(token_ids + row).to(tl.int32))
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     x = tl.load(a + row * a_stride + columns, mask=inside, other=0)
     y = tl.load(b + row * b_stride + columns, mask=inside, other=0)
     z = tl.load(c + row * c_stride + columns, mask=inside, other=0)
-    out = out_features + row * (3 * width) + columns
+    out = out_features + to * (3 * width) + columns
     tl.store(out, _convert(x, FROM_BF16, TO), mask=inside)
     tl.store(out + width, _convert(y, FROM_BF16, TO), mask=inside)
     tl.store(out + 2 * width, _convert(z, FROM_BF16, TO), mask=inside)
 
 
 def pack_rows(
-    features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout, block: Tensor
+    features: Sequence[Tensor],
+    token_ids: Tensor,
+    layout: PackLayout,
+    block: Tensor,
+    rows: Tensor | None = None,
 ) -> None:
     """Pack rows into the first rows of a staging block.
 
     Args:
-        features: Three tensors [num_rows, H] of one dtype (bfloat16, float16 or
-            float32), lowest layer first; rows may be strided, values of a row not.
-        token_ids: int32 or int64 [num_rows], num_rows <= max_rows: input token of
-            each row.
+        features: Three tensors [>= rows of the step, H] of one dtype (bfloat16, float16
+            or float32), lowest layer first; rows may be strided, values of a row not.
+        token_ids: int32 or int64 [>= rows of the step]: input token of each row.
         layout: Of the block.
         block: uint8 [>= layout.num_bytes], written in place: see
             `PackLayout.views`.
+        rows: int32 [n], n <= max_rows: which rows; None, which allocates, is all.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
-    _check(features, token_ids, layout)
+    if rows is None:
+        device = token_ids.device
+        rows = torch.arange(token_ids.numel(), dtype=torch.int32, device=device)
+    _check(features, token_ids, rows, layout)
     out = layout.views(block)
-    if not token_ids.numel():
+    if not rows.numel():
         return
-    if not runs_triton(*features, token_ids, block):
-        pack_rows_reference(features, token_ids, layout, block)
+    if not runs_triton(*features, token_ids, rows, block):
+        pack_rows_reference(features, token_ids, layout, block, rows)
         return
     dtype, width = features[0].dtype, layout.hidden_size
     copied = dtype == layout.dtype
@@ -136,7 +149,7 @@ def pack_rows(
     stored = out.features
     if copied or layout.dtype == torch.bfloat16:
         stored = stored.view(bits if copied else torch.int16)
-    _pack_rows_kernel[(token_ids.numel(), cdiv(width, size))](
+    _pack_rows_kernel[(rows.numel(), cdiv(width, size))](
         a,
         b,
         c,
@@ -144,6 +157,7 @@ def pack_rows(
         b.stride(0),
         c.stride(0),
         token_ids,
+        rows,
         out.token_ids,
         stored,
         width,
@@ -154,35 +168,39 @@ def pack_rows(
     )
 
 
-def _check(features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout) -> None:
+def _check(
+    features: Sequence[Tensor], token_ids: Tensor, rows: Tensor, layout: PackLayout
+) -> None:
     if len(features) != NUM_LAYERS:
         raise ValueError(f"three layers are packed, not {len(features)}.")
-    shape = (token_ids.numel(), layout.hidden_size)
+    width = layout.hidden_size
     for f in features:
         if f.dtype not in _NAMES or f.dtype != features[0].dtype:
             raise ValueError(
                 "the three layers must be of one dtype (bfloat16, float16 or float32), "
                 f"not {[str(g.dtype) for g in features]}."
             )
-        if tuple(f.shape) != shape or f.stride(1) != 1:
+        if f.shape[1:] != (width,) or f.stride(1) != 1 or len(f) < rows.numel():
             raise ValueError(
-                f"a layer must be {list(shape)} with neighbouring values in a row, not "
-                f"{list(f.shape)} with strides {list(f.stride())}."
+                f"a layer must be [rows, {width}] with neighbouring values in a row, "
+                f"not {list(f.shape)} with strides {list(f.stride())}."
             )
     if token_ids.ndim != 1 or token_ids.dtype not in _INTEGERS:
-        raise ValueError("token_ids must be int32 or int64 [num_rows].")
-    if token_ids.numel() > layout.max_rows:
+        raise ValueError("token_ids must be int32 or int64 [rows].")
+    if rows.ndim != 1 or rows.dtype != torch.int32:
+        raise ValueError("rows must be int32 [n].")
+    if rows.numel() > layout.max_rows:
         raise ValueError(
-            f"{token_ids.numel()} rows do not fit a staging block of {layout.max_rows}."
+            f"{rows.numel()} rows do not fit a staging block of {layout.max_rows}."
         )
-    if not token_ids.is_contiguous():
-        raise ValueError("token_ids must be contiguous.")
+    if not token_ids.is_contiguous() or not rows.is_contiguous():
+        raise ValueError("token_ids and rows must be contiguous.")
 
 
 def variants() -> list[Variant]:
     """What `compile_all` compiles."""
     strides = dict.fromkeys(("a_stride", "b_stride", "c_stride"), "i32")
-    ids = {"token_ids": "*i32", "out_ids": "*i32"}
+    ids = {"token_ids": "*i32", "rows": "*i32", "out_ids": "*i32"}
     out = []
     for source, to, kind, stored in (
         ("bf16", "bits", "*i16", "*i16"),
