@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.transport.samples import identity, make_spec
+from tests.transport.samples import identity, make_record, make_spec
 from vllm_tide.capture.pinned import PinnedBytes
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine import capture_v2, row_stage
 from vllm_tide.engine.device_stage import DeviceStage
 from vllm_tide.engine.run_layout import RunLayout
 from vllm_tide.engine.step_log import Step
-from vllm_tide.transport import RingReader, RingWriter
+from vllm_tide.train.assemble import Assembler
+from vllm_tide.transport import Phase, RingReader, RingWriter
 
 H, LAYERS, ROWS, TOPK = 6, (1, 2), 32, 3
 
@@ -201,6 +202,46 @@ def test_only_rows_that_are_wanted_are_staged(engine):
     assert len(step.staged.features) == 4 + 1
     each.capture.write(step)
     assert [record.num_rows for record in each.records()] == [4, 1]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 29, 40])
+def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, rows):
+    small, spec = engine(teacher, 1 << 13), make_spec(teacher, hidden_size=H, topk=TOPK)
+    small.ring.spec = spec = make_spec(teacher, hidden_size=H, topk=TOPK, layers=LAYERS)
+    drafts = min(3, rows - 1) if phase == Phase.VERIFY else 0
+    committed = rows - 1 - drafts
+    start = 0 if teacher == "hidden" else committed
+    record = make_record(spec, rows, rows, phase, start)
+    if phase == Phase.VERIFY:
+        record = replace(record, num_accepted=committed + drafts // 2)
+    record = replace(record, start=5, num_prompt_tokens=6, finished=False)
+    parts = list(small.capture._parts(record, committed))
+    most = small.ring.max_rows
+    assert most < 20 and all(part.num_rows <= most + 3 for part in parts)
+    assert (len(parts) > 1) == (rows > most and committed > 0)
+    joined = []
+    for records in ([record], parts):
+        assembler = Assembler(len(LAYERS) * H, max_branches=1)
+        for part in records:
+            assert small.ring.try_write(part), small.ring.drops
+            assert not assembler.add(small.reader.read(), 0.0)
+        joined.append(assembler.flush())
+    assert len(joined[0]) == len(joined[1]) <= 1
+    if not joined[0]:  # nothing to train on: no committed row but the first is taught
+        assert committed == 0 or (teacher != "hidden" and phase == Phase.VERIFY)
+        return
+    (one,), (other,) = joined
+    assert one.start == other.start == 5
+    for name in ("tokens", "features", "has_teacher"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert len(one.branches) == len(other.branches)
+    for left, right in [(one, other), *zip(one.branches, other.branches, strict=True)]:
+        assert torch.equal(left.tokens, right.tokens)
+        assert (left.teacher_hidden is None) == (right.teacher_hidden is None)
+        if left.teacher_hidden is not None:
+            assert torch.equal(left.teacher_hidden, right.teacher_hidden)
 
 
 def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm_tide")
 
 # Of upstream's own requests, with which it compiles kernels before anything is served.
-MADE_UP = ("_warmup_", "_v2_mixed_warmup")
+MADE_UP = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 
 
 class WorkerTideV2(WorkerTide):
