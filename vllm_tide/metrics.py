@@ -63,7 +63,8 @@ COUNTERS_BY_LABEL = {
     "vllm_tide:dropped_rows": (
         "Rows (requests for consent_off, opted_out, malformed_opt_out, not_opted_in, "
         "salted, unsupported_input, malformed_tenant and not_sampled) that were not "
-        "captured, by reason; paused: the trainer asked for none.",
+        "captured, by reason; paused: the trainer asked for none; over_budget, "
+        "cut_short: it takes less.",
         "dropped",
         "reason",
     ),

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_tide.bench import identity
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,6 +45,26 @@ def test_kernels_run_in_the_interpreter_and_are_not_measured_twice(tmp_path):
     assert again.returncode == 0 and again.stdout == ""
     other = run("swap", "--cpu", "--json", file)
     assert other.returncode == 2 and "give another file" in other.stderr
+
+
+def test_greedy_text_may_differ_at_near_ties_only(monkeypatch):
+    """The demo's target itself judges: its second choice is a wrong one."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "gpu")
+    import serving
+
+    prompt = [10, 20, 30, 40]
+    scorer = identity.transformers_scorer(serving.DEMO / "target", "float32")
+    wide = torch.tensor(scorer(prompt)[1])
+    best, second = wide.topk(2).indices.tolist()
+    plain = {"prompts": [prompt], "tokens": [[best, 5]]}
+    assert serving.judge({"none": plain, "a": plain}, "float32") == []
+    other = {"prompts": [prompt], "tokens": [[second, 5]]}
+    with pytest.raises(AssertionError, match="no near tie"):
+        serving.judge({"none": plain, "a": plain, "b": other}, "float32")
+    # Between types that round so much that the two cannot be told apart, it is none.
+    monkeypatch.setattr(identity, "TOLERANCE_ERRORS", 1e9)
+    (tie,) = serving.judge({"none": plain, "b": other}, "float32")
+    assert tie["near_tie"] and tie["arms"] == ["none", "b"] and tie["position"] == 0
 
 
 def test_heads_are_staged_at_their_sizes(tmp_path):

@@ -17,6 +17,8 @@ from vllm_tide.top.text import (
     shares,
 )
 
+FELL_BEHIND = {"ring_full", "over_budget", "cut_short"}
+"""Reasons of dropped rows: the trainer takes less than comes."""
 _FULL = 0.9  # of a ring, from which on rows are about to be dropped
 
 
@@ -134,7 +136,7 @@ def _capture(server: ServerFigures) -> Line:
         "capture",
         f"{number(server.captured_rows_per_s)} rows/s, dropped "
         f"{number(sum(lost.values()))}/s",
-        (f" ({names})", Style.WARN if "ring_full" in lost else Style.PLAIN)
+        (f" ({names})", Style.WARN if lost.keys() & FELL_BEHIND else Style.PLAIN)
         if names
         else "",
     )
