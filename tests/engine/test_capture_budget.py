@@ -69,7 +69,7 @@ class Server:
             num_prompt_tokens=np.array([r["prompt"] for r in live], np.int32),
             steps=K, version=0, place=SimpleNamespace(),
         )  # fmt: skip
-        self.capture.stage(step, self.ids, self.hidden, [self.hidden] * len(LAYERS))
+        self.capture.stage(step, self.hidden, [self.hidden] * len(LAYERS))
         step.start, step.emitted = start, np.full(BATCH, K + 1, np.int32)
         step.sampled = np.zeros((BATCH, K + 1), np.int64)
         step.token_ids = self.ids.numpy()

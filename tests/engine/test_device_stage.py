@@ -143,7 +143,7 @@ class Engine:
         ]
         self.capture.on_logits(torch.randn(7, 50, generator=random))
         ids = torch.arange(24, dtype=torch.int32)
-        self.capture.stage(step, ids, rows[0], rows[1:])
+        self.capture.stage(step, rows[0], rows[1:])
         step.start = np.array([0, 20, 30, 0])
         step.emitted = np.array([1, 2, 1, 1], np.int32)
         step.sampled = np.arange(16).reshape(4, 4)

@@ -53,11 +53,10 @@ def test_pack_rows(monkeypatch):
 
     row, part, width, stride = 200_000, 7, 8192, 24_576
     a, b, c, out = anchors(*[torch.int16] * 4)
-    ids, out_ids = anchors(torch.int32, torch.int32)
     rows = torch.full((row + 1,), row, dtype=torch.int32)
     seen = recorder(monkeypatch, (row, part), rows)
     _pack_rows_kernel[(1,)](
-        *(a, b, c, stride, stride + 1, stride + 2, ids, rows, out_ids, out, width),
+        *(a, b, c, stride, stride + 1, stride + 2, rows, out, width),
         FROM_BF16=True,
         TO="bits",
         BLOCK=1024,

@@ -404,8 +404,9 @@ CAPTURE = Row(
         Panel(
             "Rows not captured",
             "Per second, by reason. over_budget: the trainer takes less; cut_short and "
-            "ring_full: it fell behind; paused: it asked for none; consent_off, opted_out, malformed_*, not_opted_in, "
-            "salted, unsupported_input and not_sampled count requests.",
+            "ring_full: it fell behind; paused: it asked for none; consent_off, "
+            "opted_out, malformed_*, not_opted_in, salted, unsupported_input and "
+            "not_sampled count requests.",
             "none",
             (
                 Query(

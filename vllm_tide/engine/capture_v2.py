@@ -99,7 +99,6 @@ class CaptureV2(Recorder):
     def stage(
         self,
         step: Step,
-        token_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor],
     ) -> None:
@@ -110,7 +109,6 @@ class CaptureV2(Recorder):
 
         Args:
             step: The step.
-            token_ids: int32 [>= rows], its input.
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
@@ -138,9 +136,7 @@ class CaptureV2(Recorder):
         else:
             rows = np.arange(sizes.sum(), dtype=np.int32)
             rows += np.repeat(step.bounds[taken] - first, sizes).astype(np.int32)
-        step.staged = self._stage.fill(
-            token_ids, aux_hidden_states, hidden_states, rows, topk
-        )
+        step.staged = self._stage.fill(aux_hidden_states, hidden_states, rows, topk)
         if step.staged is None:
             self.dropped["behind"] += int(sizes.sum())
             return

@@ -22,7 +22,7 @@ from vllm_tide.capture.run_ring import Run, RunRing
 from vllm_tide.capture.staging import wire_view
 from vllm_tide.engine.row_stage import TopRows
 from vllm_tide.engine.run_layout import RunLayout
-from vllm_tide.kernels.pack_rows import pack_rows
+from vllm_tide.kernels.pack_rows import NUM_LAYERS, pack_rows
 
 logger = logging.getLogger("vllm_tide")
 
@@ -140,7 +140,6 @@ class DeviceStage:
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         rows: np.ndarray,
@@ -157,7 +156,7 @@ class DeviceStage:
             part = slice(run.start, run.start + layout.num_bytes)
             on_device, on_host = self._device_bytes[part], self._host_bytes[part]
             wanted = self._upload(place, rows)
-            self._pack(layout, on_device, token_ids, aux, hidden, wanted, topk)
+            self._pack(layout, on_device, aux, hidden, wanted, topk)
             place.packed.record()
             self._copies.wait_event(place.packed)
             with torch.cuda.stream(self._copies):
@@ -173,10 +172,9 @@ class DeviceStage:
     def warm_up(self, dtype: torch.dtype) -> None:
         """See `RowStage`. No argument of the kernel depends on the number of rows."""
         num_aux, width, *_ = self._kind
-        ids = torch.zeros(1, dtype=torch.int32, device=self._device)
         layer = torch.zeros(1, width, dtype=dtype, device=self._device)
         rows = np.zeros(1, np.int32)
-        place = self.fill(ids, [layer] * num_aux, layer, rows, None)
+        place = self.fill([layer] * num_aux, layer, rows, None)
         if place is not None:
             place.release()
 
@@ -212,17 +210,15 @@ class DeviceStage:
         self,
         layout: RunLayout,
         block: torch.Tensor,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         rows: torch.Tensor,
         topk: TopRows | None,
     ) -> None:
-        packed = layout.packed
-        if packed is not None:
-            pack_rows(aux, token_ids, packed, block[: packed.num_bytes], rows)
+        width, features = layout.hidden_size, layout.features(block)
+        if len(aux) == NUM_LAYERS:
+            pack_rows(aux, rows, features)
         else:
-            width, features = layout.hidden_size, layout.features(block)
             for i, part in enumerate(aux):
                 columns = features[:, i * width : (i + 1) * width]
                 columns.copy_(part.index_select(0, rows))

@@ -46,7 +46,6 @@ class RowStage(Protocol):
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         rows: np.ndarray,
@@ -55,7 +54,6 @@ class RowStage(Protocol):
         """Pack rows of a step, on the current stream.
 
         Args:
-            token_ids: int32 or int64 [>= rows of the step].
             aux: num_aux tensors [>= rows of the step, H], lowest layer first.
             hidden: The same after the target's final norm.
             rows: int32 [n], which.
@@ -176,14 +174,12 @@ class HostStage:
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         rows: np.ndarray,
         topk: TopRows | None,
     ) -> HostRows | None:
-        """See `RowStage`; the token ids are read elsewhere."""
-        del token_ids
+        """See `RowStage`."""
         if not self._free:
             return None
         self._free[-1].copy_in(aux, hidden, rows, topk)

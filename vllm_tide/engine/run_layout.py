@@ -1,6 +1,6 @@
 """Where the parts of one step's rows lie in their run of staging memory.
 
-    token ids, features (`PackLayout`) | hidden | top-k ids | log-probs | tail
+    features | hidden | top-k ids | log-probs | tail
 
 Device and host hold the same bytes at the same offsets, so one copy moves a step.
 """
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from vllm_tide.kernels.pack_layout import NUM_LAYERS, PackLayout
 
 _ALIGN = 16
 
@@ -40,13 +38,6 @@ class RunLayout:
     topk: int
 
     @property
-    def packed(self) -> PackLayout | None:
-        """Of the part that `pack_rows` writes; None if these are not its layers."""
-        if self.num_aux != NUM_LAYERS:
-            return None
-        return PackLayout(self.num_rows, self.hidden_size, self.dtype)
-
-    @property
     def num_bytes(self) -> int:
         """Size of the run (bytes)."""
         return self._ends()[-1]
@@ -58,7 +49,7 @@ class RunLayout:
             run: uint8 [num_bytes], 16-byte aligned.
         """
         width = self.num_aux * self.hidden_size
-        return self._view(run, self._features_at, self.dtype, width)
+        return self._view(run, 0, self.dtype, width)
 
     def hidden_states(self, run: Tensor) -> Tensor | None:
         """Its hidden states, [num_rows, H], or None."""
@@ -78,21 +69,14 @@ class RunLayout:
             run[tail : tail + 4 * n].view(torch.float32),
         )
 
-    @property
-    def _features_at(self) -> int:
-        packed = self.packed
-        return 0 if packed is None else packed.features_at
-
     def _view(self, run: Tensor, start: int, dtype: torch.dtype, width: int) -> Tensor:
         end = start + self.num_rows * width * dtype.itemsize
         return run[start:end].view(dtype).view(self.num_rows, width)
 
     def _ends(self) -> tuple[int, int, int, int, int]:
         """End of the features, of hidden states, of ids, log-probabilities, tail."""
-        packed, item = self.packed, self.dtype.itemsize
-        row = self.hidden_size * item
-        first = self.num_rows * self.num_aux * row
-        ends = [_up(first if packed is None else packed.num_bytes)]
+        row = self.hidden_size * self.dtype.itemsize
+        ends = [_up(self.num_rows * self.num_aux * row)]
         top = 4 * self.num_logits * self.topk
         for size in (self.num_rows * row * self.hidden, top, top, 4 * self.num_logits):
             ends.append(_up(ends[-1] + size))

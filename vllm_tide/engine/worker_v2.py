@@ -311,7 +311,7 @@ class WorkerTideV2(WorkerTide):
         if step is None:
             self.capture.dropped["behind"] += batch.num_tokens
             return
-        self._guard.run("stage", self.capture.stage, step, batch.input_ids, *hidden)
+        self._guard.run("stage", self.capture.stage, step, *hidden)
 
     def _record(
         self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
