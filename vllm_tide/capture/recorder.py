@@ -268,7 +268,7 @@ class Recorder:
         """Some rows of a record, as those of a prefill."""
         first = record.teacher_start
         teachers = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
-        arrays = {
+        arrays: dict[str, Any] = {
             name: None if (array := getattr(record, name)) is None else array[teachers]
             for name in TEACHERS
         }
