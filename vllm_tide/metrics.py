@@ -71,7 +71,8 @@ COUNTERS_BY_LABEL = {
         "Rows (requests for consent_off, unknown_key, opted_out, malformed_opt_out, "
         "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
         "that were not captured, by reason; ids_only: only their token ids were; "
-        "paused: nothing was, capture is paused or off.",
+        "paused: nothing was, capture is paused or off; over_budget, cut_short: the "
+        "trainer takes less.",
         "dropped",
         "reason",
     ),

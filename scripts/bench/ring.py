@@ -36,7 +36,6 @@ def make_record(hidden_size: int, num_rows: int) -> Record:
         next_token=3,
         draft_version=1,
         token_ids=rng.integers(1000, size=num_rows, dtype=np.int32),
-        draft_probs=rng.random(num_rows - 1, dtype=np.float32),
         features=rng.integers(2**16, size=shape, dtype=np.uint16),
         teacher_start=0,
         teacher_hidden=rng.integers(

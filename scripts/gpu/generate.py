@@ -38,10 +38,10 @@ def main() -> int:
 
     llm = LLM(
         model=case.get("target", str(DEMO / "target")),
-        dtype=case.get("dtype", "float32"),
+        dtype=case.get("dtype", "float32" if case["cpu"] else "bfloat16"),
         max_model_len=512,
         max_num_seqs=case["batch"],
-        enforce_eager=case.get("eager", True),
+        enforce_eager=case.get("eager", case["cpu"]),
         speculative_config=case.get("speculative"),
         gpu_memory_utilization=0.3,
         enable_prefix_caching=False,
@@ -58,6 +58,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "runner": type(worker.model_runner).__module__,
         "tokens_per_s": case["batch"] * case["tokens"] / seconds,
+        "prompts": [list(output.prompt_token_ids) for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
     }
     if case.get("heads"):

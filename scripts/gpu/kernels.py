@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vllm_tide.kernels.kl_loss import kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
-from vllm_tide.kernels.pack_layout import PackLayout
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
 from vllm_tide.kernels.select_tokens import select_tokens
 from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
@@ -110,18 +109,14 @@ def _draw(
 def _pack_rows(place: Place) -> Case:
     rows, width = (4, 48) if place.cpu else (4096, 4096)
     features = [_draw(place, rows, width, seed=i) for i in range(3)]
-    ids = torch.arange(rows, device=place.device)
-    layout = PackLayout(rows, width)
-    blocks = [
-        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=place.device)
-        for _ in range(2)
-    ]
+    wanted = torch.arange(rows, dtype=torch.int32, device=place.device)
+    blocks = [torch.zeros_like(torch.cat(features, dim=-1)) for _ in range(2)]
 
     def run(function: Any, block: Tensor) -> list[Tensor]:
-        function(features, ids, layout, block)
+        function(features, wanted, block)
         return [block]
 
-    moved = 2 * layout.num_bytes
+    moved = 2 * blocks[0].nbytes
     ours = lambda: run(pack_rows, blocks[0])  # noqa: E731 - a pair of the same
     return Case(ours, lambda: run(pack_rows_reference, blocks[1]), moved, exact=True)
 

@@ -46,10 +46,6 @@ def main() -> None:
     if case["tide"] is not None:
         speculative["tide"] = section(case)
         say_that_one_token_was_sampled()
-    if case["direct"]:
-        from vllm_tide.engine import capture_v2
-
-        capture_v2.DIRECT_BYTES = 1
     confidence = prices = None
     if case["adaptive"]:
         confidence = adaptive.Confidence()
@@ -121,8 +117,9 @@ def say_that_one_token_was_sampled() -> None:
     read = Step.read
 
     def landed(step: Step) -> None:
-        drafted = step.drafts
+        drafted, bounds = step.drafts, step.bounds
         read(step)
+        step.bounds = bounds  # no kernel packed the device's
         step.emitted[:] = 1
         step.start = np.maximum(step.start, 0)
         if step.cut:  # the host's even split arrives as it was sent

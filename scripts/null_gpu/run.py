@@ -35,9 +35,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "adaptive_upstream": None,
     "adaptive": ALONE | {"capture": {"ring_mib": 64}, "control": PRICED},
 }
-# Every record's rows straight into the ring, as small as those of the demo are.
-DIRECT = "capture_direct"
-ARMS[DIRECT] = ARMS["capture"]
 ADAPTIVE = "adaptive"
 # From what `vllm-tide profile` measured and stored before.
 PROFILED = "profiled"
@@ -105,7 +102,6 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
         case = {
             "tide": ARMS[arm],
             "check": arm == CHECKED,
-            "direct": arm == DIRECT,
             "adaptive": arm.startswith(ADAPTIVE),
             "async": asynchronous,
             "run_dir": run_dir,

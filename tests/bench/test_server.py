@@ -13,6 +13,7 @@ from vllm_tide.bench.server import (
     command_line,
     environment,
     role_of,
+    vllm_command,
 )
 
 HEALTHY = """
@@ -36,6 +37,17 @@ def fake_venv(folder: Path, script: str) -> Path:
     command.write_text(f"#!{sys.executable}\n{script}")
     command.chmod(0o755)
     return folder
+
+
+def test_where_there_is_no_command_vllm_is_started_by_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert vllm_command(tmp_path) == [
+        sys.executable, "-m", "vllm.entrypoints.cli.main"
+    ]  # fmt: skip
+    assert vllm_command(tmp_path / "other") == [str(tmp_path / "other/bin/vllm")]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch()
+    assert vllm_command(tmp_path) == [str(tmp_path / "bin" / "vllm")]
 
 
 def options(tmp_path, script=HEALTHY, **changes):

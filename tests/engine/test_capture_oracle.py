@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -140,8 +139,6 @@ def check_all(
         check_record(record, mine, oracle)
         if record.next_token >= 0:
             mine[record.start + record.num_accepted + 1] = record.next_token
-        if record.phase == Phase.VERIFY:
-            assert len(record.draft_probs) == record.num_rows - 1
     return committed
 
 
@@ -163,9 +160,6 @@ def test_captured_rows_equal_transformers(models, started, teacher):
     rejected = [r for r in verify if r.num_accepted < r.num_rows - 1]
     assert rejected, "no rejected row was captured"
     assert any(r.phase == Phase.PREFILL and r.start > 0 for r in records)
-    known = np.concatenate([r.draft_probs for r in verify])
-    assert np.isfinite(known).all()
-    assert ((known > 0) & (known <= 1)).all()
 
 
 def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, started):
@@ -218,7 +212,6 @@ def test_rows_become_light_while_the_trainer_pauses(models, started):
     for r in light:
         assert r.features.shape == (r.num_rows, 0)
         assert r.teacher_hidden is r.teacher_topk_ids is None
-        assert np.isfinite(r.draft_probs).all()
     # The same rounds were served, so the same ids and verdicts come.
     assert counted(light) == counted(full) == counted(last)
     sequences = [p + t for p, t in zip(PROMPTS, report["tokens"], strict=False)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,7 @@ from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.worker import WorkerTide
-from vllm_tide.engine.worker_v2 import WorkerTideV2
+from vllm_tide.engine.worker_v2 import MADE_UP, WorkerTideV2
 from vllm_tide.metrics import COUNTERS_BY_LABEL
 from vllm_tide.transport.ring import RingSpec, RingWriter
 
@@ -166,6 +169,42 @@ def test_a_salt_counts_before_the_request_is_decided_about(
     assert not tide.capture._tickets and not tide.capture._salted
 
 
+@pytest.mark.parametrize("brought", [("a",), ()])
+def test_nothing_is_written_before_a_step_is_launched(
+    ring: RingWriter, brought: tuple[str, ...]
+) -> None:
+    """Where there is a step: at its end. An empty one has nobody to wait for."""
+    tide, done = made(WorkerTideV2, ring), []
+    landed = SimpleNamespace(ended=("x",), req_ids=["x"])
+
+    def write(of: Any, overrun: Any) -> None:
+        done.append("write")
+
+    tide.capture.write, tide._async = write, True
+    tide._log = SimpleNamespace(
+        begin=lambda ended: True, landed=lambda: [], done=lambda wait_for_next: [landed]
+    )
+    tide.begin_step(step(new(*brought), None))
+    done.append("launch")
+    tide._step = None
+    tide._record(None, None, 0, None)
+    order = ["launch", "write"] if brought else ["write", "launch", "write"]
+    assert done == order and not tide._guard.faults
+
+
+def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    found = set()
+    folder = Path(spec.origin).parent
+    files = [folder / "v1/worker/gpu/warmup.py", *folder.glob("**/warmup/*.py")]
+    for file in files:
+        text = file.read_text()
+        found |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
+        found |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
+    assert found == set(MADE_UP)
+
+
 @pytest.mark.parametrize(
     ("consent", "dropped"),
     [("opt_in", {"not_opted_in": 1}), ("off", {"consent_off": 1}), ("opt_out", {})],
@@ -184,7 +223,7 @@ def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
 ) -> None:
     tide, now = made(kind, ring), [0.0]
     tide._guard = Guard("capture", lambda: now[0])
-    tide.capture._drafted = {"z": (np.ones(1), 1)}
+    tide.capture._drafted_by = 1
     brought = new("a", "b", "c")
     tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
     for _ in range(LIMIT):
@@ -194,6 +233,6 @@ def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
     tide.begin_step(step([], None, ("z",)))
     now[0] += 60.0
     tide.begin_step(step(brought[2:], None))
-    assert not tide._guard.tripped and tide.capture._drafted == {}
+    assert not tide._guard.tripped and tide.capture._drafted_by is None
     assert tide.capture.ticket("b").refusal == "salted"
     assert tide.capture.ticket("c").refusal is None

@@ -37,12 +37,6 @@ def test_the_features_are_those_that_are_packed():
     layout = RunLayout(4, 2, 3, 8, torch.bfloat16, True, 4)
     run = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     layers = [torch.randn(4, 8).bfloat16() for _ in range(3)]
-    packed = layout.packed
-    pack_rows(
-        layers,
-        torch.arange(4, dtype=torch.int32),
-        packed,
-        run[: packed.num_bytes],
-    )
+    pack_rows(layers, torch.arange(4, dtype=torch.int32), layout.features(run))
     assert torch.equal(layout.features(run), torch.cat(layers, dim=1))
     assert not layout.hidden_states(run).any()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -67,12 +66,12 @@ def on_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def drafted(reader: RingReader) -> list[tuple[list[int], np.ndarray]]:
-    """Drafted tokens and their probabilities, in order of generation."""
+def drafted(reader: RingReader) -> list[list[int]]:
+    """Drafted tokens, in order of generation."""
     found = []
     while (record := reader.read()) is not None:
         if record.phase == Phase.VERIFY and record.num_rows > 1:
-            found.append((record.token_ids[1:].tolist(), record.draft_probs.copy()))
+            found.append(record.token_ids[1:].tolist())
     return found
 
 
@@ -138,11 +137,9 @@ def test_a_swapped_draft_drafts_exactly_as_one_loaded_from_disk(
     report = engine.work(PROMPTS, params={"max_tokens": 16})
     runs["back"] = (report["tokens"], drafted(reader))
     assert runs["a"][0] == runs["b"][0] == runs["swapped"][0] == runs["back"][0]
-    assert [t for t, _ in runs["a"][1]] != [t for t, _ in runs["b"][1]]
+    assert runs["a"][1] != runs["b"][1]
     for got, want in (("swapped", "b"), ("back", "a")):
-        assert [t for t, _ in runs[got][1]] == [t for t, _ in runs[want][1]]
-        for (_, p), (_, q) in zip(runs[got][1], runs[want][1], strict=True):
-            np.testing.assert_allclose(p, q, rtol=1e-4)
+        assert runs[got][1] == runs[want][1]
 
 
 @pytest.mark.slow
@@ -169,9 +166,7 @@ def test_all_tensor_parallel_ranks_switch_together(models, tmp_path, monkeypatch
             report = engine.work(PROMPTS, params={"max_tokens": 16})
             runs[name] = (report["tokens"], drafted(reader))
     assert runs["a"][0] == runs["b"][0]
-    assert [t for t, _ in runs["a"][1]] == [t for t, _ in runs["b"][1]]
-    for (_, p), (_, q) in zip(runs["a"][1], runs["b"][1], strict=True):
-        np.testing.assert_allclose(p, q, rtol=1e-4)
+    assert runs["a"][1] == runs["b"][1]
 
 
 @pytest.mark.parametrize("serving_a", [True], indirect=True)
@@ -211,7 +206,7 @@ def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
     report = engine.work(PROMPTS, params={"max_tokens": 12})
     assert report["tokens"] == first["tokens"]
     after = drafted(reader)
-    assert [t for t, _ in after] == [t for t, _ in before]
+    assert after == before
     # A good one still gets in after all that.
     publish(writer, good, version + 1)
     assert settled(engine)["version"] == version + 1

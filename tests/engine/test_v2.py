@@ -170,11 +170,6 @@ def test_records_are_those_of_v1(runs, runner, part):
             pair = (floats(getattr(side, name)) for side in (mine, theirs))
             torch.testing.assert_close(*pair, atol=0.02, rtol=0.02)
         np.testing.assert_array_equal(mine.teacher_topk_ids, theirs.teacher_topk_ids)
-        # At the end of a prefill chunk V1 feeds the draft the prompt's last token, V2
-        # the one that follows, as it must be: its draft sees a little more.
-        rtol = 0.05 if theirs.key in chunked else 1e-3
-        np.testing.assert_allclose(mine.draft_probs, theirs.draft_probs, rtol=rtol)
-        assert np.isfinite(mine.draft_probs).all()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_tide.bench import identity
+
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "gpu"
 # Steps in place of those of a GPU; the driver is run for each step, as session.py is.
@@ -247,3 +249,23 @@ def test_idle_time_is_that_of_the_busiest_stream(scripts, tmp_path):
     assert found["step_us"] == pytest.approx(10)
     assert found["idle_us"] == pytest.approx(2)
     assert found["waits"] == {"cudaStreamSynchronize": 0.1}
+
+
+def test_greedy_text_may_differ_at_near_ties_only(monkeypatch):
+    """The demo's target itself judges: its second choice is a wrong one."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "gpu")
+    import serving
+
+    prompt = [10, 20, 30, 40]
+    scorer = identity.transformers_scorer(serving.DEMO / "target", "float32")
+    wide = torch.tensor(scorer(prompt)[1])
+    best, second = wide.topk(2).indices.tolist()
+    plain = {"prompts": [prompt], "tokens": [[best, 5]]}
+    assert serving.judge({"none": plain, "a": plain}, "float32") == []
+    other = {"prompts": [prompt], "tokens": [[second, 5]]}
+    with pytest.raises(AssertionError, match="no near tie"):
+        serving.judge({"none": plain, "a": plain, "b": other}, "float32")
+    # Between types that round so much that the two cannot be told apart, it is none.
+    monkeypatch.setattr(identity, "TOLERANCE_ERRORS", 1e9)
+    (tie,) = serving.judge({"none": plain, "b": other}, "float32")
+    assert tie["near_tie"] and tie["arms"] == ["none", "b"] and tie["position"] == 0

@@ -53,10 +53,10 @@ def test_pack_rows(monkeypatch):
 
     row, part, width, stride = 200_000, 7, 8192, 24_576
     a, b, c, out = anchors(*[torch.int16] * 4)
-    ids, out_ids = anchors(torch.int32, torch.int32)
-    seen = recorder(monkeypatch, (row, part))
+    rows = torch.full((row + 1,), row, dtype=torch.int32)
+    seen = recorder(monkeypatch, (row, part), rows)
     _pack_rows_kernel[(1,)](
-        *(a, b, c, stride, stride + 1, stride + 2, ids, out_ids, out, width),
+        *(a, b, c, stride, stride + 1, stride + 2, rows, out, width),
         FROM_BF16=True,
         TO="bits",
         BLOCK=1024,
@@ -73,23 +73,43 @@ def test_pack_rows(monkeypatch):
 
 
 def test_topk_teacher(monkeypatch):
-    from vllm_tide.kernels.topk_teacher import _merge_kernel, _split_kernel
+    from vllm_tide.kernels.topk_teacher import (
+        _floor_kernel,
+        _list_kernel,
+        _merge_kernel,
+        _split_kernel,
+    )
 
     row, split, vocab, k, splits, block = 1_000_000, 48, 200_000, 64, 49, 4096
     logits, keys = anchors(torch.bfloat16, torch.int64)
+    groups, floors = anchors(torch.int64, torch.int64)
     tops, sums, logprobs, tail = anchors(*[torch.float32] * 4)
     ids = anchor(torch.int32)
     at, first = row * splits + split, row * splits * k
     assert min(row * vocab, first) > LIMIT
     with monkeypatch.context() as patch:
         seen = recorder(patch, (row, split))
-        sizes = (k, splits)
-        _split_kernel[(1,)](logits, vocab, vocab, keys, tops, sums, *sizes, BLOCK=block)
+        sizes, source = (k, splits), (logits, vocab, vocab)
+        part = (logits, range(row * vocab + split * block, (row + 1) * vocab))
+        _split_kernel[(1,)](*source, groups, tops, sums, splits, BLOCK=block, GROUPS=16)
         assert seen.addresses == touched(
-            (logits, range(row * vocab + split * block, (row + 1) * vocab)),
+            part,
             (tops, [at]),
             (sums, [at]),
-            (keys, range(at * k, at * k + k)),
+            (groups, range(at * 16, at * 16 + 16)),
+        )
+    with monkeypatch.context() as patch:
+        seen = recorder(patch, (row,))
+        _floor_kernel[(1,)](groups, floors, 2, 16 * splits, GROUPS=1024)
+        assert seen.addresses == touched(
+            (groups, range(row * 16 * splits, (row + 1) * 16 * splits)),
+            (floors, [row]),
+        )
+    with monkeypatch.context() as patch:
+        seen = recorder(patch, (row, split))
+        _list_kernel[(1,)](*source, floors, keys, *sizes, BLOCK=block, MOST=64)
+        assert seen.addresses == touched(
+            part, (floors, [row]), (keys, range(at * k, at * k + k))
         )
     seen = recorder(monkeypatch, (row,))
     _merge_kernel[(1,)](

@@ -7,7 +7,6 @@ import torch
 
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss, kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
-from vllm_tide.kernels.pack_layout import PackLayout
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
 from vllm_tide.kernels.select_tokens import select_tokens
 from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
@@ -36,12 +35,12 @@ def room_for(gigabytes):
 @pytest.mark.parametrize("given", FLOATS, ids=str)
 def test_pack_rows(given, stored):
     features = [draw(300, 4100, dtype=given, seed=i)[:, 2:4098] for i in range(3)]
-    ids, layout = torch.arange(300), PackLayout(301, 4096, stored)
-    ours = torch.full((layout.num_bytes,), 7, dtype=torch.uint8)
+    rows = torch.arange(300, dtype=torch.int32)[::2].contiguous()
+    ours = torch.full((151, 3 * 4096), 7, dtype=stored)
     block = ours.cuda()
     assert runs_triton(block)
-    pack_rows(features, ids.cuda(), layout, block)
-    pack_rows_reference([f.cpu() for f in features], ids, layout, ours)
+    pack_rows(features, rows.cuda(), block)
+    pack_rows_reference([f.cpu() for f in features], rows, ours)
     assert torch.equal(block.cpu(), ours)
 
 

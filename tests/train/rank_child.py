@@ -79,8 +79,6 @@ def documents(index: int) -> list[Sample]:
             tokens=tokens.int(),
             features=torch.cat([TOY.embed[tokens] @ m for m in TOY.mix], dim=-1),
             teacher_hidden=TOY.head[TOY.next_token(tokens)],
-            draft_probs=torch.full((3,), 0.5),
-            draft_version=0,
         )
         out.append(replace(sample, branches=(branch,) if i % 2 else ()))
     if index == BAD:

@@ -43,7 +43,6 @@ def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
         next_token=-1,
         draft_version=3,
         token_ids=np.array(tokens, np.int32),
-        draft_probs=np.full(n - 1 if phase == VERIFY else 0, 0.5, np.float32),
         features=stack(WIDTH),
         teacher_start=0,
         teacher_hidden=stack(HIDDEN),
@@ -180,8 +179,6 @@ def test_rejected_rows_become_a_branch_when_asked_for():
     assert branch.position == 3
     assert branch.tokens.tolist() == [token(1, p) for p in (4, 5, 6)]
     assert branch.features[:, 0].tolist() == [1004.0, 1005.0, 1006.0]
-    assert branch.draft_probs.tolist() == [0.5] * 3
-    assert branch.draft_version == 3
     assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
 
 
@@ -284,7 +281,6 @@ def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
     (branch,) = sample.branches
     assert branch.tokens.tolist() == [token(1, 4), token(1, 5)]
     assert branch.features.shape == (2, WIDTH)
-    assert branch.draft_probs.shape == (2,)
     assert branch.teacher_hidden is None
     assert branch.teacher_topk.ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert branch.teacher_topk.tail_logprob.tolist() == [1.0, 2.0]

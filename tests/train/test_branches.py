@@ -28,8 +28,6 @@ def make_branch(position: int, size: int) -> Branch:
         tokens=torch.randint(0, VOCAB, (size,), dtype=torch.int32),
         features=torch.randn(size, 3 * HIDDEN),
         teacher_hidden=torch.randn(size, HIDDEN),
-        draft_probs=torch.rand(size),
-        draft_version=1,
     )
 
 

@@ -117,8 +117,6 @@ def _with_branch(sample: Sample, position: int, size: int) -> Sample:
         tokens=tokens.int(),
         features=features,
         teacher_hidden=TOY.head[TOY.next_token(tokens)],
-        draft_probs=torch.full((size,), 0.5),
-        draft_version=1,
     )
     return replace(sample, branches=(*sample.branches, branch))
 

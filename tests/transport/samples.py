@@ -47,7 +47,6 @@ def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
         next_token=int(rng.integers(-1, spec.vocab_size)),
         draft_version=seed,
         token_ids=rng.integers(spec.vocab_size, size=n, dtype=np.int32),
-        draft_probs=rng.random(max(n - 1, 0) if verify else 0, dtype=np.float32),
         features=_floats(rng, (n, spec.feature_width), spec.feature_dtype),
         teacher_start=teacher_start,
         teacher_hidden=_floats(rng, (rows, spec.hidden_size), spec.feature_dtype)

@@ -150,7 +150,7 @@ def test_words_come_back_and_half_written_ones_are_nothing(store):
     state = EngineState(1.5, False, 2, 3, 4, 5, 6, "norm", 7.5, 8, 9)
     folder.write_state(state)
     assert folder.read_state() == state
-    reader = ReaderState("i", 1.0, False, False, False, 4, 5)
+    reader = ReaderState("i", 1.0, False, False, True, False, 4, 5)
     folder.write_reader("t", reader)
     assert folder.read_readers() == {"t": reader}
     for text in (b"", b'{"unix":1', b"[]", b'{"unix":"x"}', b"[" * 100_000):

@@ -14,6 +14,7 @@ from vllm_tide.config import ConfigError, parse_tide
 
 from .control_arms import BenchError
 from .document import commit
+from .server import vllm_command
 from .sizes import DEMO, read_config
 from .stream import CONCURRENCY_CYCLE
 
@@ -93,7 +94,7 @@ class SuiteOptions:
             if not folder.is_dir():
                 raise BenchError(f"{option}: there is no folder {folder}")
             read_config(folder)
-        if not (self.venv / "bin" / "vllm").exists():
+        if not Path(vllm_command(self.venv)[0]).exists():
             raise BenchError(f"--venv: {self.venv} has no bin/vllm")
         if len(self.model_sizes) > 1:
             raise BenchError("--model-sizes: this suite serves one size at a time")

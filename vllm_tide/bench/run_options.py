@@ -18,6 +18,7 @@ from .control_arms import (
     BenchError,
     make_arms,
 )
+from .server import vllm_command
 from .sizes import DEMO, read_config
 from .traces import Limits, TraceChoice
 
@@ -108,7 +109,7 @@ class RunOptions:
             if not folder.is_dir():
                 raise BenchError(f"{option}: there is no folder {folder}")
             read_config(folder)
-        if not (self.venv / "bin" / "vllm").exists():
+        if not Path(vllm_command(self.venv)[0]).exists():
             raise BenchError(f"--venv: {self.venv} has no bin/vllm")
         runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
         for arm in arms:

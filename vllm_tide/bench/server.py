@@ -14,11 +14,13 @@ import os
 import signal
 import socket
 import subprocess  # noqa: S404 - starts the server under test
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
@@ -60,11 +62,18 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def vllm_command(venv: Path) -> list[str]:
+    """Return what runs `vllm`: by module where this Python has no such command."""
+    command = venv / "bin" / "vllm"
+    if not command.exists() and venv == Path(sys.prefix) and find_spec("vllm"):
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    return [str(command)]
+
+
 def command_line(options: ServerOptions, port: int) -> list[str]:
     """Return the command that serves the model."""
     o = options
-    bin_dir = o.venv / "bin"
-    command = [str(bin_dir / "vllm"), "serve", str(o.model)]
+    command = [*vllm_command(o.venv), "serve", str(o.model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", SERVED_NAME, "--dtype", o.dtype]
     command += ["--max-model-len", str(o.max_model_len)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, tenant_id
 
 Consent = Literal["opt_out", "opt_in", "off"]
@@ -28,6 +32,8 @@ REFUSALS = (
     "not_sampled",
 )
 """Every reason that counts a request instead of rows, in the order of the questions."""
+OVERLOAD = ("over_budget", "cut_short")
+"""Reasons of `RowBudget`: they count rows."""
 _NO = (False, 0, "0", "false", "False", "no", "off")
 _YES = (True, 1, "1", "true", "True", "yes", "on")
 
@@ -42,6 +48,8 @@ class Ticket:
         tenant: Id of who sent it; 0 when the request names nobody.
         started: Whether a row of it has been captured.
         sampled: The request's temperature is above zero.
+        rows: Full rows that were taken of it.
+        prompt: Tokens of its prompt, once it was admitted by `RowBudget`; else -1.
     """
 
     key: int
@@ -49,6 +57,8 @@ class Ticket:
     tenant: int = NOBODY
     started: bool = False
     sampled: bool = False
+    rows: int = 0
+    prompt: int = -1
 
 
 class CapturePolicy:
@@ -133,3 +143,103 @@ class CapturePolicy:
             return "opted_out"
         # Unreadable consent is no consent.
         return "" if wish in _YES else "malformed_opt_out"
+
+
+class RowBudget:
+    """Shares what the trainer takes among whole requests.
+
+    A request is admitted at its first full rows, for good: if what is in the ring and
+    what the admitted requests still owe leaves room for it, or if the consumer takes
+    rows at such a rate that it can take those of one request more. The rate is what it
+    took while the ring was not empty, or all that came while it was; it is tried out
+    upwards in small steps, as admitted requests cannot be taken back.
+
+    Args:
+        clock: Monotonic seconds.
+
+    Attributes:
+        staged: Bytes on their way to the ring.
+    """
+
+    FILL, SAFE, GROWTH, SECONDS = 0.75, 0.4, 1.1, 2.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.staged = 0
+        self._admitted: dict[int, Ticket] = {}
+        self._output_rows = 128.0  # of a request, on average
+        self._row_bytes = self._capacity = self._used = 0
+        self._owed = self._owed_prompt = 0.0
+        self._seen = (0.0, 0, 0)
+        # Bytes per second: what the consumer takes, what is written; requests.
+        self._rate = self._flow = self._crowd = 0.0
+
+    def look(self, ring: RingWriter) -> None:
+        """See how far the consumer is; once a step."""
+        head, tail = ring.level()
+        self._row_bytes, self._capacity = ring.spec.row_bytes + 64, ring.capacity
+        self._used = head - tail + self.staged
+        rows, prompts = 0.0, 0
+        for ticket in self._admitted.values():
+            left = max(ticket.prompt - ticket.rows, 0)
+            output = ticket.prompt + self._output_rows - ticket.rows - left
+            rows += left + max(output, self._output_rows / 4)
+            prompts += left
+        self._owed, self._owed_prompt = rows, prompts
+        now, (since, old_head, old_tail) = self._clock(), self._seen
+        seconds = now - since
+        if not old_tail <= tail or not old_head <= head:  # another ring
+            self._seen = (now, head, tail)
+        elif seconds >= self.SECONDS / 8:
+            self._seen = (now, head, tail)
+            weight = -math.expm1(-seconds / self.SECONDS)
+            self._flow += weight * ((head - old_head) / seconds - self._flow)
+            self._crowd += weight * (len(self._admitted) - self._crowd)
+            if tail < old_head:
+                self._rate += weight * ((tail - old_tail) / seconds - self._rate)
+            else:
+                self._rate = max(self._rate, self._flow)
+
+    def take(self, ticket: Ticket, count: int, prompt: int) -> str | None:
+        """Decide about full rows of a request; why they are not taken, else None."""
+        if ticket.prompt < 0:
+            if not self._has_room(prompt):
+                return "over_budget"
+            ticket.prompt = prompt
+            self._admitted[ticket.key] = ticket
+            self._owed += prompt + self._output_rows
+            self._owed_prompt += prompt
+        size = self.size(count)
+        # The end of the ring may be left empty by a record that does not fit there.
+        if self._used + size > self._capacity * 15 // 16:
+            self.end(ticket)
+            return "cut_short"
+        ticket.rows += count
+        self._used += size
+        return None
+
+    def size(self, count: int) -> int:
+        """Most bytes of a request's rows in the ring."""
+        return count * self._row_bytes + 256
+
+    def end(self, ticket: Ticket) -> None:
+        """The request ended. Idempotent."""
+        if self._admitted.pop(ticket.key, None) is not None:
+            output = max(ticket.rows - ticket.prompt, 0)
+            self._output_rows += (output - self._output_rows) / 16
+
+    def _has_room(self, prompt: int) -> bool:
+        rows = self._owed + prompt + self._output_rows
+        if self._used + rows * self._row_bytes <= self.FILL * self._capacity:
+            return True
+        if self._used > self.SAFE * self._capacity:
+            return False
+        if not self._admitted:  # however long they are: the rate is learnt from one
+            return True
+        # A prompt beyond half the ring would otherwise never come in.
+        rows = self._owed_prompt + min(prompt, self._capacity / 2 / self._row_bytes)
+        each = self._flow / self._crowd if self._crowd > 1e-3 else math.inf
+        return (
+            self._used + rows * self._row_bytes <= self.FILL * self._capacity
+            and (len(self._admitted) + 1) * each <= self.GROWTH * self._rate
+        )

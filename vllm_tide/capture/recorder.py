@@ -7,22 +7,28 @@ trainer will read off a record is decided here, once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_tide.capture.policy import CapturePolicy, Ticket
+from vllm_tide.capture.policy import OVERLOAD, CapturePolicy, RowBudget, Ticket
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Phase, Record
-from vllm_tide.transport.ring import RingWriter, Slot
+from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.ring_format import Collect
 
 _NO_FLOATS = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
+TEACHERS = (
+    "teacher_hidden",
+    "teacher_topk_ids",
+    "teacher_topk_logprobs",
+    "teacher_tail_logprob",
+)
 
 
 @dataclass(slots=True)
@@ -37,6 +43,7 @@ class StepRows:
             float32 [logits] of the sampled rows; None if not stored.
         full: False while the trainer collects ids and counts only.
         version: The draft that was live.
+        drafted_by: The one that drafted what the step verified; None is the same.
         concurrency: Requests of the step.
         cost: Of the step, as `Record.cost`.
     """
@@ -46,55 +53,33 @@ class StepRows:
     topk: TopK | None
     full: bool
     version: int
+    drafted_by: int | None = None
     concurrency: int = 0
     cost: float = 1.0
 
 
 @dataclass(slots=True)
-class Extent:
-    """Which rows of a step are a request's: known before the step has run.
-
-    Attributes:
-        low: First row.
-        high: End of its rows; the last `num_drafts` of them hold drafted tokens.
-        num_drafts: Drafted tokens that were scheduled, placeholders included.
-        padding: How many of them are placeholders, which are no tokens.
-    """
-
-    low: int
-    high: int
-    num_drafts: int
-    padding: int
-
-    @property
-    def count(self) -> int:
-        """Rows of its record."""
-        return self.high - self.padding - self.low
-
-    @property
-    def drafts(self) -> int:
-        """Drafted tokens among them."""
-        return self.num_drafts - self.padding
-
-    @property
-    def verifies(self) -> bool:
-        """Whether its record is a verification."""
-        return self.drafts > 0 or self.count == 1
-
-
-@dataclass(slots=True)
-class RequestRows(Extent):
+class RequestRows:
     """One request's part of a step.
 
     Attributes:
+        low: Its first row among those of `StepRows`.
+        count: Its rows, placeholders left out.
+        drafts: Drafted tokens, in the last of them.
+        padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
+            their rows say nothing about the model.
         start: Position of the first row.
         num_prompt_tokens: Of the request.
-        token_ids: int32 [>= high - low], input token of each row.
+        token_ids: int32 [>= count], input token of each row.
         sampled: Tokens committed; empty for a prefill chunk that is not the last.
         logit_end: End of the request's rows in the logits.
         verify_chance: Of its drafts, as `Record.verify_chance`.
     """
 
+    low: int
+    count: int
+    drafts: int
+    padding: int
     start: int
     num_prompt_tokens: int
     token_ids: np.ndarray
@@ -118,6 +103,7 @@ class Recorder:
         requests: Requests with at least one record.
         dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
             by reason; `ids_only` are the rows of light records.
+        budget: Which requests' full rows the ring has room for.
         draft_version: Version of the live draft; set by the owner at each swap.
         off: Capture is switched off here, whatever the consumer wants.
     """
@@ -139,8 +125,8 @@ class Recorder:
         self._hidden_like = hidden_like
         self._tickets: dict[str, Ticket] = {}
         self._salted: set[str] = set()
-        # What the previous step drafted: request id -> (probabilities, version).
-        self._drafted: dict[str, tuple[np.ndarray, int]] = {}
+        self.budget = RowBudget()
+        self._drafted_by: int | None = None  # version that the step before drafted with
         self.rows = 0
         self.requests = 0
         self.dropped: Counter[str] = Counter()
@@ -157,15 +143,16 @@ class Recorder:
         self._ring = ring
 
     def resume(self) -> None:
-        """Capture was left out for some steps: what the last one drafted is old."""
-        self._drafted = {}
+        """Capture was left out for some steps: who drafted last is not known."""
+        self._drafted_by = None
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """Requests ended (finished or aborted): say so to the trainer, drop state."""
         for req_id in req_ids:
             ticket = self._tickets.pop(req_id, None)
             self._salted.discard(req_id)
-            self._drafted.pop(req_id, None)
+            if ticket is not None:
+                self.budget.end(ticket)
             if ticket is not None and ticket.started:
                 self._ring.try_write(self._farewell(ticket))
 
@@ -199,29 +186,29 @@ class Recorder:
         if ticket.refusal == "paused":
             self.dropped["paused"] += num_rows
 
-    def _write(
-        self,
-        ticket: Ticket,
-        rows: RequestRows,
-        drafted: tuple[np.ndarray, int] | None,
-        step: StepRows,
-        slot: Slot | None = None,
-    ) -> None:
-        """Write one record.
+    def _takes(self, ticket: Ticket | None, count: int, prompt: int) -> bool:
+        """True if full rows of a request are to be staged; see `RowBudget`.
 
         Args:
             ticket: The request's.
-            rows: Its rows.
-            drafted: Probabilities float32 [>= drafts] of its drafted tokens and the
-                version of the draft that gave them; None if unknown.
-            step: What the step computed.
-            slot: Of `_promise`, if its rows have landed there.
+            count: Its rows in this step, at most.
+            prompt: Tokens of its prompt.
         """
-        low, full = rows.low, step.full
+        if ticket is None:
+            return False
+        if ticket.refusal is None:
+            ticket.refusal = self.budget.take(ticket, count, prompt)
+        if ticket.refusal in OVERLOAD:
+            self.dropped[ticket.refusal] += count
+        return ticket.refusal is None
+
+    def _write(self, ticket: Ticket, rows: RequestRows, step: StepRows) -> None:
+        """Write a request's rows of a step."""
+        low, count, full = rows.low, rows.count, step.full
         if rows.padding:
             self.dropped["placeholder"] += rows.padding
-        count, verify = rows.count, rows.verifies
         high = low + count
+        verify = rows.drafts > 0 or count == 1
         committed = count - 1 - rows.drafts
         num_accepted = committed + max(len(rows.sampled) - 1, 0)
         # What follows the last real row; a placeholder may be accepted by chance.
@@ -233,7 +220,6 @@ class Recorder:
             # the record's start says so.
             if full:
                 self.dropped["prefix_cached"] += rows.start
-        probs, version = self._probs(count - 1, drafted) if verify else (None, None)
         teacher_start, topk = self._teacher(rows, step) if full else (count, None)
         hidden = step.hidden if full else None
         record = Record(
@@ -243,9 +229,12 @@ class Recorder:
             num_prompt_tokens=rows.num_prompt_tokens,
             num_accepted=min(num_accepted, count - 1),
             next_token=rows.sampled[last] if rows.sampled else -1,
-            draft_version=step.version if version is None else version,
+            draft_version=(
+                step.drafted_by
+                if verify and step.drafted_by is not None
+                else step.version
+            ),
             token_ids=rows.token_ids[:count],
-            draft_probs=_NO_FLOATS if probs is None else probs,
             features=step.features[low:high],
             teacher_start=teacher_start,
             teacher_hidden=(
@@ -260,42 +249,69 @@ class Recorder:
             cost=step.cost,
             verify_chance=rows.verify_chance,
         )
-        if self._ring.try_write(record, slot):
+        for part in self._parts(record, committed) if full else (record,):
+            if not self._ring.try_write(part):
+                # What came after would follow a hole.
+                ticket.refusal = "cut_short" if full else ticket.refusal
+                break
             if full:
-                self.rows += count
+                self.rows += part.num_rows
             else:
-                self.dropped["ids_only"] += count
+                self.dropped["ids_only"] += part.num_rows
+
+    def _parts(self, record: Record, committed: int) -> Iterator[Record]:
+        """The record in pieces of which many fit into the ring: rows of a long prompt.
+
+        Args:
+            record: A full record.
+            committed: Rows before the last of what needs no verification.
+        """
+        low = 0
+        while record.num_rows - low > self._ring.max_rows and committed > low:
+            high = min(low + self._ring.max_rows, committed)
+            yield self._part(record, slice(low, high))
+            low = high
+        if not low:
+            yield record
+            return
+        yield replace(
+            self._part(record, slice(low, record.num_rows)),
+            phase=record.phase,
+            num_accepted=record.num_accepted - low,
+            next_token=record.next_token,
+        )
 
     @staticmethod
-    def _probs(
-        num_drafts: int, drafted: tuple[np.ndarray, int] | None
-    ) -> tuple[np.ndarray, int | None]:
-        if drafted is None or drafted[0].shape[0] < num_drafts:
-            return np.full(num_drafts, np.nan, np.float32), None
-        return drafted[0][:num_drafts].astype(np.float32, copy=False), drafted[1]
+    def _part(record: Record, rows: slice) -> Record:
+        """Some rows of a record, as those of a prefill."""
+        first = record.teacher_start
+        teachers = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
+        arrays: dict[str, Any] = {
+            name: None if (array := getattr(record, name)) is None else array[teachers]
+            for name in TEACHERS
+        }
+        return replace(
+            record,
+            phase=Phase.PREFILL,
+            start=record.start + rows.start,
+            num_accepted=rows.stop - rows.start - 1,
+            next_token=-1,
+            token_ids=record.token_ids[rows],
+            features=record.features[rows],
+            teacher_start=min(max(first, rows.start), rows.stop) - rows.start,
+            **arrays,
+        )
 
-    def _promise(self, rows: Extent, topk: bool) -> Slot | None:
-        """Room in the ring for a full record, or None; `topk`: as `RingWriter`."""
-        num_probs = rows.count - 1 if rows.verifies else 0
-        start = self._teacher_start(rows, topk)
-        return self._ring.reserve(rows.count, num_probs, start, topk)
-
-    def _teacher_start(self, rows: Extent, topk: bool) -> int:
-        """First row with a teacher.
+    def _teacher(self, rows: RequestRows, step: StepRows) -> tuple[int, TopK | None]:
+        """First row with a teacher, and the rows' top-k slices.
 
         Only sampled rows have logits (the last of a prefill, all of a verification),
         so a top-k teacher starts later than a hidden one; with both kinds stored the
         record starts where both exist.
         """
-        if not topk:
-            return rows.count if self._topk else 0
-        return max(rows.count - 1 - rows.drafts, 0)
-
-    def _teacher(self, rows: RequestRows, step: StepRows) -> tuple[int, TopK | None]:
-        """First row with a teacher, and the rows' top-k slices."""
-        start = self._teacher_start(rows, step.topk is not None)
         if step.topk is None:
-            return start, None
+            return rows.count if self._topk else 0, None
+        start = max(rows.count - 1 - rows.drafts, 0)
         end = rows.logit_end - rows.padding
         low = end - (rows.count - start)
         ids, top, tail = (array[low:end] for array in step.topk)
@@ -312,7 +328,6 @@ class Recorder:
             next_token=-1,
             draft_version=self.draft_version,
             token_ids=_NO_TOKENS,
-            draft_probs=_NO_FLOATS,
             features=self._features_like,
             teacher_start=0,
             teacher_hidden=self._hidden_like,

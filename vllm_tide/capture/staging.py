@@ -60,18 +60,18 @@ class Staging:
             self.teacher = wire_view(self._teacher)
 
     def fill(
-        self, aux: Sequence[torch.Tensor], hidden: torch.Tensor, num_rows: int
+        self, aux: Sequence[torch.Tensor], hidden: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """Copy one step's rows in, converting the type.
+        """Copy rows of one step in, converting the type.
 
         Args:
-            aux: num_aux tensors [>= num_rows, H], lowest layer first.
-            hidden: [>= num_rows, H], after the target's final norm.
-            num_rows: Rows of this step.
+            aux: num_aux tensors [>= rows of the step, H], lowest layer first.
+            hidden: The same after the target's final norm.
+            rows: int32 [n], which.
         """
-        width = self._hidden_size
+        width, n = self._hidden_size, len(rows)
         for i, tensor in enumerate(aux):
-            out = self._features[:num_rows, i * width : (i + 1) * width]
-            out.copy_(tensor[:num_rows])
+            out = self._features[:n, i * width : (i + 1) * width]
+            out.copy_(tensor.index_select(0, rows))
         if self._teacher is not None:
-            self._teacher[:num_rows].copy_(hidden[:num_rows])
+            self._teacher[:n].copy_(hidden.index_select(0, rows))

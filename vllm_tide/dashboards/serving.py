@@ -408,10 +408,11 @@ CAPTURE = Row(
         ),
         Panel(
             "Rows not captured",
-            "Per second, by reason. ring_full, over_budget, cut_short: the trainer is "
-            "too slow; ids_only: it asked for no more; paused: nothing left the "
-            "engine; consent_off, unknown_key, opted_out, malformed_*, not_opted_in, "
-            "salted, unsupported_input and not_sampled count requests.",
+            "Per second, by reason. over_budget: the trainer takes less; cut_short and "
+            "ring_full: it fell behind; ids_only: it asked for no more; paused: "
+            "nothing left the engine; consent_off, unknown_key, opted_out, "
+            "malformed_*, not_opted_in, salted, unsupported_input and not_sampled "
+            "count requests.",
             "none",
             (
                 Query(

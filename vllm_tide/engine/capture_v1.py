@@ -63,26 +63,11 @@ class CaptureV1(Recorder):
         self._runner = runner
         self._staging = staging
         self._no_features = staging.features[:, :0]
-        self._draft_probs: list[torch.Tensor] = []
         self._logits_topk: TopK | None = None
         # Of the step that ends: `Record.cost`, and `Record.verify_chance` of the
         # requests whose drafts only exploration verified.
         self.step_cost = 1.0
         self.explored: dict[str, float] = {}
-
-    def resume(self) -> None:
-        """See `Recorder`; nothing of an earlier step is left."""
-        super().resume()
-        self._draft_probs, self._logits_topk = [], None
-
-    def on_draft_logits(self, confidence: torch.Tensor) -> None:
-        """Keep the probability of each drafted token.
-
-        Args:
-            confidence: float32 [num_reqs] probability of the token that one draft
-                step drafted (the largest).
-        """
-        self._draft_probs.append(confidence)
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
         """Keep the top-k teacher: before sampling, which may work on them in place.
@@ -111,41 +96,52 @@ class CaptureV1(Recorder):
             aux_hidden_states: num_aux tensors [>= T, H].
             sampled: Tokens committed per request; empty for a non-final prefill chunk.
         """
-        probs, self._draft_probs = self._draft_probs, []
-        drafted, self._drafted = self._drafted, {}
+        before, self._drafted_by = self._drafted_by, self.draft_version
+        topk, self._logits_topk = self._logits_topk, None
         batch = self._runner.input_batch
         tickets = [self._ticket(req_id) for req_id in batch.req_ids]
         wish = self.wish
+        full = wish is Collect.FULL
         if wish is Collect.NOTHING:
             bounds = self._runner.query_start_loc.np[: len(tickets) + 1]
             for ticket, count in zip(tickets, np.diff(bounds).tolist(), strict=True):
                 self._end_records(ticket, count)
-        wanted = [i for i, ticket in enumerate(tickets) if ticket.refusal is None]
-        full = wish is Collect.FULL
-        if wanted and (aux_hidden_states is not None or not full):
-            if full and aux_hidden_states is not None:
-                num_rows = scheduler_output.total_num_scheduled_tokens
-                self._staging.fill(aux_hidden_states, hidden_states, num_rows)
-            step = StepRows(
-                features=self._staging.features if full else self._no_features,
-                hidden=self._staging.teacher,
-                topk=self._logits_topk,
-                full=full,
-                version=self.draft_version,
-                concurrency=len(batch.req_ids),
-                cost=self.step_cost,
-            )
-            spec = scheduler_output.scheduled_spec_decode_tokens
-            logit_ends = self._logit_ends(batch.req_ids, spec)
-            for i in wanted:
-                req_id = batch.req_ids[i]
-                rows = self._rows(i, spec.get(req_id, ()), sampled[i], logit_ends[i])
-                self._write(tickets[i], rows, drafted.get(req_id), step)
-        if probs:
-            stacked = torch.stack(probs, dim=1).numpy()
-            for i in wanted:
-                if i < stacked.shape[0]:
-                    self._drafted[batch.req_ids[i]] = (stacked[i], self.draft_version)
+            return
+        if full:
+            if aux_hidden_states is None:
+                return
+            self.budget.look(self._ring)
+        spec = scheduler_output.scheduled_spec_decode_tokens
+        logit_ends = self._logit_ends(batch.req_ids, spec)
+        wanted = [np.empty(0, np.int32)]
+        parts: list[tuple[Ticket, RequestRows]] = []
+        end = 0
+        for i, ticket in enumerate(tickets):
+            drafts = spec.get(batch.req_ids[i], ())
+            rows = self._rows(i, drafts, sampled[i], logit_ends[i])
+            if full:
+                taken = self._takes(ticket, rows.count, rows.num_prompt_tokens)
+            else:
+                taken = ticket.refusal is None
+            if taken:
+                low, rows.low, end = rows.low, end, end + rows.count
+                wanted.append(np.arange(low, low + rows.count, dtype=np.int32))
+                parts.append((ticket, rows))
+        if full and parts and aux_hidden_states is not None:
+            index = torch.from_numpy(np.concatenate(wanted))
+            self._staging.fill(aux_hidden_states, hidden_states, index)
+        step = StepRows(
+            features=self._staging.features if full else self._no_features,
+            hidden=self._staging.teacher,
+            topk=topk,
+            full=full,
+            version=self.draft_version,
+            drafted_by=before,
+            concurrency=len(batch.req_ids),
+            cost=self.step_cost,
+        )
+        for ticket, rows in parts:
+            self._write(ticket, rows, step)
 
     def _ticket(self, req_id: str) -> Ticket:
         ticket = self._tickets.get(req_id)
@@ -170,13 +166,12 @@ class CaptureV1(Recorder):
         runner, batch = self._runner, self._runner.input_batch
         low = int(runner.query_start_loc.np[index])
         high = int(runner.query_start_loc.np[index + 1])
+        padding = sum(1 for token in drafts if token < 0)
         return RequestRows(
             low=low,
-            high=high,
-            num_drafts=len(drafts),
-            # Placeholders (-1, scheduled to keep a graph's shape) are no tokens:
-            # their rows say nothing about the model.
-            padding=sum(1 for token in drafts if token < 0),
+            count=high - padding - low,
+            drafts=len(drafts) - padding,
+            padding=padding,
             start=int(batch.num_computed_tokens_cpu[index]),
             num_prompt_tokens=int(batch.num_prompt_tokens[index]),
             token_ids=runner.input_ids.np[low:high],

@@ -13,18 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_tide.capture.recorder import Extent, Recorder, RequestRows, StepRows
+from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows
 from vllm_tide.capture.topk import top_k_teacher
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.row_stage import TopRows, make_stage
-from vllm_tide.engine.run_layout import Landing
 from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.ring_format import Collect
-
-DIRECT_BYTES = 256 << 10
-"""Features of one record from which on they go straight into the ring (bytes)."""
 
 
 class CaptureV2(Recorder):
@@ -66,15 +62,11 @@ class CaptureV2(Recorder):
             keeps_hidden,
             logits,
             min(topk, runner.vocab_size),
+            ring.capacity,
         )
         self._stage.warm_up(runner.dtype)
         features_like, hidden_like = self._stage.like()
         super().__init__(ring, config, features_like, hidden_like, tenant_key)
-        # Only this ring, should another replace it.
-        self._landing_in = ring if self._stage.use_ring(ring.memory) else None
-        row_bytes = features_like.shape[1] * features_like.itemsize
-        self._direct_rows = max(-(-DIRECT_BYTES // row_bytes), 1)
-        self._under_way: list[Step] = []  # staged, not written
         # Any number of rows and no columns.
         self._no_features = np.empty((runner.max_num_tokens, 0), features_like.dtype)
         self._workspace = None
@@ -108,7 +100,6 @@ class CaptureV2(Recorder):
     def stage(
         self,
         step: Step,
-        token_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor],
     ) -> None:
@@ -119,31 +110,47 @@ class CaptureV2(Recorder):
 
         Args:
             step: The step.
-            token_ids: int32 [>= rows], its input.
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
         topk, self._logits_topk = self._logits_topk, None
-        if not any(self._wanted(req_id) for req_id in step.req_ids):
+        if not self._ring.collect:
+            if any(self._wanted(req_id) for req_id in step.req_ids):
+                step.full = False
             return
         wish = self.wish
         if wish is Collect.NOTHING:
             return  # `write` counts it
-        if full := wish is Collect.FULL:
-            landings = self._landings(step, topk is not None)
-            try:
-                step.staged = self._stage.fill(
-                    token_ids, aux_hidden_states, hidden_states, step.rows, topk,
-                    landings,
-                )  # fmt: skip
-            finally:
-                if step.staged is None:
-                    self._give_up(step)
-            if step.staged is None:
-                self.dropped["behind"] += step.rows
-                return
-        step.full = full
-        self._under_way.append(step)
+        if wish is not Collect.FULL:
+            if any(self._wanted(req_id) for req_id in step.req_ids):
+                step.full = False
+            return
+        self.budget.look(self._ring)
+        counts = np.diff(step.bounds) - step.drafts * step.padded
+        prompts = step.num_prompt_tokens.tolist()
+        taken = [
+            i
+            for i, (req_id, count) in enumerate(
+                zip(step.req_ids, counts.tolist(), strict=True)
+            )
+            if self._takes(self._tickets.get(req_id), count, prompts[i])
+        ]
+        if not taken:
+            return
+        sizes = counts[taken]
+        first = np.cumsum(sizes) - sizes
+        if step.cut:  # on the device: whose rows are whose is not known here
+            rows = np.arange(step.rows, dtype=np.int32)
+        else:
+            rows = np.arange(sizes.sum(), dtype=np.int32)
+            rows += np.repeat(step.bounds[taken] - first, sizes).astype(np.int32)
+        step.staged = self._stage.fill(aux_hidden_states, hidden_states, rows, topk)
+        if step.staged is None:
+            self.dropped["behind"] += int(sizes.sum())
+            return
+        step.full, step.first = True, dict(zip(taken, first.tolist(), strict=True))
+        step.size = sum(map(self.budget.size, sizes.tolist()))
+        self.budget.staged += step.size
 
     def write(self, step: Step, overrun: Sequence[str] = ()) -> None:
         """Write the records of a step that has landed.
@@ -153,19 +160,16 @@ class CaptureV2(Recorder):
             overrun: Requests that had ended before it ran: their rows are no traffic.
         """
         staged, full = step.staged, step.full
-        self._under_way = [other for other in self._under_way if other is not step]
-        drafted, self._drafted = self._drafted, {}
-        if step.after_gap:
-            drafted = {}
+        self.budget.staged -= step.size
+        before = None if step.after_gap else self._drafted_by
+        self._drafted_by = step.version if step.steps else None
         if self.wish is Collect.NOTHING:
             full = None
-            for req_id, count in zip(
-                step.req_ids, np.diff(step.bounds).tolist(), strict=True
-            ):
+            counts = np.diff(step.bounds).tolist()
+            for req_id, count in zip(step.req_ids, counts, strict=True):
                 if req_id in self._tickets and req_id not in overrun:
                     self._end_records(self._tickets[req_id], count)
         if full is None:
-            self._give_up(step)  # of a step that was lost after its rows were staged
             return
         rows_of = StepRows(
             features=self._no_features if staged is None else staged.features,
@@ -173,21 +177,14 @@ class CaptureV2(Recorder):
             topk=None if staged is None else staged.topk,
             full=full,
             version=step.version,
+            drafted_by=before,
             concurrency=len(step.req_ids),
             cost=step.cost,
         )
-        try:
-            for i, req_id in enumerate(step.req_ids):
-                if not self._wanted(req_id) or req_id in overrun:
-                    continue
-                rows, slot = self._rows(step, i), step.slots.get(i)
-                before = drafted.get(req_id)
-                self._write(self._tickets[req_id], rows, before, rows_of, slot)
-                if step.steps and step.confidence is not None:
-                    probs = step.confidence[i, : step.steps].copy()
-                    self._drafted[req_id] = (probs, step.version)
-        finally:
-            self._give_up(step)
+        for i, req_id in enumerate(step.req_ids):
+            wanted = i in step.first if full else self._wanted(req_id)
+            if wanted and req_id in self._tickets and req_id not in overrun:
+                self._write(self._tickets[req_id], self._rows(step, i), rows_of)
 
     def close(self) -> None:
         """Let the staging memory go; nothing is staged after."""
@@ -202,61 +199,21 @@ class CaptureV2(Recorder):
         ticket = self._tickets.get(req_id)
         return ticket is not None and ticket.refusal is None
 
-    def _landings(self, step: Step, topk: bool) -> list[Landing]:
-        """Promise room in the ring to the large records of a step."""
-        landings: list[Landing] = []
-        # Which rows are whose is not known yet where the device cuts drafts.
-        if self._landing_in is not self._ring or step.cut:
-            return landings
-        for i in np.flatnonzero(np.diff(step.bounds) >= self._direct_rows).tolist():
-            req_id, rows = step.req_ids[i], self._extent(step, i)
-            if not self._wanted(req_id) or self._would_overtake(req_id):
-                continue
-            if (slot := self._promise(rows, topk)) is not None:
-                step.slots[i] = slot
-                teacher = rows.low + self._teacher_start(rows, topk)
-                end = rows.low + rows.count
-                landings.append(Landing(rows.low, end, teacher, slot.places))
-        return landings
-
-    def _would_overtake(self, req_id: str) -> bool:
-        """Whether a record of the request is to be written behind what is promised now.
-
-        A request's records must lie in the order of its rows.
-        """
-        return any(
-            req_id in before.req_ids
-            and list(before.req_ids).index(req_id) not in before.slots
-            for before in self._under_way
-        )
-
-    def _give_up(self, step: Step) -> None:
-        """Slots that no record was written to: others wait behind them."""
-        for slot in step.slots.values():
-            self._ring.cancel(slot)
-
     @staticmethod
-    def _extent(step: Step, i: int) -> Extent:
-        num_drafts = int(step.drafts[i])
-        return Extent(
-            low=int(step.bounds[i]),
-            high=int(step.bounds[i + 1]),
-            num_drafts=num_drafts,
-            padding=num_drafts if step.padded[i] else 0,
-        )
-
-    def _rows(self, step: Step, i: int) -> RequestRows:
-        known = self._extent(step, i)
+    def _rows(step: Step, i: int) -> RequestRows:
         landed = (step.start, step.emitted, step.sampled, step.token_ids)
         start, emitted, sampled, token_ids = (np.asarray(part) for part in landed)
+        low, high = int(step.bounds[i]), int(step.bounds[i + 1])
+        num_drafts = int(step.drafts[i])
+        padding = num_drafts if step.padded[i] else 0
         return RequestRows(
-            low=known.low,
-            high=known.high,
-            num_drafts=known.num_drafts,
-            padding=known.padding,
+            low=low if step.cut else step.first.get(i, 0),
+            count=high - padding - low,
+            drafts=num_drafts - padding,
+            padding=padding,
             start=int(start[i]),
             num_prompt_tokens=int(step.num_prompt_tokens[i]),
-            token_ids=token_ids[known.low : known.high],
+            token_ids=token_ids[low:high],
             sampled=sampled[i, : emitted[i]].tolist(),
             logit_end=int(step.logit_ends[i]),
             verify_chance=step.explored.get(step.req_ids[i], step.verify_chance),

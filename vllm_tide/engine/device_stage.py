@@ -6,29 +6,23 @@ stream waits for neither the copy nor the host: bytes of a run are written again
 after an event query, steps later, has said that the copy is done. Without a free run a
 step's rows are left out. All memory, streams and events are made at the start; a step
 allocates nothing.
-
-Rows of large records land in the shared-memory ring itself, whose pages are registered
-with the runtime: the host then only reads them, for the checksum. Small ones come in
-one copy with all others of their step and are copied on by the host: a copy call for
-each of them would cost the model's thread more.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_tide.capture.pinned import PinnedBytes, register
+from vllm_tide.capture.pinned import PinnedBytes
 from vllm_tide.capture.recorder import TopK
 from vllm_tide.capture.run_ring import Run, RunRing
 from vllm_tide.capture.staging import wire_view
 from vllm_tide.engine.row_stage import TopRows
-from vllm_tide.engine.run_layout import Landing, RunLayout
-from vllm_tide.kernels.pack_rows import pack_rows
+from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.kernels.pack_rows import NUM_LAYERS, pack_rows
 
 logger = logging.getLogger("vllm.tide")
 
@@ -41,11 +35,14 @@ class DeviceRows:
 
     Args:
         stage: Where it goes back to.
+        max_rows: Most rows of a step.
         device: Where the model runs.
     """
 
-    def __init__(self, stage: DeviceStage, device: torch.device) -> None:
+    def __init__(self, stage: DeviceStage, max_rows: int, device: torch.device) -> None:
         self._stage = stage
+        # Which rows: written by the host, read by the device once the step runs.
+        self.wanted = torch.empty(max_rows, dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(device):
             self.packed = torch.cuda.Event()
             self.landed = torch.cuda.Event()
@@ -102,6 +99,7 @@ class DeviceStage:
         max_logits: Most rows of logits of a step.
         topk: Tokens of a top-k teacher; 0 for none.
         device: Where the model runs.
+        room: Bytes of the ring: no more are staged at once, so twice them suffice.
     """
 
     def __init__(
@@ -115,20 +113,22 @@ class DeviceStage:
         max_logits: int,
         topk: int,
         device: torch.device,
+        room: int,
     ) -> None:
         self._device = device
         self._kind = (num_aux, hidden_size, dtype, hidden, topk)
         largest = RunLayout(max_rows, max_logits if topk else 0, *self._kind)
-        self._ring = RunRing(STEPS_HELD * largest.num_bytes + STEPS_HELD * 256)
+        most = min(STEPS_HELD * largest.num_bytes, 2 * room)
+        self._ring = RunRing(most + STEPS_HELD * 256)
         size = self._ring.num_bytes
         self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._pinned = PinnedBytes(size)
         self._host_bytes = self._pinned.bytes
-        self._shared: torch.Tensor | None = None  # the ring's segment
-        self._undo: Any = None
+        self._all = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._some = torch.empty_like(self._all)
         lowest, _ = torch.cuda.Stream.priority_range()
         self._copies = torch.cuda.Stream(device, priority=lowest)
-        self._free = [DeviceRows(self, device) for _ in range(places)]
+        self._free = [DeviceRows(self, max_rows, device) for _ in range(places)]
         empty = torch.empty(0, num_aux * hidden_size, dtype=dtype)
         teacher = wire_view(torch.empty(0, hidden_size, dtype=dtype))
         self._like = wire_view(empty), teacher if hidden else None
@@ -140,59 +140,43 @@ class DeviceStage:
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
-        num_rows: int,
+        rows: np.ndarray,
         topk: TopRows | None,
-        landings: Sequence[Landing] = (),
     ) -> DeviceRows | None:
         """See `RowStage`. Every call only enqueues."""
         logits = 0 if topk is None else len(topk[0])
-        layout = RunLayout(num_rows, logits, *self._kind)
+        layout = RunLayout(len(rows), logits, *self._kind)
         run = self._ring.take(layout.num_bytes) if self._free else None
         if run is None:
             return None
-        rows = self._free.pop()
+        place = self._free.pop()
         try:
             part = slice(run.start, run.start + layout.num_bytes)
             on_device, on_host = self._device_bytes[part], self._host_bytes[part]
-            self._pack(layout, on_device, token_ids, aux, hidden, num_rows, topk)
-            rows.packed.record()
-            self._copies.wait_event(rows.packed)
+            wanted = self._upload(place, rows)
+            self._pack(layout, on_device, aux, hidden, wanted, topk)
+            place.packed.record()
+            self._copies.wait_event(place.packed)
             with torch.cuda.stream(self._copies):
-                for part, place in layout.copies(landings):
-                    to = on_host[part] if place is None else self._landing(place)
-                    to.copy_(on_device[part], non_blocking=True)
-                rows.landed.record()
+                on_host.copy_(on_device, non_blocking=True)
+                place.landed.record()
         except BaseException:
             self._ring.give_back(run)
-            self._free.append(rows)
-            if landings:  # their slots are given up: nothing may be on its way there
-                self._copies.synchronize()
+            self._free.append(place)
             raise
-        rows.run, rows.layout, rows.host = run, layout, on_host
-        return rows
-
-    def use_ring(self, memory: memoryview) -> bool:
-        """See `RowStage`. Once: registering waits for the device."""
-        if self._shared is not None:
-            return False
-        held = torch.frombuffer(memory, dtype=torch.uint8)
-        self._undo = register(held, self, "rows reach the ring through the host")
-        if self._undo is None:
-            return False
-        self._shared = held
-        return True
+        place.run, place.layout, place.host = run, layout, on_host
+        return place
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """See `RowStage`. No argument of the kernel depends on the number of rows."""
         num_aux, width, *_ = self._kind
-        ids = torch.zeros(1, dtype=torch.int32, device=self._device)
         layer = torch.zeros(1, width, dtype=dtype, device=self._device)
-        rows = self.fill(ids, [layer] * num_aux, layer, 1, None)
-        if rows is not None:
-            rows.release()
+        rows = np.zeros(1, np.int32)
+        place = self.fill([layer] * num_aux, layer, rows, None)
+        if place is not None:
+            place.release()
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""
@@ -210,39 +194,40 @@ class DeviceStage:
         self._copies.synchronize()
         self._free.clear()
         self._pinned.close()
-        if self._undo is not None:
-            self._undo()
-            self._shared = None  # which kept the segment mapped
 
-    def _landing(self, place: slice) -> torch.Tensor:
-        assert self._shared is not None  # noqa: S101 - `use_ring` said so
-        return self._shared[place]
+    def _upload(self, place: DeviceRows, rows: np.ndarray) -> torch.Tensor:
+        """The rows' numbers on the device; nothing is copied where they are the first.
+
+        Strictly ascending, so the last one tells.
+        """
+        n = len(rows)
+        if rows[-1] == n - 1:
+            return self._all[:n]
+        place.wanted[:n].numpy()[:] = rows
+        return self._some[:n].copy_(place.wanted[:n], non_blocking=True)
 
     def _pack(
         self,
         layout: RunLayout,
         block: torch.Tensor,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
-        num_rows: int,
+        rows: torch.Tensor,
         topk: TopRows | None,
     ) -> None:
-        packed = layout.packed
-        if packed is not None:
-            pack_rows(
-                [part[:num_rows] for part in aux],
-                token_ids[:num_rows],
-                packed,
-                block[: packed.num_bytes],
-            )
+        width, features = layout.hidden_size, layout.features(block)
+        if len(aux) == NUM_LAYERS:
+            pack_rows(aux, rows, features)
         else:
-            width, features = layout.hidden_size, layout.features(block)
             for i, part in enumerate(aux):
-                features[:, i * width : (i + 1) * width].copy_(part[:num_rows])
+                columns = features[:, i * width : (i + 1) * width]
+                columns.copy_(part.index_select(0, rows))
         states, top = layout.hidden_states(block), layout.top(block)
         if states is not None:
-            states.copy_(hidden[:num_rows])
+            if states.dtype == hidden.dtype:
+                torch.index_select(hidden, 0, rows, out=states)
+            else:
+                states.copy_(hidden.index_select(0, rows))
         if top is not None and topk is not None:
             for out, part in zip(top, topk, strict=True):
                 out.copy_(part)

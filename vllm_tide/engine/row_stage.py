@@ -15,7 +15,6 @@ import torch
 
 from vllm_tide.capture.recorder import TopK
 from vllm_tide.capture.staging import WIRE_DTYPES, Staging
-from vllm_tide.engine.run_layout import Landing
 
 TopRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -47,30 +46,23 @@ class RowStage(Protocol):
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
-        num_rows: int,
+        rows: np.ndarray,
         topk: TopRows | None,
-        landings: Sequence[Landing] = (),
     ) -> StagedRows | None:
-        """Pack a step's rows, on the current stream.
+        """Pack rows of a step, on the current stream.
 
         Args:
-            token_ids: int32 or int64 [>= num_rows].
-            aux: num_aux tensors [>= num_rows, H], lowest layer first.
-            hidden: [>= num_rows, H], after the target's final norm.
-            num_rows: Rows of the step.
-            topk: Ids int32 [m, k], log-probabilities [m, k], tail [m]; or None.
-            landings: Rows that go to the ring alone, in order; only after
-                `use_ring` said so.
+            aux: num_aux tensors [>= rows of the step, H], lowest layer first.
+            hidden: The same after the target's final norm.
+            rows: int32 [n], which.
+            topk: Ids int32 [m, k], log-probabilities [m, k], tail [m] of all logits; or
+                None.
 
         Returns:
             The rows, or None if there is no room: then nothing was done.
         """
-
-    def use_ring(self, memory: memoryview) -> bool:
-        """Make a ring's memory ready for rows to land in; whether they can."""
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [0, num_aux * H] and hidden states [0, H] in the wire's type."""
@@ -127,11 +119,11 @@ class HostRows:
         self,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
-        num_rows: int,
+        rows: np.ndarray,
         topk: TopRows | None,
     ) -> None:
-        """Copy a step's rows; the arguments are those of `RowStage.fill`."""
-        self._staging.fill(aux, hidden, num_rows)
+        """Copy rows of a step; the arguments are those of `RowStage.fill`."""
+        self._staging.fill(aux, hidden, torch.from_numpy(rows))
         self._has_topk = topk is not None
         if topk is not None:
             ids, logprobs, tail = topk
@@ -182,24 +174,16 @@ class HostStage:
 
     def fill(
         self,
-        token_ids: torch.Tensor,
         aux: Sequence[torch.Tensor],
         hidden: torch.Tensor,
-        num_rows: int,
+        rows: np.ndarray,
         topk: TopRows | None,
-        landings: Sequence[Landing] = (),
     ) -> HostRows | None:
-        """See `RowStage`; the token ids are read elsewhere."""
-        del token_ids, landings
+        """See `RowStage`."""
         if not self._free:
             return None
-        rows = self._free[-1]
-        rows.copy_in(aux, hidden, num_rows, topk)
+        self._free[-1].copy_in(aux, hidden, rows, topk)
         return self._free.pop()
-
-    def use_ring(self, memory: memoryview) -> bool:
-        """See `RowStage`; the host has to copy anyway."""
-        return False
 
     def like(self) -> tuple[np.ndarray, np.ndarray | None]:
         """See `RowStage`."""
@@ -227,12 +211,16 @@ def make_stage(
     hidden: bool,
     max_logits: int,
     topk: int,
+    room: int,
 ) -> RowStage:
-    """The stage for a device; the arguments are those of `HostStage`."""
+    """The stage for a device; the arguments are those of `HostStage`.
+
+    `room` is that of the ring (bytes).
+    """
     sizes = (places, max_rows, num_aux, hidden_size)
     if device.type == "cpu":
         return HostStage(*sizes, dtype, hidden, max_logits, topk)
     from vllm_tide.engine.device_stage import DeviceStage
 
     kind = WIRE_DTYPES[dtype]
-    return DeviceStage(*sizes, kind, hidden, max_logits, topk, device)
+    return DeviceStage(*sizes, kind, hidden, max_logits, topk, device, room)

@@ -5,9 +5,8 @@ it. A step's numbers are copied to pinned memory behind the step itself; they ar
 once they have landed, a step or two later, in the order of the steps. Nothing here ever
 waits: a step that finds no free place is left out and counted.
 
-The small arrays are copied on the model's stream, before the next step overwrites what
-they are read from: each is one piece on both sides, as a copy of anything else would
-make a temporary or wait. The rows come after them, on a stream of their own
+The small arrays are packed on the model's stream, before the next step overwrites what
+they are read from, and copied together. The rows come on a stream of their own
 (`device_stage.py`), and may take longer.
 """
 
@@ -23,7 +22,7 @@ import torch
 
 from vllm_tide.engine.event_timer import Reading
 from vllm_tide.engine.row_stage import StagedRows
-from vllm_tide.transport.ring import Slot
+from vllm_tide.kernels.gather_step import gather_step
 
 # Steps under way: two that the scheduler queues, one whose rows are being written.
 PLACES = 3
@@ -53,17 +52,14 @@ class Place:
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
     ) -> None:
         self._on_host = device.type == "cpu"
+        # What `gather_step` packs, of a step of the largest size.
+        most = max_reqs * (2 * depth + 6) + 2 + max_rows
         pinned = {"pin_memory": not self._on_host}
-        self._seq_lens = torch.empty(max_reqs, dtype=torch.int32, **pinned)
-        self._emitted = torch.empty(max_reqs, dtype=torch.int32, **pinned)
-        # Flat: a copy into a part of a wider array would not go by itself.
-        self._sampled = torch.empty(max_reqs * (depth + 1), dtype=torch.int64, **pinned)
-        self._shape = (0, depth + 1)
-        self._token_ids = torch.empty(max_rows, dtype=torch.int32, **pinned)
-        self._confidence = torch.empty(max_reqs, depth, **pinned)
-        self._drafted = torch.empty(max_reqs, depth, dtype=torch.int64, **pinned)
-        self._bounds = torch.empty(max_reqs + 1, dtype=torch.int32, **pinned)
-        self._logit_bounds = torch.empty(max_reqs + 1, dtype=torch.int32, **pinned)
+        self._host = torch.empty(most, dtype=torch.int32, **pinned)
+        self._device = self._host
+        if not self._on_host:
+            self._device = torch.zeros(most, dtype=torch.int32, device=device)
+        self._shapes: list[torch.Size] = []
         self._event = None if self._on_host else torch.cuda.Event()
 
     def fill(
@@ -82,26 +78,29 @@ class Place:
             draft_tokens: int64 [>= n, K], drafted tokens.
         """
         n, rows = batch.num_reqs, batch.num_tokens
-        width = sampler_output.sampled_token_ids.shape[1]
-        self._shape = (n, width)
-        for host, source in (
-            (self._seq_lens[:n], batch.seq_lens[:n]),
-            (self._emitted[:n], sampler_output.num_sampled[:n]),
-            (
-                self._sampled[: n * width].view(n, width),
-                sampler_output.sampled_token_ids[:n],
-            ),
-            (self._token_ids[:rows], batch.input_ids[:rows]),
-            (self._confidence[:n], confidence[:n]),
-            (self._drafted[:n], draft_tokens[:n]),
-        ):
-            host.copy_(source, non_blocking=True)
+        parts = [
+            batch.seq_lens[:n],
+            sampler_output.num_sampled[:n],
+            sampler_output.sampled_token_ids[:n],
+            batch.input_ids[:rows],
+            confidence[:n],
+            draft_tokens[:n, 0],
+        ]
         if cut_on_device(batch):
-            for host, source in (
-                (self._bounds, batch.query_start_loc),
-                (self._logit_bounds, batch.cu_num_logits),
-            ):
-                host[: n + 1].copy_(source[: n + 1], non_blocking=True)
+            parts += [batch.query_start_loc[: n + 1], batch.cu_num_logits[: n + 1]]
+        self._enqueue(parts)
+
+    def warm_up(self) -> None:
+        """Compile what `fill` needs, before anything is served."""
+        one, row = self._device[:1], torch.zeros_like(self._device[:2]).view(1, 2)
+        self._enqueue([one, one, row.long(), one, row.float(), row.long()[:, 0]])
+
+    def _enqueue(self, parts: list[torch.Tensor]) -> None:
+        self._shapes = [part.shape for part in parts]
+        gather_step(parts, self._device)
+        if not self._on_host:
+            size = sum(part.numel() for part in parts)
+            self._host[:size].copy_(self._device[:size], non_blocking=True)
 
     def seal(self) -> None:
         """Everything that belongs to the step was enqueued on the current stream."""
@@ -112,24 +111,14 @@ class Place:
         """Whether the copies have landed; never waits."""
         return self._event is None or bool(self._event.query())
 
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """seq_lens, emitted, sampled, token_ids, confidence, first drafted tokens."""
-        n, width = self._shape
-        return (
-            self._seq_lens.numpy(),
-            self._emitted.numpy(),
-            self._sampled.numpy()[: len(self._sampled) // width * width].reshape(
-                -1, width
-            ),
-            self._token_ids.numpy(),
-            self._confidence.numpy(),
-            self._drafted.numpy()[:, 0],
-        )
-
-    def cuts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a step that was cut on the device: bounds of its rows and its logits."""
-        n = self._shape[0] + 1
-        return self._bounds.numpy()[:n], self._logit_bounds.numpy()[:n]
+    def arrays(self) -> list[np.ndarray]:
+        """The parts that `fill` was given, int32 but for the confidence."""
+        host, at, found = self._host.numpy(), 0, []
+        for shape in self._shapes:
+            found.append(host[at : at + shape.numel()].reshape(shape))
+            at += shape.numel()
+        found[4] = found[4].view(np.float32)
+        return found
 
 
 @dataclass(slots=True)
@@ -169,7 +158,8 @@ class Step:
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
         staged: Its rows, where they were staged.
-        slots: Room in the ring that its rows go to, by place of the request.
+        first: Of each request whose rows were staged: the first of them there.
+        size: Bytes of the ring that they may take.
         timing: For control: what the clock says of it.
         cost: For capture: `Record.cost`, once control has learnt of the step.
         verify_chance: `Record.verify_chance` of requests that `explored` does not name.
@@ -193,7 +183,8 @@ class Step:
     after_gap: bool = False
     full: bool | None = None
     staged: StagedRows | None = None
-    slots: dict[int, Slot] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    size: int = 0
     timing: Timing | None = None
     cost: float = 1.0
     verify_chance: float = 1.0
@@ -217,21 +208,18 @@ class Step:
 
         Sets `start` int64 [n] position of each request's first row, `emitted` int32
         [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
-        int64 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
-        and `drafted` int64 [n], the first drafted token.
+        int32 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
+        and `drafted` int32 [n], the first drafted token.
         """
-        n = len(self.req_ids)
-        seq_lens, emitted, sampled, token_ids, confidence, drafted = self.place.arrays()
+        seq_lens, self.emitted, self.sampled, *rest = self.place.arrays()
+        self.token_ids, self.confidence, self.drafted, *cuts = rest
         if self.cut:
-            self.bounds, logit_bounds = self.place.cuts()
+            self.bounds, logit_bounds = cuts
             self.logit_ends = logit_bounds[1:]
             # One row of a request's logits is no draft's.
             verified = np.diff(logit_bounds) - 1
             self.trimmed, self.drafts = self.drafts - verified, verified
-        self.start = seq_lens[:n].astype(np.int64) - np.diff(self.bounds)
-        self.emitted, self.sampled = emitted[:n], sampled[:n]
-        self.token_ids = token_ids[: self.rows]
-        self.confidence, self.drafted = confidence[:n], drafted[:n]
+        self.start = seq_lens.astype(np.int64) - np.diff(self.bounds)
 
 
 class StepLog:
@@ -253,6 +241,7 @@ class StepLog:
         count = PLACES if device.type == "cpu" else DEVICE_PLACES
         self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(count)]
         self.places = tuple(self._free)
+        self.places[0].warm_up()
         self._steps: deque[Step] = deque()
         self._gap = False
         self.lost = 0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tide")
 
 # Of upstream's own requests, with which it compiles kernels before anything is served.
-MADE_UP = ("_warmup_", "_v2_mixed_warmup")
+MADE_UP = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 
 
 class WorkerTideV2(WorkerTide):
@@ -192,7 +192,7 @@ class WorkerTideV2(WorkerTide):
             version = 0 if self.swapper is None else self.swapper.version
             self._verification.order(scheduler_output, version)
         ended = tuple(scheduler_output.finished_req_ids)
-        self._steps.run("begin", self._begin, ended)
+        self._steps.run("begin", self._begin, ended, not scheduled)
         if self._steps.tripped:
             self._forget(ended)
         elif self.capture is not None and scheduler_output.scheduled_new_reqs:
@@ -217,11 +217,10 @@ class WorkerTideV2(WorkerTide):
             logits: [n, V], one row for each request of the batch, or padding.
             draft_step: int64 [], which step; on the device, as graphs are replayed.
         """
-        if draft_step is None or (self.capture is None and self.control is None):
+        if draft_step is None or self.control is None:
             return
         self._steps.run("draft_logits", self._sureness.keep, logits, draft_step)
-        if self.control is not None:
-            self.control.draft_ran()
+        self.control.draft_ran()
 
     def on_step(
         self,
@@ -294,9 +293,9 @@ class WorkerTideV2(WorkerTide):
         if capture is not None:
             capture.close()
 
-    def _begin(self, ended: tuple[str, ...]) -> None:
+    def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
         if self._log.begin(ended):
-            self._take_landed()
+            self._take_landed(write=empty)
         else:
             self._forget(ended)
 
@@ -312,7 +311,7 @@ class WorkerTideV2(WorkerTide):
         if step is None:
             self.capture.dropped["behind"] += batch.num_tokens
             return
-        self._guard.run("stage", self.capture.stage, step, batch.input_ids, *hidden)
+        self._guard.run("stage", self.capture.stage, step, *hidden)
 
     def _record(
         self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
@@ -328,8 +327,10 @@ class WorkerTideV2(WorkerTide):
             self._log.fill(step, batch, sampler_output, *drafts)
         self._take_landed()
 
-    def _take_landed(self) -> None:
+    def _take_landed(self, write: bool = True) -> None:
         """Learn from what has landed and write it: on a CPU, this very step.
+
+        Writing takes milliseconds: not before a step was launched, if there is one.
 
         With asynchronous scheduling a request's end is known one step late, so a step
         waits for the next one to say which of its rows came after an end.
@@ -337,7 +338,7 @@ class WorkerTideV2(WorkerTide):
         for step in self._log.landed():
             if self.control is not None:
                 self.control.learn(step)
-        for step in self._log.done(wait_for_next=self._async):
+        for step in self._log.done(wait_for_next=self._async) if write else ():
             overrun = step.ended or ()
             if self.capture is not None:
                 skipped = overrun if self._async else ()

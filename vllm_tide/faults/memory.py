@@ -62,7 +62,7 @@ def trainer_stopped(scene: Scene) -> Iterator[None]:
 
 async def fill_ring(scene: Scene, rng: random.Random) -> None:
     """Nobody reads until the ring is full; then somebody does again."""
-    key = "vllm_tide:dropped_rows_total{ring_full}"
+    key = "vllm_tide:dropped_rows_total{over_budget}"
     before = (await scene.reading()).get(key, 0)
     scene.struck()
     with trainer_stopped(scene):
@@ -231,7 +231,7 @@ async def rows_flow(scene: Scene) -> None:
 
 
 FAULTS = (
-    Fault("fill_ring", fill_ring, "vllm_tide:dropped_rows_total{ring_full}"),
+    Fault("fill_ring", fill_ring, "vllm_tide:dropped_rows_total{over_budget}"),
     Fault("damage_ring", damage_ring, "ring:corrupt_records"),
     Fault(
         "damage_words",

@@ -25,7 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.kernels import kl_loss, pack_rows, select_tokens, topk_teacher
+from vllm_tide.kernels import (
+    gather_step,
+    kl_loss,
+    pack_rows,
+    select_tokens,
+    topk_teacher,
+)
 from vllm_tide.kernels.launch import HAVE_TRITON, INTERPRETED, Variant, triton
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -35,7 +41,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 }
 """Back end, architecture and threads of a warp of each target."""
 
-_OPS = (pack_rows, topk_teacher, select_tokens, kl_loss)
+_OPS = (pack_rows, gather_step, topk_teacher, select_tokens, kl_loss)
 _REASON_CHARS = 400
 
 

@@ -34,8 +34,8 @@ except ImportError:
         """Lets kernels be defined, never run, where Triton is missing."""
 
         @staticmethod
-        def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-            return function
+        def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+            return (lambda later: later) if function is None else function
 
         @staticmethod
         def constexpr(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Row packing: rows of three layers, with their tokens, into one block.
+"""Row packing: rows of three layers into one block.
 
-    out.features[i] = [a[i] | b[i] | c[i]]
+    out[i] = [a[rows[i]] | b[rows[i]] | c[rows[i]]]
 
 Runs in the vLLM worker after the target's forward. The wrapper neither allocates nor
 waits for the device, so it can be part of a captured graph.
@@ -25,22 +25,19 @@ from vllm_tide.kernels.launch import (
     tl,
     triton,
 )
-from vllm_tide.kernels.pack_layout import NUM_LAYERS, PackLayout
+
+NUM_LAYERS = 3
+"""EAGLE-3 reads the residual stream after three layers of the target."""
 
 _BLOCK, _NUM_WARPS = 1024, 4
 _SIZE_BITS = tl.constexpr(0x7FFFFFFF)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_INTEGERS = (torch.int32, torch.int64)
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def pack_rows_reference(
-    features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout, block: Tensor
-) -> None:
+def pack_rows_reference(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     """`pack_rows` in Torch, the same arguments."""
-    out, count = layout.views(block), token_ids.numel()
-    out.token_ids[:count] = token_ids
-    out.features[:count] = torch.cat(list(features), dim=-1)
+    out[: len(rows)] = torch.cat([f[rows] for f in features], dim=-1)
 
 
 @triton.jit
@@ -79,110 +76,101 @@ def _pack_rows_kernel(
     a_stride,
     b_stride,
     c_stride,
-    token_ids,
-    out_ids,
-    out_features,
+    rows,
+    out,
     width,
     FROM_BF16: tl.constexpr,
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program per row and BLOCK columns of each layer.
-    row = tl.program_id(0).to(tl.int64)
+    to = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    if part == 0:
-        tl.store(out_ids + row, tl.load(token_ids + row).to(tl.int32))
+    row = tl.load(rows + to).to(tl.int64)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     x = tl.load(a + row * a_stride + columns, mask=inside, other=0)
     y = tl.load(b + row * b_stride + columns, mask=inside, other=0)
     z = tl.load(c + row * c_stride + columns, mask=inside, other=0)
-    out = out_features + row * (3 * width) + columns
+    out += to * (3 * width) + columns
     tl.store(out, _convert(x, FROM_BF16, TO), mask=inside)
     tl.store(out + width, _convert(y, FROM_BF16, TO), mask=inside)
     tl.store(out + 2 * width, _convert(z, FROM_BF16, TO), mask=inside)
 
 
-def pack_rows(
-    features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout, block: Tensor
-) -> None:
+def pack_rows(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     """Pack rows into the first rows of a staging block.
 
     Args:
-        features: Three tensors [num_rows, H] of one dtype (bfloat16, float16 or
-            float32), lowest layer first; rows may be strided, values of a row not.
-        token_ids: int32 or int64 [num_rows], num_rows <= max_rows: input token of
-            each row.
-        layout: Of the block.
-        block: uint8 [>= layout.num_bytes], written in place: see
-            `PackLayout.views`.
+        features: Three tensors [>= rows of the step, H] of one dtype (bfloat16, float16
+            or float32), lowest layer first; rows may be strided, values of a row not.
+        rows: int32 [n]: which rows; none is looked up beyond the layers' end.
+        out: bfloat16, float16 or float32 [>= n, 3H], contiguous; written in place.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
-    _check(features, token_ids, layout)
-    out = layout.views(block)
-    if not token_ids.numel():
+    _check(features, rows, out)
+    if not rows.numel():
         return
-    if not runs_triton(*features, token_ids, block):
-        pack_rows_reference(features, token_ids, layout, block)
+    if not runs_triton(*features, rows, out):
+        pack_rows_reference(features, rows, out)
         return
-    dtype, width = features[0].dtype, layout.hidden_size
-    copied = dtype == layout.dtype
+    dtype, width = features[0].dtype, features[0].shape[1]
+    copied = dtype == out.dtype
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     as_bits = copied or dtype == torch.bfloat16
     a, b, c = (f.view(bits) if as_bits else f for f in features)
     size = min(_BLOCK, power_of_two(width))
-    stored = out.features
-    if copied or layout.dtype == torch.bfloat16:
-        stored = stored.view(bits if copied else torch.int16)
-    _pack_rows_kernel[(token_ids.numel(), cdiv(width, size))](
+    stored = out
+    if copied or out.dtype == torch.bfloat16:
+        stored = out.view(bits if copied else torch.int16)
+    _pack_rows_kernel[(rows.numel(), cdiv(width, size))](
         a,
         b,
         c,
         a.stride(0),
         b.stride(0),
         c.stride(0),
-        token_ids,
-        out.token_ids,
+        rows,
         stored,
         width,
         FROM_BF16=dtype == torch.bfloat16,
-        TO="bits" if copied else _NAMES[layout.dtype],
+        TO="bits" if copied else _NAMES[out.dtype],
         BLOCK=size,
         num_warps=_NUM_WARPS,
     )
 
 
-def _check(features: Sequence[Tensor], token_ids: Tensor, layout: PackLayout) -> None:
+def _check(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     if len(features) != NUM_LAYERS:
         raise ValueError(f"three layers are packed, not {len(features)}.")
-    shape = (token_ids.numel(), layout.hidden_size)
+    if rows.ndim != 1 or rows.dtype != torch.int32 or not rows.is_contiguous():
+        raise ValueError("rows must be int32 [n], contiguous.")
+    if out.ndim != 2 or out.dtype not in _NAMES or not out.is_contiguous():
+        raise ValueError(
+            "out must be bfloat16, float16 or float32 [rows, 3H], contiguous, not "
+            f"{out.dtype} {list(out.shape)}."
+        )
+    if rows.numel() > len(out):
+        raise ValueError(f"{rows.numel()} rows do not fit a block of {len(out)}.")
     for f in features:
         if f.dtype not in _NAMES or f.dtype != features[0].dtype:
             raise ValueError(
                 "the three layers must be of one dtype (bfloat16, float16 or float32), "
                 f"not {[str(g.dtype) for g in features]}."
             )
-        if tuple(f.shape) != shape or f.stride(1) != 1:
+        if f.ndim != 2 or f.shape[1] * NUM_LAYERS != out.shape[1] or f.stride(1) != 1:
             raise ValueError(
-                f"a layer must be {list(shape)} with neighbouring values in a row, not "
-                f"{list(f.shape)} with strides {list(f.stride())}."
+                f"a layer must be [rows, {out.shape[1] // NUM_LAYERS}] with "
+                f"neighbouring values in a row, not {list(f.shape)} with strides "
+                f"{list(f.stride())}."
             )
-    if token_ids.ndim != 1 or token_ids.dtype not in _INTEGERS:
-        raise ValueError("token_ids must be int32 or int64 [num_rows].")
-    if token_ids.numel() > layout.max_rows:
-        raise ValueError(
-            f"{token_ids.numel()} rows do not fit a staging block of {layout.max_rows}."
-        )
-    if not token_ids.is_contiguous():
-        raise ValueError("token_ids must be contiguous.")
 
 
 def variants() -> list[Variant]:
     """What `compile_all` compiles."""
     strides = dict.fromkeys(("a_stride", "b_stride", "c_stride"), "i32")
-    ids = {"token_ids": "*i32", "out_ids": "*i32"}
     out = []
     for source, to, kind, stored in (
         ("bf16", "bits", "*i16", "*i16"),
@@ -190,8 +178,8 @@ def variants() -> list[Variant]:
         ("fp16", "bf16", "*fp16", "*i16"),
         ("bf16", "fp16", "*i16", "*fp16"),
     ):
-        types = {"a": kind, "b": kind, "c": kind, **strides, **ids}
-        types |= {"out_features": stored, "width": "i32"}
+        types = {"a": kind, "b": kind, "c": kind, **strides}
+        types |= {"rows": "*i32", "out": stored, "width": "i32"}
         constants = {"FROM_BF16": source == "bf16", "TO": to, "BLOCK": _BLOCK}
         name = f"{source}-{to}"
         out.append(Variant(_pack_rows_kernel, name, types, constants, _NUM_WARPS))

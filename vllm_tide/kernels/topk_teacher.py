@@ -5,9 +5,11 @@
 What `vllm_tide.capture.topk` keeps of a step on a CPU; among equal logits the
 lower id comes first, so every chip lists the same tokens.
 
-Runs in the vLLM worker before sampling. V is split over programs: each finds the k best
-of its own run of tokens and its part of the log-sum-exp, then one program per row
-merges at most 64 lists. The logits are read once and no [M, V] tensor is made.
+Runs in the vLLM worker before sampling. V is split over programs: each finds its part
+of the log-sum-exp and the best token of each of its groups. The k-th best of some 512
+groups is no better than the k-th best token, so what is worse need not be looked at:
+each split lists its tokens from there on, few of them, and one program per row merges
+at most 64 lists. The logits are read twice and no [M, V] tensor is made.
 
 A token is one int64: its logit, mapped so that integers order as floats do, above the
 complement of its id. The largest integer is then the best token with ties settled, and
@@ -39,6 +41,7 @@ MAX_K = 64
 MAX_VOCAB = 1 << 20
 MAX_SPLITS = 64
 MIN_BLOCK = 1024
+MIN_GROUPS = 512
 
 _EMPTY = tl.constexpr(-(1 << 63))  # below every token
 _LOW_BITS = tl.constexpr(0x7FFFFFFF)
@@ -63,9 +66,10 @@ def topk_teacher_reference(logits: Tensor, k: int) -> TopKRows:
     """`topk_teacher` in Torch, the same arguments."""
     wide = logits.float()
     ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    top = torch.log_softmax(wide, dim=-1).gather(-1, ids)
+    # In fp64: how a CPU adds a long row in fp32 depends on its vectors.
+    top = torch.log_softmax(wide.double(), dim=-1).gather(-1, ids)
     tail = torch.log1p(-top.exp().sum(dim=-1).clamp(max=1.0))
-    return TopKRows(ids.to(torch.int32), top, tail)
+    return TopKRows(ids.to(torch.int32), top.float(), tail.float())
 
 
 @triton.jit
@@ -81,14 +85,14 @@ def _split_kernel(
     logits,
     stride,
     vocab,
-    keys,
+    groups,
     tops,
     sums,
-    k,
     splits,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    # One program per row and run of BLOCK tokens.
+    # One program per row and run of BLOCK tokens, in GROUPS groups.
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     ids = split * BLOCK + tl.arange(0, BLOCK)
@@ -101,11 +105,51 @@ def _split_kernel(
     tl.store(tops + at, top)
     tl.store(sums + at, tl.sum(tl.exp(z - base), axis=0))
     key = tl.where(inside, _token_key(z, ids), _EMPTY)
-    out = keys + at * k
-    for i in range(k):
-        best = tl.max(key, axis=0)
-        tl.store(out + i, best)
+    best = tl.max(tl.reshape(key, (GROUPS, BLOCK // GROUPS)), axis=1)
+    tl.store(groups + at * GROUPS + tl.arange(0, GROUPS), best)
+
+
+@triton.jit
+def _floor_kernel(groups, floors, k, count, GROUPS: tl.constexpr):
+    # One program per row: the k-th best group, or nothing if there are fewer.
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, GROUPS)
+    key = tl.load(groups + row * count + number, mask=number < count, other=_EMPTY)
+    for _ in range(k - 1):
+        key = tl.where(key == tl.max(key, axis=0), _EMPTY, key)
+    tl.store(floors + row, tl.max(key, axis=0))
+
+
+@triton.jit
+def _list_kernel(
+    logits,
+    stride,
+    vocab,
+    floors,
+    keys,
+    k,
+    splits,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    # One program per row and run of BLOCK tokens: its best ones, down to the floor.
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    ids = split * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    z = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
+    key = tl.where(inside, _token_key(z.to(tl.float32), ids), _EMPTY)
+    floor = tl.load(floors + row)
+    out = keys + (row * splits + split) * k
+    best = tl.max(key, axis=0)
+    listed = 0
+    while (listed < k) & (best >= floor):
+        tl.store(out + listed, best)
         key = tl.where(key == best, _EMPTY, key)
+        best = tl.max(key, axis=0)
+        listed += 1
+    left = tl.arange(0, MOST)
+    tl.store(out + left, _EMPTY, mask=(left >= listed) & (left < k))
 
 
 @triton.jit
@@ -159,12 +203,15 @@ class TopKWorkspace:
     """
 
     def __init__(self, max_rows: int, vocab: int, k: int, device: torch.device) -> None:
-        splits = cdiv(vocab, _block(vocab))
+        splits, groups = cdiv(vocab, _block(vocab)), _groups(vocab, k)
         narrow = {"dtype": torch.float32, "device": device}
         self.ids = torch.empty(max_rows, k, dtype=torch.int32, device=device)
         self.logprobs = torch.empty(max_rows, k, **narrow)
         self.tail = torch.empty(max_rows, **narrow)
-        self.keys = torch.empty(max_rows, splits, k, dtype=torch.int64, device=device)
+        wide = {"dtype": torch.int64, "device": device}
+        self.keys = torch.empty(max_rows, splits, k, **wide)
+        self.groups = torch.empty(max_rows, splits, groups, **wide)
+        self.floors = torch.empty(max_rows, **wide)
         self.tops = torch.empty(max_rows, splits, **narrow)
         self.sums = torch.empty_like(self.tops)
 
@@ -215,18 +262,26 @@ def topk_teacher(
     block = _block(vocab)
     splits = cdiv(vocab, block)
     keys, tops, sums = workspace.keys, workspace.tops, workspace.sums
+    source, shape = (logits, logits.stride(0), vocab), {"num_warps": _num_warps(block)}
+    groups = _groups(vocab, k)
+    firsts = keys if k == 1 else workspace.groups  # of one token the group is the list
     _split_kernel[(rows, splits)](
-        logits,
-        logits.stride(0),
-        vocab,
-        keys,
-        tops,
-        sums,
-        k,
-        splits,
-        BLOCK=block,
-        num_warps=_num_warps(block),
+        *source, firsts, tops, sums, splits, BLOCK=block, GROUPS=groups, **shape
     )
+    if k > 1:
+        count = splits * groups
+        together = power_of_two(count)
+        _floor_kernel[(rows,)](
+            firsts,
+            workspace.floors,
+            k,
+            count,
+            GROUPS=together,
+            num_warps=_num_warps(together),
+        )
+        _list_kernel[(rows, splits)](
+            *source, workspace.floors, keys, k, splits, BLOCK=block, MOST=MAX_K, **shape
+        )
     candidates = power_of_two(splits * k)
     _merge_kernel[(rows,)](
         keys,
@@ -248,6 +303,13 @@ def _block(vocab: int) -> int:
     return max(MIN_BLOCK, power_of_two(cdiv(vocab, MAX_SPLITS)))
 
 
+def _groups(vocab: int, k: int) -> int:
+    """Groups of a split: of all splits at least 512, or one for each token."""
+    block = _block(vocab)
+    most = power_of_two(cdiv(MIN_GROUPS, cdiv(vocab, block)))
+    return 1 if k == 1 else min(block, most)
+
+
 def _num_warps(size: int) -> int:
     """At least 16 elements for each of 32 threads, so that registers suffice."""
     return max(1, min(8, size // 512))
@@ -255,7 +317,7 @@ def _num_warps(size: int) -> int:
 
 def variants() -> list[Variant]:
     """What `compile_all` compiles: V of 32k and less, 128k, 256k; k = 64."""
-    scratch = {"keys": "*i64", "tops": "*fp32", "sums": "*fp32"}
+    sums = {"tops": "*fp32", "sums": "*fp32"}
     sizes = {"k": "i32", "splits": "i32"}
     outs = {"out_ids": "*i32", "out_logprobs": "*fp32", "out_tail": "*fp32"}
     out = []
@@ -267,15 +329,23 @@ def variants() -> list[Variant]:
         ("fp32", 4096),
     ):
         types = {"logits": f"*{dtype}", "stride": "i32", "vocab": "i32"}
-        types |= scratch | sizes
         name = f"{dtype}-block{block}"
-        constants = {"BLOCK": block}
         warps = _num_warps(block)
-        out.append(Variant(_split_kernel, name, types, constants, warps))
+        first = types | {"groups": "*i64", **sums, "splits": "i32"}
+        for groups in (1, 8) if block == 4096 else (16,):
+            constants = {"BLOCK": block, "GROUPS": groups}
+            more = f"{name}-groups{groups}"
+            out.append(Variant(_split_kernel, more, first, constants, warps))
+        types |= {"floors": "*i64", "keys": "*i64", **sizes}
+        constants = {"BLOCK": block, "MOST": MAX_K}
+        out.append(Variant(_list_kernel, name, types, constants, warps))
+    types = {"groups": "*i64", "floors": "*i64", "k": "i32", "count": "i32"}
+    constants, warps = {"GROUPS": MIN_GROUPS}, _num_warps(MIN_GROUPS)
+    out.append(Variant(_floor_kernel, "groups512", types, constants, warps))
     for splits, candidates in ((32, 2048), (64, 4096)):
         constants = {"SPLITS": splits, "CANDIDATES": candidates}
         name = f"splits{splits}-k64"
-        types = {**scratch, **outs, **sizes}
+        types = {"keys": "*i64", **sums, **outs, **sizes}
         warps = _num_warps(candidates)
         out.append(Variant(_merge_kernel, name, types, constants, warps))
     return out

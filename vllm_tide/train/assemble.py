@@ -6,9 +6,7 @@ recently seen request is closed early. Nothing is dropped without a counter.
 A light record (ids and counts, no features) is a hole that was asked for: what was
 collected before it becomes a document, and its rows are counted.
 
-Stale draft versions do not matter for committed rows: tokens, features and teacher
-come from the target. They matter for `Branch.draft_probs` only, so those carry their
-version.
+Which draft was live does not matter: tokens, features and teacher come from the target.
 """
 
 from __future__ import annotations
@@ -212,8 +210,6 @@ class Assembler:
                 torch.tensor(logprobs[taught]),
                 torch.tensor(tail[taught]),
             ),
-            draft_probs=torch.tensor(record.draft_probs[first - 1 : first - 1 + size]),
-            draft_version=record.draft_version,
         )
 
     def _close(self, key: int) -> list[Sample]:

@@ -39,7 +39,6 @@ class BranchRows:
         docs: B documents, non-decreasing.
         teacher_hidden: [M, H] at positions a + j + 1, or None.
         teacher_topk: Used when there is no hidden teacher.
-        draft_probs: float32 [M], probability the draft gave `tokens`; NaN unknown.
     """
 
     tokens: Tensor
@@ -51,7 +50,6 @@ class BranchRows:
     docs: list[int]
     teacher_hidden: Tensor | None
     teacher_topk: TopK | None
-    draft_probs: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -208,7 +206,6 @@ def pack_branches(
         docs=[doc for doc, _, _ in chosen],
         teacher_hidden=torch.cat(full) if hidden else None,
         teacher_topk=None if hidden else cat_topk(topk),
-        draft_probs=torch.cat([b.draft_probs for b in branches]),
     )
 
 

@@ -18,17 +18,12 @@ class Branch:
         features: [m, A*H] target features conditioned on the branch.
         teacher_hidden: [m, H] or None.
         teacher_topk: Rows of a top-k teacher, or None.
-        draft_probs: float32 [m] probability the draft gave, NaN unknown. These, and
-            only these, go stale when the draft is swapped.
-        draft_version: Version of the draft that made the tokens.
     """
 
     position: int
     tokens: Tensor
     features: Tensor
     teacher_hidden: Tensor | None
-    draft_probs: Tensor
-    draft_version: int
     teacher_topk: TopK | None = None
 
 

@@ -7,7 +7,7 @@ nothing: every length is checked against the bytes there are and against each ot
 Body of a record, little-endian, each array starting at a multiple of 8 bytes (byte 71
 is the format; format 1 had a 0 there)::
 
-    meta (96 bytes) | token_ids | draft_probs | features | teacher_hidden
+    meta (96 bytes) | token_ids | features | teacher_hidden
     | teacher_topk_ids | teacher_topk_logprobs | teacher_tail_logprob
 """
 
@@ -20,7 +20,7 @@ from math import inf
 
 import numpy as np
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
@@ -33,9 +33,9 @@ _I32 = np.dtype(np.int32)
 _F32 = np.dtype(np.float32)
 
 # key, draft_version, start, num_prompt_tokens, next_token, num_accepted, rows,
-# num_probs, feature_width, teacher_start, hidden_width, topk, phase, flags, dtype,
-# format, tenant, concurrency, cost, verify_chance, (4 bytes of padding)
-_META = struct.Struct("<QQqqqiIIIIIIBBBBQIff4x")
+# (4 bytes of padding), feature_width, teacher_start, hidden_width, topk, phase, flags,
+# dtype, format, tenant, concurrency, cost, verify_chance, (4 bytes of padding)
+_META = struct.Struct("<QQqqqiI4xIIIIBBBBQIff4x")
 META_BYTES = _META.size
 _FORMAT_AT = 71
 _DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -81,8 +81,6 @@ class Record:
         next_token: Token sampled after row num_accepted; -1 if none was.
         draft_version: Version of the draft that made ``token_ids[1:]``.
         token_ids: int32 [n], input token of each row.
-        draft_probs: float32 [n-1] for VERIFY: the draft's probability of
-            ``token_ids[1:]``, NaN where unknown. [0] for PREFILL.
         features: [n, w] of the ring's dtype; bfloat16 as its bits in uint16. [n, 0] in
             a light record.
         teacher_start: First row that has a teacher; n if none has.
@@ -112,7 +110,6 @@ class Record:
     next_token: int
     draft_version: int
     token_ids: np.ndarray
-    draft_probs: np.ndarray
     features: np.ndarray
     teacher_start: int
     teacher_hidden: np.ndarray | None = None
@@ -154,14 +151,13 @@ def encode(
         TypeError, AttributeError, struct.error: If a field is of a wrong kind.
     """
     n = _rows(record.token_ids, _I32)
-    num_probs = _rows(record.draft_probs, _F32)
     dtype = FEATURE_DTYPES[feature_dtype]
     width = _width(record.features, n, dtype)
-    _check_counts(record.phase, n, num_probs, record.num_accepted, record.teacher_start)
+    _check_counts(record.phase, n, record.num_accepted, record.teacher_start)
     teacher_rows = n - record.teacher_start
     flags = _FINISHED * record.finished | _SAMPLED * record.sampled
     hidden_width = topk = 0
-    arrays = [record.token_ids, record.draft_probs, record.features]
+    arrays = [record.token_ids, record.features]
     if record.teacher_hidden is not None:
         flags |= _HIDDEN
         hidden_width = _width(record.teacher_hidden, teacher_rows, dtype)
@@ -185,7 +181,6 @@ def encode(
         record.next_token,
         record.num_accepted,
         n,
-        num_probs,
         width,
         record.teacher_start,
         hidden_width,
@@ -207,24 +202,6 @@ def encode(
     return tuple(parts), size
 
 
-def body_places(
-    rows: int, num_probs: int, features: int, hidden: int, *others: int
-) -> tuple[int, int, int]:
-    """Where the features and the hidden teacher of a body begin, and its size.
-
-    Args:
-        rows: n.
-        num_probs: Length of `draft_probs`.
-        features: Size of all features (bytes, like the following and the result).
-        hidden: Of all hidden teachers.
-        others: Of each array after them.
-    """
-    ends = [META_BYTES]
-    for size in (4 * rows, 4 * num_probs, features, hidden, *others):
-        ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
-    return ends[2], ends[3], ends[-1]
-
-
 def decode(body: memoryview) -> Record:
     """Read a record; its arrays are views of `body`, which must stay unchanged.
 
@@ -242,18 +219,17 @@ def decode(body: memoryview) -> Record:
     if len(body) < META_BYTES:
         raise RecordError("shorter than its fixed part")
     (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n,
-     num_probs, width, teacher_start, hidden_width, topk, phase, flags, code, _, tenant,
+     width, teacher_start, hidden_width, topk, phase, flags, code, _, tenant,
      concurrency, cost, verify_chance) = _META.unpack_from(body)  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
     if not (0.0 <= cost < inf and 0.0 <= verify_chance <= 1.0):
         raise RecordError("cost or verify_chance out of range")
-    _check_counts(phase, n, num_probs, num_accepted, teacher_start)
+    _check_counts(phase, n, num_accepted, teacher_start)
     dtype = FEATURE_DTYPES[_DTYPE_NAMES[code]]
     rows = n - teacher_start
     cursor = _Cursor(body)
     token_ids = cursor.take(_I32, n)
-    draft_probs = cursor.take(_F32, num_probs)
     features = cursor.take(dtype, n, width)
     hidden = cursor.take(dtype, rows, hidden_width) if flags & _HIDDEN else None
     ids = logprobs = tail = None
@@ -272,7 +248,6 @@ def decode(body: memoryview) -> Record:
         next_token=next_token,
         draft_version=draft_version,
         token_ids=token_ids,
-        draft_probs=draft_probs,
         features=features,
         teacher_start=teacher_start,
         teacher_hidden=hidden,
@@ -322,13 +297,9 @@ def _width(array: np.ndarray, rows: int, dtype: np.dtype) -> int:
     return int(array.shape[1])
 
 
-def _check_counts(
-    phase: int, n: int, num_probs: int, num_accepted: int, teacher_start: int
-) -> None:
+def _check_counts(phase: int, n: int, num_accepted: int, teacher_start: int) -> None:
     if phase != _VERIFY and phase != _PREFILL:
         raise RecordError("unknown phase")
-    if num_probs != (n - 1 if n and phase == _VERIFY else 0):
-        raise RecordError("draft_probs does not match the rows")
     if not 0 <= teacher_start <= n:
         raise RecordError("teacher_start lies outside the rows")
     if n == 0:

@@ -4,10 +4,8 @@ Written by the worker's capture thread (``RingWriter``: one producer, one thread
 by the sidecar (``RingReader``, in ``ring_reader``: one consumer). When it is full the
 newest record is dropped and counted. The writer keeps its own head and believes of the
 memory only the tail, and that only within bounds: out of bounds it drops until the
-consumer stores a sane one; a truncated ring is left alone for good. A record is written
-at once, or its room is promised, a GPU copies rows there, and the rest follows: the
-head, up to which the reader looks, stays before what is not complete. What lies in the
-memory is in ``ring_format``.
+consumer stores a sane one; a truncated ring is left alone for good. What lies in
+the memory is in ``ring_format``.
 """
 
 from __future__ import annotations
@@ -15,19 +13,15 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections import Counter, deque
-from dataclasses import asdict, replace
-
-import numpy as np
+from collections import Counter
+from dataclasses import asdict
 
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES
 from vllm_tide.transport.process import pid_namespace
 from vllm_tide.transport.record import (
-    FEATURE_DTYPES,
     FORMAT_VERSION,
     Record,
-    RecordError,
     encode,
 )
 from vllm_tide.transport.ring_format import (
@@ -38,7 +32,6 @@ from vllm_tide.transport.ring_format import (
     Collect,
     RingSpec,
     RingStats,
-    Slot,
     Word,
     consumer_alive,
     frame_length,
@@ -47,7 +40,7 @@ from vllm_tide.transport.ring_format import (
 from vllm_tide.transport.ring_reader import RingReader
 from vllm_tide.transport.shm import Segment
 
-__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter", "Slot"]
+__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter"]
 
 # What a record of wrong kinds can raise while it is encoded.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
@@ -69,10 +62,6 @@ class RingWriter:
         self._capacity = segment.header.size_bytes - DATA_AT
         self._head = 0
         self._tail = 0
-        # Where the next frame goes. The head, up to which the reader looks, stays
-        # before the first slot that is open.
-        self._end = 0
-        self._open: deque[Slot] = deque()
         self._disabled = ""
         self._written_records = self._written_rows = 0
         # Both pids usually live here; the first consumer corrects it.
@@ -97,13 +86,8 @@ class RingWriter:
         segment = Segment.create("ring", MAGIC, FORMAT_VERSION, fields, capacity)
         return cls(segment, spec)
 
-    def try_write(self, record: Record, slot: Slot | None = None) -> bool:
+    def try_write(self, record: Record) -> bool:
         """Append a record, or drop and count it. Never blocks, never raises.
-
-        Args:
-            record: The record.
-            slot: Of `reserve`: its features and hidden teacher have landed there, and
-                those of `record` count by their shape only. It is closed in any case.
 
         Returns:
             Whether it was written.
@@ -111,11 +95,9 @@ class RingWriter:
         num_rows = 0
         try:
             num_rows = len(record.token_ids)
-            reason = self._write(record, slot)
+            reason = self._write(record)
         except _INVALID:
             reason = "closed" if self._segment.closed else "invalid"
-        if slot is not None:
-            self.cancel(slot)
         if not reason:
             self._written_records += 1
             self._written_rows += num_rows
@@ -128,60 +110,6 @@ class RingWriter:
         rows = self.dropped_rows.total()
         self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
         return False
-
-    @property
-    def memory(self) -> memoryview:
-        """The segment, for who lets a GPU copy into slots."""
-        return self._segment.buf
-
-    def reserve(
-        self, rows: int, num_probs: int, teacher_start: int, topk: bool
-    ) -> Slot | None:
-        """Promise room to one record, so that its rows may be copied there meanwhile.
-
-        The reader sees neither a slot nor what is written after it before the slot is
-        closed, by `try_write` or `cancel`: also if this process ends before that.
-        Never blocks, never raises.
-
-        Args:
-            rows: n of the record.
-            num_probs: Length of its `draft_probs`.
-            teacher_start: Of the record.
-            topk: Whether it has a top-k teacher.
-
-        Returns:
-            The slot; None if there is no room now, which nothing is counted for.
-        """
-        shape = rows, num_probs, teacher_start, topk
-        length = frame_length(self.spec.places(0, *shape).body)
-        try:
-            if self._unusable() or self._make_room(length):
-                return None
-        except ValueError:  # as in heartbeat
-            return None
-        places = self.spec.places(self._body_at(self._end), *shape)
-        slot = Slot(self._end, places)
-        self._open.append(slot)
-        self._end += length
-        return slot
-
-    def cancel(self, slot: Slot) -> None:
-        """Close a slot: the reader skips one that holds no record. Idempotent.
-
-        Nothing may be on its way there any more.
-        """
-        if slot not in self._open:
-            return
-        with contextlib.suppress(ValueError):  # as in heartbeat
-            if not slot.closed and not self._unusable():
-                length = frame_length(slot.places.body)
-                self._put(slot.begin, pack_frame(PAD, slot.begin, length))
-        slot.closed = True
-        while self._open and self._open[0].closed:
-            self._open.popleft()
-        with contextlib.suppress(ValueError):
-            if not self._unusable():
-                self._publish()
 
     def heartbeat(self) -> None:
         """Say that the engine lives; also repairs what was damaged in memory."""
@@ -201,6 +129,23 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if self._segment.intact():
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
+
+    def level(self) -> tuple[int, int]:
+        """Bytes written, and bytes that the consumer has passed, since the start."""
+        with contextlib.suppress(ValueError):  # as in heartbeat
+            if not self._unusable():
+                self._tail_is_sane()
+        return self._head, self._tail
+
+    @property
+    def capacity(self) -> int:
+        """Room for frames (bytes)."""
+        return self._capacity
+
+    @property
+    def max_rows(self) -> int:
+        """Rows from which on a record is split: many of them must fit at once."""
+        return max(self._capacity // 16 // self.spec.row_bytes, 1)
 
     @property
     def lost(self) -> bool:
@@ -262,34 +207,20 @@ class RingWriter:
         except ValueError:  # as in heartbeat; suppress() would cost half a microsecond
             self._disabled = "closed"
 
-    def _write(self, record: Record, slot: Slot | None) -> str:
-        """Append, or fill a slot; the reason if it was dropped, else empty."""
+    def _write(self, record: Record) -> str:
+        """Append; the reason if it was dropped, else empty."""
         if reason := self._unusable():
             return reason
-        if slot is not None:
-            if slot not in self._open:  # of a ring that this one replaces
-                return "truncated"
-            record = self._landed(record, slot)
         parts, body = encode(record, self.spec.feature_dtype)
         self.spec.check(record)
         length = frame_length(body)
-        if slot is not None:
-            begin = slot.begin
-            if body != slot.places.body:
-                return "invalid"
-            if not self._tail_is_sane():  # the consumer may have blanked the slot
-                return "cursor"
-        elif reason := self._make_room(length):
+        if reason := self._make_room(length):
             return reason
-        else:
-            begin = self._end
-        crc = _shm.gather(self._segment.buf, self._body_at(begin), parts)
+        begin = self._head
+        at = DATA_AT + begin % self._capacity + FRAME_BYTES
+        crc = _shm.gather(self._segment.buf, at, parts)
         self._put(begin, pack_frame(RECORD, begin, length, body, crc))
-        if slot is None:
-            self._end += length
-            self._publish()
-        else:
-            slot.closed = True
+        self._publish(begin + length)
         return ""
 
     def _make_room(self, length: int) -> str:
@@ -299,15 +230,14 @@ class RingWriter:
             return "too_large"
         if not self._tail_is_sane():
             return "cursor"
-        used = self._end - self._tail
-        if length > (room := capacity - self._end % capacity):
+        used = self._head - self._tail
+        if length > (room := capacity - self._head % capacity):
             if room > capacity - used:
                 return "full"
             # Published on its own, so that a record larger than what is free now has
             # the whole ring once the consumer has passed the pad.
-            self._put(self._end, pack_frame(PAD, self._end, room))
-            self._end += room
-            self._publish()
+            self._put(self._head, pack_frame(PAD, self._head, room))
+            self._publish(self._head + room)
             used += room
         return "full" if length > capacity - used else ""
 
@@ -320,32 +250,10 @@ class RingWriter:
         self._tail = tail
         return True
 
-    def _landed(self, record: Record, slot: Slot) -> Record:
-        """The record with the rows that lie in its slot; they are checked in place."""
-        hidden, ids = record.teacher_hidden, record.teacher_topk_ids
-        counts = len(record.token_ids), len(record.draft_probs), record.teacher_start
-        at = self._body_at(slot.begin)
-        if self.spec.places(at, *counts, ids is not None) != slot.places:
-            raise RecordError("the record is not the one that the slot was made for")
-
-        def rows(like: np.ndarray, place: slice) -> np.ndarray:
-            flat = np.frombuffer(self._segment.buf, dtype, like.size, place.start)
-            return flat.reshape(like.shape)
-
-        dtype = FEATURE_DTYPES[self.spec.feature_dtype]
-        features = rows(record.features, slot.places.features)
-        if hidden is not None:
-            hidden = rows(hidden, slot.places.hidden)
-        return replace(record, features=features, teacher_hidden=hidden)
-
-    def _body_at(self, position: int) -> int:
-        """Byte of the segment at which the body of a frame begins."""
-        return DATA_AT + position % self._capacity + FRAME_BYTES
-
     def _put(self, position: int, frame: bytes) -> None:
         start = DATA_AT + position % self._capacity
         self._segment.buf[start : start + FRAME_BYTES] = frame
 
-    def _publish(self) -> None:
-        self._head = self._open[0].begin if self._open else self._end
+    def _publish(self, head: int) -> None:
+        self._head = head
         self._segment.store(Word.HEAD, self._head)

@@ -22,7 +22,6 @@ from vllm_tide.transport.record import (
     FEATURE_DTYPES,
     Record,
     RecordError,
-    body_places,
 )
 from vllm_tide.transport.shm import Segment
 
@@ -57,29 +56,6 @@ class Collect(IntEnum):
     FULL = 1
     LIGHT = 2
     """Records of token ids and counts, without rows."""
-
-
-class Places(NamedTuple):
-    """Size of a body, and bytes of the segment for its features and hidden teacher."""
-
-    body: int
-    features: slice
-    hidden: slice
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """Room that was promised to one record before it is complete.
-
-    Attributes:
-        begin: Position of its frame.
-        places: Of the record.
-        closed: Whether its frame is complete.
-    """
-
-    begin: int
-    places: Places
-    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,30 +114,13 @@ class RingSpec:
         """Width of a feature row: captured layers times hidden size."""
         return len(self.aux_layer_ids) * self.hidden_size
 
-    def places(
-        self, at: int, rows: int, num_probs: int, teacher_start: int, topk: bool
-    ) -> Places:
-        """Where a full record lies whose body begins at byte `at` of the segment.
-
-        Args:
-            at: Any multiple of 8.
-            rows: n of the record.
-            num_probs: Length of its `draft_probs`.
-            teacher_start: Of the record.
-            topk: Whether it has a top-k teacher.
-        """
+    @property
+    def row_bytes(self) -> int:
+        """Most bytes of a row with all that it carries."""
         item = FEATURE_DTYPES[self.feature_dtype].itemsize
-        left = rows - teacher_start
-        features = rows * self.feature_width * item
-        hidden = 0 if self.teacher == "topk" else left * self.hidden_size * item
-        ids, tail = 4 * left * self.teacher_topk * topk, 4 * left * topk
-        first, second, body = body_places(
-            rows, num_probs, features, hidden, ids, ids, tail
-        )
-        first, second = first + at, second + at
-        return Places(
-            body, slice(first, first + features), slice(second, second + hidden)
-        )
+        hidden = 0 if self.teacher == "topk" else self.hidden_size
+        topk = 0 if self.teacher == "hidden" else 8 * self.teacher_topk + 4
+        return (self.feature_width + hidden) * item + topk + 4
 
     def check(self, record: Record) -> None:
         """Compare a record's widths and teacher with this spec.

@@ -1,4 +1,4 @@
-"""Rows that a GPU copies straight into the ring: the records are those of the host."""
+"""Rows that a GPU copies to the host: the records are those of a CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.transport.samples import identity, make_spec
-from vllm_tide.capture import pinned
+from tests.transport.samples import identity, make_record, make_spec
+from vllm_tide.capture.pinned import PinnedBytes
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine import capture_v2
+from vllm_tide.engine import capture_v2, row_stage
 from vllm_tide.engine.device_stage import DeviceStage
+from vllm_tide.engine.run_layout import RunLayout
 from vllm_tide.engine.step_log import Step
-from vllm_tide.transport import RingReader, RingWriter
+from vllm_tide.train.assemble import Assembler
+from vllm_tide.transport import Phase, RingReader, RingWriter
 
 H, LAYERS, ROWS, TOPK = 6, (1, 2), 32, 3
 
@@ -34,9 +36,7 @@ class Event:
 
 
 class Stream:
-    """Copies at once; where the host would wait is counted."""
-
-    waits = 0
+    """Copies at once."""
 
     def __init__(self, *_, **__):
         pass
@@ -49,7 +49,7 @@ class Stream:
         pass
 
     def synchronize(self):
-        Stream.waits += 1
+        pass
 
 
 class Runtime:
@@ -88,13 +88,11 @@ def gpu(monkeypatch):
         torch, "zeros", lambda *args, device="cpu", **more: zeros(*args, **more)
     )
     monkeypatch.setattr(Event, "happened", True)
-    monkeypatch.setattr(Stream, "waits", 0)
-    monkeypatch.setattr(capture_v2, "DIRECT_BYTES", 4 * len(LAYERS) * H * 2)
 
     def make_stage(device, *sizes):
-        *sizes, dtype, hidden, logits, topk = sizes
+        *sizes, dtype, hidden, logits, topk, room = sizes
         assert dtype == "bfloat16"
-        kinds = torch.bfloat16, hidden, logits, topk, device
+        kinds = torch.bfloat16, hidden, logits, topk, device, room
         return DeviceStage(*sizes, *kinds)
 
     monkeypatch.setattr(capture_v2, "make_stage", make_stage)
@@ -104,7 +102,7 @@ def gpu(monkeypatch):
 class Engine:
     """A `CaptureV2` and the ring it writes to."""
 
-    def __init__(self, teacher, capacity=1 << 16):
+    def __init__(self, teacher, capacity=1 << 18):
         runner = SimpleNamespace(
             device=torch.device("cpu"), max_num_tokens=ROWS, max_num_reqs=4,
             num_speculative_steps=3, vocab_size=50, dtype=torch.bfloat16,
@@ -122,9 +120,9 @@ class Engine:
             ticket = self.capture._admit(name, params, True)
             self.capture._tickets[name] = replace(ticket, key=key)
 
-    def stage(self, seed=0, of_a=9, cut=False):
+    def stage(self, seed=0, cut=False):
         """a prefills 9 rows, b verifies 3 drafts, c verifies 1, d is nobody's."""
-        bounds = np.array([0, of_a, of_a + 4, of_a + 6, 24], np.int32)
+        bounds = np.array([0, 9, 13, 15, 24], np.int32)
         drafts = np.array([0, 3, 1, 0], np.int32)
         step = Step(
             req_ids=["a", "b", "c", "d"],
@@ -145,7 +143,7 @@ class Engine:
         ]
         self.capture.on_logits(torch.randn(7, 50, generator=random))
         ids = torch.arange(24, dtype=torch.int32)
-        self.capture.stage(step, ids, rows[0], rows[1:])
+        self.capture.stage(step, rows[0], rows[1:])
         step.start = np.array([0, 20, 30, 0])
         step.emitted = np.array([1, 2, 1, 1], np.int32)
         step.sampled = np.arange(16).reshape(4, 4)
@@ -180,79 +178,113 @@ def engine(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
-def test_records_are_those_that_the_host_would_have_copied(
-    engine, gpu, teacher, monkeypatch
-):
+def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
     found = []
-    for error in (0, 1):
-        monkeypatch.setattr(gpu, "error", error)
+    for make_stage in (capture_v2.make_stage, row_stage.make_stage):
+        monkeypatch.setattr(capture_v2, "make_stage", make_stage)
         each = engine(teacher)
         for seed in range(3):
             step = each.stage(seed)
-            assert sorted(step.slots) == ([] if error else [0, 1])
             assert each.records() == []
             each.capture.write(step)
             step.staged.release()
             found.append([identity(record) for record in each.records()])
-        assert not each.ring.drops and not Stream.waits
+        assert not each.ring.drops
         assert each.capture.rows == 3 * (9 + 4 + 1)
     assert found[:3] == found[3:] and [len(records) for records in found] == [3] * 6
 
 
-def test_laps_and_a_full_ring(engine):
-    each = engine("hidden", 1500)
+def test_only_rows_that_are_wanted_are_staged(engine):
+    """d's 9 rows and c's placeholder lie between or behind the others'."""
+    each = engine("hidden")
+    each.capture._tickets["a"].refusal = "opted_out"
+    step = each.stage()
+    assert len(step.staged.features) == 4 + 1
+    each.capture.write(step)
+    assert [record.num_rows for record in each.records()] == [4, 1]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 29, 40])
+def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, rows):
+    small, spec = engine(teacher, 1 << 13), make_spec(teacher, hidden_size=H, topk=TOPK)
+    small.ring.spec = spec = make_spec(teacher, hidden_size=H, topk=TOPK, layers=LAYERS)
+    drafts = min(3, rows - 1) if phase == Phase.VERIFY else 0
+    committed = rows - 1 - drafts
+    start = 0 if teacher == "hidden" else committed
+    record = make_record(spec, rows, rows, phase, start)
+    if phase == Phase.VERIFY:
+        record = replace(record, num_accepted=committed + drafts // 2)
+    record = replace(record, start=5, num_prompt_tokens=6, finished=False)
+    parts = list(small.capture._parts(record, committed))
+    most = small.ring.max_rows
+    assert most < 20 and all(part.num_rows <= most + 3 for part in parts)
+    assert (len(parts) > 1) == (rows > most and committed > 0)
+    joined = []
+    for records in ([record], parts):
+        assembler = Assembler(len(LAYERS) * H, max_branches=1)
+        for part in records:
+            assert small.ring.try_write(part), small.ring.drops
+            assert not assembler.add(small.reader.read(), 0.0)
+        joined.append(assembler.flush())
+    assert len(joined[0]) == len(joined[1]) <= 1
+    if not joined[0]:  # nothing to train on: no committed row but the first is taught
+        assert committed == 0 or (teacher != "hidden" and phase == Phase.VERIFY)
+        return
+    (one,), (other,) = joined
+    assert one.start == other.start == 5
+    for name in ("tokens", "features", "has_teacher"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert len(one.branches) == len(other.branches)
+    for left, right in [(one, other), *zip(one.branches, other.branches, strict=True)]:
+        assert torch.equal(left.tokens, right.tokens)
+        assert (left.teacher_hidden is None) == (right.teacher_hidden is None)
+        if left.teacher_hidden is not None:
+            assert torch.equal(left.teacher_hidden, right.teacher_hidden)
+
+
+def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):
+    each = engine("hidden", 3000)
+    rows = each.ring.spec.row_bytes
     for seed in range(40):
         step = each.stage(seed)
-        each.capture.write(step)
-        step.staged.release()
-        if seed % 3:
-            each.records()
-    stats = each.ring.stats()
-    assert (
-        0 < stats.dropped_records < 120 == stats.dropped_records + stats.written_records
-    )
-    assert set(each.ring.drops) == {"full"}
+        if step.staged is not None:
+            assert step.size >= len(step.staged.features) * rows
+            each.capture.write(step)
+            step.staged.release()
+    assert not each.ring.drops and each.capture.budget.staged == 0
+    tickets = each.capture._tickets
+    assert {tickets[name].refusal for name in "abc"} <= {"over_budget", "cut_short"}
+    written = each.capture.rows
+    lost = each.capture.dropped["over_budget"] + each.capture.dropped["cut_short"]
+    assert written + lost == 40 * (9 + 4 + 1) and written
+    assert sum(record.num_rows for record in each.records()) == written
+    each.capture.forget("abc")
+    each.records()
+    # New ones come in again.
+    for name in "abc":
+        each.capture._admit(name, None, True)
+    assert each.stage().staged is not None
 
 
-def test_rows_after_a_requests_end_and_a_fault_leave_no_slot_open(engine, monkeypatch):
+def test_staging_is_no_larger_than_twice_the_ring(engine):
+    small, large = engine("hidden", 1 << 10), engine("hidden", 1 << 20)
+    largest = RunLayout(ROWS, 0, len(LAYERS), H, torch.bfloat16, True, 0).num_bytes
+    assert small.capture._stage._ring.num_bytes <= 2 * 1024 + 1024
+    assert 3 * largest <= large.capture._stage._ring.num_bytes <= 3 * largest + 1024
+
+
+def test_rows_after_a_requests_end_and_a_fault(engine):
     each = engine("hidden")
     first, second, third = each.stage(0), each.stage(1), each.stage(2)
     each.capture.write(first, overrun=["a"])
-    assert [record.num_rows for record in each.records()] == [4]
     second.sampled = None  # something of ours fails
     with pytest.raises(IndexError):
         each.capture.write(second)
     each.capture.write(third)
-    # The first step's last one was written behind what was promised by then.
-    assert [record.num_rows for record in each.records()] == [9, 4, 1, 1]
-
-
-def test_records_of_a_request_stay_in_order(engine):
-    each = engine("hidden")
-    steps = [each.stage(seed, of_a) for seed, of_a in enumerate((9, 2, 9))]
-    assert [sorted(step.slots) for step in steps] == [[0, 1], [1], [1]]
-    for number, step in enumerate(steps):
-        step.start = step.start + 10 * number
-        each.capture.write(step)
-    found = each.records()
-    for key in range(3):
-        assert [r.start // 10 % 10 for r in found if r.key == key] == [
-            [0, 2, 3][key] + number for number in range(3)
-        ]
-    assert each.stage(3).slots.keys() == {0, 1}
-
-
-def test_a_copy_that_fails_gives_the_room_back(engine, monkeypatch):
-    each = engine("hidden")
-    failing = lambda *_: (_ for _ in ()).throw(RuntimeError("a copy"))  # noqa: E731
-    with monkeypatch.context() as broken:
-        broken.setattr(each.capture._stage, "_landing", failing)
-        with pytest.raises(RuntimeError, match="a copy"):
-            each.stage()
-    assert Stream.waits == 1
-    step = each.stage()
-    each.capture.write(step)
-    assert len(each.records()) == 3
+    assert [record.num_rows for record in each.records()] == [4, 1, 9, 4, 1]
+    assert each.capture.budget.staged == 0
 
 
 def test_records_say_with_which_chance_their_drafts_were_verified(engine):
@@ -264,26 +296,14 @@ def test_records_say_with_which_chance_their_drafts_were_verified(engine):
     assert told == [(0.0, 2.0), (0.25, 2.0), (0.0, 2.0)]
 
 
-def test_rows_of_a_step_that_the_device_cuts_go_through_the_host(engine):
+def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):
     each = engine("hidden")
     step = each.stage(cut=True)
-    assert not step.slots
     step.bounds, step.drafts = np.array([0, 9, 11, 13, 24]), np.array([0, 1, 1, 0])
     each.capture.write(step)
-    assert [len(record.token_ids) for record in each.records()] == [9, 2, 1]
-
-
-def test_a_ring_that_replaces_one_is_written_by_the_host(engine):
-    each, other = engine("hidden"), engine("hidden")
-    step = each.stage()
-    each.capture.use_ring(other.ring)
-    each.capture.write(step)
-    assert other.ring.dropped_rows == {"truncated": 9 + 4}
-    step.staged.release()
-    step = each.stage()
-    assert not step.slots
-    each.capture.write(step)
-    assert len(other.records()) == 1 + 3
+    found = each.records()
+    assert [len(record.token_ids) for record in found] == [9, 2, 1]
+    np.testing.assert_array_equal(found[1].features, step.staged.features[9:11])
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -295,11 +315,10 @@ def test_a_runtime_that_registers_nothing_is_said_once(
         monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
     else:
         gpu.error = 2
-    memory = torch.empty(64, dtype=torch.uint8)
-    assert pinned.register(memory, gpu, "the host copies") is None
+    assert len(PinnedBytes(64).bytes) == 64
     (line,) = (record.message for record in caplog.records)
     error = -1 if missing else 2
     assert line == (
         "vllm_tide: 0 MiB are not registered with the GPU's runtime "
-        f"(error {error}): the host copies"
+        f"(error {error}): Torch's pinned memory is used"
     )

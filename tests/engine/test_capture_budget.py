@@ -1,0 +1,180 @@
+"""More traffic than the trainer takes: whole requests of it, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.transport.samples import make_spec
+from vllm_tide.capture.policy import RowBudget
+from vllm_tide.config import CaptureConfig
+from vllm_tide.engine.capture_v2 import CaptureV2
+from vllm_tide.engine.step_log import Step
+from vllm_tide.transport import RingReader, RingWriter
+
+H, LAYERS, K, BATCH, STEPS = 2, (1, 2, 3), 3, 256, 30
+RING_ROWS = 8192
+
+
+class Server:
+    """256 requests at once, 30 steps a second, 4 rows of each: 30,000 rows/s.
+
+    The real capture writes a real ring; the clock is the step's number.
+    """
+
+    def __init__(self, seconds: float, seed: int = 0) -> None:
+        self.random, self.seconds, self.now = random.Random(seed), seconds, 0.0
+        spec = make_spec("hidden", hidden_size=H, layers=LAYERS)
+        self.ring = RingWriter.create(spec, RING_ROWS * (spec.row_bytes + 64))
+        self.reader = RingReader.attach(self.ring.name)
+        runner = SimpleNamespace(
+            device=torch.device("cpu"), max_num_tokens=BATCH * 800, max_num_reqs=BATCH,
+            num_speculative_steps=K, vocab_size=50, dtype=torch.bfloat16,
+        )  # fmt: skip
+        self.capture = CaptureV2(runner, self.ring, CaptureConfig(), len(LAYERS), H, 3)
+        self.capture.budget = RowBudget(lambda: self.now)
+        rows = runner.max_num_tokens
+        self.ids = torch.zeros(rows, dtype=torch.int32)
+        self.hidden = torch.zeros(rows, H, dtype=torch.bfloat16)
+        self.count = self.staged = self.offered = 0
+        self.served: dict[int, int] = {}  # rows of each request that ended, by key
+        self.read: Counter[int] = Counter()
+        self.live = [self.arrive(self.random.random()) for _ in range(BATCH)]
+
+    def arrive(self, left: float = 1.0) -> dict:
+        self.count += 1
+        name = str(self.count)
+        ticket = self.capture._admit(name, None, True)
+        steps = self.random.expovariate(1 / self.seconds) * STEPS * left
+        return {
+            "name": name, "key": ticket.key, "rows": 0, "steps": max(int(steps), 1),
+            "prompt": self.random.randrange(50, 600),
+        }  # fmt: skip
+
+    def step(self) -> None:
+        self.now += 1 / STEPS
+        live = self.live
+        counts = [r["prompt"] if not r["rows"] else K + 1 for r in live]
+        drafts = np.array([K if r["rows"] else 0 for r in live], np.int32)
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        start = np.array([r["rows"] for r in live])
+        step = Step(
+            req_ids=[r["name"] for r in live], bounds=bounds, drafts=drafts,
+            padded=np.zeros(BATCH, bool), logit_ends=np.cumsum(drafts + 1),
+            num_prompt_tokens=np.array([r["prompt"] for r in live], np.int32),
+            steps=K, version=0, place=SimpleNamespace(),
+        )  # fmt: skip
+        self.capture.stage(step, self.hidden, [self.hidden] * len(LAYERS))
+        step.start, step.emitted = start, np.full(BATCH, K + 1, np.int32)
+        step.sampled = np.zeros((BATCH, K + 1), np.int64)
+        step.token_ids = self.ids.numpy()
+        if step.full:
+            self.staged += sum(counts[i] for i in step.first)
+        self.capture.write(step)
+        if step.staged is not None:
+            step.staged.release()
+        for i, request in enumerate(live):
+            request["rows"] += counts[i]
+            request["steps"] -= 1
+            if request["steps"] <= 0:
+                self.capture.forget([request["name"]])
+                self.served[request["key"]] = request["rows"]
+                live[i] = self.arrive()
+        self.offered += int(bounds[-1])
+
+    def take(self, rows: float) -> int:
+        """The trainer reads about so many rows, if there are."""
+        taken = 0
+        while taken < rows and (record := self.reader.read()) is not None:
+            taken += record.num_rows
+            self.read[record.key] += record.num_rows
+        return taken
+
+    def whole(self) -> tuple[int, int]:
+        """Captured requests that ended, and those of them with every row."""
+        self.take(float("inf"))
+        ended = [key for key in self.read if key in self.served]
+        return len(ended), sum(self.read[key] == self.served[key] for key in ended)
+
+    def close(self) -> None:
+        self.ring.close()
+        self.capture.close()
+        self.reader.close()
+
+
+@pytest.fixture
+def server():
+    made = []
+
+    def make(seconds):
+        made.append(Server(seconds))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("seconds", [1, 6])
+def test_a_sixth_of_the_traffic_is_captured_as_whole_requests(server, seconds):
+    """At 30,000 rows/s offered and 5,000 taken."""
+    each = server(seconds)
+    rate, taken, owed = 5_000, 0, 0.0
+    length, warm = 24 * STEPS, 8 * STEPS
+    for number in range(length):
+        each.step()
+        owed += rate / STEPS
+        got = each.take(owed)
+        owed = max(owed - got, 0.0) if got >= owed - 1 else 0.0
+        taken += got * (number >= warm)
+    assert each.offered > 25_000 * length / STEPS
+    assert taken >= 0.8 * rate * (length - warm) / STEPS
+    captured, whole = each.whole()
+    assert captured >= 50 and whole >= 0.99 * captured
+    assert each.staged == each.capture.rows == sum(each.read.values())
+    assert not each.ring.drops and not each.capture.dropped["cut_short"]
+    assert each.capture.dropped["over_budget"] == each.offered - each.staged
+
+
+def test_a_trainer_that_stood_still_is_fed_again(server):
+    each = server(2)
+    for _ in range(6 * STEPS):
+        each.step()
+    assert each.capture.dropped["over_budget"] and not each.ring.drops
+    before, taken = each.capture.rows, 0
+    assert before * each.ring.spec.row_bytes > each.ring.capacity / 4
+    for number in range(20 * STEPS):
+        each.step()
+        taken += each.take(5_000 / STEPS) * (number >= 10 * STEPS)
+    assert taken >= 0.8 * 5_000 * 10
+
+
+def test_a_request_longer_than_the_ring_is_not_shut_out_for_good():
+    """With none admitted nothing could be learnt."""
+    ring = SimpleNamespace(
+        level=lambda: (0, 0), capacity=1 << 20, spec=SimpleNamespace(row_bytes=1 << 10)
+    )
+    budget, now = RowBudget(lambda: now[0]), [0.0]
+    budget._output_rows = 1e6
+    budget.look(ring)
+    ticket = SimpleNamespace(key=1, prompt=-1, rows=0)
+    assert budget.take(ticket, 10, 5000) is None
+    assert budget.take(SimpleNamespace(key=2, prompt=-1, rows=0), 10, 5) is not None
+
+
+def test_little_traffic_is_taken_whole_though_nobody_reads(server):
+    each = server(2)
+    each.live = each.live[:0]
+    budget = each.capture.budget
+    for number in range(20):
+        budget.look(each.ring)
+        ticket = each.capture._admit(f"new{number}", None, True)
+        assert budget.take(ticket, 100, 100) is None
+        for _ in range(10):
+            assert budget.take(ticket, K + 1, 100) is None
+        budget.end(ticket)

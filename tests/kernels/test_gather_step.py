@@ -1,0 +1,47 @@
+"""A step's numbers: the block of the reference, one launch for any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_tide.kernels import gather_step as op
+from vllm_tide.kernels.gather_step import gather_step, gather_step_reference
+
+
+def parts(n, rows, width, depth, cut):
+    random = torch.Generator().manual_seed(n)
+
+    def some(*shape, dtype=torch.int32):
+        return torch.randint(-1, 1 << 18, shape, generator=random).to(dtype)
+
+    found = [some(n), some(n), some(n, 7, dtype=torch.int64)[:, :width], some(rows)]
+    found.append(torch.rand(n, 9, generator=random)[:, :depth])
+    found.append(some(n, 5, dtype=torch.int64)[:, 0])
+    return found + [some(n + 1), some(n + 1)] * cut
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("n", "rows", "width", "depth"),
+    [(1, 1, 1, 1), (3, 11, 4, 3), (5, 2500, 1, 3), (40, 64, 6, 5)],
+)
+def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
+    given = parts(n, rows, width, depth, cut)
+    size = sum(part.numel() for part in given)
+    ours, wanted = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
+    gather_step_reference(given, wanted)
+    monkeypatch.setattr(op, "gather_step_reference", None)
+    gather_step(given, ours)
+    assert torch.equal(ours, wanted) and ours[-3:].tolist() == [7] * 3
+    assert wanted[:n].tolist() == given[0].tolist()
+    at = 2 * n + n * width + rows
+    sure = wanted[at : at + n * depth].view(torch.float32).view(n, depth)
+    assert torch.equal(sure, given[4])
+
+
+def test_no_number_of_a_step_makes_a_kernel_of_its_own():
+    assert set(op._NUMBERS) == {
+        name for name, kind in op.variants()[0].types.items() if kind == "i32"
+    }
