@@ -24,7 +24,7 @@ made.stager = SimpleNamespace(
     last_refused_version=0,
     last_refusal="",
 )
-made._group = SimpleNamespace(cpu_group=dist.group.WORLD)
+made._group = SimpleNamespace(cpu_group=dist.group.WORLD, rank_in_group=rank)
 made._contract = SimpleNamespace(accept=lambda norms: None)
 made._segment = SimpleNamespace(report=lambda *told: None)
 made._draft = made._config = made._room = made._tracing = None
