@@ -51,6 +51,7 @@ def report(tick: int) -> dict[str, Any]:
         "ring_used_bytes": 10_000,
         "ring_capacity_bytes": 1_000_000,
         "consumer_alive": True,
+        "capture_on": True,
         "draft_length": 2.7,
         "predicted_step_s": 0.02,
         "measured_step_s": 0.021,

@@ -63,7 +63,7 @@ MET = server("vllm_tide:slo_requests_total", 'outcome="met"')
 FIRST = server("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"')
 OFF = server("vllm_tide:off_rounds_total", 'reason="no_gain"')
 FULL = server("vllm_tide:dropped_rows_total", 'reason="ring_full"')
-OVER = server("vllm_tide:dropped_rows_total", 'reason="over_budget"')
+CUT = server("vllm_tide:dropped_rows_total", 'reason="cut_short"')
 OUTPUT = server("vllm:generation_tokens_total")
 DRAFTS = server("vllm:spec_decode_num_drafts_total")
 VERIFIED = server("vllm:spec_decode_num_draft_tokens_total")
@@ -153,7 +153,7 @@ PLANTS: dict[str, tuple[Series, tuple[str, ...]]] = {
     "TideTrainerGone": ({ALIVE: gauge(1, 0)}, ()),
     "TideRingNearlyFull": ({USED: gauge(1e6, 250e6)}, ()),
     # Neither reason alone is a twentieth of the rows.
-    "TideRowsDropped": ({FULL: counter(10, 300), OVER: counter(0, 300)}, ()),
+    "TideRowsDropped": ({FULL: counter(10, 300), CUT: counter(0, 300)}, ()),
     "TideCaptureStopped": ({ROWS: counter(6000, 0), FULL: gauge(0)}, ()),
     "TideTrainerStalled": ({trainer("steps_total"): counter(20, 0)}, ()),
     "TideTrainerDiverged": ({trainer("loss"): gauge(1.5, nan)}, ()),

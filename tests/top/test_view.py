@@ -116,7 +116,13 @@ def test_faults_and_a_missing_trainer_are_shown():
     assert "no trainer" in shown
 
 
-@pytest.mark.parametrize("reason", ["ring_full", "over_budget", "cut_short"])
+def test_requests_left_out_on_purpose_are_no_warning():
+    shown = body(picture(after={"dropped": {"over_budget": 50}}), 80)
+    (style,) = (style for line in shown for text, style in line if "over_bud" in text)
+    assert style is Style.PLAIN
+
+
+@pytest.mark.parametrize("reason", ["ring_full", "cut_short"])
 def test_rows_lost_to_a_slow_trainer_are_a_warning_as_in_the_alert(reason):
     shown = body(picture(after={"dropped": {reason: 50}}), 80)
     (style,) = (style for line in shown for text, style in line if reason in text)

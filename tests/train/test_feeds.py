@@ -182,7 +182,6 @@ HOSTILE = {
     "start": lambda r: replace(r, start=2**63 - 2),
     "start -1": lambda r: replace(r, start=-1),
     "prompt": lambda r: replace(r, num_prompt_tokens=2**62),
-    "prob": _with("draft_probs", 0, value=np.inf),
     "nan": _with("features", 2, 5, value=BF16_NAN),
     "inf": _with("features", 2, 5, value=BF16_INF),
     "1e38": _with("features", 2, 5, value=BF16_1E38),

@@ -108,7 +108,6 @@ def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
         or not (min(places) >= 0 and max(places) < _FAR)
         or not -1 <= record.next_token < vocab_size
         or ids[:count].max() >= vocab_size
-        or (np.abs(record.draft_probs) > 1.01).any()
         or _too_large(record.features[:count], spec)
         or (hidden is not None and _too_large(hidden[taught], spec))
     ):
