@@ -10,7 +10,9 @@ from pathlib import Path
 
 from vllm_tide import metrics
 from vllm_tide.cli import config
-from vllm_tide.faults.report import markdown
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.faults.report import markdown  # noqa: E402
 
 README = Path(__file__).parent.parent / "README.md"
 FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json.xz"

@@ -15,4 +15,5 @@ export TIDE_VENV=${TIDE_VENV:-$here/.venv}
 }
 # shellcheck source=scripts/env.sh
 . "$here/scripts/env.sh"
-exec "$TIDE_VENV/bin/python" -m vllm_tide.faults.soak "$@"
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+exec "$TIDE_VENV/bin/python" -m tests.faults.soak "$@"

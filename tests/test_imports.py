@@ -43,8 +43,6 @@ LAYERS = {
     "doctor": 5,
     "top": 5,
     "cli": 6,
-    # Its trainer is the real command with one class replaced.
-    "faults": 7,
     "__main__": 7,
 }
 NO_TORCH = ("config", "dashboards", "transport", "patching", "patch_series", "metrics")

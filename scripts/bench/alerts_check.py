@@ -25,6 +25,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import yaml
@@ -35,12 +36,14 @@ from vllm_tide.bench.report import environment
 from vllm_tide.bench.server import free_port
 from vllm_tide.bench.sizes import targets_of
 from vllm_tide.dashboards import ALERTS, contents
-from vllm_tide.faults import heads, memory
-from vllm_tide.faults.command import add_places, run_command, say_since
-from vllm_tide.faults.counters import total
-from vllm_tide.faults.load import Load
-from vllm_tide.faults.scene import NotRecovered, serving
-from vllm_tide.faults.trainer import AGAIN, POISON, SWAPPED, order
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.faults import heads, memory  # noqa: E402
+from tests.faults.command import add_places, run_command, say_since  # noqa: E402
+from tests.faults.counters import total  # noqa: E402
+from tests.faults.load import Load  # noqa: E402
+from tests.faults.scene import NotRecovered, serving  # noqa: E402
+from tests.faults.trainer import AGAIN, POISON, SWAPPED, order  # noqa: E402
 
 WATCHED_S = 15.0  # before the first fault
 MOST_S = 150.0  # until an alert fires, or stops

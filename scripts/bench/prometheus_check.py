@@ -43,11 +43,13 @@ from vllm_tide.bench.server import free_port
 from vllm_tide.dashboards import ALERTS, contents
 from vllm_tide.dashboards.grafana import dashboard
 from vllm_tide.dashboards.promql import filled, metrics_in
-from vllm_tide.faults.command import add_places, run_command
-from vllm_tide.faults.load import Load
-from vllm_tide.faults.reference import Known
-from vllm_tide.faults.scene import Places, serving
-from vllm_tide.faults.trainer import AGAIN, order
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.faults.command import add_places, run_command  # noqa: E402
+from tests.faults.load import Load  # noqa: E402
+from tests.faults.reference import Known  # noqa: E402
+from tests.faults.scene import Places, serving  # noqa: E402
+from tests.faults.trainer import AGAIN, order  # noqa: E402
 
 JOB = "vllm_tide"
 # Counters by reason that are made with the first fault of that reason.

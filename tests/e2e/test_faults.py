@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide.faults.suite import FAULTS
+from tests.faults.suite import FAULTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_fault_is_recovered_from(tmp_path):
     kinds = [fault.kind for fault in FAULTS if fault.kind != "kill_server"]
     path = tmp_path / "faults.json"
-    command = [sys.executable, "-m", "vllm_tide.faults", "--json", str(path)]
+    command = [sys.executable, "-m", "tests.faults", "--json", str(path)]
     command += ["--count", str(len(kinds)), "--without", "kill_server"]
     done = subprocess.run(
         [*command, "--work", str(tmp_path)], cwd=ROOT, capture_output=True, text=True

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.faults import processes, requests, soak, spool
+from tests.faults.counters import GIVEN_UP, given_up
+from tests.faults.load import Load
+from tests.faults.memory import damage_words
+from tests.faults.processes import GENERATED, hang_engine
+from tests.faults.report import by_kind, markdown, table
+from tests.faults.scene import NotRecovered
+from tests.faults.suite import FAULTS, Row
 from tests.transport.samples import make_record, make_spec
-from vllm_tide.faults import processes, requests, soak, spool
-from vllm_tide.faults.counters import GIVEN_UP, given_up
-from vllm_tide.faults.load import Load
-from vllm_tide.faults.memory import damage_words
-from vllm_tide.faults.processes import GENERATED, hang_engine
-from vllm_tide.faults.report import by_kind, markdown, table
-from vllm_tide.faults.scene import NotRecovered
-from vllm_tide.faults.suite import FAULTS, Row
 from vllm_tide.train.feed import hostile
 from vllm_tide.transport import RingReader, RingWriter
 
@@ -129,7 +129,7 @@ def test_an_abort_that_came_too_late_is_tried_again(counted_at, monkeypatch):
 
 
 def test_a_damaged_word_has_to_be_mended(monkeypatch):
-    from vllm_tide.faults import memory
+    from tests.faults import memory
 
     words, mending = {}, [False]
     monkeypatch.setattr(memory, "word", lambda ring, w: words.get(w, 0))

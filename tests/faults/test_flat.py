@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_tide.faults.flat import grown, growth
-from vllm_tide.faults.soak import latencies
+from tests.faults.flat import grown, growth
+from tests.faults.soak import latencies
 
 
 def minutes(count=12, **changes):

@@ -6,15 +6,15 @@ import psutil
 import pytest
 import torch
 
+from tests.faults import leaks
+from tests.faults.counters import EventCounts, read_metrics, read_status, total
+from tests.faults.leaks import LeakWatch, Usage, left_behind
+from tests.faults.load import Ask, Load, judged
+from tests.faults.reference import Known, _first
+from tests.faults.report import by_kind, read_rows, table, write
+from tests.faults.suite import FAULTS, Row, plan
+from tests.faults.trainer import OFFERED, PASSED_ON, order, spoilt
 from vllm_tide.bench.client import RequestResult
-from vllm_tide.faults import leaks
-from vllm_tide.faults.counters import EventCounts, read_metrics, read_status, total
-from vllm_tide.faults.leaks import LeakWatch, Usage, left_behind
-from vllm_tide.faults.load import Ask, Load, judged
-from vllm_tide.faults.reference import Known, _first
-from vllm_tide.faults.report import by_kind, read_rows, table, write
-from vllm_tide.faults.suite import FAULTS, Row, plan
-from vllm_tide.faults.trainer import OFFERED, PASSED_ON, order, spoilt
 
 ASK = Ask(1, (5, 6), (1, 2, 3))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vllm_tide.faults.segments import RunSegments
+from tests.faults.segments import RunSegments
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.shm import Segment, orphaned
@@ -77,7 +77,7 @@ def test_a_known_segment_is_counted_with_a_damaged_header(made):
 
 def test_the_pid_alone_proves_nothing(made, monkeypatch):
     segment, run = made(4096), RunSegments()
-    monkeypatch.setattr("vllm_tide.faults.segments.start_time", lambda _: 1)
+    monkeypatch.setattr("tests.faults.segments.start_time", lambda _: 1)
     run.note([os.getpid()])
     assert segment.name not in run.made
     assert Holder.me().start != 1 and not orphaned(segment.name)

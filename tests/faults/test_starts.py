@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.faults import starts
+from tests.faults.scene import NotRecovered
 from tests.transport.test_rendezvous import make_manifest
-from vllm_tide.faults import starts
-from vllm_tide.faults.scene import NotRecovered
 
 
 def storm(tmp_path):

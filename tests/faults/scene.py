@@ -37,6 +37,7 @@ from .trainer import order
 
 TRAINER_ALIVE = "vllm_tide:ring_consumer_alive"
 POLL_S = 0.1
+ROOT = Path(__file__).parents[2]
 START_S = 240.0
 """Longest start of a trainer (s), on a machine that does other things too."""
 KV_BYTES = 9 << 20
@@ -197,7 +198,7 @@ class Scene:
         command = [
             str(places.venv / "bin" / "python"),
             "-m",
-            "vllm_tide.faults.trainer",
+            "tests.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
         command += ["--spool", str(self.spool)]
@@ -206,7 +207,12 @@ class Scene:
         os.sched_setaffinity(0, self.other_cpus)
         with log.open("ab") as out:
             self._trainer = subprocess.Popen(  # noqa: S603 - our own command
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=keep
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=keep,
+                cwd=ROOT,
             )
 
     @property

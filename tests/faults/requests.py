@@ -192,7 +192,7 @@ async def flood(scene: Scene, rng: random.Random) -> None:
         scene.struck()
         for _ in range(FLOOD):
             new = {"vllm_xargs": {"tide_tenant": str(rng.random())}}
-            sent = [load.request(load.ask((96, 160)), e) for e in (new, None) * 4]
+            sent = [load.request(load.ask((96, 160)), e) for e in (new, {}) * 4]
             load.problems += filter(None, await asyncio.gather(*sent))
         rows, accepted, error = await look()
     finally:

@@ -71,7 +71,7 @@ def run_command(
         say("computing the outputs that are right")
         known = known_outputs(args.target, args.prompts, domains, PROMPTS, args.seed)
         say(f"{len(known)} prompts; starting server and trainer")
-        places = Places(args.venv, args.target, args.draft, work, run_dir)
+        places = Places(args.venv.absolute(), args.target, args.draft, work, run_dir)
         return run(args, places, known)
     except (BenchError, ServerError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m vllm_tide.faults`: see scripts/faults.sh."""
+"""`python -m tests.faults`: see scripts/faults.sh."""
 
 from __future__ import annotations
 

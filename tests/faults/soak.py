@@ -1,4 +1,4 @@
-"""Steady load with a swap every few seconds: `python -m vllm_tide.faults.soak`.
+"""Steady load with a swap every few seconds: `python -m tests.faults.soak`.
 
 The same scene as the faults' without the faults: server, trainer, known outputs. Each
 minute it looks at memory, file descriptors, shared memory and latency; whether they are
