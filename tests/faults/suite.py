@@ -29,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     *spool.FAULTS,
     *starts.FAULTS,
 )
-STRIKE_S = 150.0
+STRIKE_S = 300.0
 """Longest time from a fault to recovery (s), a new server's start included."""
 COUNTED_S = 6.0
 """A counter has to move in this time after recovery (s)."""
