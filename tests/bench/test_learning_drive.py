@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from aiohttp import web
 
 from tests.bench.learning_toys import options_for, request
@@ -148,7 +147,7 @@ class Engine:
             accepted = 3 if branch and lo else 4
             record = Record(
                 key, VERIFY, lo, 2, accepted, -1, 0, doc.tokens[part].numpy(),
-                torch.zeros(4).numpy(), doc.features[part].numpy(), 0,
+                doc.features[part].numpy(), 0,
                 doc.teacher_hidden[part].numpy(), finished=lo == 5,
             )  # fmt: skip
             assert self.ring.try_write(record)

@@ -25,8 +25,6 @@ def document(key):
         torch.tensor([3, 5], dtype=torch.int32),
         torch.randn(2, 3 * HIDDEN, generator=torch.Generator().manual_seed(key)),
         torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(key)),
-        torch.full((2,), 0.5),
-        0,
     )
     from dataclasses import replace
 

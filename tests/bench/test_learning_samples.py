@@ -36,8 +36,6 @@ def test_documents_come_back_as_they_were_written(tmp_path):
         torch.tensor([1, 2], dtype=torch.int32),
         torch.rand(2, 3 * HIDDEN).bfloat16(),
         torch.rand(2, HIDDEN),
-        torch.rand(2),
-        3,
         topk,
     )
     save_samples(
@@ -52,7 +50,7 @@ def test_documents_come_back_as_they_were_written(tmp_path):
     assert torch.equal(back.features, document.features)
     assert back.in_vocab is None and back.num_trained == document.num_trained
     (held,) = back.branches
-    assert torch.equal(held.features, branch.features) and held.draft_version == 3
+    assert torch.equal(held.features, branch.features) and held.position == 5
     assert torch.equal(held.teacher_topk.logprobs, topk.logprobs)
 
 

@@ -135,7 +135,7 @@ def test_finished_record_without_rows_closes_the_request():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
     end = Record(
-        1, VERIFY, 6, 2, 0, -1, 0, np.zeros(0, np.int32), np.zeros(0, np.float32),
+        1, VERIFY, 6, 2, 0, -1, 0, np.zeros(0, np.int32),
         np.zeros((0, WIDTH), np.float32), 0, finished=True,
     )  # fmt: skip
     assert [s.num_tokens for s in assembler.add(end, 0.0)] == [4]

@@ -38,7 +38,7 @@ def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
             part = slice(at, at + 5)
             record = Record(
                 key, VERIFY, at, 3, accepted, -1, version, doc.tokens[part].numpy(),
-                np.full(4, np.nan, np.float32), doc.features[part].numpy(), 0,
+                doc.features[part].numpy(), 0,
                 doc.teacher_hidden[part].numpy(), finished=at + 10 >= 60,
             )  # fmt: skip
             assert engine.ring.try_write(record)
@@ -355,7 +355,7 @@ def test_open_requests_are_looked_at_without_any_that_ends(engine, monkeypatch):
     for key in range(4):
         record = Record(
             key, VERIFY, 3, 3, 1, -1, 1, np.zeros(5, np.int32),
-            np.full(4, np.nan, np.float32), TOY.document(0, 5, 3, key).features.numpy(),
+            TOY.document(0, 5, 3, key).features.numpy(),
             5, np.empty((0, 0), np.uint16),
         )  # fmt: skip
         sidecar._served.add(record, "test", 0.0)

@@ -57,8 +57,6 @@ def marked(key: int, tenant: int, marker: int, size: int = 100) -> Sample:
                 torch.full((2,), marker, dtype=torch.int32),
                 torch.full((2, 3 * HIDDEN), value),
                 torch.full((2, HIDDEN), value),
-                torch.full((2,), value),
-                0,
             ),
         ),
         tenant=tenant,

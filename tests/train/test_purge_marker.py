@@ -65,7 +65,7 @@ def plant(engine: Engine, requests: int, finished: bool = True) -> None:
         hidden = TOY.head.shape[1]
         record = Record(
             engine._random.getrandbits(64), VERIFY, 0, 3, size - 1, -1, 0,
-            np.asarray(MARKER, np.int32), np.full(size - 1, np.nan, np.float32),
+            np.asarray(MARKER, np.int32),
             np.full((size, 3 * hidden), VALUE, np.float32), 0,
             np.full((size, hidden), VALUE, np.float32), finished=finished,
             tenant=TENANT,

@@ -103,7 +103,7 @@ class Engine:
                 part = slice(lo, lo + 5)
                 record = Record(
                     key, VERIFY, lo, 3, 4, -1, 0, doc.tokens[part].numpy(),
-                    np.full(4, np.nan, np.float32), doc.features[part].numpy(), 0,
+                    doc.features[part].numpy(), 0,
                     doc.teacher_hidden[part].numpy(), finished=lo == 25,
                 )  # fmt: skip
                 assert self.ring.try_write(record)
@@ -164,7 +164,7 @@ def test_a_newer_servers_knob_does_not_end_an_older_trainer(engine):
 def test_hostile_values_are_counted_and_end_no_training(engine):
     doc = TOY.document(3, 5, 3, 1)
     plain = Record(
-        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(), np.full(4, np.nan, np.float32),
+        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(),
         doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
     )  # fmt: skip
     for number, token in enumerate((-(2**31), -7, -1, VOCAB, 2**31 - 1)):

@@ -431,7 +431,7 @@ def test_stale_draft_versions_are_trained_on(version):
     document = TOY.document(1, 20, 3, 77)
     record = Record(
         77, VERIFY, 0, 3, 19, -1, version,
-        document.tokens.numpy(), np.full(19, np.nan, np.float32),
+        document.tokens.numpy(),
         document.features.numpy(), 0, document.teacher_hidden.numpy(), finished=True,
     )  # fmt: skip
     trainer.add_records([record], 0.0)
