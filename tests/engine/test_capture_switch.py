@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
     assert step.capture.wish is Collect.NOTHING
     assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
     assert "but paused: `vllm-tide resume`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
+def test_a_switch_in_the_temporary_directory_does_not_grow_old(step, tmp_path, name):
+    """systemd-tmpfiles removes from /tmp what is ten days old: capture would go on."""
+    (tmp_path / name).write_text("{}")
+    os.utime(tmp_path / name, (0, 0))
+    heed_switches(step.capture, tmp_path).set()
+    assert time.time() - (tmp_path / name).stat().st_mtime < 60
 
 
 def test_a_run_directory_that_is_none_is_a_sentence(tmp_path, capsys):
