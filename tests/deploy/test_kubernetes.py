@@ -161,6 +161,22 @@ def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.parametrize(
+    ("documents", "file"), [(ONE_POD, "tide.json"), (TWO_HOSTS, "tide-spool.json")]
+)
+def test_the_tenants_key_outlives_the_server(
+    documents: list[dict[str, Any]], file: str
+) -> None:
+    section = read_json_object(str(DEPLOY / file))["tide"]
+    folder = Path(str(parse_tide(section).train.state_dir))
+    for pod in pods(documents).values():
+        for one in (c for c in containers(pod) if c["name"] == "serve"):
+            mounts = {Path(m["mountPath"]): m["name"] for m in one["volumeMounts"]}
+            name = next(mounts[p] for p in folder.parents if p in mounts)
+            volume = next(v for v in pod["volumes"] if v["name"] == name)
+            assert "persistentVolumeClaim" in volume
+
+
 def test_nothing_in_the_pod_may_call_out() -> None:
     (policy,) = (doc["spec"] for doc in ONE_POD if doc["kind"] == "NetworkPolicy")
     assert policy["policyTypes"] == ["Ingress", "Egress"]

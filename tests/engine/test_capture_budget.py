@@ -12,10 +12,12 @@ import torch
 
 from tests.transport.samples import make_spec
 from vllm_tide.capture.policy import RowBudget
+from vllm_tide.capture.recorder import RequestRows, StepRows
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.step_log import Step
 from vllm_tide.transport import RingReader, RingWriter
+from vllm_tide.transport.ring_format import Collect
 
 H, LAYERS, K, BATCH, STEPS = 2, (1, 2, 3), 3, 256, 30
 RING_ROWS = 8192
@@ -178,3 +180,50 @@ def test_little_traffic_is_taken_whole_though_nobody_reads(server):
         for _ in range(10):
             assert budget.take(ticket, K + 1, 100) is None
         budget.end(ticket)
+
+
+def test_what_the_prefix_cache_holds_is_not_owed(server):
+    """Long prompts with a common beginning: few of their rows ever come."""
+    each = server(2)
+    capture, budget = each.capture, each.capture.budget
+    rows = np.zeros((10, len(LAYERS) * H), np.uint16)
+    step = StepRows(rows, rows[:, :H], None, full=True, version=0)
+    for number in range(30):
+        budget.look(each.ring)
+        ticket = capture._admit(f"long{number}", None, True)
+        assert budget.take(ticket, 10, 1000) is None
+        capture._write(
+            ticket, RequestRows(0, 10, 0, 0, 990, 1000, each.ids.numpy(), [1], 1), step
+        )
+    assert capture.dropped["prefix_cached"] == 30 * 990
+
+
+@pytest.mark.parametrize("by_trainer", [True, False])
+def test_a_step_of_a_pause_leaves_nothing_though_it_lands_after_it(server, by_trainer):
+    each = server(2)
+    capture = each.capture
+    capture.stage = lambda *args, stage=capture.stage: (stage(*args), resume())
+    done = []
+
+    def resume():
+        if not done:
+            each.reader.set_collect(Collect.FULL)
+            capture.off = False
+        done.append(1)
+
+    if by_trainer:
+        each.reader.set_collect(Collect.NOTHING)
+    capture.off = not by_trainer
+    each.step()
+    assert each.reader.read() is None
+    each.step()
+    assert each.take(1) > 0
+
+
+def test_who_is_ended_by_a_pause_owes_nothing_after_it(server):
+    each = server(2)
+    each.step()
+    assert each.capture.budget._admitted
+    each.capture.off = True
+    each.step()
+    assert not each.capture.budget._admitted

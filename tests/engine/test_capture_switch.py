@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ from tests.engine.test_light_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.cli.main import main
+from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.metrics import TideProm
-from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.ring import RingReader, RingWriter
 from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import ReaderState
 from vllm_tide.transport.spool_store import open_store
@@ -73,6 +76,15 @@ def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
     assert "but paused: `vllm-tide resume`" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
+def test_a_switch_in_the_temporary_directory_does_not_grow_old(step, tmp_path, name):
+    """systemd-tmpfiles removes from /tmp what is ten days old: capture would go on."""
+    (tmp_path / name).write_text("{}")
+    os.utime(tmp_path / name, (0, 0))
+    heed_switches(step.capture, tmp_path).set()
+    assert time.time() - (tmp_path / name).stat().st_mtime < 60
+
+
 def test_a_run_directory_that_is_none_is_a_sentence(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["capture", "off", "--run-dir", str(tmp_path / "file")]) == 2
@@ -124,6 +136,24 @@ def test_the_gauge_is_there_where_capture_is():
     for on in (True, False):
         prom.observe({"capture_on": on})
         assert value() == on
+
+
+@pytest.mark.parametrize("wish", [Collect.FULL, Collect.NOTHING])
+def test_a_ring_that_replaces_another_is_as_paused(step, wish):
+    """By a trainer of another host: no file here says so."""
+    tide = object.__new__(WorkerTide)
+    tide._ring, tide.capture = step.ring, step.capture
+    tide._collecting = True
+    tide._losses, tide._lost_drops = Counter(), Counter()
+    step.reader.set_collect(wish)
+    tide._tell_pause(step.ring)
+    step.reader.close()
+    tide._create_ring = lambda: RingWriter.create(step.ring.spec, 1 << 18)
+    tide._replace_ring()
+    step.ring = tide._ring
+    step.reader = RingReader.attach(step.ring.name)
+    assert step.capture.wish is wish
+    assert bool(step.run()) is (wish is Collect.FULL)
 
 
 @pytest.mark.vllm

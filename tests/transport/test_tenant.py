@@ -1,5 +1,6 @@
 """Ids of tenants, their key, and what of a request counts as a name."""
 
+import os
 import stat
 import threading
 
@@ -63,6 +64,25 @@ def test_without_a_home_the_key_lies_in_the_run_directory(tmp_path, state, caplo
     assert (tmp_path / "run" / "tenants.key").exists()
     assert "may not outlive a reboot: set tide.train.state_dir" in caplog.text
     assert tenant_key(tmp_path / "run", str(state)) == key
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root may become another user")
+def test_a_home_that_cannot_be_searched_is_none(tmp_path, state):
+    """A container with another user's HOME (/root)."""
+    tmp_path.chmod(0o711)
+    state.parent.mkdir(mode=0o700)
+    (run_dir := tmp_path / "run").mkdir()
+    os.chown(run_dir, 65534, 65534)
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == 0 and folder.is_relative_to("/tmp/"):  # noqa: S108
+            folder.chmod(folder.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        key = tenant_key(run_dir)
+        assert tenant_key(run_dir, create=False) == key
+    finally:
+        os.seteuid(0)
+    assert (run_dir / "tenants.key").exists()
 
 
 def test_engines_that_start_at_once_get_one_key(tmp_path):

@@ -180,6 +180,7 @@ class Recorder:
         """Nothing may leave now: of this request nothing ever will again."""
         if ticket.refusal is None:
             ticket.refusal = "paused"
+            self.budget.end(ticket)
             if ticket.started:
                 ticket.started = False
                 self._ring.try_write(self._farewell(ticket))
@@ -220,6 +221,7 @@ class Recorder:
             # the record's start says so.
             if full:
                 self.dropped["prefix_cached"] += rows.start
+                ticket.prompt = max(ticket.prompt - rows.start, 0)  # owed
         teacher_start, topk = self._teacher(rows, step) if full else (count, None)
         hidden = step.hidden if full else None
         record = Record(

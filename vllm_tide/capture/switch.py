@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ def heed_switches(recorder: Recorder, run_dir: Path) -> threading.Event:
         nonlocal said, why
         why = why_off(run_dir, why)
         recorder.off = bool(why)
+        if why:  # or a cleaner of old files (systemd-tmpfiles) would take it
+            with suppress(OSError):
+                os.utime(run_dir / why)
         if (on := recorder.wish is not Collect.NOTHING) != said:
             said = on
             word = "on" if on else f"off ({why or 'a trainer is paused'})"

@@ -114,10 +114,6 @@ class CaptureV2(Recorder):
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
         topk, self._logits_topk = self._logits_topk, None
-        if not self._ring.collect:
-            if any(self._wanted(req_id) for req_id in step.req_ids):
-                step.full = False
-            return
         wish = self.wish
         if wish is Collect.NOTHING:
             return  # `write` counts it

@@ -354,6 +354,8 @@ class WorkerTide:
     def _replace_ring(self) -> None:
         assert self._ring is not None and self.capture is not None  # noqa: S101
         made, old = self._create_ring(), self._ring
+        if not self._collecting:  # a pause holds until somebody reads the new one
+            made.ask_nothing()
         self._ring = made
         self.capture.use_ring(made)
         self._lost_drops += old.dropped_rows

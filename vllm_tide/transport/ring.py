@@ -163,6 +163,10 @@ class RingWriter:
             return Collect.LIGHT
         return Collect(word) if word in (1, 2) else Collect.NOTHING
 
+    def ask_nothing(self) -> None:
+        """Be as the consumer left the ring before: it says otherwise once it joins."""
+        self._segment.store(Word.COLLECT, Collect.NOTHING)
+
     @property
     def collect(self) -> bool:
         """Whether the consumer wants full rows now."""

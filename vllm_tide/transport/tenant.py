@@ -66,7 +66,7 @@ def tenant_key(
         home = str(run_dir)
     folder = Path(state_dir).expanduser() if state_dir else Path(home, "vllm_tide")
     path, before = folder / _FILE, run_dir / _FILE
-    if not (create or path.exists() or before.exists()):
+    if not (create or os.path.exists(path) or before.exists()):
         raise TransportError(
             f"no engine has named tenants in {folder}: give --run-dir of the engine, "
             "or --state-dir where tide.train.state_dir is set"
@@ -75,7 +75,7 @@ def tenant_key(
         try:
             _provide(path, before)
         except OSError:
-            if not path.exists():  # else another start has just moved it
+            if not os.path.exists(path):  # else another start has just moved it
                 path = prepare_run_dir(run_dir) / _FILE
                 _provide(path, before)
                 said = "%s may not outlive a reboot: set tide.train.state_dir"
@@ -96,7 +96,7 @@ def tenant_key(
 
 def _provide(path: Path, before: Path) -> None:
     """See that there is a key, at first the one that lay elsewhere."""
-    if path.exists():
+    if os.path.exists(path):  # Path's raises in a folder that cannot be searched
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     moved = before.read_bytes() if before.exists() else b""
