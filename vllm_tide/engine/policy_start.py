@@ -187,5 +187,6 @@ def _fitted(samples: list[Any], facts: dict[str, Any]) -> StoredProfile:
         save(path, model, facts, report)
     except OSError as error:
         logger.warning("vllm_tide: profile not kept at %s: %s", path, error)
-    logger.info("vllm_tide: forward times fitted: %s", report)
+    median = report.median_abs_error
+    logger.info("vllm_tide: forward times fitted; median error %.1f%%", 100 * median)
     return StoredProfile(model=model, facts=facts, report=report)

@@ -84,7 +84,7 @@ def measure(
             if agree(int(dear)):
                 group = group.thinned()
             at = time.monotonic()
-            logger.info(
+            logger.debug(
                 "vllm_tide: profile: batch of %d, context %d (%.0f s)",
                 group.requests,
                 group.context,
@@ -101,7 +101,7 @@ def measure(
             left = [group for group in visited if not agree(int(bench.settled(group)))]
             if not left:
                 break
-            logger.info(
+            logger.debug(
                 "vllm_tide: profile: pass %d, %d of %d batches (%.0f s of %.0f)",
                 done + 1,
                 len(left),
