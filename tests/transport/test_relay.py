@@ -70,6 +70,21 @@ def test_the_relay_carries_records_heads_and_feedback(store, engines):
     relay.close()
 
 
+@pytest.mark.parametrize("which", ["ring", "weights"])
+def test_a_relay_makes_room_for_the_next_when_a_segment_is_replaced(
+    store, engines, which
+):
+    """And the trainer of another host does not take the engine for dead."""
+    engine = engines()
+    relay = engine.relay(store)
+    relay.tick()
+    os.unlink(f"{SHM_DIR}/{getattr(engine.manifest, which)}")
+    write_manifest(engine.run_dir, replace(engine.manifest, **{which: "another"}))
+    assert relay.run() == "engine_gone"
+    assert engine.folder(store).read_state().running
+    engine.ring.close()
+
+
 def test_the_relay_refuses_a_head_that_is_damaged_or_does_not_fit(store, engines):
     engine = engines()
     relay = engine.relay(store)

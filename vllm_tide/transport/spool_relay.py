@@ -120,12 +120,15 @@ class Relay:
         return "engine_gone" if gone else "stopped"
 
     def _gone(self) -> bool:
-        """Whether the engine died, or announces another ring in the place of a lost."""
-        reader = self._reader
-        return not reader.producer_alive() or (
-            reader.lost
-            and all(m.ring != reader.name for m in read_manifests(self._run_dir))
+        """Whether the engine died, or announces another segment for a lost one."""
+        names = self._reader.name, self._weights.name
+        return not self._reader.producer_alive() or (
+            self._lost()
+            and all((m.ring, m.weights) != names for m in read_manifests(self._run_dir))
         )
+
+    def _lost(self) -> bool:
+        return self._reader.lost or self._weights.lost
 
     def tick(self) -> int:
         """One round; the number of records taken from the ring.
@@ -314,7 +317,9 @@ class Relay:
         self._writer.flush()
 
     def _say_ended(self) -> None:
-        self._say(running=False)
+        # Of a lost segment the next relay is on its way: no trainer is to drop it.
+        again = self._lost() and self._reader.producer_alive()
+        self._say(running=again and not self._stopping)
 
     def _storage_works(self, *steps: Callable[[], None]) -> bool:
         """Take each step, whether the one before failed or not; whether none did."""
