@@ -49,7 +49,8 @@ def smoke(place: Place) -> None:
     if None in found.values():
         return
     dtype = "float32" if place.cpu else "bfloat16"
-    place.part("greedy text is equal", lambda: judge(found, dtype))
+    if not place.dry:  # the null GPU's text is none
+        place.part("greedy text is equal", lambda: judge(found, dtype))
 
 
 def judge(found: dict[str, Any], dtype: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from vllm_tide.transport.ring import RingReader
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 K = 3
-BAD = [-1, K + 1, 1.0, "2", True, [], 10**400]
+BAD = [-1, 1.0, "2", True, []]
 
 
 @pytest.mark.vllm
@@ -104,7 +104,8 @@ def book_of(asked, **control):
 
 
 @pytest.mark.parametrize(
-    ("asked", "room"), [(0, 0), (2, 2), (3, 3), *((b, K) for b in BAD)]
+    ("asked", "room"),
+    [(0, 0), (2, 2), (3, 3), (K + 4, K), (10**400, K), *((b, K) for b in BAD)],
 )
 def test_policies_plan_no_more_than_a_request_asked_for(asked, room):
     book, slots, *_ = book_of({"tide_k_max": asked})

@@ -254,7 +254,9 @@ class Recorder:
         for part in self._parts(record, committed) if full else (record,):
             if not self._ring.try_write(part):
                 # What came after would follow a hole.
-                ticket.refusal = "cut_short" if full else ticket.refusal
+                if full:
+                    ticket.refusal = "cut_short"
+                    self.budget.end(ticket)
                 break
             if full:
                 self.rows += part.num_rows

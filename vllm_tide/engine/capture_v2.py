@@ -179,8 +179,11 @@ class CaptureV2(Recorder):
         )
         for i, req_id in enumerate(step.req_ids):
             wanted = i in step.first if full else self._wanted(req_id)
-            if wanted and req_id in self._tickets and req_id not in overrun:
-                self._write(self._tickets[req_id], self._rows(step, i), rows_of)
+            ticket = self._tickets.get(req_id)
+            if not wanted or ticket is None or req_id in overrun:
+                continue
+            if ticket.refusal != "paused":  # a switch off and on since it was staged
+                self._write(ticket, self._rows(step, i), rows_of)
 
     def close(self) -> None:
         """Let the staging memory go; nothing is staged after."""

@@ -18,9 +18,9 @@ def argument(params: Any, name: str) -> Any:
 
 
 def length_cap(params: Any, most: int) -> int | None:
-    """The request's `tide_k_max`, a length up to `most`; None without a sane one."""
+    """The request's `tide_k_max`, cut to `most`; None where it is no length."""
     asked = argument(params, "tide_k_max")
-    return asked if type(asked) is int and 0 <= asked <= most else None
+    return min(asked, most) if type(asked) is int and asked >= 0 else None
 
 
 class RequestBook:
