@@ -109,7 +109,7 @@ class WorkerTide:
         self._sent_staged = 0
         self._replaced = 0.0
         self._weights_bytes = 0  # of a slot; read off the checkpoint once
-        self._unannounced = False
+        self._unannounced, self._not_announced = False, ""
         self._collecting = True
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
@@ -349,7 +349,9 @@ class WorkerTide:
             self._announce()
             self._unannounced = False
         except (TransportError, OSError) as error:
-            logger.error("vllm_tide: not announced, tried again: %s", error)
+            if (why := str(error)) != self._not_announced:
+                self._not_announced = why
+                logger.error("vllm_tide: not announced, tried again: %s", why)
 
     def _replace_ring(self) -> None:
         assert self._ring is not None and self.capture is not None  # noqa: S101
