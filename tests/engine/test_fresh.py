@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -115,8 +114,8 @@ def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def said(rounds: list[tuple[list[int], np.ndarray]]) -> set[int]:
-    return {token for tokens, _ in rounds for token in tokens}
+def said(rounds: list[list[int]]) -> set[int]:
+    return {token for tokens in rounds for token in tokens}
 
 
 @pytest.mark.slow
@@ -162,6 +161,4 @@ def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
         reader = RingReader.attach(only_manifest(tmp_path / "b").ring)
         assert engine.work(PROMPTS, params={"max_tokens": 16})["tokens"] == tokens
         loaded = drafted(reader)
-    assert [t for t, _ in loaded] == [t for t, _ in swapped]
-    for (_, p), (_, q) in zip(loaded, swapped, strict=True):
-        np.testing.assert_allclose(p, q, rtol=1e-4)
+    assert loaded == swapped
