@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, WORDS_AT
 from vllm_tide.transport.publication import SLOT_HEAD
@@ -14,6 +15,7 @@ from vllm_tide.transport.rendezvous import read_manifests
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.shm import SHM_DIR
 
+from .counters import Reading
 from .fault import Fault
 from .scene import Scene
 
@@ -224,10 +226,16 @@ async def _refused(scene: Scene, before: float) -> None:
 
 async def rows_flow(scene: Scene) -> None:
     """Rows are written and read again."""
-    first = await scene.reading()
+    least = await scene.reading()
+
+    def grew(now: Reading, key: str) -> bool:
+        # A trainer that was started anew counts from 0, some time after it joined.
+        value = now.get(key, least.get(key, 0))
+        least[key] = min(least.get(key, 0), value)
+        return value > least[key]
+
     for key in ("vllm_tide:captured_rows_total", "trainer:rows_read"):
-        start = first.get(key, 0)
-        await scene.until(key, lambda r, k=key, s=start: r.get(k, 0) > s)  # type: ignore[misc]
+        await scene.until(key, partial(grew, key=key))
 
 
 FAULTS = (
