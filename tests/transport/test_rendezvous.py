@@ -261,6 +261,19 @@ def test_files_of_dead_engines_are_removed_but_of_the_newest_four(tmp_path):
     assert set(os.listdir(tmp_path)) == before - removed
 
 
+def test_files_that_another_start_removes_meanwhile_stop_nothing(tmp_path, monkeypatch):
+    leave(tmp_path, "a" * 16, 9)
+    kind, lstat = type(tmp_path), type(tmp_path).lstat
+
+    def vanished(path):
+        path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(kind, "lstat", vanished)
+    reclaim_orphans(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
 def test_one_engine_of_a_group_starts_the_trainer_until_it_and_its_child_end(tmp_path):
     mine, other = (make_manifest(e, pid=p) for e, p in (("a", 1), ("b", 2)))
     group = group_of(mine)

@@ -232,8 +232,9 @@ def _remove_old_files(run_dir: Path, live: set[str]) -> list[str]:
     for path in run_dir.glob("*"):
         named = _OF_ENGINE.fullmatch(path.name)
         if named is not None and named[1] not in live:
-            with contextlib.suppress(OSError):
-                wrote.setdefault(named[1], []).append((path.lstat().st_mtime, path))
+            with contextlib.suppress(OSError):  # another start removes them too
+                written = path.lstat().st_mtime
+                wrote.setdefault(named[1], []).append((written, path))
     removed = []
     for paths in sorted(wrote.values(), key=max)[:-KEPT]:
         for _, path in paths:
