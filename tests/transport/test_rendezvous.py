@@ -266,7 +266,8 @@ def test_files_that_another_start_removes_meanwhile_stop_nothing(tmp_path, monke
     kind, lstat = type(tmp_path), type(tmp_path).lstat
 
     def vanished(path):
-        path.unlink()
+        if path.parent == tmp_path:
+            path.unlink()
         return lstat(path)
 
     monkeypatch.setattr(kind, "lstat", vanished)
