@@ -14,7 +14,8 @@ def test_the_demo_sets_sizes_only():
     config = parse_tide(section)
     assert config.train.autostart and config.control.policy == "adaspec"
     assert set(section) == {"run_dir", "train"}
-    sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share"}
+    # The passes are those of a short, public stream (see there).
+    sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share", "max_passes"}
     assert set(section["train"]) == sizes | {"batch_tokens", "max_sample_tokens"}
     assert quickstart.mode_of(section) == "full"
 
