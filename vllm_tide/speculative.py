@@ -157,7 +157,7 @@ NO_MODEL = "neither a directory with config.json nor the name of a model on the 
 
 
 def may_be_model(name: str) -> bool:
-    """Whether there is such a local model, or such a hub name (`fresh` looks so)."""
+    """True if there is such a local model, or such a hub name (`fresh` looks so)."""
     path = Path(name).expanduser()
     if path.is_dir():
         return (path / "config.json").is_file()

@@ -117,7 +117,7 @@ class RoundCosts:
             self.limit = self.loose = np.inf
 
     def fair(self, limited: float, free: float) -> bool:
-        """Whether clients' limits cost few tokens per second; else they are dropped."""
+        """True if clients' limits cost few tokens per second; else they are dropped."""
         if limited >= CLIENT_SHARE * free:
             return True
         self.limit = self.loose

@@ -63,7 +63,7 @@ class TrainerProcess:
 
     @staticmethod
     def wanted(config: TideConfig) -> bool:
-        """Whether a server with this configuration starts a child."""
+        """True if a server with this configuration starts a child."""
         trains = config.train.autostart and config.capture.enabled
         return trains or config.spool.url is not None
 

@@ -93,7 +93,7 @@ _LARGEST = {"bfloat16": 0x4E6E, "float16": 0x7BFF, "float32": 0x4E6E6B28}
 
 
 def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
-    """Whether a record holds what no engine computes and training cannot bear."""
+    """True if a record holds what no engine computes and training cannot bear."""
     ids, count = record.token_ids, record.num_rows
     if not count:
         return False

@@ -72,7 +72,7 @@ class EngineManifest:
     version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
-        """Whether the engine lives; None where its pid cannot be looked up.
+        """True if the engine lives; None where its pid cannot be looked up.
 
         A segment of it whose lock is free tells that also in another pid namespace.
         """

@@ -149,7 +149,7 @@ class RingWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether the ring was cut short or nobody can join it: it needs another."""
+        """True if the ring was cut short or nobody can join it: it needs another."""
         return self._unusable() == "truncated" or self._segment.lost()
 
     @property
@@ -169,7 +169,7 @@ class RingWriter:
 
     @property
     def collect(self) -> bool:
-        """Whether the consumer wants full rows now."""
+        """True if the consumer wants full rows now."""
         return self.wish is Collect.FULL
 
     def stats(self) -> RingStats:

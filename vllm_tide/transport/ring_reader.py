@@ -118,7 +118,7 @@ class RingReader:
 
     @property
     def lost(self) -> bool:
-        """Whether the ring was cut short or lost its name."""
+        """True if the ring was cut short or lost its name."""
         return not self._segment.intact() or self._segment.lost()
 
     def producer_alive(self) -> bool:

@@ -141,7 +141,7 @@ class Segment:
             return False
 
     def lost(self) -> bool:
-        """Whether it was cut short, or nobody new can join it.
+        """True if it was cut short, or nobody new can join it.
 
         Its name may be gone (`rm`, systemd's RemoveIPC); the header, which both sides
         read once, is looked at by its owner.

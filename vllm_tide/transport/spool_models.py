@@ -156,7 +156,7 @@ def _is_target(folder: Path, wanted: str) -> bool:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether a list in the cache is what it is filed under, and true."""
+    """True if a list in the cache is what it is filed under, and true."""
     try:
         raw = (folder / _LIST).read_bytes()
         if hashlib.sha256(raw).hexdigest() != digest:

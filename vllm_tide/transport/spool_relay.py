@@ -120,7 +120,7 @@ class Relay:
         return "engine_gone" if gone else "stopped"
 
     def _gone(self) -> bool:
-        """Whether the engine died, or announces another segment for a lost one."""
+        """True if the engine died, or announces another segment for a lost one."""
         names = self._reader.name, self._weights.name
         return not self._reader.producer_alive() or (
             self._lost()

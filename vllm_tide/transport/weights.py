@@ -115,7 +115,7 @@ class WeightsSegment:
 
     @property
     def lost(self) -> bool:
-        """Whether it was cut short or nobody can join it: it needs another."""
+        """True if it was cut short or nobody can join it: it needs another."""
         return self._segment.lost()
 
     @classmethod
@@ -283,7 +283,7 @@ class WeightsWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether the segment was cut short or lost its name."""
+        """True if the segment was cut short or lost its name."""
         return not self._segment.intact() or self._segment.lost()
 
     @classmethod
