@@ -1,7 +1,7 @@
 """The C++ extension and the patch folder; everything else is in pyproject.toml.
 
 ``patches/`` lies at the top of the checkout and ships as the data package
-``vllm_tide._patches``, where :mod:`vllm_tide.patch_series` finds it once installed.
+``vllm_tide._patches``, where :mod:`vllm_tide.patching` finds it once installed.
 """
 
 from pathlib import Path

@@ -1,20 +1,21 @@
-"""Fetches a pinned vLLM archive through pip's own configuration.
+"""Fetches a vLLM archive through pip's own configuration.
 
 usage: fetch_vllm.py {sdist [VERSION],wheel} FOLDER
 
-Prints the path of the archive, verified by hash; VERSION is 0.32.0 if left out, and the
-CPU wheel is always of that.
+Prints the path of the archive. VERSION is 0.32.0 if left out, and the CPU wheel is
+always of that. The hash is the one pinned here, or the package index's for a release
+that is not pinned; an archive of such a release that FOLDER has already is taken as is.
+
+``pip download`` cannot fetch a source archive: it insists on building its metadata,
+which for vLLM needs CUDA. So the archive is looked up with pip's own finder, which
+reads the same index, proxy and certificate settings.
 """
 
 import hashlib
 import subprocess
 import sys
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from vllm_tide.patch_fetch import fetch_sdist as fetch_from_index  # noqa: E402
 
 VERSION = "0.32.0"
 SDIST_SHA256 = {
@@ -33,34 +34,72 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def fetch_sdist(version: str, folder: Path) -> Path:
-    """Downloads the sdist and verifies its hash."""
+    """Downloads the sdist, unless the folder has it, and verifies its hash."""
     path = folder / f"vllm-{version}.tar.gz"
-    if not _has_hash(path, SDIST_SHA256[version]):
-        fetch_from_index(version, folder)
-    if not _has_hash(path, SDIST_SHA256[version]):
+    pinned = SDIST_SHA256.get(version)
+    if not path.is_file() or pinned not in (None, _sha256(path)):
+        _download(version, path)
+    if pinned not in (None, _sha256(path)):
         path.unlink()
-        raise SystemExit(f"The sdist of vllm {version} does not have the pinned hash.")
+        raise SystemExit(f"The sdist of vLLM {version} does not have the pinned hash.")
     return path
 
 
-def _has_hash(path: Path, sha256: str) -> bool:
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _download(version: str, path: Path) -> None:
+    instead = f"put its source archive, {path.name}, in a folder and name that folder"
+    try:
+        create_command = import_module("pip._internal.commands").create_command
+        error_type = import_module("pip._internal.exceptions").PipError
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(
+            f"This Python has no pip to fetch vLLM {version} with ({error}): {instead}."
+        ) from error
+    command = create_command("download")
+    options, _ = command.parse_args(["--no-deps", "--no-binary", ":all:", "vllm"])
+    try:
+        with command.main_context():
+            session = command.get_default_session(options)
+            finder = command._build_package_finder(options=options, session=session)
+            links = {
+                str(candidate.version): candidate.link
+                for candidate in finder.find_all_candidates("vllm")
+                if not candidate.link.is_wheel
+            }
+            if version not in links:
+                raise SystemExit(
+                    f"The package index has no source archive of vLLM {version}: check "
+                    f"the version and pip's index settings, or {instead}."
+                )
+            link = links[version]
+            response = session.get(link.url_without_fragment)
+            response.raise_for_status()
+            content = response.content
+    except (OSError, error_type) as error:
+        raise SystemExit(
+            f"vLLM {version} could not be downloaded ({error}): try again, or "
+            f"{instead}."
+        ) from error
+    if link.hash and hashlib.new(link.hash_name, content).hexdigest() != link.hash:
+        raise SystemExit(
+            f"The download of vLLM {version} does not have the hash that the package "
+            "index states: try again."
+        )
+    path.write_bytes(content)
 
 
 def main() -> None:
     """Fetches what was asked for."""
-    match sys.argv[1:]:
-        case ["wheel", folder]:
-            fetch = fetch_wheel
-        case ["sdist", folder]:
-            fetch = partial(fetch_sdist, VERSION)
-        case ["sdist", version, folder] if version in SDIST_SHA256:
-            fetch = partial(fetch_sdist, version)
-        case _:
-            raise SystemExit(__doc__)
+    kind, *version, folder = sys.argv[1:] if len(sys.argv) > 2 else ["", ""]
+    if kind not in ("sdist", "wheel") or len(version) > (kind == "sdist"):
+        raise SystemExit(__doc__)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    print(fetch(path))
+    wheel = kind == "wheel"
+    print(fetch_wheel(path) if wheel else fetch_sdist(*version or [VERSION], path))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def _tokenizer(args: argparse.Namespace) -> None:
 
 def _target(args: argparse.Namespace) -> None:
     import torch
+
     from demo import target
 
     torch.set_num_threads(args.threads)
@@ -49,6 +50,7 @@ def _target(args: argparse.Namespace) -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     import torch
+
     from demo import evaluate
 
     torch.set_num_threads(args.threads)
@@ -58,6 +60,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace) -> None:
     import torch
+
     from demo import prompts
 
     torch.set_num_threads(args.threads)
@@ -67,6 +70,7 @@ def _prompts(args: argparse.Namespace) -> None:
 
 def _degeneracy(args: argparse.Namespace) -> None:
     import torch
+
     from demo import degeneracy
 
     torch.set_num_threads(args.threads)
@@ -82,6 +86,7 @@ def _degeneracy(args: argparse.Namespace) -> None:
 
 def _draft(args: argparse.Namespace) -> None:
     import torch
+
     from demo import draft
 
     torch.set_num_threads(args.threads)

@@ -3,24 +3,33 @@
 #
 #   scripts/patches.sh import [DIR]   make DIR: pristine vLLM, then one commit per patch
 #   scripts/patches.sh export [DIR]   rewrite patches/ from the commits of DIR
+#   scripts/patches.sh rebase VERSION [DIR]   say how patches/ fits another release
 #
 # DIR defaults to $TIDE_PATCHTREE or .patchtree. In DIR the tag `wheel` is the Python
 # source of the CPU wheel (the base of the commits) and the tag `sdist` that of the sdist
 # (the GPU wheel's form of the few files that differ). Export is byte-stable: an import
 # followed by an export changes nothing. A patch whose commit did not change keeps its
 # file, because a hunk may have less context than git gives it: what all releases share.
-# The manifest also covers the sdist of $newer.
+# The manifest also covers the sdist of the newer release that the patches fit.
+#
+# Rebase imports DIR if it is not there, and puts the patches on the sources of VERSION
+# with git am --3way. It prints a line per patch: `applies`, `moved` (to other lines, or
+# merged because lines around it changed: read it), `upstream already`, or `conflict`
+# with its files; exit 1 if one conflicts. DIR gets the tag vllm-VERSION and, with the
+# patches that fit, the branch patches-VERSION.
 #
 # PYTHON (default: python3) needs pip. The archives are fetched through pip's own
-# configuration; TIDE_VLLM_ARCHIVES keeps them in a folder.
+# configuration; TIDE_VLLM_ARCHIVES keeps them in a folder, where they may already lie.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
+export LC_ALL=C
 version=0.32.0
 newer=0.33.0
 patches=$here/patches
 action=${1:-}
+[ "$action" != rebase ] || { release=${2:-}; shift || :; }
 tree=${2:-${TIDE_PATCHTREE:-$here/.patchtree}}
 
 scratch=$(mktemp -d)
@@ -34,8 +43,8 @@ commit_base() {
     local tag=$1
     git add --all
     GIT_AUTHOR_DATE='2026-01-01T00:00:00Z' GIT_COMMITTER_DATE='2026-01-01T00:00:00Z' \
-        git commit --quiet --message "vLLM $version ($tag)"
-    git tag "$tag"
+        git commit --quiet --message "vLLM ${2:-$version} ($tag)"
+    git tag --force "$tag" > /dev/null
 }
 
 # unpack_sdist ARCHIVE DIR: its vllm/**/*.py.
@@ -139,8 +148,70 @@ export_tree() {
         --pristine "$scratch/newer"
 }
 
+# fit PATCH: commit it here if it fits; print the verdict.
+fit() {
+    local patch=$1 way='' head lines files
+    head=$(git rev-parse HEAD)
+    lines=$(git apply --check --verbose "$patch" 2>&1) || way=--3way
+    if ! git am --quiet $way "$patch" > "$scratch/said" 2>&1; then
+        files=$(git diff --name-only --diff-filter=U | paste -sd ' ')
+        git am --abort
+        echo "conflict in ${files:-$(sed -n 's/^error: //p' "$scratch/said" | head -1)}"
+    elif [ -z "$way" ]; then
+        lines=$(grep -c 'succeeded at' <<< "$lines") || { echo applies; return; }
+        echo "moved (hunks at other lines: $lines)"
+    elif [ "$head" = "$(git rev-parse HEAD)" ]; then
+        echo "upstream already"
+    else
+        echo "moved (merged, because lines around it changed: read it)"
+    fi
+}
+
+parses() {
+    "$python" -c 'import ast, sys; ast.parse(sys.stdin.buffer.read())' 2> /dev/null
+}
+
+rebase_series() {
+    [ -n "$release" ] || die "rebase: name the release, such as $newer"
+    local sdist name verdict total=0 conflicts=0 broken=0
+    tree=$(realpath -m "$tree")
+    if [ ! -d "$tree/.git" ]; then
+        import_tree
+    fi
+    sdist=$("$python" "$here/scripts/fetch_vllm.py" sdist "$release" \
+        "${TIDE_VLLM_ARCHIVES:-$scratch}" | tail -1)
+    unpack_sdist "$sdist" "$scratch/release"
+    git -C "$tree" worktree prune
+    git -C "$tree" worktree add --quiet --detach "$scratch/onto" wheel
+    cd "$scratch/onto"
+    git checkout --quiet --orphan "unborn-$release"
+    git rm --quiet -rf .
+    cp -r "$scratch/release/vllm" .
+    commit_base "vllm-$release" "$release"
+    git checkout --quiet --detach
+    git branch --quiet -D "unborn-$release"
+    while read -r name; do
+        verdict=$(fit "$patches/vllm-$version/$name.patch")
+        echo "$name: $verdict"
+        total=$((total + 1))
+        [[ $verdict != conflict* ]] || conflicts=$((conflicts + 1))
+    done < <(grep -v -e '^#' -e '^$' "$patches/series")
+    for name in $(git diff --name-only "vllm-$release" HEAD); do
+        if git show "vllm-$release:$name" | parses && ! parses < "$name"; then
+            echo "$name: no longer Python"
+            broken=1
+        fi
+    done
+    git branch --force "patches-$release" HEAD
+    cd "$here"
+    git -C "$tree" worktree remove --force "$scratch/onto"
+    echo "vLLM $version to $release: $((total - conflicts)) of $total patches fit"
+    [ "$conflicts$broken" = 00 ]
+}
+
 case $action in
     import) import_tree ;;
     export) export_tree ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    rebase) rebase_series ;;
+    *) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

@@ -1,4 +1,10 @@
-"""Rewrites the generated tables of README.md: `python scripts/readme_tables.py`."""
+"""Rewrites what READMEs show of code and stored results.
+
+    python scripts/readme_tables.py
+
+Tables between `<!-- NAME: generated -->` and `<!-- NAME: end -->`, and README.md's
+picture (with matplotlib only).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,32 @@ import json
 import lzma
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vllm_tide import metrics
 from vllm_tide.cli import config
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tests.faults.report import markdown  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+from tests.faults.report import markdown
 
-README = Path(__file__).parent.parent / "README.md"
-FAULTS = Path(__file__).parent / "bench" / "results" / "faults.json.xz"
+RESULTS = ROOT / "scripts" / "bench" / "results"
+READMES = ("README.md", "vllm_tide/README.md", "tests/README.md")
+PICTURE = RESULTS / "learning.png"
+WINDOW = 24
+"""Requests of which the picture shows the mean."""
+
+
+def stored(name: str) -> Any:
+    """A result of `scripts/bench/results`."""
+    return json.loads(lzma.decompress((RESULTS / f"{name}.json.xz").read_bytes()))
 
 
 def faults() -> list[str]:
-    """What became of each kind of fault, from the stored run."""
-    return markdown(json.loads(lzma.decompress(FAULTS.read_bytes()))["kinds"])
+    """Table of the outcome of each kind of fault, from the stored run."""
+    return markdown(stored("faults")["kinds"])
 
 
 TABLES = {
@@ -34,6 +51,8 @@ def rewritten(text: str) -> str:
     """`text` with every generated table as the code has it now."""
     for name, lines in TABLES.items():
         begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+        if begin not in text:
+            continue
         body = "\n".join((begin, *lines(), end))
         text = re.sub(
             f"{re.escape(begin)}.*?{re.escape(end)}",
@@ -44,8 +63,45 @@ def rewritten(text: str) -> str:
     return text
 
 
+def draw(path: Path) -> None:
+    """Draws acceptance along a stream that shifts, from `learning_long.json.xz`."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    arms = stored("learning_long")["results"]["shift"]
+    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
+    axes = figure.subplots()
+    for name, label, color in (
+        ("frozen", "frozen draft", "tab:gray"),
+        ("always", "vllm_tide", "tab:blue"),
+    ):
+        requests = arms[name]["requests"]
+        order = np.argsort(requests["start_s"], kind="stable")
+        values = np.asarray(requests["tokens_per_step"])[order]
+        mean = np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid")
+        axes.plot(np.arange(WINDOW, len(values) + 1), mean, label=label, color=color)
+    ends = np.sort(arms["always"]["requests"]["end_s"])
+    swaps = [e["t_s"] for e in arms["always"]["events"] if e["event"] == "publish"]
+    at = np.searchsorted(ends, swaps)
+    axes.plot(at, np.full(len(at), 1.0), "^", color="tab:blue", label="new draft")
+    shift = arms["always"]["requests"]["domain"].count("python")
+    axes.axvline(shift, color="black", linestyle=":")
+    axes.annotate("traffic shifts from Python to C", (shift + 3, 2.75))
+    axes.set(xlabel="requests served", ylabel="tokens per verify step", ylim=(0.9, 2.9))
+    axes.legend(loc="upper right", ncols=3)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main() -> int:
+    """Rewrite all of them."""
+    for name in READMES:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        path.write_text(rewritten(before), encoding="utf-8")
+    if find_spec("matplotlib"):
+        draw(PICTURE)
+    return 0
+
+
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
-    after = rewritten(before)
-    README.write_text(after, encoding="utf-8")
-    sys.exit(0)
+    sys.exit(main())

@@ -69,17 +69,20 @@ step "numerics with AVX2" env OMP_NUM_THREADS=1 scripts/with_isa.sh avx2 \
     tests/engine/test_seeded.py tests/train/test_{architectures,branches,learning}.py \
     tests/train/test_{loss_terms,losses,trainer}.py
 if [ $fast = 0 ]; then
-    # Engines spend most of their time starting, on one core, and wait in between: three
-    # at once fill two cores. Bound to cores by vLLM they would share one.
+    # Engines wait in between: three at once fill two cores. Bound to cores by vLLM they
+    # would share one.
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
         "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
         -m "(slow or vllm) and not alone" --durations=15 --junitxml "$scratch/slow.xml"
-    # On the core that the next step mostly leaves idle.
+    # On what the next step leaves of the cores. Kernels under Triton's interpreter share
+    # one process.
     begin upstream scripts/upstream_tests.sh --subset
-    # One after the other: ranks that wait for each other, servers and trainers, and
-    # kernels under Triton's interpreter, which share one process.
+    begin kernels env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
+        tests/kernels -m alone --junitxml "$scratch/kernels.xml"
+    # One after the other: ranks that wait for each other, servers and trainers.
     step "tests on all cores" env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/e2e tests/engine tests/kernels -m alone --durations=5 --junitxml "$scratch/alone.xml"
+        tests/e2e tests/engine -m alone --durations=5 --junitxml "$scratch/alone.xml"
+    step "kernels" end kernels
     step "vLLM's own tests" end upstream
 fi
 step "mypy" end mypy

@@ -1,0 +1,8 @@
+"""Tests; some drive servers with what `scripts/` has (`bench`, `sim`, `json_text`)."""
+
+import sys
+from pathlib import Path
+
+_SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+if _SCRIPTS not in sys.path:
+    sys.path.append(_SCRIPTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -28,12 +29,21 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tide_state_")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
-LONGEST = ("control", "v2", "swap", "architectures", "capture_oracle", "export")
+LONGEST = (
+    *("control", "v2", "profile_v2", "swap", "architectures", "seeded"),
+    *("capture_oracle", "compile_all", "export", "cpu_sampling"),
+)
 
 
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def pytest_collection_finish():
+    # Each collection would look at all of Torch, for half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

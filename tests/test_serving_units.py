@@ -19,11 +19,10 @@ from tests.transport.samples import make_spec
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.config import TideConfig
-from vllm_tide.engine.cores import call_on, given_cores
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
-from vllm_tide.metrics import TideProm, make_prometheus
-from vllm_tide.swap.stage import Stager
-from vllm_tide.swap.verify import DraftContract, DraftRefused
+from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
+from vllm_tide.engine.trainer_process import call_on, given_cores
+from vllm_tide.metrics import TideProm, increments, make_prometheus
 from vllm_tide.transport.ring import RingReader, RingWriter
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
@@ -219,7 +218,7 @@ def swapper(tmp_path, monkeypatch):
     model = SimpleNamespace(get_vocab_size=lambda: 64)
     config = SimpleNamespace(model_config=model)
     made = module.Swapper(
-        torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), config, tmp_path, segment, 8.0
+        torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), config, tmp_path, segment
     )
     writer = WeightsWriter.attach(segment.name)
 
@@ -310,6 +309,20 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     assert tide.stats() is None
 
 
+def test_several_api_servers_count_every_step_once():
+    """Each report goes to one of them, and Prometheus adds up what they have."""
+    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
+    told = [{"rows": 10, "dropped": {"ring_full": 1}}]
+    told += [{"rows": 30, "dropped": {"ring_full": 1, "salted": 2}}, {"rows": 31}]
+    reports = []
+    for totals in told:
+        tide.observe({"staged": 0, **totals})
+        reports.append(tide.stats())
+    assert [report["rows"] for report in reports] == [10, 20, 1]
+    assert reports[0]["dropped"] == {"ring_full": 1}
+    assert reports[1]["dropped"] == {"ring_full": 0, "salted": 2}
+
+
 def test_off_makes_nothing():
     class Plain:
         tide = None
@@ -357,17 +370,24 @@ def test_a_line_of_numbers_where_there_was_traffic(monkeypatch, caplog):
 
 
 def test_totals_become_counters_and_a_restart_counts_on():
-    prom = TideProm({0: ["m", "0"]})
-    prom.observe({"rows": 10, "dropped": {"ring_full": 2}, "draft_version": 4})
-    prom.observe({"rows": 25, "dropped": {"ring_full": 2}, "swap_seconds": [0.02]})
+    prom, seen = TideProm({0: ["m", "0"]}), {}
+
+    def observe(**totals: Any) -> None:
+        prom.observe(increments(totals, seen))
+
+    observe(rows=10, dropped={"ring_full": 2}, draft_version=4)
+    observe(rows=25, dropped={"ring_full": 2}, swap_seconds=[0.02])
     assert sample("vllm_tide:captured_rows_total") == 25
     assert sample("vllm_tide:dropped_rows_total", reason="ring_full") == 2
     assert sample("vllm_tide:draft_version") == 4
     assert sample("vllm_tide:swap_seconds_count") == 1
     assert sample("vllm_tide:swap_seconds_max") == 0.02
-    prom.observe({"rows": 3})
-    prom.observe({"rows": 5})
+    observe(rows=3)
+    observe(rows=5)
     assert sample("vllm_tide:captured_rows_total") == 30
+    observe(rows=-5, dropped={"ring_full": -9})  # a counter never falls
+    assert sample("vllm_tide:captured_rows_total") == 30
+    assert sample("vllm_tide:dropped_rows_total", reason="ring_full") == 2
     # A second logger in the process replaces the first one's metrics.
     TideProm({0: ["m", "0"]})
     assert sample("vllm_tide:captured_rows_total") == 0
@@ -386,7 +406,7 @@ def test_children_are_started_on_the_cores_that_the_operator_gave():
 
 BOUND = """
 import os, sys, threading
-from vllm_tide.engine.cores import free_cores, given_cores
+from vllm_tide.engine.trainer_process import free_cores, given_cores
 
 given = sorted(os.sched_getaffinity(0))
 said, done = threading.Event(), threading.Event()

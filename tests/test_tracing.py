@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from vllm_tide import tracing
-from vllm_tide.train.events import EventLog
+from vllm_tide.train.report import Report
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # A process that sends one of each and ends: spans must be out by then.
@@ -23,8 +23,8 @@ SENDER = """
 import sys
 from pathlib import Path
 from vllm_tide.tracing import open_tracing
-from vllm_tide.train.events import EventLog
-log = EventLog(Path(sys.argv[1]), "e", open_tracing("trainer"))
+from vllm_tide.train.report import Report
+log = Report(Path(sys.argv[1]), "e", open_tracing("trainer"))
 log.add("cycle", cycle=3, seconds=1.5, gain=None, publish=True, reason="better")
 log.add("publish", version=2)
 """
@@ -106,7 +106,7 @@ def test_a_span_that_fails_costs_nothing(tmp_path):
         def start_span(self, *_, **__):
             raise RuntimeError("no memory")
 
-    log = EventLog(tmp_path, "e", tracing.Tracing(Broken()))
+    log = Report(tmp_path, "e", tracing.Tracing(Broken()))
     log.add("publish", version=1)
     assert len(Path(log.path).read_text().splitlines()) == 1
 

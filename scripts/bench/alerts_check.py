@@ -31,10 +31,10 @@ import psutil
 import yaml
 from prometheus_check import prometheus
 
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.report import environment
-from vllm_tide.bench.server import free_port
-from vllm_tide.bench.sizes import targets_of
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.common import BenchError, environment
+from bench.harness.models import targets_of
+from bench.harness.server import free_port
 from vllm_tide.dashboards import ALERTS, contents
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -52,7 +52,7 @@ TRAIN = {"min_gain": 10.0, "min_new_tokens": 512, "steps_per_cycle": 16}
 SERVERS = (
     ({}, 3, []),
     (
-        {"policy": "adaspec", "calibrate": False, "client_slo_tpot_ms": 0.01},
+        {"policy": "adaspec", "client_slo_tpot_ms": 0.01},
         1,
         ["90m"],
     ),
@@ -67,17 +67,24 @@ while os.getppid() == parent:
     if time.time() % 0.75 >= busy:
         time.sleep(0.002)
 """
-# A vLLM plugin: nothing from outside was found that makes capture raise.
+# A vLLM plugin: nothing from outside was found that makes capture raise, or control
+# take confidences for probabilities (only on one server).
 BUG = """
 import os
 def plant():
-    from vllm_tide.capture.staging import Staging
-    fill = Staging.fill
+    from vllm_tide.engine.row_stage import RunLayout
+    fill = RunLayout.fill
     def broken(*args):
         if os.path.exists(__file__ + ".on"):
             raise RuntimeError("planted")
         return fill(*args)
-    Staging.fill = broken
+    RunLayout.fill = broken
+    if os.environ.get("PLANT_UNCALIBRATED") != "1":
+        return
+    from vllm_tide.control.calibration import Calibration, RequestOffsets
+    inner = Calibration.logits
+    Calibration.logits = lambda *args: (inner(*args)[0],) * 2
+    RequestOffsets.learn = lambda *args: None
 """
 
 
@@ -240,7 +247,7 @@ async def _broken_capture(scene):
 
 @_plant(CONTROLLED, "TideThroughputBelowPrediction")
 async def _sure(scene):
-    """A head eight times as sure of the same; tide.control.calibrate is false."""
+    """A head eight times as sure of the same, and nothing learns that it is not."""
     await _pass_on(scene, "sure")
     yield
     await _pass_on(scene, "whole")
@@ -248,7 +255,7 @@ async def _sure(scene):
 
 @_plant(CONTROLLED, "TideDraftingOff", beside=True)
 async def _unsure(scene):
-    """A head an eighth as sure of the same; tide.control.calibrate is false."""
+    """A head an eighth as sure of the same, and nothing learns that it is not."""
     await _pass_on(scene, "unsure")
     yield
     await _pass_on(scene, "whole")
@@ -327,7 +334,8 @@ class Run:
             replace(places, target=target, run_dir=run_dir),
             lambda session: Load(session, self._known, 0, clients),
             knobs={"train": TRAIN | {"metrics_port": port}, "control": control},
-            env=_plugin(places.work),
+            env=_plugin(places.work)
+            | {"PLANT_UNCALIBRATED": str(int(server == CONTROLLED))},
         ) as scene:
             urls = [scene.server.url, f"http://127.0.0.1:{port}"]
             with prometheus(urls, 1, scaled(contents()[ALERTS])) as found:

@@ -32,14 +32,15 @@ from pathlib import Path
 
 import aiohttp
 
-from vllm_tide.bench.arm import wait_for_trainer
-from vllm_tide.bench.client import RequestResult, make_session, replay
-from vllm_tide.bench.live import LiveView, trainer_statuses
-from vllm_tide.bench.quickstart import speculative_config
-from vllm_tide.bench.report import environment
-from vllm_tide.bench.scrape import Scraper
-from vllm_tide.bench.server import SERVED_NAME, ServerOptions, VllmServer
-from vllm_tide.bench.stream import StreamRequest, read_prompts
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.arm import LiveView, wait_for_trainer
+from bench.harness.client import RequestResult, make_session, replay
+from bench.harness.common import environment
+from bench.harness.scrape import Scraper
+from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.stream import StreamRequest, read_prompts
+from bench.harness.trainers import trainer_statuses
+from bench.suites.quickstart import speculative_config
 
 # An idle server's processes spin for one second before they sleep.
 PAUSE_S = 1.3

@@ -13,15 +13,17 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from sim.published import table_model
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
-from vllm_tide.control.time_model import TimeModel
 
 LIMIT_US = 100.0
 # A target bound by its weights and a cheap draft: every step pays at every batch.
@@ -34,7 +36,7 @@ def measure(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of single calls, by decision: [wall, CPU] lists."""
     rng = np.random.default_rng(0)
-    time_model = OnlineTime(TimeModel.from_table(KNOTS, SECONDS, 1e-4))
+    time_model = OnlineTime(table_model(KNOTS, SECONDS, 1e-4))
     settings = ControlSettings(k_max=k, max_requests=requests)
     policy = AdaSpecPolicy(settings, time_model)
     found: dict[str, tuple[list[float], list[float]]] = {}

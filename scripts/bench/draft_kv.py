@@ -1,4 +1,4 @@
-r"""What old KV of the draft in the prefix cache costs after a swap (`swap.draft_kv`).
+r"""What old KV of the draft in the prefix cache costs after a swap.
 
 A draft serves a prefix, another one is installed, and requests with that prefix follow:
 with the prefix's KV of the draft before (``keep``), and with the cache emptied at the
@@ -30,10 +30,10 @@ os.environ |= {
 import torch
 from vllm import LLM, SamplingParams
 
-from vllm_tide.bench.document import commit
-from vllm_tide.bench.learning_document import write_json
-from vllm_tide.bench.learning_fit import train_config
-from vllm_tide.bench.prompt_pool import joined_prompt, load_pool
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.common import commit, write_json
+from bench.harness.stream import joined_prompt, load_pool
+from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import export_tensors, load_draft
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
@@ -113,7 +113,7 @@ def train(
     draft: Eagle3Draft, target: TargetRows, samples: list[Sample], stops: list[int]
 ) -> dict[int, Tensors]:
     """Train as the trainer does by default; the draft's tensors after some steps."""
-    config = train_config({})
+    config = TrainConfig()
     step = TrainStep(draft, target, config)
     queue: deque[Sample] = deque()
     found = {}
@@ -122,7 +122,6 @@ def train(
             queue.extend(samples)
         batch = pack(
             take_batch(queue, config.batch_tokens, branches=False),
-            config.batch_tokens,
             branches=False,
         )
         step.run(batch, 1.0)

@@ -8,9 +8,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from sim.published import table_model
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.calibration import Calibration
 from vllm_tide.control.online_time import OnlineTime
@@ -74,7 +78,7 @@ def recovers(confidence: float, acceptance: float, seed: int) -> bool:
     """Whether a good draft is used after one with that confidence and acceptance."""
     rng = np.random.default_rng(seed)
     milliseconds = tuple(1e-3 * value for value in TARGET_MS)
-    model = TimeModel.from_table(KNOTS, milliseconds, 1e-3 * DRAFT_MS, 0.0)
+    model = table_model(KNOTS, milliseconds, 1e-3 * DRAFT_MS, 0.0)
     policy = AdaSpecPolicy(
         ControlSettings(k_max=DRAFT_TOKENS, max_requests=REQUESTS), OnlineTime(model)
     )

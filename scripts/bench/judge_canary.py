@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.config import DeployConfig
+from vllm_tide.control.adaspec import ControlSettings
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.policies import AdaSpecPolicy, Policy, StaticPolicy
-from vllm_tide.control.settings import ControlSettings
-from vllm_tide.sim.published import published
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from sim.published import published
 from vllm_tide.train.canary import Canary, Verdict
 from vllm_tide.train.served import ServedRequest, ServedRequests
 

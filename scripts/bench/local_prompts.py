@@ -4,7 +4,7 @@
 The bundled domains are small (96 prompts of C). This cuts prompts of the same lengths
 from the files under a folder (CPython's own headers), leaves out those that the demo
 target continues with a loop (two of three, so it takes minutes), mixes them with the
-bundled ones and copies the other domains, so that `vllm-tide bench run --prompts DIR`
+bundled ones and copies the other domains, so that `scripts/bench/run.py --prompts DIR`
 finds all of them.
 
     scripts/bench/local_prompts.py --domain c --count 360 --output DIR
@@ -34,9 +34,10 @@ that complete one file at several places."""
 
 def texts_of(folder: Path, suffix: str, domain: str) -> Iterator[tuple[str, str]]:
     """Yield (source, prompt), one of each file in turn, then from a later line on."""
+    from tokenizers import Tokenizer
+
     from demo.corpus import Document
     from demo.prompts import cut
-    from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     names = [path for path in folder.rglob(f"*{suffix}") if path.is_file()]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_tide.bench.prompt_pool import load_pool
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.stream import load_pool
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.target import TargetRows
@@ -89,7 +91,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     layers = draft.config.aux_layer_ids
     made = documents(args.target, ids[: 2 * args.requests], layers, args.new_tokens)
     members, others = made[: args.requests], made[args.requests :]
-    config = TrainConfig(compute_dtype="float32", seed=args.seed)
+    config = TrainConfig()
     trainer = Trainer(draft, rows, config, num_speculative_tokens=DEPTH)
     found, steps, order = [], 0, random.Random(args.seed)  # noqa: S311
     for passes in range(max(args.passes) + 1):

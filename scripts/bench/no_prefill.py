@@ -29,19 +29,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from vllm_tide.bench.document import commit
-from vllm_tide.bench.learning_document import write_json
-from vllm_tide.bench.learning_fit import rate, train_config
-from vllm_tide.bench.prompt_pool import joined_prompt, load_pool
-from vllm_tide.bench.report import environment
-from vllm_tide.bench.sizes import DEMO
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from bench.harness.common import commit, environment, write_json
+from bench.harness.models import DEMO
+from bench.harness.samples import rate
+from bench.harness.stream import joined_prompt, load_pool
 from vllm_tide.config import TideConfig, TrainConfig
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.packing import pack, take_batch
+from vllm_tide.train.reservoir import HOLDOUT_TOKENS
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import TrainStep
+from vllm_tide.train.step import TrainStep, compute_dtype
 
 FEATURE_BYTES = 2  # captured and stored in bfloat16
 PREFILL_DOCUMENTS = 16
@@ -122,7 +123,7 @@ def train(
         began = time.perf_counter()
         chosen = fill(chosen)
         filled = time.perf_counter()
-        batch = pack(chosen, config.batch_tokens, branches=False)
+        batch = pack(chosen, branches=False)
         result = step.run(batch, rate(index, steps))
         if result is None:
             raise SystemExit("error: the documents have nothing to train on")
@@ -152,7 +153,7 @@ def storage(args: argparse.Namespace, row_bytes: int, model: int) -> dict[str, o
         model: Weights of the target.
     """
     tide = TideConfig.model_validate({})
-    rows = tide.train.buffer_tokens + tide.train.holdout_tokens
+    rows = tide.train.buffer_tokens + HOLDOUT_TOKENS
     ring = tide.capture.ring_mib << 20
     bound = ring + rows * row_bytes
     return {
@@ -171,13 +172,7 @@ def storage(args: argparse.Namespace, row_bytes: int, model: int) -> dict[str, o
 def measure(args: argparse.Namespace) -> dict[str, object]:
     """Measure the three ways, one after the other."""
     target = TargetRows.load(args.target)
-    config = train_config(
-        {
-            "batch_tokens": args.batch_tokens,
-            "ttt_steps": args.ttt_steps,
-            "max_sample_tokens": max(16, args.doc_tokens),
-        }
-    )
+    config = TrainConfig(batch_tokens=args.batch_tokens, ttt_steps=args.ttt_steps)
     layer_ids = load_draft(args.draft, target).config.aux_layer_ids
     prefill = Prefill(args.target, layer_ids, args.dtype)
     bare = documents_of(args, torch.empty(0))
@@ -205,7 +200,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "steps": args.steps,
         "batch_tokens": args.batch_tokens,
         "passes": round(passes, 3),
-        "compute_dtype": config.compute_dtype,
+        "compute_dtype": str(compute_dtype(target.lm_head.device)).split(".")[1],
         "prefill_dtype": args.dtype,
         "time": {
             "offline": as_row(prefill_s, held["train_s"], offline_s),

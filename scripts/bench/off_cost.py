@@ -177,8 +177,8 @@ def main() -> int:
             f"over {row['builds']} builds"
         )
     if options.json:
-        from vllm_tide.bench.report import environment
-        from vllm_tide.json_text import json_text
+        from bench.harness.common import environment
+        from json_text import json_text
 
         document = {
             "rows": rows,

@@ -9,13 +9,14 @@ case may also say `"prompts": true`: rows of the prompt are trained on too.
     online_replay.py --target DIR --draft DIR --samples FILE
         --case 'name={"learning_rate": 3e-4}' --case ... [--json FILE]
 
-`--samples` is a file that `vllm-tide bench run --suite loss --work DIR` leaves in DIR.
+`--samples` is a file that `scripts/bench/run.py --suite loss --work DIR` leaves in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +24,17 @@ from typing import Any
 
 import torch
 
-from vllm_tide.bench.learning_samples import load_samples
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.samples import load_samples
+from json_text import json_text
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.json_text import json_text
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
-    "compute_dtype": "float32",
     "batch_tokens": 1024,
-    "max_sample_tokens": 512,
     "min_new_tokens": 512,
     "holdout_share": 0.15,
 }

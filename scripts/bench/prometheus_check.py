@@ -39,12 +39,12 @@ from typing import Any
 
 import yaml
 
-from vllm_tide.bench.server import free_port
-from vllm_tide.dashboards import ALERTS, contents
-from vllm_tide.dashboards.grafana import dashboard
-from vllm_tide.dashboards.promql import filled, metrics_in
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.server import free_port
+from vllm_tide.dashboards import ALERTS, DASHBOARD, contents
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.dashboards.promql import filled, metrics_in  # noqa: E402
 from tests.faults.command import add_places, run_command  # noqa: E402
 from tests.faults.load import Load  # noqa: E402
 from tests.faults.reference import Known  # noqa: E402
@@ -227,7 +227,7 @@ def check(
     for name, expr, newest in panel_queries():
         sent = filled(expr, __rate_interval=window, __range=shown)
         lines.append(judged(server, "panel", name, sent, newest, excused))
-    for item in dashboard()["annotations"]["list"]:
+    for item in json.loads(contents()[DASHBOARD])["annotations"]["list"]:
         sent = filled(item["expr"])
         number, error = ask(server, sent, newest=False)
         note = error or "needs an event"
@@ -250,7 +250,7 @@ def check(
 
 def panel_queries() -> Iterator[tuple[str, str, bool]]:
     """Title and letter, expression, whether only its newest value is shown."""
-    for panel in dashboard()["panels"]:
+    for panel in json.loads(contents()[DASHBOARD])["panels"]:
         for target in panel.get("targets", ()):
             name = f"{panel['title']} {target['refId']}"
             yield name, target["expr"], target["instant"]

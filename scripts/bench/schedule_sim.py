@@ -26,10 +26,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
 from vllm_tide.config import ScheduleConfig
+from vllm_tide.train import schedule as rules
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import Cell, ServedRequest, bucket_of
 
@@ -160,8 +162,8 @@ SCENARIOS = (
 )
 
 
-def _schedule(mode: str, **changes: float) -> Schedule:
-    return Schedule(ScheduleConfig.model_validate({"mode": mode, **changes}), 1)
+def _schedule(mode: str) -> Schedule:
+    return Schedule(ScheduleConfig.model_validate({"mode": mode}), 1)
 
 
 @dataclass
@@ -179,8 +181,12 @@ def detect(
 ) -> Detection:
     """Run one gate over one stream, paused at its beginning and at its change."""
     rng = np.random.default_rng(seed)
-    changes = {} if epsilon is None else {"epsilon": epsilon}
-    schedule = _schedule(mode, **changes)
+    with patch.object(rules, "EPSILON", rules.EPSILON if epsilon is None else epsilon):
+        return _detect(scenario, mode, rng)
+
+
+def _detect(scenario: Scenario, mode: str, rng: np.random.Generator) -> Detection:
+    schedule = _schedule(mode)
     found = Detection(0, 0, None, 0)
     was, on_for = False, 0
     for index in range(scenario.requests):

@@ -26,14 +26,15 @@ import aiohttp
 import numpy as np
 import safetensors
 
-from vllm_tide.bench.client import RequestResult, make_session, replay
-from vllm_tide.bench.identity import compare, rescore_all
-from vllm_tide.bench.quickstart import speculative_config
-from vllm_tide.bench.report import environment
-from vllm_tide.bench.scrape import Scraper
-from vllm_tide.bench.server import SERVED_NAME, ServerOptions, VllmServer
-from vllm_tide.bench.stream import StreamRequest, read_prompts
-from vllm_tide.bench.summary import acceptance_length, swap_pauses_s
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.client import RequestResult, make_session, replay
+from bench.harness.common import environment
+from bench.harness.identity import compare, rescore_all
+from bench.harness.scrape import Scraper
+from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.stream import StreamRequest, read_prompts
+from bench.harness.summary import acceptance_length, swap_pauses_s
+from bench.suites.quickstart import speculative_config
 from vllm_tide.transport.publication import TensorInput
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 from vllm_tide.transport.weights import WeightsWriter

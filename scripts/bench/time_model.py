@@ -90,7 +90,7 @@ def study(target: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_tide.control.fit import fit
     from vllm_tide.control.online_time import OnlineTime, RoundSample
     from vllm_tide.engine.policy_start import start_policy, start_predicting
-    from vllm_tide.engine.profile_run import measure_worker, open_engine
+    from vllm_tide.engine.profiler import measure_worker, open_engine
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("vllm_tide").setLevel(logging.INFO)

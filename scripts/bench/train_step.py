@@ -19,6 +19,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.train import step as train_step
 from vllm_tide.train.packing import pack
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep
@@ -56,11 +57,10 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, object]:
     rows = torch.randn(vocab, hidden) * hidden**-0.5
     target = TargetRows(rows, rows)
     draft = Eagle3Draft.initialise(shape, rows, rows)
-    knobs = TrainConfig(
-        compute_dtype=dtype, ttt_steps=args.ttt_steps, batch_tokens=args.batch_tokens
-    )
+    knobs = TrainConfig(ttt_steps=args.ttt_steps, batch_tokens=args.batch_tokens)
+    train_step.COMPUTE_DTYPE = getattr(torch, dtype)
     step = TrainStep(draft, target, knobs)
-    batch = pack(_documents(args, hidden, vocab), args.batch_tokens)
+    batch = pack(_documents(args, hidden, vocab))
     for _ in range(2):
         step.run(batch)
     begin = time.perf_counter()

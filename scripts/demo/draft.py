@@ -130,7 +130,6 @@ def fit(
     config = TrainConfig(
         learning_rate=options.learning_rate,
         batch_tokens=options.batch_tokens,
-        seed=options.seed,
     )
     step = TrainStep(draft, target, config)
     rng = np.random.default_rng(options.seed)
@@ -145,7 +144,7 @@ def fit(
         progress = elapsed / budget_s
         warm = min(1.0, progress / 0.03)
         scale = warm * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress)))
-        batch = pack(take_batch(queue, options.batch_tokens), options.batch_tokens)
+        batch = pack(take_batch(queue, options.batch_tokens))
         result = step.run(batch, max(scale, 1e-3))
         if result is None:
             continue

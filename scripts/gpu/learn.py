@@ -25,14 +25,14 @@ def _trainer(
     from vllm_tide.transport.ring_format import consumer_alive
 
     train = {"device": "cpu" if place.dry else "cuda", "gpu_share": share}
-    command = [sys.executable, "-m", *(module or ("vllm_tide", "train"))]
+    command = [sys.executable, *(module or ("-m", "vllm_tide", "train"))]
     command += ["--run-dir", str(place.work / "run"), "--config"]
     command += [json.dumps({"tide": {"train": train | {"min_new_tokens": 1024}}})]
     with (place.work / f"trainer-{len(module)}-{share}.log").open("w") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             until = time.monotonic() + ATTACH_S * (5 if place.dry else 1)
-            while not consumer_alive(engine.tide._ring._segment):
+            while not consumer_alive(engine.tide._ring._segment.load):
                 assert child.poll() is None, f"the trainer ended: {log.name}"
                 assert time.monotonic() < until, f"it does not attach: {log.name}"
                 time.sleep(0.1)
@@ -61,7 +61,8 @@ def shares(place: Place) -> None:
 
 def shift(place: Place) -> None:
     """The stream changes its domain: acceptance, swaps; then a bad head is planted."""
-    from vllm_tide.bench.rollback_trainer import order
+    from bench.suites import planting as rollback_trainer
+    from bench.suites.planting import order
 
     limits = {"gpu_memory_utilization": 0.3, "max_num_seqs": 16}
     engine = Engine(place, (DEMO / "target", DEMO / "draft"), 3, {}, **limits)
@@ -79,7 +80,7 @@ def shift(place: Place) -> None:
 
     def plant() -> list[Any]:
         order(place.work / "run", 0, "permuted", 0)
-        with _trainer(place, engine, 0.2, "vllm_tide.bench.rollback_trainer"):
+        with _trainer(place, engine, 0.2, rollback_trainer.__file__):
             return [serve("docs_en") for _ in range(1 if place.dry else 4)]
 
     back = place.part("planted", plant)[-1]["swaps"] - learnt["swaps"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from vllm_tide.bench.report import environment
-from vllm_tide.json_text import json_text
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.common import environment
+from json_text import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "scripts" / "demo"
@@ -110,10 +111,6 @@ class Place:
         """
         if not (good or self.dry):
             raise AssertionError(sentence)
-
-    def minutes_left(self) -> float:
-        """Minutes until no part may begin."""
-        return max((self._until - time.monotonic()) / 60, 0.5)
 
     def finish(self) -> int:
         """Write the whole; the exit status."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from place import DEMO, Place
 
-from vllm_tide.bench.identity import Difference, first_difference, rescore_all
+from bench.harness.identity import Difference, first_difference, rescore_all
 
 
 def smoke(place: Place) -> None:

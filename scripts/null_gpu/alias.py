@@ -149,7 +149,7 @@ def main() -> None:
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     with tempfile.TemporaryDirectory() as run_dir:
-        tide = {"run_dir": run_dir, "capture": {"teacher": "both"}}
+        tide = {"run_dir": run_dir, "capture": {"teacher": "topk"}}
         tide |= {"control": {"policy": "static"}, "swap": {"enabled": False}}
         llm = LLM(
             str(DEMO / "target"),

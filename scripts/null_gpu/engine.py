@@ -46,6 +46,7 @@ def main() -> None:
     if case["tide"] is not None:
         speculative["tide"] = section(case)
         say_that_one_token_was_sampled()
+        adaptive.say_how_confident()
     confidence = prices = None
     if case["adaptive"]:
         confidence = adaptive.Confidence()

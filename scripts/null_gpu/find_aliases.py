@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.json_text import json_text
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from json_text import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = "9d3d4e7"

@@ -13,22 +13,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.json_text import json_text
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from json_text import json_text
 
 HERE = Path(__file__).parent
 # Control drafts at full depth here, so that its steps are comparable: a null draft is
-# never sure of a token.
-CONTROL = {"policy": "threshold", "threshold": 1e-9}
+# never sure of a token (`adaptive.say_how_confident`).
+CONTROL = {"policy": "threshold"}
 # Prices need times. Nothing is looked at now and then, so that all steps are alike.
-PRICED = {"policy": "adaspec", "calibrate": False, "probe_share": 0}
+PRICED = {"policy": "adaspec", "probe_share": 0}
 OFF = {"preset": "observe", "capture": {"enabled": False}}
 ALONE = {"train": {"autostart": False}}
 ARMS: dict[str, dict[str, Any] | None] = {
     "upstream": None,
     "idle": OFF,
     "capture": OFF | {"capture": {"ring_mib": 64}},
-    "capture_both": OFF
-    | {"capture": {"ring_mib": 64, "teacher": "both", "teacher_topk": 64}},
     "control": OFF | {"control": CONTROL},
     "all": ALONE | {"capture": {"ring_mib": 64}, "control": CONTROL},
     # With adaptive verification, which is compared with upstream's own.

@@ -7,6 +7,7 @@ $TIDE_CPU_KERNELS=1.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,12 @@ if os.environ.get("TIDE_CPU_KERNELS") == "1":
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides()
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported from the collector, which many tests call."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -21,7 +21,7 @@ def engine(tmp_path):
 
 
 def order(sidecar, what):
-    return sidecar._operator.carry_out({"do": what})
+    return sidecar.carry_out({"do": what})
 
 
 def weights_of(engine):

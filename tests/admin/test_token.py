@@ -9,8 +9,13 @@ fastapi = pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient  # noqa: E402
 
 from vllm_tide.engine import endpoint  # noqa: E402
-from vllm_tide.engine.admin_token import is_authorised, make_token, read_token  # noqa: E402, I001
-from vllm_tide.engine.endpoint import PREFIX, AdminEndpoint  # noqa: E402
+from vllm_tide.engine.endpoint import (  # noqa: E402
+    PREFIX,
+    AdminEndpoint,
+    is_authorised,
+    make_token,
+    read_token,
+)
 from vllm_tide.transport.header import TransportError  # noqa: E402
 
 

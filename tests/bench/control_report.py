@@ -1,6 +1,6 @@
 """A small report of a run, made up: two targets' worth of every kind of cell."""
 
-from vllm_tide.bench.control_summary import summarise
+from bench.harness.ratios import summarise
 
 RATES = {"none": 100.0, "static1": 120.0, "static3": 130.0, "adaspec": 150.0}
 

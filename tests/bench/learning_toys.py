@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_tide.bench.client import RequestResult
-from vllm_tide.bench.scrape import Scrape
-from vllm_tide.bench.stream import StreamRequest, segments
-from vllm_tide.bench.summary import ArmRun, SegmentRun
+from bench.harness.arm import ArmRun, SegmentRun
+from bench.harness.client import RequestResult
+from bench.harness.scrape import Scrape
+from bench.harness.stream import StreamRequest, segments
 
 
 def scrape(t_s, *, drafts=0.0, accepted=0.0, generated=0.0, **tide):

@@ -4,8 +4,8 @@ import time
 
 from aiohttp import web
 
-from vllm_tide.bench.client import make_session, replay
-from vllm_tide.bench.stream import StreamRequest
+from bench.harness.client import make_session, replay
+from bench.harness.stream import StreamRequest
 
 CYCLE = (1, 1, 3, 3, 3, 3, 2, 2)
 

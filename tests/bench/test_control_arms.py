@@ -4,22 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide.bench.control_arms import (
+from bench.harness.arms import (
     ABLATION_SUITE,
     ADAPTIVE_ARMS,
     CONTROL_ARMS,
-    BenchError,
     make_arm,
     make_arms,
     speculative_config,
 )
-from vllm_tide.bench.dynamic_table import (
+from bench.harness.common import BenchError
+from bench.suites.control import RunOptions
+from bench.suites.turns import (
+    Cell,
     best_lengths,
     calibration_plan,
     schedule_of,
+    visit_order,
 )
-from vllm_tide.bench.run_options import RunOptions
-from vllm_tide.bench.visits import Cell, visit_order
 from vllm_tide.config import parse_tide
 
 
@@ -44,9 +45,6 @@ def test_every_tide_section_is_valid(name):
     assert tide.control.policy == name.partition("_")[0].replace("tide", "tide_gate")
     assert not tide.capture.enabled and not tide.swap.enabled
     assert tide.control.verify == (name != "adaspec_drafter")
-    assert tide.control.calibrate == (
-        name not in ("adaspec_drafter", "adaspec_verifier")
-    )
 
 
 def test_knobs_given_go_to_tide_arms_and_do_not_undo_the_ablation():
@@ -56,7 +54,6 @@ def test_knobs_given_go_to_tide_arms_and_do_not_undo_the_ablation():
         "min_gain": 0.1,
         "verify": False,
         "policy": "adaspec",
-        "calibrate": False,
     }
 
 

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.client import RequestResult
+from bench.harness.common import BenchError, Progress, clock_text, percentile
+from bench.harness.identity import OutputBook
+from bench.harness.models import kv_cache_bytes, mlp_width, parse_size
+from bench.harness.ratios import attained, attainment, spread, summarise
+from bench.harness.scrape import parse_metrics, speculation, tide_values, time_series
+from bench.harness.session import read_document
+from bench.harness.summary import request_figures, tpots_ms
+from bench.suites.control import CellDocument
 from tests.bench.control_report import RATES, report
-from vllm_tide.bench.attainment import attained, attainment
-from vllm_tide.bench.client import RequestResult
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.control_summary import spread, summarise
-from vllm_tide.bench.counters import speculation, tide_values, time_series
-from vllm_tide.bench.document import Document, read_document
-from vllm_tide.bench.outputs import OutputBook
-from vllm_tide.bench.progress import Progress, clock_text
-from vllm_tide.bench.request_figures import percentile, request_figures, tpots_ms
-from vllm_tide.bench.scrape import parse_metrics
-from vllm_tide.bench.sizes import kv_cache_bytes, mlp_width, parse_size
 
 
 def result(index=0, tokens=5, start_s=1.0, ttft_s=0.5, end_s=2.5, error=None):
@@ -162,8 +160,7 @@ def test_attainment_counts_failed_requests_as_missed():
 def test_the_baseline_attains_nine_tenths_at_scale_one():
     tpots = [float(i) for i in range(1, 101)]
     found = attainment(
-        {"none": (tpots, 0), "fast": ([50.0], 0), "fast@0.8": ([75.0], 0)},
-        (0.8, 1.0),
+        {"none": (tpots, 0), "fast": ([50.0], 0), "fast@0.8": ([75.0], 0)}, (0.8, 1.0)
     )
     assert found["p90_tpot_ms"] == pytest.approx(90.1)
     assert found["arms"]["none"] == [0.72, 0.9]
@@ -201,7 +198,7 @@ def test_an_arm_that_missed_a_cell_is_not_ranked():
 
 def test_the_document_is_on_disk_after_every_cell(tmp_path):
     path = tmp_path / "deep" / "run.json"
-    document = Document(path, "control", {"slo_scales": [1.0]})
+    document = CellDocument(path, "control", {"slo_scales": [1.0]})
     for cell in report()["cells"][:2]:
         document.add_cell(cell)
         data = read_document(path)

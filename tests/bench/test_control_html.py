@@ -2,8 +2,9 @@ import re
 
 import pytest
 
+import bench.report
+import bench.run
 from tests.bench.control_report import report
-from vllm_tide.cli.main import main
 
 pytest.importorskip("matplotlib")
 
@@ -13,7 +14,7 @@ def written(tmp_path, data):
 
     source, out = tmp_path / "run.json", tmp_path / "sub" / "run.html"
     source.write_text(json.dumps(data))
-    assert main(["bench", "report", str(source), "--out", str(out)]) == 0
+    assert bench.report.main([str(source), "--out", str(out)]) == 0
     return out.read_text()
 
 
@@ -61,15 +62,15 @@ def test_a_suite_that_learns_has_a_report_too(tmp_path):
         ("x.json", b"\xff{", "is not JSON"),
         ("x.json", b"[" * 9**6, "is not JSON"),
         ("x.json.xz", b"{}", "is not JSON"),
-        ("x.json", b'{"arms": {}}', "bench run --json"),
-        ("x.json", b'{"cells": [{}], "environment": {}}', "bench run --json"),
+        ("x.json", b'{"arms": {}}', "bench/run.py --json"),
+        ("x.json", b'{"cells": [{}], "environment": {}}', "bench/run.py --json"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, capsys, name, content, message):
     source, out = tmp_path / name, str(tmp_path / "x.html")
     if content is not None:
         source.write_bytes(content)
-    assert main(["bench", "report", str(source), "--out", out]) == 2
+    assert bench.report.main([str(source), "--out", out]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert message in error and error.count(name) == 1
@@ -86,6 +87,9 @@ def test_bad_input_gets_one_sentence(tmp_path, capsys, name, content, message):
         (["--suite", "control", "--output-tokens", "9999"], "--max-model-len"),
         (["--suite", "control", "--max-num-seqs", "2"], "--max-num-seqs"),
         (["--suite", "traces", "--keep", "2"], "--keep"),
+        (["--suite", "traces", "--traces", "a@b"], "is not NAME or NAME@SECONDS"),
+        (["--suite", "multi", "--stall-s", "-1"], "--stall-s and --window-s"),
+        (["--suite", "rollback", "--trial-requests", "3"], "is at least 4"),
         (["--suite", "traces", "--trace-dir", "/nonexistent"], "--trace-dir"),
     ],
 )
@@ -96,8 +100,8 @@ def test_a_run_that_cannot_work_is_refused_before_it_starts(
     vllm.parent.mkdir(parents=True)
     vllm.touch()
     path = tmp_path / "run.json"
-    command = ["bench", "run", "--json", str(path), "--venv", str(tmp_path / "venv")]
-    assert main([*command, *arguments]) == 2
+    command = ["--json", str(path), "--venv", str(tmp_path / "venv")]
+    assert bench.run.main([*command, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not path.exists()

@@ -5,11 +5,16 @@ import time
 import pytest
 from aiohttp import web
 
-from vllm_tide.bench.client import make_session
-from vllm_tide.bench.closed_loop import ClosedPlan, first_wave_tokens, run_closed
-from vllm_tide.bench.open_loop import dispatch, replay_open
-from vllm_tide.bench.prompt_pool import BenchRequest
-from vllm_tide.bench.scrape import parse_metrics
+from bench.harness.client import make_session
+from bench.harness.measure import (
+    ClosedPlan,
+    dispatch,
+    first_wave_tokens,
+    replay_open,
+    run_closed,
+)
+from bench.harness.scrape import parse_metrics
+from bench.harness.stream import BenchRequest
 
 
 class OverSleeper:

@@ -3,9 +3,9 @@ import gzip
 import numpy as np
 import pytest
 
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.prompt_pool import PromptPool, joined_prompt
-from vllm_tide.bench.traces import (
+from bench.harness.common import BenchError
+from bench.harness.stream import PromptPool, joined_prompt
+from bench.suites.traces import (
     Limits,
     TraceChoice,
     clip,
@@ -15,7 +15,7 @@ from vllm_tide.bench.traces import (
     requests_of,
     thin,
 )
-from vllm_tide.sim.arrivals import Trace
+from sim.arrivals import Trace
 
 
 def trace(count=1000, spacing_s=0.25):
@@ -101,7 +101,7 @@ def test_traces_that_are_not_there_are_named(tmp_path, choices, message):
 
 
 def test_choices_are_parsed():
-    assert parse_choices("a,b@30") == [TraceChoice("a"), TraceChoice("b", 30.0)]
+    assert parse_choices("a,b@30") == (TraceChoice("a"), TraceChoice("b", 30.0))
     with pytest.raises(BenchError, match="--traces"):
         parse_choices("a@x")
 

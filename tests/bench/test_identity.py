@@ -1,7 +1,7 @@
 import pytest
 
-from vllm_tide.bench.client import RequestResult
-from vllm_tide.bench.identity import (
+from bench.harness.client import RequestResult
+from bench.harness.identity import (
     Difference,
     compare,
     compare_arms,

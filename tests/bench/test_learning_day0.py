@@ -6,18 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.learning_toys import arm_run, options_for, request, result
-from vllm_tide.bench import day0_suite, learning_session
-from vllm_tide.bench.day0_ceiling import (
+from bench.harness import session as learning_session
+from bench.harness.models import DEMO
+from bench.suites import day0 as day0_suite
+from bench.suites.ceiling import (
     FINAL,
     LEARN,
     CeilingOptions,
     keep_published,
     train_ceiling,
 )
-from vllm_tide.bench.day0_suite import Day0Options, day0_stream, fresh_settings, run
-from vllm_tide.bench.day0_summary import blocks, requests_to_reach, slowdowns
-from vllm_tide.bench.sizes import DEMO
+from bench.suites.day0 import (
+    Day0Options,
+    blocks,
+    day0_stream,
+    requests_to_reach,
+    run,
+    slowdowns,
+)
+from tests.bench.learning_toys import arm_run, options_for, request, result
 from vllm_tide.config import parse_tide
 from vllm_tide.train.sample import Sample
 
@@ -78,15 +85,6 @@ def test_the_last_part_of_the_stream_is_held_back(tmp_path):
     assert [r.index for r in both] == list(range(12))
 
 
-def test_the_head_of_an_inflated_target_is_not_inflated(tmp_path):
-    config = {"intermediate_size": 9000}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert fresh_settings(tmp_path) == {"intermediate_size": 9000}
-    report = {"intermediate_size": [480, 9000]}
-    (tmp_path / "inflated.json").write_text(json.dumps(report))
-    assert fresh_settings(tmp_path) == {"intermediate_size": 480}
-
-
 def document(key, hidden=256):
     random = torch.Generator().manual_seed(key)
     return Sample.offline(
@@ -105,8 +103,8 @@ def test_the_ceiling_is_trained_saved_and_held_against_the_online_head(tmp_path)
     }
     how = CeilingOptions(
         target=DEMO / "target",
-        fresh={"intermediate_size": 64},
-        train={"compute_dtype": "float32", "batch_tokens": 128},
+        fresh={"draft_vocab_size": 64},
+        train={"batch_tokens": 128},
         steps=8,
         depth=2,
         dtype="float32",
@@ -124,7 +122,7 @@ def test_the_ceiling_is_trained_saved_and_held_against_the_online_head(tmp_path)
 
 def test_the_suite_serves_a_fresh_head_between_two_runs_without(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr("vllm_tide.bench.day0_suite.LEAST_DRAFTS", 1)  # toys draft less
+    monkeypatch.setattr("bench.suites.day0.LEAST_DRAFTS", 1)  # toys draft less
 
     def fake(arm, stream, hooks):
         ran.append(arm)
@@ -155,7 +153,6 @@ def test_the_suite_serves_a_fresh_head_between_two_runs_without(tmp_path, monkey
     assert config["model"] == "fresh"
     tide = parse_tide(config["tide"])
     assert tide.control.policy == "adaspec" and tide.train.autostart
-    assert tide.fresh.intermediate_size == 480
     ceiling_config = json.loads(Path(ran[3].server.speculative_config).read_text())
     assert not parse_tide(ceiling_config["tide"]).capture.enabled
     report = json.loads(given.json.read_text())

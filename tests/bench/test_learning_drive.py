@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from bench.harness import arm as arm
+from bench.harness import samples as learning_capture
+from bench.harness import session as learning_session
+from bench.harness.arm import ArmRun, Hooks, LiveView, drive
+from bench.harness.common import ServerError
+from bench.harness.samples import capture
+from bench.harness.session import Session
+from bench.suites.loss import LossOptions
 from tests.bench.learning_toys import options_for, request
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from vllm_tide.bench import arm, learning_capture, learning_session
-from vllm_tide.bench.arm import Hooks, drive
-from vllm_tide.bench.learning_capture import capture
-from vllm_tide.bench.learning_session import Session
-from vllm_tide.bench.live import LiveView
-from vllm_tide.bench.loss_suite import LossOptions
-from vllm_tide.bench.server import ServerError
-from vllm_tide.bench.summary import ArmRun
 from vllm_tide.config import parse_tide
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.process import start_time

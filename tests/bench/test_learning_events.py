@@ -1,14 +1,14 @@
 import json
 import time
 
-from tests.bench.learning_toys import scrape
-from vllm_tide.bench.learning_events import (
+from bench.harness.trainers import (
     TrainerWatch,
     engine_versions,
     read_events,
     trainer_facts,
     training_seconds,
 )
+from tests.bench.learning_toys import scrape
 
 
 def write_status(folder, name="a", **values):

@@ -1,9 +1,8 @@
 from pathlib import Path
 
+from bench.harness.identity import Rescored, identity_of, identity_problems
+from bench.harness.session import Outputs
 from tests.bench.learning_toys import request, result
-from vllm_tide.bench.identity import Rescored
-from vllm_tide.bench.learning_document import Outputs
-from vllm_tide.bench.learning_identity import identity_of, identity_problems
 
 
 def arm(count=3, **changed):

@@ -5,14 +5,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.harness.common import BenchError
+from bench.harness.samples import save_samples
+from bench.suites import loss as loss_job
+from bench.suites import loss as loss_suite
+from bench.suites.loss import (
+    MIXES,
+    LossJob,
+    LossOptions,
+    LossTask,
+    jobs_of,
+    parse_mix,
+    run,
+    run_job,
+    run_start,
+    summarise,
+    table,
+)
 from tests.bench.learning_toys import options_for
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from vllm_tide.bench import loss_job, loss_suite
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.learning_samples import save_samples
-from vllm_tide.bench.loss_job import LossJob, LossTask, run_job, run_start
-from vllm_tide.bench.loss_mixes import MIXES, parse_mix
-from vllm_tide.bench.loss_suite import LossOptions, jobs_of, run, summarise, table
 from vllm_tide.draft import save_draft
 from vllm_tide.train.sample import Branch
 
@@ -57,7 +68,7 @@ def task(folder, **changes):
         "holdout_every": 4,
         "steps": 3,
         "depth": 3,
-        "train": {"compute_dtype": "float32", "batch_tokens": 128},
+        "train": {"batch_tokens": 128},
     }
     return LossTask(**(given | changes))
 

@@ -3,16 +3,16 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.bench.learning_toys import arm_run, options_for, request, scrape
-from vllm_tide.bench import multi_suite
-from vllm_tide.bench.learning_events import Look, TrainerWatch
-from vllm_tide.bench.learning_trainer import trainer_process
-from vllm_tide.bench.multi_suite import MultiOptions, multi_streams
-from vllm_tide.bench.multi_summary import (
+from bench.harness.trainers import Look, TrainerWatch, trainer_process
+from bench.suites import multi as multi_suite
+from bench.suites.multi import (
+    MultiOptions,
     before_first_swap,
     install_lags,
+    multi_streams,
     stretch_figures,
 )
+from tests.bench.learning_toys import arm_run, options_for, request, scrape
 
 
 def test_each_server_has_a_domain_in_four_stretches(tmp_path):
@@ -124,8 +124,7 @@ def test_the_last_server_is_stopped_in_the_middle_and_let_go(tmp_path, monkeypat
         say=lambda _: None,
         left_s=lambda: 30.0,
         document=SimpleNamespace(
-            problem=problems.append,
-            section=lambda name: sections.setdefault(name, {}),
+            problem=problems.append, section=lambda name: sections.setdefault(name, {})
         ),
     )
     stall = asyncio.run(multi_suite._serve(session, options, members, tmp_path))

@@ -3,15 +3,15 @@ import os
 
 import pytest
 
+from bench.harness.common import BenchError
+from bench.run import main
+from bench.suites import options_of
+from bench.suites.day0 import Day0Options
+from bench.suites.learning import LearningOptions
+from bench.suites.loss import LossOptions
+from bench.suites.multi import MultiOptions
+from bench.suites.rollback import RollbackOptions
 from tests.bench.learning_toys import options_for
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.day0_suite import Day0Options
-from vllm_tide.bench.learning_run import LearningOptions
-from vllm_tide.bench.learning_suites import LEARNING_SUITES, options_of
-from vllm_tide.bench.loss_suite import LossOptions
-from vllm_tide.bench.multi_suite import MultiOptions
-from vllm_tide.bench.rollback_suite import RollbackOptions
-from vllm_tide.cli.main import main
 
 KINDS = {
     "learning": LearningOptions,
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("suite", LEARNING_SUITES)
+@pytest.mark.parametrize("suite", tuple(KINDS))
 def test_every_suites_own_defaults_pass_its_checks(suite, tmp_path):
     options = options_for(KINDS[suite], suite, tmp_path)
     options.check()
@@ -34,11 +34,7 @@ def test_every_suites_own_defaults_pass_its_checks(suite, tmp_path):
     [
         ("learning", {"traffic": "both ways"}, "--traffic"),
         ("learning", {"arms": ("frozen", "best")}, "--arms: there is no arm 'best'"),
-        (
-            "learning",
-            {"domains": ("c",), "requests": (1,)},
-            "a shift needs two",
-        ),
+        ("learning", {"domains": ("c",), "requests": (1,)}, "a shift needs two"),
         ("learning", {"requests": (1, 2)}, "--requests"),
         ("learning", {"tide": {"train": {"stepz": 1}}}, "--tide: tide.train.stepz"),
         ("learning", {"model_sizes": ("6m", "90m")}, "--model-sizes"),
@@ -78,9 +74,7 @@ def cli(tmp_path, capsys):
     cpus = os.sched_getaffinity(0)
 
     def run(*args):
-        status = main(
-            ["bench", "run", "--yes", "--json", str(tmp_path / "r.json"), *args]
-        )
+        status = main(["--yes", "--json", str(tmp_path / "r.json"), *args])
         return status, capsys.readouterr().err
 
     yield run
@@ -88,7 +82,7 @@ def cli(tmp_path, capsys):
 
 
 def test_the_command_line_reaches_the_suite(cli, monkeypatch):
-    from vllm_tide.bench import learning_suites
+    from bench import suites as learning_suites
 
     seen = []
     monkeypatch.setattr(learning_suites, "run", lambda o: seen.append(o) or 0)

@@ -7,17 +7,29 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.harness import session as learning_session
+from bench.harness.common import BenchError
+from bench.harness.trainers import read_events
+from bench.suites import rollback as rollback_suite
+from bench.suites.planting import (
+    PlantingSidecar,
+    order,
+    order_path,
+    parse_plant,
+    planted,
+)
+from bench.suites.rollback import (
+    RollbackOptions,
+    rollback_stream,
+    run,
+    table,
+    trial_problems,
+    trials_of,
+)
 from tests.bench.learning_toys import arm_run, options_for, request, result
 from tests.train.test_sidecar import Engine
-from vllm_tide.bench import learning_session, rollback_suite
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.learning_events import read_events
-from vllm_tide.bench.rollback_plants import parse_plant, planted
-from vllm_tide.bench.rollback_suite import RollbackOptions, rollback_stream, run
-from vllm_tide.bench.rollback_trainer import PlantingSidecar, order, order_path
-from vllm_tide.bench.rollback_trials import table, trial_problems, trials_of
 from vllm_tide.config import parse_tide
-from vllm_tide.swap.verify import DraftContract, DraftRefused
+from vllm_tide.engine.staged_draft import DraftContract, DraftRefused
 from vllm_tide.train.feeds import open_feeds
 
 HEAD = {
@@ -123,14 +135,15 @@ def test_prompts_come_again_when_all_were_sent(tmp_path):
 
 
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("vllm_tide.train.schedule.EPSILON", 1.0)
+    monkeypatch.setattr("vllm_tide.train.canary.BACKOFF_CYCLES", 0)
     engine = Engine(tmp_path)
     config = parse_tide(
         {
-            "train": {"compute_dtype": "float32", "nice": 0},
-            "schedule": {"mode": "tide", "epsilon": 1.0},
-            "deploy": {"backoff_cycles": 0},
+            "train": {"nice": 0},
+            "schedule": {"mode": "tide"},
         }
     )
     feeds = open_feeds(engine.run_dir)

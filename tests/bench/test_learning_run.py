@@ -3,12 +3,10 @@ import os
 
 import pytest
 
+from bench.harness import session as learning_session
+from bench.harness.common import BenchError, ServerError
+from bench.suites.learning import ARMS, LearningOptions, arms_of, config_of, run
 from tests.bench.learning_toys import arm_run, options_for
-from vllm_tide.bench import learning_run, learning_session
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.learning_arms import ARMS, arms_of, config_of
-from vllm_tide.bench.learning_run import LearningOptions, run
-from vllm_tide.bench.server import ServerError
 from vllm_tide.config import parse_tide
 
 SECONDS = {"none": 4.0, "frozen": 2.5, "always": 1.6, "tide": 2.0, "gated": 1.6}
@@ -53,7 +51,8 @@ def read(tmp_path):
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
 def test_every_arms_configuration_is_valid(arm, tmp_path):
     knobs = {
-        "schedule": {"epsilon": 0.1, "mode": "always"},
+        "schedule": {"mode": "always"},
+        "train": {"max_passes": 7},
         "deploy": {"canary": False},
     }
     config = config_of(arm, options(tmp_path, tide=knobs), tmp_path)
@@ -62,7 +61,7 @@ def test_every_arms_configuration_is_valid(arm, tmp_path):
         return
     tide = parse_tide(config["tide"])
     assert tide.schedule.mode == arm.mode and tide.train.autostart
-    assert tide.schedule.epsilon == 0.1 and not tide.deploy.canary
+    assert tide.train.max_passes == 7 and not tide.deploy.canary
 
 
 def test_arms_come_in_the_order_given_and_once():
@@ -152,18 +151,18 @@ def test_what_was_measured_is_compared_when_the_time_is_over(
 
 
 def test_wrong_outputs_are_a_problem(tmp_path, served, monkeypatch):
-    real = learning_run.identity_of
+    real = learning_session.identity_of
 
     def spoilt(arms, target, dtype):
         arms["gated"][0].token_ids = [3] * 8
         return real(arms, target, dtype, lambda ds, *_: [_wrong(d) for d in ds])
 
-    monkeypatch.setattr(learning_run, "identity_of", spoilt)
+    monkeypatch.setattr(learning_session, "identity_of", spoilt)
     assert run(options(tmp_path, arms=("none", "gated"))) == 1
     assert "gated: outputs differ" in read(tmp_path)["problems"][0]
 
 
 def _wrong(difference):
-    from vllm_tide.bench.identity import Rescored
+    from bench.harness.identity import Rescored
 
     return Rescored(difference, 1.0, 1.0, 0.0, False)

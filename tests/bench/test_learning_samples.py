@@ -3,24 +3,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.train.toys import HIDDEN, ToyTarget
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.learning_fit import acceptance, fit, rate, train_config
-from vllm_tide.bench.learning_samples import (
+from bench.harness.common import BenchError
+from bench.harness.samples import (
+    acceptance,
+    fit,
     held_out_every,
     load_samples,
     num_tokens,
     num_trained,
+    rate,
     save_samples,
 )
+from tests.train.toys import HIDDEN, ToyTarget
+from vllm_tide.config import TrainConfig
 from vllm_tide.train.sample import Branch, TopK
 
 TOY = ToyTarget()
 KNOBS = {
-    "compute_dtype": "float32",
     "batch_tokens": 256,
     "learning_rate": 1e-2,
-    "max_sample_tokens": 64,
 }
 
 
@@ -77,7 +78,7 @@ def test_the_rate_rises_and_falls_to_its_floor():
 
 def test_a_fit_learns_and_the_same_seed_gives_the_same_loss():
     train, held = held_out_every(documents(20), 5)
-    config = train_config(KNOBS)
+    config = TrainConfig(**KNOBS)
 
     def run():
         draft, steps = TOY.draft(), []
@@ -95,4 +96,4 @@ def test_a_fit_learns_and_the_same_seed_gives_the_same_loss():
 def test_a_fit_without_anything_to_train_on_says_so():
     prompt_only = TOY.document(1, 10, 10, 0)
     with pytest.raises(ValueError, match="anything to train on"):
-        fit(TOY.draft(), TOY.rows, [prompt_only], train_config(KNOBS), 3)
+        fit(TOY.draft(), TOY.rows, [prompt_only], TrainConfig(**KNOBS), 3)

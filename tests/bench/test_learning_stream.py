@@ -2,14 +2,14 @@ from collections import Counter
 
 import pytest
 
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.learning_stream import (
+from bench.harness.common import BenchError
+from bench.harness.stream import (
     mixed_stream,
     read_domains,
+    segments,
     shift_stream,
     stretches,
 )
-from vllm_tide.bench.stream import segments
 
 PROMPTS = {name: [f"{name} {i}" for i in range(30)] for name in ("a", "b", "c")}
 

@@ -2,16 +2,12 @@ import json
 
 import pytest
 
+from bench.harness.stream import Stretch
+from bench.harness.summary import acceptance_by_requests, tokens_per_step, windows
+from bench.harness.summary import learning_figures as arm_figures
+from bench.harness.trainers import TrainerWatch
+from bench.suites.learning import compare_arms, table, verdicts
 from tests.bench.learning_toys import arm_run, request, result, scrape
-from vllm_tide.bench.learning_compare import compare_arms, table, verdicts
-from vllm_tide.bench.learning_events import TrainerWatch
-from vllm_tide.bench.learning_stream import Stretch
-from vllm_tide.bench.learning_summary import (
-    acceptance_by_requests,
-    arm_figures,
-    tokens_per_step,
-    windows,
-)
 
 STREAM = [request(0), request(1), *(request(i, "1 c", "c") for i in range(2, 6))]
 STRETCHES = [Stretch("0 python", "python", False), Stretch("1 c", "c", True)]

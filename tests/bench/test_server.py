@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_tide.bench.server import (
-    ServerError,
+from bench.harness.common import ServerError
+from bench.harness.server import (
     ServerOptions,
     VllmServer,
     command_line,

@@ -3,10 +3,10 @@ import json
 
 import pytest
 
-from vllm_tide.bench.stream import (
+from bench.harness.common import StreamError
+from bench.harness.stream import (
     AFTER_SHIFT,
     BEFORE_SHIFT,
-    StreamError,
     StreamOptions,
     build_stream,
     read_prompts,

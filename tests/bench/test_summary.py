@@ -2,19 +2,18 @@ import math
 
 import pytest
 
-from vllm_tide.bench.client import RequestResult, take_event
-from vllm_tide.bench.picture import windowed
-from vllm_tide.bench.report import build_report, problems, table
-from vllm_tide.bench.scrape import Scrape
-from vllm_tide.bench.summary import (
-    ArmRun,
-    SegmentRun,
+from bench.harness.arm import ArmRun, SegmentRun
+from bench.harness.client import RequestResult, take_event
+from bench.harness.plots import windowed
+from bench.harness.scrape import Scrape
+from bench.harness.summary import (
     acceptance_length,
     arm_figures,
     capture_figures,
     first_swap_after_shift_s,
     swap_figures,
 )
+from bench.suites.quickstart import build_report, problems, table
 
 
 def scrape(t_s, *, drafts=0, accepted=0, **tide):

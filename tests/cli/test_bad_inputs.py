@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide.cli.main import main
+import bench.report
+import bench.run
+import sim.run
+from vllm_tide.cli.main import main as vllm_tide
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"method": "eagle3", "model": "fresh", "num_speculative_tokens": 3, "tide": {}}
@@ -45,12 +48,23 @@ FILES = {
 # Command line, status, what the answer has. DIR is a folder with FILES.
 HELP = "Say what the running trainers do"
 RUN = ["bench", "run", "--json", "DIR/x.json"]
+# Scripts that read a command line too.
+SCRIPTS = {"bench run": bench.run, "bench report": bench.report, "sim run": sim.run}
+
+
+def main(words: list[str]) -> int:
+    script = SCRIPTS.get(" ".join(words[:2]))
+    return script.main(words[2:]) if script else vllm_tide(words)
+
+
 CASES = [
     ([], 2, HELP),
     (["frobnicate"], 2, "invalid choice: 'frobnicate'"),
+    (["bench", "list"], 2, "no command 'bench'; run scripts/bench/run.py"),
+    (["sim", "suite"], 2, "no command 'sim'; run scripts/sim/run.py of the"),
     (["doctr"], 2, "no command 'doctr'; did you mean 'doctor'?"),
     (["--verbose", "status", "--run-dir", "DIR/r"], 2, "unrecognized arguments"),
-    (["config"], 2, "required: action"),
+    (["config"], 2, "required: ACTION"),
     (["config", "example", "adpt"], 2, "no example 'adpt'; known: adapt, "),
     (
         ["config", "check", "DIR/nope.json"],
@@ -159,14 +173,22 @@ CASES = [
     ),
     (["patch", "apply", "--target", "/nonexistent"], 5, "There is no vllm package in "),
     (["patch", "status", "--target", "DIR"], 5, "There is no vllm package in DIR"),
-    (["patch", "rebase", "--to", "1", "--source", "DIR/no"], 5, "DIR/no"),
-    (["sim", "--arm", "bogus"], 2, "bogus"),
-    (["sim", "--suite", "bogus"], 2, "bogus"),
-    (["sim", "--trace", "DIR/no"], 2, "DIR/no"),
-    (["sim", "--profile", "DIR/no"], 2, "cannot read profile DIR/no: No such file"),
-    (["sim", "--seconds", "-1"], 2, "--seconds: -1 is not a positive number"),
-    (["sim", "--seconds", "abc"], 2, "--seconds: abc is not a positive number"),
-    (["sim", "--processes", "0"], 2, "--processes: 0 is not a positive whole number"),
+    (["patch", "rebase", "--to", "1"], 2, "invalid choice: 'rebase'"),
+    (["sim", "run", "--arm", "bogus"], 2, "bogus"),
+    (["sim", "run", "--suite", "bogus"], 2, "bogus"),
+    (["sim", "run", "--trace", "DIR/no"], 2, "DIR/no"),
+    (
+        ["sim", "run", "--profile", "DIR/no"],
+        2,
+        "cannot read profile DIR/no: No such file",
+    ),
+    (["sim", "run", "--seconds", "-1"], 2, "--seconds: -1 is not a positive number"),
+    (["sim", "run", "--seconds", "abc"], 2, "--seconds: abc is not a positive number"),
+    (
+        ["sim", "run", "--processes", "0"],
+        2,
+        "--processes: 0 is not a positive whole number",
+    ),
 ]
 BY_VLLM = [
     (
@@ -276,6 +298,19 @@ def test_a_laptop_has_neither_torch_nor_vllm(words, status, part, tmp_path):
     assert done.returncode == status
     assert part in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.vllm
+def test_a_model_that_the_hub_does_not_have_gets_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    words = ["profile", "--model", "nobody/nothing", "--draft", str(tmp_path)]
+    offline = "import os; os.environ['HF_HUB_OFFLINE'] = '1'"
+    done = run(offline + WITHOUT.format(missing=[], words=words))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    *_, said = done.stderr.splitlines()
+    wanted = f"vLLM cannot serve target 'nobody/nothing' with draft '{tmp_path}': "
+    assert said.startswith(f"error: {wanted}")
 
 
 @pytest.mark.parametrize("words", [["config", "reference"], ["config", "schema"]])

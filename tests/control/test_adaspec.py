@@ -3,10 +3,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.control.toys import PUBLISHED, Acceptance, FixedTime, World, published
+from sim.published import table_model
+from tests.control.toys import (
+    PUBLISHED,
+    Acceptance,
+    FixedTime,
+    World,
+    published,
+    take_confidence_for_probability,
+)
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
-from vllm_tide.control.time_model import TimeModel
 
 HARD, EASY = Acceptance(level=-3.5), Acceptance(level=1.8)
 
@@ -124,7 +131,7 @@ def test_a_curve_that_flatters_drafting_is_found_out_by_undrafted_rounds(level):
     def table(at_16):
         seconds = [1e-3 * t for t in milliseconds]
         seconds[knots.index(16)] = at_16
-        return TimeModel.from_table(knots, tuple(seconds), 1e-3 * draft, 0.0)
+        return table_model(knots, tuple(seconds), 1e-3 * draft, 0.0)
 
     truth, model, n, rounds = table(5.3e-3), table(6.9e-3), 16, 800
     policy, acceptance = adaspec(n, "", OnlineTime(model)), Acceptance(level=level)
@@ -205,12 +212,14 @@ def test_a_swapped_draft_is_tried_at_once():
     assert np.count_nonzero(steps) == 50 - checks
 
 
-def test_calibration_error_falls_and_calibration_pays():
+def test_calibration_error_falls_and_calibration_pays(monkeypatch):
     model, n = "Qwen3-235B", 16
     acceptance = Acceptance(level=0.0, slope=1.5, bias=1.5)
     errors, speed = [], []
     for calibrate in (True, False):
-        policy = adaspec(n, model, calibrate=calibrate)
+        if not calibrate:
+            take_confidence_for_probability(monkeypatch)
+        policy = adaspec(n, model)
         speed.append(world(n, model, acceptance).run(policy, 400).throughput)
         errors.append(policy.stats()["calibration_error"])
     assert errors[0] < 0.05 < 0.15 < errors[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.control.test_adaspec import EASY, HARD, NonePolicy, adaspec, world
-from vllm_tide.control.against_plain import AgainstPlain
+from vllm_tide.control.gate import AgainstPlain
 
 
 def emitted(*tokens: int) -> np.ndarray:

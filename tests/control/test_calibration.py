@@ -100,15 +100,6 @@ def test_a_swapped_draft_is_learnt_faster():
     assert after(0.2) < 0.7 * after(1.0)
 
 
-def test_disabled_is_the_confidence_but_still_measured():
-    rng = np.random.default_rng(5)
-    calibration = Calibration(7, enabled=False)
-    errors = teach(calibration, rng, 100, lambda z: z - 2.0)
-    z = np.array([-1.0, 0.0, 2.0])
-    np.testing.assert_allclose(predicted(calibration, z), sigmoid(z))
-    assert errors[-1] > 0.2
-
-
 def test_extreme_confidences_stay_finite():
     calibration = Calibration(3)
     edge = np.array([0.0, 1.0, 1e-30, 1.0 - 1e-12], np.float32)

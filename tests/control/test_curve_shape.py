@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from vllm_tide.control.curve_shape import KNOTS, CurveShape
-from vllm_tide.control.online_time import OnlineTime, RoundSample
-from vllm_tide.control.time_model import TimeModel
+from sim.published import table_model
+from vllm_tide.control.online_time import KNOTS, CurveShape, OnlineTime, RoundSample
 
 
 def test_nothing_learnt_changes_nothing():
@@ -52,7 +51,7 @@ def test_ends_of_the_range(rows):
 def test_a_curve_wrong_at_its_beginning_is_bent():
     """Plain steps are measured 20% below the profile, drafted ones as it says."""
     knots, seconds = (1, 4, 16, 64), (0.010, 0.012, 0.014, 0.020)
-    online = OnlineTime(TimeModel.from_table(knots, seconds, 0.001, 0.0))
+    online = OnlineTime(table_model(knots, seconds, 0.001, 0.0))
     for turn in range(300):
         plain = turn % 16 == 0
         rows = 4 if plain else 16

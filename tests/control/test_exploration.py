@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.control.toys import Acceptance, World, published, sigmoid
-from vllm_tide.control.exploration import Exploration
+from vllm_tide.control.calibration import Exploration
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 

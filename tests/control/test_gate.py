@@ -5,7 +5,7 @@ from vllm_tide.control.gate import Gate
 
 
 def gate(**knobs):
-    return Gate(**{"min_gain": 0.02, "hysteresis": 0.02, "probe_share": 0.01, **knobs})
+    return Gate(**{"min_gain": 0.02, "probe_share": 0.01, **knobs})
 
 
 def test_hysteresis():

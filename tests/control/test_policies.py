@@ -34,7 +34,7 @@ def test_static_drafts_k_and_verifies_all():
 
 
 def test_threshold_stops_below_the_mean():
-    policy = ThresholdPolicy(7, 0.6)
+    policy = ThresholdPolicy(7)
     assert policy.plan(batch_of([7, 7, 0]), 0.0).steps == 7
     assert policy.go_on(1, np.array([0.9, 0.4, 0.0])), "the third is not drafted for"
     assert not policy.go_on(2, np.array([0.7, 0.4, 1.0]))

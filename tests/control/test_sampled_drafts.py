@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim.published import table_model
+from tests.control.toys import take_confidence_for_probability
 from vllm_tide.config import ControlConfig
+from vllm_tide.control import gate
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.profile_store import StoredProfile
 from vllm_tide.control.time_model import TimeModel
@@ -110,19 +113,14 @@ def staircase(n: int, stair: float = 1.6) -> TimeModel:
     """One second if nothing is verified, `stair` seconds whatever is."""
     knots = tuple(range(n, n * (K + 1) + 1))
     seconds = tuple(1.0 if tokens == n else stair for tokens in knots)
-    return TimeModel.from_table(knots, seconds, 0.001)
+    return table_model(knots, seconds, 0.001)
 
 
 @pytest.mark.parametrize(("n", "stair"), [(1, 1.6), (4, 1.7)])
 def test_the_policy_keeps_the_targets_distribution(monkeypatch, n, stair):
-    policy = started(
-        monkeypatch,
-        "probabilistic",
-        staircase(n, stair),
-        calibrate=False,
-        min_gain=0.0,
-        hysteresis=0.0,
-    )
+    take_confidence_for_probability(monkeypatch)
+    monkeypatch.setattr(gate, "HYSTERESIS", 0.0)
+    policy = started(monkeypatch, "probabilistic", staircase(n, stair), min_gain=0.0)
     share, deviations, cut = serve(policy, n, 4_000 * n, stair)
     assert abs(deviations) < ALARM, share
     assert policy.stats()["drafted_tokens"] > 4_000 * n
@@ -143,9 +141,7 @@ def test_a_token_is_verified_whatever_its_own_step_said(monkeypatch, policy):
     room, n = np.array([2, 1]), 2
     lengths = []
     for last in (0.01, 0.99):
-        asked = started(
-            monkeypatch, "probabilistic", staircase(n), policy=policy, threshold=0.5
-        )
+        asked = started(monkeypatch, "probabilistic", staircase(n), policy=policy)
         for slot in range(n):
             asked.add(slot, True, 0.0)
         plan = asked.plan(

@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
 
-from vllm_tide.control.fit import fit, fit_forward, held_out, shape_of
+from vllm_tide.control.fit import (
+    fit,
+    fit_forward,
+    held_out,
+    nonnegative,
+    robust_nonnegative,
+    shape_of,
+)
 from vllm_tide.control.online_time import RoundSample
-from vllm_tide.control.regression import nonnegative, robust_nonnegative
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 TRUTH = TimeModel(

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from sim.published import table_model
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 ALPHA_T, GAMMA_T, DELTA_T = 3e-7, 2e-4, 5e-3
@@ -156,7 +157,7 @@ def test_catch_up_falls_back_on_the_first_draft_pass():
 
 
 def test_published_table():
-    model = TimeModel.from_table((1, 2, 4), (3e-3, 4e-3, 5e-3), 4e-4, host=1e-3)
+    model = table_model((1, 2, 4), (3e-3, 4e-3, 5e-3), 4e-4, host=1e-3)
     np.testing.assert_allclose(model.target_curve(1, 99, 3), [3e-3, 4e-3, 4.5e-3, 5e-3])
     np.testing.assert_allclose(model.draft_curve(64, 99, 500, 3), 4e-4 * np.arange(4))
     assert model.overhead(64) == 1e-3

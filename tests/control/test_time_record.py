@@ -2,7 +2,7 @@ import numpy as np
 
 from tests.control.test_time_fit import TRUTH, sample
 from vllm_tide.control.online_time import RoundSample
-from vllm_tide.engine.profile_record import Recorder
+from vllm_tide.engine.profiler import Recorder
 
 
 def taking(seconds):

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from vllm_tide.engine.profile_shapes import Limits, batch_sizes, groups
+from vllm_tide.engine.profile_steps import Limits, batch_sizes, groups
 
 CPU = Limits(requests=48, rows=2048, length=1900, cached=60_000, steps=7, group=15)
 

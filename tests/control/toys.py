@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sim.published import table_model
 from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.calibration import Calibration, RequestOffsets
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.time_model import TimeModel
 
@@ -36,9 +38,7 @@ PUBLISHED = {  # TIDE paper, Table 5: tokens, milliseconds, D0
 
 def published(name: str, host: float = 0.0) -> TimeModel:
     knots, milliseconds, d0 = PUBLISHED[name]
-    return TimeModel.from_table(
-        knots, tuple(1e-3 * t for t in milliseconds), 1e-3 * d0, host
-    )
+    return table_model(knots, tuple(1e-3 * t for t in milliseconds), 1e-3 * d0, host)
 
 
 class FixedTime:
@@ -279,3 +279,15 @@ class World:
             result.steps.append(step)
             result.verified.append(int(lengths.sum()))
         return result
+
+
+def take_confidence_for_probability(monkeypatch):
+    """Nothing is learnt of how often a confidence is right."""
+
+    def logits(calibration, step, confidence, sampled):
+        z, _ = learnt(calibration, step, confidence, sampled)
+        return z, z
+
+    learnt = Calibration.logits
+    monkeypatch.setattr(Calibration, "logits", logits)
+    monkeypatch.setattr(RequestOffsets, "learn", lambda *_: None)

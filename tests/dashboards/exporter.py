@@ -12,9 +12,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
-from vllm_tide.metrics import LABELS, TideProm
-from vllm_tide.train.metrics import open_metrics, plain_text
-from vllm_tide.train.status import TrainerStatus
+from vllm_tide.metrics import LABELS, TideProm, increments
+from vllm_tide.train.report import TrainerStatus, open_metrics, plain_text
 
 WHO = ("demo", "0")
 PER_TICK = {
@@ -91,13 +90,14 @@ def main() -> None:
     )
     latency = Histogram("vllm:request_time_per_output_token_seconds", "", LABELS)
     Gauge("vllm:num_requests_running", "", LABELS).labels(*WHO).set(4)
+    seen: dict[Any, float] = {}
     status, port = TrainerStatus(model_name="demo"), free_port()
     open_metrics(port, lambda: status)
     server, _ = start_http_server(0, "127.0.0.1")
     server.set_app(plain_text(server.get_app()))
     print(server.server_port, port, flush=True)
     for tick in itertools.count(1):
-        tide.observe(report(tick))
+        tide.observe(increments(report(tick), seen))
         learn(status, tick)
         for name, number in PER_TICK.items():
             counters[name].inc(number)

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vllm_tide import metrics as serving
-from vllm_tide.train import metrics as training
+from vllm_tide.metrics import ENGINE, TRAINER, samples_of
 
 # vLLM 0.32: attribute that makes a metric -> endings of its samples
 _ENDINGS = {
@@ -17,23 +16,14 @@ _ENDINGS = {
     "_gauge_cls": ("",),
     "_histogram_cls": ("_bucket", "_sum", "_count"),
 }
-_BY_KIND = {"histogram": _ENDINGS["_histogram_cls"], "gauge": ("",)}
 
 
 def of_serving() -> set[str]:
-    counters = (*serving.COUNTERS, *serving.COUNTERS_BY_LABEL)
-    swaps = {
-        name + ending
-        for name, kind, _ in serving.SWAP_METRICS
-        for ending in _BY_KIND[kind]
-    }
-    return _totals(counters) | set(serving.GAUGES) | swaps
+    return {name for metric in ENGINE for name in samples_of(metric)}
 
 
 def of_training() -> set[str]:
-    counters = _totals((*training.COUNTERS, *training.SCHEDULE_COUNTERS))
-    gauges = {*training.GAUGES, *training.SCHEDULE, training.ENGINE_VERSION[0]}
-    return counters | gauges
+    return {name for metric in TRAINER for name in samples_of(metric)}
 
 
 def of_vllm() -> set[str] | None:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tests.dashboards import known, plants
+from tests.dashboards.promql import metrics_in
 from tests.dashboards.promtool import needs_promtool, promtool
 from vllm_tide.dashboards import ALERTS
-from vllm_tide.dashboards.promql import metrics_in
 
 FILE = Path(str(files("vllm_tide.dashboards").joinpath(ALERTS)))
 RULES = [

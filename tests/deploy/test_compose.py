@@ -11,7 +11,7 @@ import yaml
 
 from scripts.deploy.dockerfile_steps import read_steps
 from vllm_tide.config import parse_tide
-from vllm_tide.patch_series import VLLM_VERSION
+from vllm_tide.patching import VLLM_VERSION
 from vllm_tide.speculative import read_json_object
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts.deploy.dockerfile_steps import Step, read_steps, stage_chain
-from vllm_tide.cli.status import add_parser
-from vllm_tide.patch_series import VLLM_VERSION
+from vllm_tide.cli.trainer import add_parser
+from vllm_tide.patching import VLLM_VERSION
 
 ROOT = Path(__file__).parents[2]
 STEPS = read_steps(ROOT / "Dockerfile")
@@ -79,7 +79,7 @@ def test_health_check_of_the_trainer_is_a_command_of_ours() -> None:
     program, *words = check.words
     assert program == "vllm-tide"
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), "status")
     args = parser.parse_args(words)
     assert args.probe
     patience = next(f for f in check.flags if f.startswith("--timeout="))

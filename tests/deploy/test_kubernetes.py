@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from scripts.deploy.dockerfile_steps import read_steps
-from vllm_tide.cli import status, train
+from vllm_tide.cli import train
+from vllm_tide.cli import trainer as commands
 from vllm_tide.config import parse_tide
 from vllm_tide.speculative import read_json_object
 
@@ -45,9 +46,9 @@ def named(pod: dict[str, Any], name: str) -> dict[str, Any]:
     return next(item for item in containers(pod) if item["name"] == name)
 
 
-def parsed(module: Any, words: list[str]) -> argparse.Namespace:
+def parsed(module: Any, words: list[str], *name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    module.add_parser(parser.add_subparsers())
+    module.add_parser(parser.add_subparsers(), *name)
     return parser.parse_args(words)
 
 
@@ -135,7 +136,7 @@ def test_trainers_probe_is_a_command_of_ours(pod: dict[str, Any]) -> None:
         probe = item["livenessProbe"]
         program, *words = probe["exec"]["command"]
         assert program == "vllm-tide"
-        args = parsed(status, words)
+        args = parsed(commands, words, "status")
         assert args.probe
         assert args.timeout < probe["timeoutSeconds"]
 

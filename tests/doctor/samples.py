@@ -1,12 +1,13 @@
 """A small target and a draft that fits it, as files: no torch, milliseconds."""
 
 import json
+import socket
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from vllm_tide.config import TideConfig, parse_tide
-from vllm_tide.doctor.subject import Subject
+from vllm_tide.config import parse_tide
+from vllm_tide.doctor.run import Subject, examine
 
 HIDDEN, LAYERS, VOCAB = 64, 4, 320
 
@@ -59,7 +60,6 @@ def write_draft(folder, tensors=None, **overrides):
 
 def make_subject(tmp_path, section=None, *, draft=None, model=None, **fields):
     """A subject with a `tide` section, as if it came from a file."""
-    tide = TideConfig() if section is None else parse_tide(section)
     speculative = {"tide": section or {}}
     if draft is not None:
         speculative["model"] = str(draft)
@@ -67,7 +67,19 @@ def make_subject(tmp_path, section=None, *, draft=None, model=None, **fields):
         run_dir=tmp_path / "run",
         source="tide.json",
         speculative=speculative,
-        tide=tide,
+        tide=parse_tide(section or {}),
         model=str(model) if model is not None else None,
         **fields,
     )
+
+
+def examined(subject, check):
+    """The one finding of one check."""
+    (finding,) = examine(subject, (check,))
+    return finding
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.samples import TARGET, write_draft, write_model
-from tests.doctor.test_ports import free_port
+from tests.doctor.samples import TARGET, free_port, write_draft, write_model
 
 ROOT = Path(__file__).parents[2]
 

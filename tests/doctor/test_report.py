@@ -1,18 +1,28 @@
 """What the whole says: exit codes, text for people, JSON for scripts."""
 
 import json
+import sys
+from importlib import import_module
 
 import pytest
 
-from vllm_tide.doctor import examination
-from vllm_tide.doctor.finding import Status, failed, ok, skipped, warning
-from vllm_tide.doctor.report import as_json, as_text, exit_code
-from vllm_tide.doctor.subject import Subject
+from vllm_tide.doctor.run import (
+    Status,
+    Subject,
+    as_json,
+    as_text,
+    examine,
+    exit_code,
+    failed,
+    ok,
+    skipped,
+    warning,
+)
 
-FINE = ok("a", "Fine.")
-LEFT = skipped("b", "Does not apply.")
-MEANT = warning("c", "Works, badly.", "Mend it.")
-BROKEN = failed("d", "Does not work.", "Replace it.")
+FINE = ok("Fine.", name="a")
+LEFT = skipped("Does not apply.", name="b")
+MEANT = warning("Works, badly.", "Mend it.", "c")
+BROKEN = failed("Does not work.", "Replace it.", "d")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +59,7 @@ def test_json_has_every_field_of_every_finding():
 
 
 def test_text_says_what_to_do_and_keeps_to_the_width():
-    long = warning("name", "word " * 40, "advice " * 40)
+    long = warning("word " * 40, "advice " * 40, "name")
     text = as_text([FINE, long, BROKEN], columns=80)
     assert max(map(len, text.splitlines())) <= 80
     assert "-> Replace it." in text
@@ -58,25 +68,66 @@ def test_text_says_what_to_do_and_keeps_to_the_width():
 
 def test_a_long_path_is_not_broken():
     path = "/" + "x" * 200
-    assert path in as_text([ok("a", f"At {path}.")], columns=80)
+    assert path in as_text([ok(f"At {path}.", name="a")], columns=80)
 
 
-def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch, tmp_path):
-    from vllm_tide.doctor import configuration
+@pytest.mark.parametrize("name", ["configuration", "run_directory", "profile"])
+def test_a_check_that_breaks_is_a_finding_and_hides_no_other(
+    name, monkeypatch, tmp_path
+):
+    from vllm_tide.doctor import run
 
     def broken(subject):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(configuration, "check", broken)
+    module = import_module(f"vllm_tide.doctor.{run.CHECKS[name]}")
+    monkeypatch.setattr(module, name, broken)
+    findings = list(examine(Subject(run_dir=tmp_path / "run"), (name, "extension")))
+    statuses = [finding.status for finding in findings]
+    assert statuses == [Status.FAILED, Status.OK]
+    assert findings[0].name == name.replace("_", " ")
+    assert "RuntimeError: boom" in findings[0].sentence
+
+
+def test_a_module_that_does_not_import_hides_no_other(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm_tide.doctor.state", None)
     subject = Subject(run_dir=tmp_path / "run")
-    found = list(examination.examine(subject, ("configuration", "run_directory")))
-    assert [finding.status for finding in found] == [Status.FAILED, Status.OK]
-    assert "RuntimeError: boom" in found[0].sentence
+    findings = list(examine(subject, ("profile", "spool", "extension")))
+    statuses = [finding.status for finding in findings]
+    assert statuses == [Status.FAILED, Status.FAILED, Status.OK]
+
+
+def test_the_report_has_these_checks_in_this_order(tmp_path):
+    subject = Subject(run_dir=tmp_path / "run", port=1)
+    assert [finding.name for finding in examine(subject)] == [
+        "Python",
+        "vLLM",
+        "torch",
+        "triton",
+        "safetensors",
+        "numpy",
+        "prometheus-client",
+        "device",
+        "patches",
+        "extension",
+        "configuration",
+        "draft fit",
+        "shared memory",
+        "run directory",
+        "cores",
+        "preload",
+        "GPUs",
+        "server port",
+        "trainer port",
+        "profile",
+        "state directory",
+        "spool",
+    ]
 
 
 def test_whatever_is_not_fine_says_what_to_do(tmp_path):
     subject = Subject(run_dir=tmp_path / "run", port=1)
-    for finding in examination.examine(subject):
+    for finding in examine(subject):
         assert finding.sentence.endswith("."), finding
         if finding.status in (Status.WARNING, Status.FAILED):
             assert finding.advice, finding
@@ -84,5 +135,5 @@ def test_whatever_is_not_fine_says_what_to_do(tmp_path):
 
 def test_nothing_is_left_behind(tmp_path):
     subject = Subject(run_dir=tmp_path / "deep" / "run")
-    list(examination.examine(subject))
+    list(examine(subject))
     assert list(tmp_path.iterdir()) == []

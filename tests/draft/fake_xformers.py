@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-# Forms in which kernels return the log-sum-exp.
-LSE_FORMS = ("packed", "rounded", "flat", "blocks")
-form = "packed"
+rounding = 0  # places that the log-sum-exp is rounded up by
 
 
 @dataclass
@@ -25,7 +23,9 @@ class BottomRight:
     kv_seqlen: list[int]
 
     @classmethod
-    def from_seqlens(cls, q_seqlen: list[int], kv_seqlen: list[int]) -> BottomRight:
+    def from_seqlens(
+        cls, q_seqlen: list[int], kv_seqlen: list[int], *, device: torch.device
+    ) -> BottomRight:
         assert all(0 < q <= k for q, k in zip(q_seqlen, kv_seqlen, strict=True))
         return cls(q_seqlen, kv_seqlen)
 
@@ -47,39 +47,17 @@ def _scores(query: Tensor, key: Tensor, bias: BottomRight) -> Tensor:
     return s.masked_fill(bias.blocked(), float("-inf"))
 
 
-def _to_form(lse: Tensor, bias: BottomRight) -> Tensor:
-    """From [h, q]."""
-    if form == "rounded":
-        return torch.nn.functional.pad(lse, (0, 5))[None]
-    if form == "blocks":
-        parts = lse.split(bias.q_seqlen, dim=1)
-        longest = max(bias.q_seqlen)
-        return torch.stack(
-            [torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in parts]
-        )
-    return lse if form == "flat" else lse[None]
-
-
-def _from_form(lse: Tensor, bias: BottomRight) -> Tensor:
-    """To [h, q]."""
-    if form == "blocks":
-        return torch.cat(
-            [x[:, :q] for x, q in zip(lse, bias.q_seqlen, strict=True)], dim=1
-        )
-    return lse if form == "flat" else lse[0, :, : sum(bias.q_seqlen)]
-
-
 def memory_efficient_attention_forward_requires_grad(query, key, value, attn_bias):
     s = _scores(query, key, attn_bias)
     out = torch.einsum("hqk,khd->qhd", s.softmax(-1), value[0])[None]
-    return out, _to_form(s.logsumexp(-1), attn_bias)
+    return out, torch.nn.functional.pad(s.logsumexp(-1), (0, rounding))[None]
 
 
 def memory_efficient_attention_backward(
     grad, output, lse, query, key, value, attn_bias
 ):
     s = _scores(query, key, attn_bias)
-    p = (s - _from_form(lse, attn_bias)[..., None]).exp()
+    p = (s - lse[0, :, : query.shape[1], None]).exp()
     delta = (grad * output).sum(-1)[0].T  # [h, q]
     gv = torch.einsum("hqk,qhd->khd", p, grad[0])
     gp = torch.einsum("qhd,khd->hqk", grad[0], value[0])

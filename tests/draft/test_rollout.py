@@ -12,7 +12,7 @@ from tests.train.toys import HIDDEN, VOCAB, config
 from vllm_tide.draft.config import Rope
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.loss_rows import plan_steps
 from vllm_tide.train.packing import pack
 from vllm_tide.train.sample import Sample
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.forked import run_forked
 from tests.toys import make_target
 from vllm_tide.draft import Eagle3Config, Eagle3Draft, TargetRows, VocabMap
 from vllm_tide.draft.checkpoint import load_draft, save_draft
@@ -78,13 +77,7 @@ def test_logits_equal_vllm(tmp_path: Path, changes: dict) -> None:
     save_file(inputs, tmp_path / "in.safetensors")
     script = Path(__file__).with_name("vllm_oracle.py")
     names = ["target", "draft", "in.safetensors", "out.safetensors"]
-    done = subprocess.run(
-        [sys.executable, str(script), *(str(tmp_path / n) for n in names)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked([str(script), *(str(tmp_path / n) for n in names)])
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = load_file(tmp_path / "out.safetensors")
     rows = StepRows(torch.arange(ROWS), torch.arange(ROWS))

@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.harness.server import ServerOptions, VllmServer
 from tests import toys
-from vllm_tide.bench.server import ServerOptions, VllmServer
 from vllm_tide.transport.rendezvous import read_manifests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bench.harness.server import ServerOptions, VllmServer
 from tests import toys
 from tests.e2e.test_serve import (
     NUM_TOKENS,
@@ -21,7 +22,6 @@ from tests.e2e.test_serve import (
     metrics,
     trainers,
 )
-from vllm_tide.bench.server import ServerOptions, VllmServer
 from vllm_tide.config import parse_tide
 from vllm_tide.transport.rendezvous import read_manifests
 

@@ -7,6 +7,7 @@ a line on standard input, generates, prints `REPORT {...}`, waits again, exits.
 import json
 import os
 import sys
+from importlib import import_module
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -30,6 +31,9 @@ def main() -> None:
         from v2_on_cpu import prepare
 
         prepare(asynchronous=case["runner"] == "v2-async")
+    for name, value in case.get("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(import_module(module), constant, value)
     if "curves" in case:
         from v2_on_cpu import verify_adaptively
 

@@ -8,6 +8,7 @@ Prints a `REPORT {...}` for each.
 import json
 import os
 import sys
+from importlib import import_module
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -90,6 +91,9 @@ class Scripted:
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
+    for name, value in case.get("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(import_module(module), constant, value)
     from vllm import LLM, SamplingParams
 
     import vllm_tide.engine.policy_start as policy_start

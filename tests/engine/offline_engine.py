@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.engine.forked import Forked
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
 SCRIPT = Path(__file__).with_name("offline.py")
@@ -26,13 +27,19 @@ class OfflineEngine:
         # Closed with us. With `log` the server's log goes there.
         log = case.get("log")
         self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(case)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
+        argv = [str(SCRIPT), json.dumps(case)]
+        self._process: Any
+        if log or "tensor_parallel_size" in case.get("engine", {}):
+            # vLLM's own logging, and its workers, begin with a process of their own.
+            self._process = subprocess.Popen(
+                [sys.executable, *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        else:
+            self._process = Forked(argv, case["runner"] != "v1", self._errors)
         self._expect("READY")
 
     def __enter__(self) -> OfflineEngine:

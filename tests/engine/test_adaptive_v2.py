@@ -22,7 +22,7 @@ WORK = {"params": {"max_tokens": 16}}
 DRAFT = [[1, 0.3], [4, 0.3]]
 FLAT = [[1, 10.0], [64, 10.5]]
 STEEP = [[3, 1.0], [64, 200.0]]
-ALL = {"policy": "threshold", "threshold": 1e-9}  # drafts as deep as it may
+ALL = {"policy": "threshold"}  # drafts as deep as it may, see `constants`
 ADASPEC = {"policy": "adaspec", "probe_share": 0.0}
 
 
@@ -33,6 +33,7 @@ def serve(
         "target": str(DEMO / "target"),
         "runner": runner,
         "speculative_config": None,
+        "constants": {"vllm_tide.control.policies.THRESHOLD": 1e-9},
         "engine": {
             "max_num_batched_tokens": 64,
             "max_num_seqs": 4,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.kept_pass import KeptPass, KeptPassTimes
+from vllm_tide.control.adaspec import ControlSettings
+from vllm_tide.control.costs import KeptPass, KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import make_policy
-from vllm_tide.control.settings import ControlSettings
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine import control_v2
 from vllm_tide.engine.control_v2 import ControlV2
@@ -35,7 +35,7 @@ class Engine:
         self.random = np.random.default_rng(0)
         self.names = [str(i) for i in range(REQUESTS)]
         self.time = KeptPass(model)
-        settings = ControlSettings(policy=policy, k_max=K, max_requests=REQUESTS)
+        settings = ControlSettings(k_max=K, max_requests=REQUESTS)
         self.control = ControlV2(
             REQUESTS, 10**6, ControlConfig(policy=policy), K, trims=True
         )

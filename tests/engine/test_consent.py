@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.harness.summary import REQUEST_REASONS
 from tests.engine.idle_scheduler import idle_scheduler
-from vllm_tide.bench.summary import REQUEST_REASONS
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import REFUSALS, CapturePolicy, Consent
 from vllm_tide.capture.recorder import Recorder
@@ -23,7 +23,7 @@ from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.engine.worker_v2 import MADE_UP, WorkerTideV2
-from vllm_tide.metrics import COUNTERS_BY_LABEL
+from vllm_tide.metrics import ENGINE
 from vllm_tide.transport.ring import RingSpec, RingWriter
 
 YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "maybe"}
@@ -60,7 +60,7 @@ def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> 
 
 
 def test_every_reason_is_told_and_counts_requests() -> None:
-    text = COUNTERS_BY_LABEL["vllm_tide:dropped_rows"][0]
+    (text,) = [metric.text for metric in ENGINE if metric.name == "dropped_rows"]
     assert [reason for reason in REFUSALS if reason not in text] == []
     assert frozenset(REFUSALS) == REQUEST_REASONS
     assert len(set(REFUSALS)) == len(REFUSALS)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import toys
 from tests.e2e.test_serve import greedy
+from tests.engine.forked import run_forked
 from tests.patches.test_cpu_sampling import chi_square_p
 
 pytestmark = pytest.mark.vllm
@@ -77,12 +78,12 @@ def run_each(models: Any, run_dir: Path, scripts: list[Any], **case: Any) -> lis
         "scripts": scripts,
         **case,
     }
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(work)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = [str(SCRIPT), json.dumps(work)]
+    if "tensor_parallel_size" in work["engine"]:
+        alone = [sys.executable, *argv]
+        done = subprocess.run(alone, capture_output=True, text=True, check=False)
+    else:
+        done = run_forked(argv)
     lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
     assert len(lines) == len(scripts), done.stderr[-4000:]
     return [json.loads(line.removeprefix("REPORT ")) for line in lines]
@@ -129,7 +130,7 @@ def test_without_memory_for_it_a_pause_leaves_holes_and_right_outputs(
         toy,
         tmp_path,
         script=[[0, 0, 0], [0, 0, 1], [3, 3, 0]],
-        control={"catchup_mib": 0},
+        constants={"vllm_tide.engine.control_v1.CATCHUP_MIB": 0},
     )
     assert holes["tokens"] == plain
     assert holes["holes"] > 0 and not holes["lost"]

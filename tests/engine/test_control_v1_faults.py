@@ -93,7 +93,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
     added = []
 
     def start():
-        control.policy = ThresholdPolicy(K, 0.6)
+        control.policy = ThresholdPolicy(K)
         added.clear()
         control.policy.add = lambda slot, *_: added.append(slot)
 
@@ -152,7 +152,7 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
     control = engine.control
     control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
     model = control.times.model
-    control.policy = ThresholdPolicy(K, 0.6)
+    control.policy = ThresholdPolicy(K)
     engine.step()
     assert engine.cost == pytest.approx(
         1.0 + model.draft_curve(N, 100, N, K)[K] / base(model, 100)
@@ -193,7 +193,7 @@ def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
         part, name = where.split(".")
         setattr(getattr(control, part), name, fail)
     control.start = lambda: None
-    control.policy = ThresholdPolicy(K, 0.6)
+    control.policy = ThresholdPolicy(K)
     engine.step()
     control._contain("forget", control._forget, ["gone"])
     assert control.policy is None and sum(control.faults.values()) >= 1

@@ -43,7 +43,7 @@ def scheduled(
 
 def begun(trims: bool = True, grammar: str = "") -> ControlV2:
     control = ControlV2(8, 1000, ControlConfig(policy="threshold"), K, trims)
-    control.policy = ThresholdPolicy(K, 0.6)
+    control.policy = ThresholdPolicy(K)
     control.admit(scheduled("a", "b", new="ab", grammar=grammar))
     going_on = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[20, 40])
     control.begin(
@@ -171,7 +171,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
     policies = []
 
     def start():
-        policies.append(ThresholdPolicy(K, 0.6))
+        policies.append(ThresholdPolicy(K))
         added = policies[-1].added = []
         policies[-1].add = lambda slot, *_: added.append(slot)
         control.policy = policies[-1]
@@ -232,7 +232,7 @@ def slots_of(control: ControlV2) -> set[str]:
 
 def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
     control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
-    control.policy = ThresholdPolicy(K, 0.6)
+    control.policy = ThresholdPolicy(K)
     control.admit(scheduled("a", "b", new="ab"))
     # `a` runs and has no tokens in this step; `b` makes room for `c`.
     control.admit(scheduled("c", new="c", preempted="b"))
@@ -244,7 +244,7 @@ def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
 
 def test_a_request_that_lost_its_slot_gets_one_when_it_runs_again():
     control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
-    control.policy = ThresholdPolicy(K, 0.6)
+    control.policy = ThresholdPolicy(K)
     control.admit(scheduled("a", "b", new="ab"))
     # More requests live than there are slots, and nobody was preempted.
     control.admit(scheduled("b", "c", new="c"))

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests.transport.samples import identity, make_record, make_spec
-from vllm_tide.capture.pinned import PinnedBytes
+from vllm_tide.capture.staging import PinnedBytes
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine import capture_v2, row_stage
-from vllm_tide.engine.device_stage import DeviceStage
-from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.engine.device_stage import DeviceStage, RunLayout
 from vllm_tide.engine.step_log import Step
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.transport import Phase, RingReader, RingWriter
@@ -89,11 +88,9 @@ def gpu(monkeypatch):
     )
     monkeypatch.setattr(Event, "happened", True)
 
-    def make_stage(device, *sizes):
-        *sizes, dtype, hidden, logits, topk, room = sizes
-        assert dtype == "bfloat16"
-        kinds = torch.bfloat16, hidden, logits, topk, device, room
-        return DeviceStage(*sizes, *kinds)
+    def make_stage(device, places, layout, room):
+        assert layout.dtype == torch.bfloat16
+        return DeviceStage(places, layout, device, room)
 
     monkeypatch.setattr(capture_v2, "make_stage", make_stage)
     return runtime
@@ -177,7 +174,7 @@ def engine(gpu, monkeypatch):
     assert not gpu.held
 
 
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
     found = []
     for make_stage in (capture_v2.make_stage, row_stage.make_stage):
@@ -205,7 +202,7 @@ def test_only_rows_that_are_wanted_are_staged(engine):
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 29, 40])
 def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, rows):
     small, spec = engine(teacher, 1 << 13), make_spec(teacher, hidden_size=H, topk=TOPK)

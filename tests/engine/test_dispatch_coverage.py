@@ -53,7 +53,7 @@ def manager(most: int, requests: int, table: list | None, varlen: bool = False) 
 
 
 def of_tide(most: int, requests: int, varlen: bool = False) -> Any:
-    from vllm_tide.engine.graph_lengths import offered, replay_each, table_of
+    from vllm_tide.engine.adaptive_arguments import offered, replay_each, table_of
 
     made = manager(most, requests, table_of(most, requests), varlen)
     replay_each(made, offered(most, requests))
@@ -77,7 +77,7 @@ def modes(made: Any, length: int) -> list[str]:
 def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests):
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_tide.engine.graph_lengths import offered
+    from vllm_tide.engine.adaptive_arguments import offered
 
     made, lengths = of_tide(most, requests), offered(most, requests)
     assert lengths[0] == 0 and lengths[-1] == most and 2 <= len(lengths) <= 4
@@ -114,7 +114,7 @@ def test_graphs_for_any_mix_of_lengths_stay_as_they_are():
 def test_the_drafts_graphs_are_captured_for_every_offered_length(most):
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from vllm_tide.engine.graph_lengths import offered, table_of
+    from vllm_tide.engine.adaptive_arguments import offered, table_of
 
     for requests in (1, 2, 8):
         table = table_of(most, requests)
@@ -128,7 +128,7 @@ def test_the_drafts_graphs_are_captured_for_every_offered_length(most):
 )
 def test_a_depth_becomes_an_offered_one_downwards_under_a_limit(depth, up, down):
     """A longer step than control allowed would miss a TPOT limit."""
-    from vllm_tide.engine.graph_lengths import rounded
+    from vllm_tide.engine.adaptive_arguments import rounded
 
     assert rounded(depth, [0, 1, 3, 7], up=True) == up
     assert rounded(depth, [0, 1, 3, 7], up=False) == down

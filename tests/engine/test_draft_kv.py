@@ -59,9 +59,8 @@ def of_b(models, tmp_path_factory) -> tuple[list, list]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("draft_kv", ["keep", "reset"])
-def test_a_request_after_the_swap(models, of_b, tmp_path, draft_kv):
-    run = case(models, "a", tmp_path, swap={"draft_kv": draft_kv})
+def test_a_request_after_the_swap(models, of_b, tmp_path):
+    run = case(models, "a", tmp_path)
     with OfflineEngine(run) as engine:
         manifest = only_manifest(tmp_path)
         reader = RingReader.attach(manifest.ring)
@@ -78,10 +77,10 @@ def test_a_request_after_the_swap(models, of_b, tmp_path, draft_kv):
         report = engine.work([AFTER], params={"max_tokens": 24})
         got = drafted(reader)
         assert report["tokens"] == of_b[0]
-        assert (got == of_b[1]) == (draft_kv == "reset")
+        assert got != of_b[1]  # its prefix has the KV of the draft before
         engine.work([AGAIN], params={"max_tokens": 24})
         time.sleep(0.6)  # the workers' next report
         verified = settled(engine)["prefixes"]
     assert {"none", "most", "part"} <= set(verified)
-    assert ("most_old" in verified) == (draft_kv == "keep")
+    assert "most_old" in verified
     assert all(count > 0 for count in verified.values())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vllm_tide.engine.event_timer import EventTimer
+from vllm_tide.engine.timers import EventTimer
 
 
 class Stream:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import toys
+from tests.engine.forked import run_forked
 from tests.patches.pristine import make_pristine
 from vllm_tide.cli import export
 from vllm_tide.draft import Eagle3Draft, TargetRows, VocabMap, save_draft
@@ -69,18 +70,17 @@ def cached(target: Path, folder: Path) -> Path:
 def load(
     case: dict[str, Any], pythonpath: Path | None, hub: Path | None = None
 ) -> dict[str, Any]:
-    env = dict(os.environ)
-    if hub is not None:
-        env["HF_HUB_CACHE"] = str(hub)
-    if pythonpath is not None:
-        env["PYTHONPATH"] = str(pythonpath)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(case)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    if pythonpath is None:  # patched, as this process is
+        done = run_forked([str(SCRIPT), json.dumps(case)])
+    else:
+        hubs = {} if hub is None else {"HF_HUB_CACHE": str(hub)}
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), json.dumps(case)],
+            env={**os.environ, **hubs, "PYTHONPATH": str(pythonpath)},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
     lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix("REPORT "))
@@ -173,7 +173,7 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     from safetensors.torch import load_file
 
     from vllm_tide.draft.checkpoint import export_tensors
-    from vllm_tide.train.sidecar import as_wire
+    from vllm_tide.train.deployment import as_wire
 
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0

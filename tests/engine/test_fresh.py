@@ -74,7 +74,10 @@ def test_the_word_becomes_a_directory_and_a_policy(target, cache):
 
 
 def test_the_operators_policy_stays(target):
-    tide = {"control": {"policy": "static", "min_gain": 0.1}, "fresh": {"seed": 3}}
+    tide = {
+        "control": {"policy": "static", "min_gain": 0.1},
+        "fresh": {"draft_vocab_size": 80},
+    }
     config = checked({"model": "fresh", "tide": tide}, target)
     assert config["tide"] == tide
     tide = {"control": {"min_gain": 0.1}}

@@ -12,7 +12,7 @@ from tests.engine.idle_scheduler import idle_scheduler
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import drain
 from vllm_tide.config import ControlConfig, TideConfig
-from vllm_tide.engine.request_book import RequestBook
+from vllm_tide.engine.requests import RequestBook
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.transport.record import Phase
 from vllm_tide.transport.ring import RingReader

@@ -51,9 +51,7 @@ class Step:
             total_num_scheduled_tokens=10,
             scheduled_spec_decode_tokens={"b": [6, 7, 8, -1]},
         )
-        config = CaptureConfig(
-            teacher=teacher, teacher_topk=TOPK, feature_dtype="float32"
-        )
+        config = CaptureConfig(teacher=teacher, teacher_topk=TOPK)
         self.capture = CaptureV1(self.runner, self.ring, config, 2, HIDDEN, KEY)
         generator = torch.Generator().manual_seed(0)
         self.aux = [torch.randn(10, HIDDEN, generator=generator) for _ in range(2)]
@@ -93,7 +91,7 @@ def step():
         one.close()
 
 
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teacher):
     full, light = step(teacher), step(teacher)
     light.reader.set_collect(Collect.LIGHT)
@@ -120,7 +118,7 @@ def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teach
     assert full.capture.requests == light.capture.requests == 2
 
 
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_nothing_is_copied_while_the_trainer_does_not_collect(
     step, teacher, monkeypatch
 ):
@@ -143,9 +141,8 @@ def test_features_are_not_needed_for_light_records(step):
 
 
 @pytest.mark.parametrize("first", [Collect.FULL, Collect.LIGHT])
-@pytest.mark.parametrize("teacher", ["topk", "both"])
-def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, teacher, first):
-    one = step(teacher)
+def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, first):
+    one = step("topk")
     one.reader.set_collect(first)
     one.capture.on_logits(one.logits)
     one.reader.set_collect(Collect.LIGHT if first is Collect.FULL else Collect.FULL)
@@ -182,7 +179,7 @@ def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
 
 def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
     for resumed in (False, True):
-        one = step("both")
+        one = step("topk")
         one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
         one.reader.read(), one.reader.read()
         one.capture.draft_version = 7
@@ -194,7 +191,7 @@ def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
         assert record.phase == Phase.VERIFY and record.draft_version == 7 * resumed
 
 
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_in_a_pause_nothing_leaves_and_running_requests_end(step, teacher):
     one = step(teacher)
     one.capture.on_logits(one.logits)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.time_model import TimeModel
-from vllm_tide.engine.measured_times import times_of_tables
+from vllm_tide.engine.verification import times_of_tables
 
 K = 3
 

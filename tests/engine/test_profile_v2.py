@@ -7,14 +7,13 @@ found again.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import toys
+from tests.engine.forked import run_forked
 from tests.engine.offline_engine import OfflineEngine
 from vllm_tide.control.profile_store import load
 
@@ -23,52 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 STEPS = 3
 PROMPTS = [list(range(20)), list(range(5, 40)), [7]]
 ENGINE = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32}
-# A caller of the command's own functions, so that the engine can be looked into.
-SCRIPT = """
-import json, os, sys
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-case = json.loads(sys.argv[1])
-sys.path.insert(0, case["folder"])
-from v2_on_cpu import prepare
-prepare(case["asynchronous"])
-
-import vllm_tide.cli.profile as command
-import vllm_tide.engine.profile_run as profile
-from vllm_tide.cli.main import main
-
-def state(worker):
-    import torch
-    runner, tide = worker.model_runner, worker.tide
-    torch.manual_seed(1)
-    return {
-        "requests": runner.req_states.num_reqs,
-        "slots": len(tide.control._book.table.slot_of),
-        "policy": tide.control.policy is not None,
-        "faults": dict(tide._faults() + tide.control.faults),
-        "lost": tide._log.lost,
-        "async": tide._async,
-    }
-
-inner, fit = profile.measure_worker, []
-
-def measure_worker(worker, *args):
-    samples, facts = inner(worker, *args)
-    print("REPORT " + json.dumps({
-        "state": state(worker),
-        "shapes": [
-            [s.requests, s.context, s.verified, s.prefill, s.steps, s.first_rows]
-            for s in samples
-        ],
-        "times": [[s.target_s, s.draft_first_s, s.draft_next_s] for s in samples],
-    }), flush=True)
-    return samples, facts
-
-profile.measure_worker = measure_worker
-sys.exit(main(case["arguments"]))
-"""
+SCRIPT = Path(__file__).with_name("offline_profile.py")
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +39,8 @@ def profiled(models: tuple[str, str], asynchronous: bool) -> dict[str, Any]:
     arguments += ["--seconds", "20", "--", "--enforce-eager", "--max-model-len", "256"]
     for name, value in ENGINE.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
-    case = {
-        "folder": str(Path(__file__).parent),
-        "asynchronous": asynchronous,
-        "arguments": arguments,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(case)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    case = {"asynchronous": asynchronous, "arguments": arguments}
+    done = run_forked([str(SCRIPT), json.dumps(case)], interpreted=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "R2 " in done.stdout and "written: " in done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]

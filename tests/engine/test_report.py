@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.engine.worker import WorkerTide
-from vllm_tide.json_text import plain
+from vllm_tide.config import parse_tide
+from vllm_tide.engine.worker import WorkerTide, with_topk_of
+from vllm_tide.transport.small_file import plain
 
 ODD = {
     "float": np.float64(0.5),
@@ -65,3 +66,11 @@ def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
     tide = reporting(fails)
     tide.on_sampled(output, None, None, None)
     assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0
+
+
+@pytest.mark.parametrize(("asked", "entries"), [(64, 64), (100, 100), (1024, 100)])
+def test_a_topk_teacher_has_no_more_entries_than_the_target_has_tokens(asked, entries):
+    config = parse_tide({"capture": {"teacher": "topk", "teacher_topk": asked}})
+    found = with_topk_of(config, 100)
+    assert found.capture.teacher_topk == entries
+    assert found.capture.teacher == "topk" and found.train == config.train

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vllm_tide.engine.requests import RequestTable
-from vllm_tide.engine.round_timer import RoundTimer
+from vllm_tide.engine.timers import RoundTimer
 
 
 class Clock:

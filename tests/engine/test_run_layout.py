@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.engine.device_stage import RunLayout
 from vllm_tide.kernels.pack_rows import pack_rows
 
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from vllm_tide.swap import stage
+from vllm_tide.engine import staged_draft as stage
 
 
 def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):

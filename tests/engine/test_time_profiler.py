@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests import toys
+from tests.engine.forked import run_forked
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +21,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 from vllm import SamplingParams
-import vllm_tide.engine.profile_run as profile
+import vllm_tide.engine.profiler as profile
 
 target, draft = sys.argv[1:]
 arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
@@ -77,12 +78,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_measuring_leaves_the_engine_as_it_was(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *models],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_forked([str(script), *models])
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, done.stderr[-4000:]
     report = json.loads(lines[0].removeprefix("REPORT "))

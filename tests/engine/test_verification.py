@@ -12,7 +12,7 @@ from tests.engine.idle_scheduler import idle_scheduler
 from tests.engine.test_control_v2 import SURE, K, begun, landed
 from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig, TideConfig
-from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import StaticPolicy
 from vllm_tide.control.time_model import ForwardModel, TimeModel

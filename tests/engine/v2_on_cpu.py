@@ -15,6 +15,14 @@ def prepare(asynchronous: bool) -> None:
         asynchronous: Keep asynchronous scheduling, which the CPU platform switches
             off because it has nothing to overlap. The order of calls is a GPU's.
     """
+    interpret()
+    if asynchronous:
+        _keep_asynchronous_scheduling()
+    _overwrite_what_the_target_returned()
+
+
+def interpret() -> None:
+    """What has to be said before vLLM is imported."""
     os.environ |= {
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -24,9 +32,6 @@ def prepare(asynchronous: bool) -> None:
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
-    if asynchronous:
-        _keep_asynchronous_scheduling()
-    _overwrite_what_the_target_returned()
 
 
 def verify_adaptively(

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.report import environment
+from bench.harness.common import BenchError, environment
 
 from .command import add_places, run_command, say_since
 from .fault import Fault

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_tide.bench.control_arms import BenchError
-from vllm_tide.bench.progress import clock_text
-from vllm_tide.bench.server import ServerError
+from bench.harness.common import BenchError, ServerError, clock_text
 
 from .reference import Known, known_outputs
 from .scene import Places

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.top.collect import parse_page
+
 Reading = dict[str, float]
 GIVEN_UP = "requests given up"
 """Not a metric of vLLM, which counts no aborted request: see :func:`given_up`."""
-_SAMPLE = re.compile(r"^(vllm(?:_tide)?:[a-z_:0-9]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(?:finished_)?reason="([a-z_0-9]+)"')
 _STATUS = (
     "rollbacks",
     "refused_versions",
@@ -33,13 +32,14 @@ def read_metrics(text: str) -> Reading:
 
     Histogram buckets are left out: they are many and say nothing here.
     """
+    page = parse_page(text, 0.0)
     found: Reading = {}
-    for name, labels, value in _SAMPLE.findall(text):
-        if name.endswith(("_bucket", "_created")):
-            continue
-        reason = _LABEL.search(labels)
-        key = f"{name}{{{reason[1]}}}" if reason else name
-        found[key] = found.get(key, 0.0) + float(value)
+    for (name, labels), value in getattr(page, "values", {}).items():
+        if not name.endswith("_created"):
+            by = dict(labels)
+            reason = by.get("reason") or by.get("finished_reason")
+            key = f"{name}{{{reason}}}" if reason else name
+            found[key] = found.get(key, 0.0) + value
     return found
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from vllm_tide.bench.client import RequestResult, send
-from vllm_tide.bench.server import SERVED_NAME
+from bench.harness.client import RequestResult, send
+from bench.harness.server import SERVED_NAME
 
 from .reference import Known
 

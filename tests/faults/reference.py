@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_tide.bench.prompt_pool import load_pool
+from bench.harness.stream import load_pool
 
 PROMPT_TOKENS = 40
 MOST_TOKENS = 176

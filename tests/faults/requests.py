@@ -10,10 +10,10 @@ from typing import Any
 
 import aiohttp
 
-from vllm_tide.bench.client import payload
-from vllm_tide.bench.server import SERVED_NAME
+from bench.harness.client import payload
+from bench.harness.server import SERVED_NAME
 from vllm_tide.cli.main import main
-from vllm_tide.cli.purge import EXIT_ERROR
+from vllm_tide.cli.trainer import EXIT_ERROR
 from vllm_tide.transport.tenant import tenant_id, tenant_key
 
 from .counters import GIVEN_UP, total

@@ -18,10 +18,10 @@ from typing import Any
 import aiohttp
 import psutil  # type: ignore[import-untyped]
 
-from vllm_tide.bench.client import make_session
-from vllm_tide.bench.server import ServerOptions, VllmServer
-from vllm_tide.transport.peek import peek_ring
+from bench.harness.client import make_session
+from bench.harness.server import ServerOptions, VllmServer
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+from vllm_tide.transport.ring import peek_ring
 
 from .counters import (
     GIVEN_UP,
@@ -84,13 +84,11 @@ def tide_section(
             "min_new_tokens": 2048,
             "steps_per_cycle": 3,
             "batch_tokens": 384,
-            "max_sample_tokens": 256,
             "buffer_tokens": 16384,
-            "holdout_tokens": 1024,
             "holdout_share": 0.2,
             "learning_rate": 2e-4,
         },
-        "deploy": {"canary_requests": 12, "backoff_cycles": 0},
+        "deploy": {"canary_requests": 12},
         "control": {"client_slo_tpot_ms": 0.01},
     }
     return section | {k: section.get(k, {}) | dict(v) for k, v in knobs.items()}

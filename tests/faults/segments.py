@@ -10,9 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_tide.transport.peek import peek_header
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, peek_header
 
 
 class RunSegments:

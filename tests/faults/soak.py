@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_tide.bench.client import make_session
-from vllm_tide.bench.report import environment
+from bench.harness.client import make_session
+from bench.harness.common import environment
 
 from .command import add_places, run_command, say_since
 from .flat import CRITERION, grown, growth

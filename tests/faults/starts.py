@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vllm_tide.bench.client import make_session
+from bench.harness.client import make_session
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport.rendezvous import KEPT, group_of, reclaim_orphans

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_tide.bench.client import make_session
-from vllm_tide.bench.server import ServerError
+from bench.harness.client import make_session
+from bench.harness.common import ServerError
 
 from . import disk, heads, memory, processes, requests, spool, starts
 from .counters import total

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from bench.harness.client import RequestResult
 from tests.faults import leaks
 from tests.faults.counters import EventCounts, read_metrics, read_status, total
 from tests.faults.leaks import LeakWatch, Usage, left_behind
@@ -14,7 +15,6 @@ from tests.faults.reference import Known, _first
 from tests.faults.report import by_kind, read_rows, table, write
 from tests.faults.suite import FAULTS, Row, plan
 from tests.faults.trainer import OFFERED, PASSED_ON, order, spoilt
-from vllm_tide.bench.client import RequestResult
 
 ASK = Ask(1, (5, 6), (1, 2, 3))
 

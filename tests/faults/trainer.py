@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_tide.bench.rollback_plants import NAN, PERMUTED, Plant, planted
+from bench.suites.planting import NAN, PERMUTED, Plant, planted
 from vllm_tide.cli.main import main as command
-from vllm_tide.train import sidecar
+from vllm_tide.train import canary, reservoir, sidecar, trainer
 from vllm_tide.train.deployment import Master, as_wire
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.header import TransportError
@@ -132,6 +132,8 @@ class OrderedSidecar(sidecar.Sidecar):
 
 def main() -> int:
     """Run `vllm-tide train` with this sidecar."""
+    canary.BACKOFF_CYCLES = 0  # no order waits for the one before
+    reservoir.HOLDOUT_TOKENS = trainer.HOLDOUT_TOKENS = 1024  # judged soon
     setattr(sidecar, "Sidecar", OrderedSidecar)  # noqa: B010 - a class, to mypy a type
     return command(["train", *sys.argv[1:]])
 

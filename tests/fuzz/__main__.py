@@ -17,9 +17,9 @@ from typing import Any
 
 import hypothesis
 
+from json_text import json_text
 from tests.fuzz.every import ALL, parser_named
 from tests.fuzz.explore import explore
-from vllm_tide.json_text import json_text
 
 STARTING_S = 120.0
 """How long a parser's process may take beside its examples (s)."""

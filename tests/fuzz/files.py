@@ -107,7 +107,7 @@ def states(draw: st.DrawFn) -> bytes:
     """A state file; sealed anew where it still is a JSON object."""
     _, _, document = checkpoint_scene()
     text = draw(json_or_bytes(document))
-    return seal(text, checkpoint._digest) if draw(st.integers(0, 3)) else text
+    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 3)) else text
 
 
 def seal(text: bytes, digest: Any) -> bytes:
@@ -151,7 +151,7 @@ def stored(draw: st.DrawFn) -> tuple[bytes, bytes]:
     text = json.dumps({**manifest, "size": len(data), "sha256": digest}).encode()
     if draw(st.integers(0, 2)) == 0:
         text = draw(json_or_bytes(json.loads(text)))
-    return seal(text, head_store._digest) if draw(st.integers(0, 4)) else text, data
+    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 4)) else text, data
 
 
 def read_stored(given: tuple[bytes, bytes]) -> str:

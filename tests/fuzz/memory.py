@@ -26,7 +26,6 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, PAGE_BYTES, Header
-from vllm_tide.transport.peek import peek_ring, peek_weights
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import (
     _META,
@@ -35,6 +34,7 @@ from vllm_tide.transport.record import (
     decode,
     encode,
 )
+from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.ring_format import (
     MAGIC,
     RECORD,
@@ -46,8 +46,9 @@ from vllm_tide.transport.ring_format import (
 )
 from vllm_tide.transport.shm import orphaned
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
+from vllm_tide.transport.weights import peek_weights
 
-SPEC = make_spec("both", hidden_size=3, topk=2, layers=(1, 2))
+SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
 FIELDS = {**SPEC.__dict__, "aux_layer_ids": [1, 2]}
 ODD_NAMES = (
     "", "x", "vllm_tide_", "vllm_tide_a/b", "vllm_tide_\0", "vllm_tide_\ud800",
@@ -359,7 +360,7 @@ def parsers() -> list[Parser]:
                (TransportError,)),
         Parser("publication", "transport.publication", publications(),
                read_publication, (WeightsRefused,)),
-        Parser("peek", "transport.peek",
+        Parser("peek", "transport.shm",
                st.one_of(st.sampled_from(ODD_NAMES), st.text(max_size=20)),
                peek_anything, (TransportError,)),
         Parser("extension", "_shm (csrc)", calls(), call, bad_call),

@@ -21,7 +21,7 @@ from tests.fuzz.attempt import Parser, shape
 from tests.fuzz.damage import damaged, json_or_bytes
 from tests.fuzz.files import Folder, kept
 from vllm_tide.engine import endpoint
-from vllm_tide.engine.admin_token import read_token
+from vllm_tide.engine.endpoint import read_token
 from vllm_tide.transport.admin import MAX_ANSWER, AdminSocket, send
 from vllm_tide.transport.header import TransportError
 

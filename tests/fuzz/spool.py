@@ -20,6 +20,7 @@ from tests.fuzz.damage import damaged, damaged_json, edges, json_or_bytes
 from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import make_record
 from vllm_tide import _shm
+from vllm_tide.transport import publication
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.spool import (
@@ -29,21 +30,25 @@ from vllm_tide.transport.spool import (
     ReaderState,
     instance_gone,
 )
-from vllm_tide.transport.spool_heads import (
-    as_input,
-    encode_head,
-    latest_head,
-    read_head,
-)
 from vllm_tide.transport.spool_identity import (
     draft_fingerprint,
     read_header,
     read_tensor,
     target_fingerprint,
 )
-from vllm_tide.transport.spool_models import _target_files, local_models
-from vllm_tide.transport.spool_reader import SpoolReader
-from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
+from vllm_tide.transport.spool_models import (
+    _target_files,
+    encode_head,
+    latest_head,
+    local_models,
+    read_head,
+)
+from vllm_tide.transport.spool_shard import (
+    ShardBuilder,
+    ShardDamaged,
+    SpoolReader,
+    read_shard,
+)
 from vllm_tide.transport.spool_store import LocalStore
 from vllm_tide.transport.spool_writer import manifest_name
 
@@ -52,7 +57,7 @@ MANIFEST = {
     "weights": "vllm_tide_weights_0", "target_path": "/nowhere/t",
     "draft_path": "/nowhere/d", "target_dtype": "float32", "hidden_size": 3,
     "vocab_size": 100, "draft_vocab_size": 50, "aux_layer_ids": [1, 2],
-    "teacher": "both", "teacher_topk": 2, "feature_dtype": "bfloat16",
+    "teacher": "topk", "teacher_topk": 2, "feature_dtype": "bfloat16",
     "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
     "shared": ["lm_head.weight"], "pid_namespace": 4,
 }  # fmt: skip
@@ -80,8 +85,7 @@ def built() -> tuple[dict[str, Any], bytes]:
     builder = ShardBuilder(SPEC)
     for seed in range(4):
         builder.add(make_record(SPEC, seed, num_rows=seed))
-    manifest, parts = builder.build(1, 12.0)
-    return manifest, b"".join(bytes(part) for part in parts)
+    return builder.build(1, 12.0)
 
 
 SHARD = built()
@@ -233,7 +237,7 @@ def heads(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
     head = encode_head(TENSORS, version=7, parent_version=6, meta={"loss": 1.0})
     body = draw(damaged([head.body]))
     text = draw(damaged_json([json.loads(head.manifest)])).decode("utf-8", "replace")
-    manifest = draw(st.sampled_from((head.manifest, text)))
+    manifest = draw(st.sampled_from((head.manifest.decode(), text)))
     entry = {
         "version": 7,
         "bytes": len(body),
@@ -254,7 +258,7 @@ def read_heads(given: tuple[bytes, bytes, bytes]) -> str:
     version = latest_head(where)
     struct.pack("<Q", version)
     found = read_head(where, 7)
-    as_input(found)
+    publication.encode(found.tensors, 7, 6, {})
     return "a head"
 
 
@@ -271,7 +275,7 @@ def parsers() -> list[Parser]:
     return [
         Parser("spool_shard", "transport.spool_shard", shards(), read_a_shard,
                (ShardDamaged,)),
-        Parser("spool_reader", "transport.spool_reader",
+        Parser("spool_reader", "transport.spool_shard",
                st.one_of(
                    shards().flatmap(
                        lambda pair: st.tuples(st.one_of(still, state),

@@ -19,17 +19,20 @@ from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import inspect_manifests
 from vllm_tide.transport.small_file import MAX_BYTES
 from vllm_tide.transport.spool import EngineFolder, EngineState, parse_json
-from vllm_tide.transport.spool_heads import HEADS, latest_head
 from vllm_tide.transport.spool_identity import (
     draft_fingerprint,
     read_header,
     target_fingerprint,
 )
-from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_reader import SpoolReader
-from vllm_tide.transport.spool_shard import ShardDamaged, read_shard
+from vllm_tide.transport.spool_models import HEADS, latest_head, local_models
+from vllm_tide.transport.spool_shard import (
+    ShardDamaged,
+    SpoolReader,
+    manifest_name,
+    read_shard,
+    shard_number,
+)
 from vllm_tide.transport.spool_store import FsspecStore, LocalStore
-from vllm_tide.transport.spool_writer import manifest_name, shard_number
 
 DEEP = "[" * 100_000
 HUGE = "9" * 400  # a whole number that no float holds
@@ -240,7 +243,7 @@ def checkpoint_of(change):
     """Verify a checkpoint whose state file was changed and sealed anew."""
     draft, path, document = files.checkpoint_scene()
     value = change(json.loads(json.dumps(document)))
-    text = files.seal(json.dumps(value).encode(), checkpoint._digest)
+    text = files.seal(json.dumps(value).encode(), checkpoint.digest_of)
     (path / "state.json").write_bytes(text)
     return checkpoint.verify(path, draft)
 
@@ -277,7 +280,7 @@ def test_a_flipped_digit_in_a_checkpoints_state_is_damage():
 def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     _, path, manifest, _ = files.head_scene()
     text = json.dumps({**manifest, "size": float("inf")}).encode()
-    path.with_suffix(".json").write_bytes(files.seal(text, head_store._digest))
+    path.with_suffix(".json").write_bytes(files.seal(text, checkpoint.digest_of))
     with pytest.raises(HeadRefused, match="OverflowError"):
         head_store.read_head(path)
     os.mkfifo(tmp_path / "x.json", 0o600)

@@ -22,11 +22,11 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
-from vllm_tide.transport.peek import peek_ring, peek_weights
 from vllm_tide.transport.record import FORMAT_VERSION
+from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.ring_format import MAGIC, Word
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned
-from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT
+from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT, peek_weights
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 
 

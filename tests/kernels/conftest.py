@@ -19,7 +19,7 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _OUTCOMES = "TIDE_TEST_OUTCOMES"
-_TIMEOUT_S = 240
+_TIMEOUT_S = 1200  # beside other tests
 
 
 def pytest_configure(config):
@@ -35,6 +35,7 @@ def pytest_collection_modifyitems(items):
             # Each worker of xdist would start that process, and it is half a minute.
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.alone)
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
             if find_spec("triton") is None:
                 item.add_marker(pytest.mark.skip(reason="needs triton"))
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide.kernels import compile_all as tool
+from gpu import compile_all as tool
+from gpu.compile_all import (
+    Row,
+    Usage,
+    all_variants,
+    cuda_usage,
+    hip_usage,
+)
 from vllm_tide.kernels import (
     gather_step,
     kl_loss,
     pack_rows,
     select_tokens,
     topk_teacher,
-)
-from vllm_tide.kernels.compile_all import (
-    Row,
-    Usage,
-    all_variants,
-    cuda_usage,
-    hip_usage,
 )
 from vllm_tide.kernels.launch import HAVE_TRITON
 
@@ -51,7 +51,7 @@ def run(*options):
     """The command in a process without the interpreter."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "vllm_tide.kernels.compile_all", *options],
+        [sys.executable, "scripts/gpu/compile_all.py", *options],
         cwd=ROOT,
         env=env,
         capture_output=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_tide.engine.sureness import Sureness
+from vllm_tide.engine.worker_v2 import ConfidenceTable
 from vllm_tide.kernels.topk_teacher import TopKWorkspace
 
 REQS, DEPTH, VOCAB = 5, 3, 1500
@@ -25,7 +25,7 @@ def kept(sureness, dtype=torch.float32, rows=(REQS, 4, 2), vocab=VOCAB):
 
 
 def test_each_step_fills_its_column_for_its_rows():
-    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     wanted = kept(sureness)
     assert torch.equal(sureness.table, wanted)
     assert (sureness.table[2:, 2] == 0.0).all()
@@ -35,7 +35,7 @@ def test_each_step_fills_its_column_for_its_rows():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB // 3])
 def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
-    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
     monkeypatch.setattr(torch, "softmax", None)
     wanted = kept(sureness, dtype, vocab=vocab)
@@ -44,7 +44,7 @@ def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
 
 @pytest.mark.interpreted
 def test_the_kernel_works_in_the_memory_that_it_was_given():
-    sureness = Sureness(REQS, DEPTH, VOCAB, CPU)
+    sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     work = sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
     where = work.logprobs.data_ptr()
     logits = torch.randn(REQS, VOCAB)

@@ -13,7 +13,9 @@ import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch
 
-from vllm_tide.kernels import compile_all, launch
+sys.path.insert(0, "scripts")
+from gpu import compile_all
+from vllm_tide.kernels import launch
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss
 from vllm_tide.kernels.pack_rows import pack_rows
 from vllm_tide.kernels.select_tokens import select_tokens

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_tide.patch_series import load_manifest, patches_root
-from vllm_tide.patching import find_target, read_pristine
+from vllm_tide.patching import (
+    find_target,
+    load_manifest,
+    patches_root,
+    read_pristine,
+)
 
 
 def make_pristine(folder: Path) -> Path:
@@ -16,12 +20,12 @@ def make_pristine(folder: Path) -> Path:
     """
     target = find_target()
     manifest = load_manifest(patches_root())
-    touched = set(manifest.images)
+    touched = set(manifest["files"])
     parents = {str(parent) for path in touched for parent in Path(path).parents}
 
     def mirror(relative: str) -> None:
         (folder / relative).mkdir(parents=True)
-        for child in sorted((target.root / relative).iterdir()):
+        for child in sorted((target / relative).iterdir()):
             path = f"{relative}/{child.name}"
             if child.name == "__pycache__":
                 continue
@@ -35,7 +39,7 @@ def make_pristine(folder: Path) -> Path:
 
     mirror("vllm")
     # importlib.metadata must find the version beside the package.
-    for info in target.root.glob("vllm*.dist-info"):
+    for info in target.glob("vllm*.dist-info"):
         if "tide" not in info.name:
             (folder / info.name).symlink_to(info)
     return folder

@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.patches.world import HEADER, World
-from vllm_tide import patch_series
+from vllm_tide import patching
 from vllm_tide.cli.main import main
-from vllm_tide.patch_series import PatchError
-from vllm_tide.patching import PatchState
+from vllm_tide.patching import PatchError, PatchState
 
 
 def test_hunk_that_fits_in_two_places_is_refused(world: World) -> None:
-    patch = patch_series.load_series(world.patches)[1]
+    patch = patching.load_series(world.patches)[1]
     hunks = patch.hunks["vllm/a.py"]
     lines = b"".join(hunks[0].before)
-    assert patch_series.apply_hunks("p", "f", b"x\n" + lines, hunks)
+    assert patching.apply_hunks("p", "f", b"x\n" + lines, hunks)
     with pytest.raises(PatchError, match="does not fit"):
-        patch_series.apply_hunks("p", "f", b"x\n" + lines + lines, hunks)
+        patching.apply_hunks("p", "f", b"x\n" + lines + lines, hunks)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +28,15 @@ def test_hunk_that_fits_in_two_places_is_refused(world: World) -> None:
         "diff --git a/vllm/n.py b/vllm/n.py\nBinary files differ\n",
         "diff --git a/vllm/n.py b/vllm/n.py\n",
         "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1,2 +1,2 @@\n-a\n",
+        "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1,1 +1,1 @@\n-a\n+b\n+c\n",
+        "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1,1 +1,1 @@\n-a\n+b\nc\n",
+        "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1 @@\n-a\n+b\n",
+        "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1 +1 @@\n-a\n+b\n" * 2,
     ],
 )
 def test_what_the_law_forbids_does_not_parse(diff: str) -> None:
     with pytest.raises(PatchError):
-        patch_series.parse_patch("p", (HEADER + diff).encode())
+        patching.parse_patch("p", (HEADER + diff).encode())
 
 
 def check(world: World, *extra: str) -> int:
@@ -46,7 +49,7 @@ def test_check_passes_on_pristine_and_on_patched(world: World) -> None:
     assert check(world, "--target", str(world.site)) == 0
 
 
-@pytest.mark.parametrize("field", patch_series.HEADER_FIELDS)
+@pytest.mark.parametrize("field", patching.FIELDS)
 def test_check_names_a_missing_header_field(
     world: World, field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

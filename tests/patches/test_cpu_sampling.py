@@ -7,20 +7,18 @@ kernels; the rest samples a toy target with and without a toy draft, in real vLL
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.forked import run_forked
+
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
 
 PROBE = Path(__file__).with_name("sampling_probe.py")
-ROOT = Path(__file__).parents[2]
 SAMPLING = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.6},
@@ -129,15 +127,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory, kernels: Any) -> list[Any]
             "sampling": SAMPLING,
             "seed": seed,
         }
-        done = subprocess.run(
-            [sys.executable, str(PROBE), json.dumps(case)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        done = run_forked([str(PROBE), json.dumps(case)])
         lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
         assert lines, done.stderr[-3000:]
         reports.append(json.loads(lines[-1].removeprefix("REPORT ")))

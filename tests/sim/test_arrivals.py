@@ -3,7 +3,7 @@ import gzip
 import numpy as np
 import pytest
 
-from vllm_tide.sim.arrivals import PATTERNS, SimError, load, load_folder, synthetic
+from sim.arrivals import PATTERNS, SimError, load, load_folder, synthetic
 
 HEAD = "arrival_s,input_tokens,output_tokens\n"
 

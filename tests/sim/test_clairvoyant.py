@@ -3,15 +3,15 @@ import itertools
 import numpy as np
 import pytest
 
+from sim.audit import CAUSES, Audit
+from sim.clairvoyant import ClairvoyantPolicy, candidates, judge
+from sim.dynamic import DynamicPolicy, tune
+from sim.engine import simulate
+from sim.state import Server
+from sim.truth import Truth
 from tests.sim import toys
 from vllm_tide.control.batch import Batch
 from vllm_tide.control.time_model import ForwardModel, TimeModel
-from vllm_tide.sim.audit import CAUSES, Audit
-from vllm_tide.sim.clairvoyant import ClairvoyantPolicy, candidates, judge
-from vllm_tide.sim.dynamic import DynamicPolicy, tune
-from vllm_tide.sim.engine import simulate
-from vllm_tide.sim.state import Server
-from vllm_tide.sim.truth import Truth
 
 STAIRS = TimeModel(
     ForwardModel((1, 64), (0.005, 0.012), 0.0, sizes=(2, 4, 8, 12, 16)),

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from sim.engine import progress_at_arrival, simulate
+from sim.state import Server
+from sim.truth import Mismatch, Truth
 from tests.sim import toys
-from vllm_tide.sim.engine import progress_at_arrival, simulate
-from vllm_tide.sim.state import Server
-from vllm_tide.sim.truth import Mismatch, Truth
 
 
 def play(trace, policy, runs=2, top=3, server=None, model=toys.MODEL, **more):

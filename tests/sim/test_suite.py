@@ -2,14 +2,14 @@ import json
 
 import pytest
 
+from sim.arrivals import SimError, synthetic
+from sim.published import MODELS, published
+from sim.run import main
+from sim.state import Server
+from sim.suite import ARMS, Options, run_cells, suite_cells
+from sim.table import markdown, ratios, summary
 from tests.sim import toys
-from vllm_tide.cli.main import main
 from vllm_tide.control.profile_store import save
-from vllm_tide.sim.arrivals import SimError, synthetic
-from vllm_tide.sim.published import MODELS, published
-from vllm_tide.sim.state import Server
-from vllm_tide.sim.suite import ARMS, Options, run_cells, suite_cells
-from vllm_tide.sim.table import markdown, ratios, summary
 
 TRACE = synthetic("fluctuating", 6.0, 4.0, seed=0).clipped(256)
 
@@ -115,7 +115,7 @@ def test_table_shows_every_cell_and_the_targets(rows):
 
 def test_command_writes_json_and_table(tmp_path, capsys):
     out = tmp_path / "sim.json"
-    arguments = ["sim", "--suite", "quick", "--seconds", "3", "--rate", "3"]
+    arguments = ["--suite", "quick", "--seconds", "3", "--rate", "3"]
     arguments += ["--arm", "none", "--arm", "static1", "--regime", "low"]
     assert main([*arguments, "--json", str(out), "--table"]) == 0
     result = json.loads(out.read_text())
@@ -132,7 +132,7 @@ def test_command_takes_traces_and_profiles(tmp_path, capsys):
     profile, empty = tmp_path / "mine.json", tmp_path / "empty.json"
     save(profile, toys.MODEL, {"device": "toy"}, {})
     empty.write_text("{}")
-    base = ["sim", "--trace", str(path), "--regime", "high", "--arm", "none"]
+    base = ["--trace", str(path), "--regime", "high", "--arm", "none"]
     assert main([*base, "--pace", "time"]) == 0
     assert "my" in capsys.readouterr().err
     assert main([*base, "--profile", str(profile), "--table"]) == 0
@@ -155,7 +155,7 @@ def test_command_takes_traces_and_profiles(tmp_path, capsys):
     ],
 )
 def test_bad_input_gets_one_sentence(arguments, says, capsys):
-    assert main(["sim", *arguments]) == 2
+    assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert says in captured.err

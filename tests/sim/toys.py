@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from sim.acceptance import Process
+from sim.arrivals import Trace
 from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.time_model import ForwardModel, TimeModel
-from vllm_tide.sim.acceptance import Process
-from vllm_tide.sim.arrivals import Trace
 
 # T(n) = 10 ms + 0.1 ms a token, a draft pass 1 ms, catching up 5 ms.
 TARGET = ForwardModel((1, 1001), (0.0101, 0.1101), 0.0)

@@ -3,9 +3,8 @@
 import json
 import time
 
-from vllm_tide.top.metrics_page import parse_page
-from vllm_tide.top.samples import Sample
-from vllm_tide.train.status import TrainerStatus
+from vllm_tide.top.collect import Sample, parse_page
+from vllm_tide.train.report import TrainerStatus
 
 LABELS = 'engine="0",model_name="demo"'
 URL = "http://localhost:8000"
@@ -35,6 +34,8 @@ def page_text(tide=True, **changed):
         "alive": 1,
         "slo": {"met": 112, "missed": 2},
         "measured": 0.0279,
+        "plain_seconds": 0.0,
+        "round_seconds": 0.0,
         "faults": {},
     } | changed
     lines = []
@@ -62,6 +63,8 @@ def page_text(tide=True, **changed):
         add("vllm_tide:swaps", "counter", totals["swaps"])
         add("vllm_tide:control_rounds", "counter", totals["rounds"])
         add("vllm_tide:draft_steps", "counter", totals["steps"])
+        add("vllm_tide:plain_seconds", "counter", totals["plain_seconds"])
+        add("vllm_tide:round_seconds", "counter", totals["round_seconds"])
         for reason, count in totals["dropped"].items():
             add("vllm_tide:dropped_rows", "counter", count, reason=reason)
         for reason, count in totals["off"].items():
@@ -120,6 +123,7 @@ def status(**changed):
     fields = vars(
         TrainerStatus(
             pid=4242,
+            model_name="demo",
             state="training",
             cycles=6,
             steps=55,

@@ -8,13 +8,13 @@ import pytest
 from tests.top.samples import write_status
 from tests.transport.samples import make_record, make_spec
 from tests.transport.test_rendezvous import make_manifest
-from vllm_tide.top.local_figures import engine_figures
-from vllm_tide.top.run_files import look_at_engines, look_at_trainers
-from vllm_tide.top.samples import Sampler
+from vllm_tide.top.collect import Sampler, look_at_engines, look_at_trainers
+from vllm_tide.top.figures import make_picture
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
-from vllm_tide.transport.peek import peek_ring, peek_weights
 from vllm_tide.transport.rendezvous import write_manifest
+from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.weights import peek_weights
 
 
 @pytest.fixture
@@ -88,9 +88,15 @@ def test_engines_live_and_dead_are_seen_and_nothing_is_changed(tmp_path, ring, s
     (tmp_path / "engine-bad.json").write_text("[]")
     tmp_path.chmod(0o755)
     dead, live = look_at_engines(tmp_path)
-    assert (dead.alive, dead.ring, dead.weights) == (False, None, None)
-    assert live.alive
-    assert live.ring.capacity_bytes == 1 << 16
+    assert dead[1] is None
+    assert dead[2]["alive"] is False
+    assert dead[2]["ring_capacity_bytes"] is None
+    assert dead[2]["published_version"] is None
+    assert live[0] == ring.name
+    assert live[1] == ring.stats()
+    assert live[2]["alive"]
+    assert live[2]["ring_capacity_bytes"] == 1 << 16
+    assert live[2]["published_version"] == 0
     assert tmp_path.stat().st_mode & 0o777 == 0o755
     assert look_at_engines(tmp_path / "none") == []
 
@@ -103,10 +109,10 @@ def test_rows_per_second_come_from_the_ring(tmp_path, ring):
         ring.try_write(make_record(make_spec(), seed))
     sampler.take()
     first, last = sampler.history
-    found = engine_figures(sampler.history, last.engines[0])
-    assert found.rows_per_s == pytest.approx(20 / (last.t_s - first.t_s))
-    assert found.dropped_rows_per_s == 0
-    assert found.target == "t"
+    (found,) = make_picture(sampler.history, "")["engines"]
+    assert found["rows_per_s"] == pytest.approx(20 / (last.t_s - first.t_s))
+    assert found["dropped_rows_per_s"] == 0
+    assert found["target"] == "t"
 
 
 def test_trainers_newest_first_and_damaged_files_passed_over(tmp_path):
@@ -115,17 +121,17 @@ def test_trainers_newest_first_and_damaged_files_passed_over(tmp_path):
     (tmp_path / "trainer-x.json").write_text("{")
     (tmp_path / "trainer-y.json").write_text("[1]")
     (tmp_path / "trainer-z.json").write_text(json.dumps({"updated_unix": "soon"}))
-    assert [look.name for look in look_at_trainers(tmp_path)] == ["new", "old"]
+    assert [look["name"] for look in look_at_trainers(tmp_path)] == ["new", "old"]
 
 
 def test_old_samples_are_dropped(tmp_path, monkeypatch):
-    from vllm_tide.top import samples
+    from vllm_tide.top import collect
 
     now = 0.0
-    monkeypatch.setattr(samples.time, "monotonic", lambda: now)
+    monkeypatch.setattr(collect.time, "monotonic", lambda: now)
     sampler = Sampler(tmp_path, [])
     for _ in range(50):
         now += 2.0
         sampler.take()
     times = [sample.t_s for sample in sampler.history]
-    assert times[-1] - times[0] == samples.WINDOW_S
+    assert times[-1] - times[0] == collect.WINDOW_S

@@ -30,20 +30,26 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.train import step
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, beat, follow
+from vllm_tide.train.deployment import as_wire
+from vllm_tide.train.distributed import (
+    LeadRank,
+    OneRank,
+    ShardedStep,
+    Stepper,
+    beat,
+    follow,
+)
 from vllm_tide.train.ranks import RankLost, Ranks, leave
 from vllm_tide.train.sample import Branch, Sample
-from vllm_tide.train.sharded_step import ShardedStep
-from vllm_tide.train.sidecar import as_wire
 from vllm_tide.transport.weights import WeightsWriter
 
+step.COMPUTE_DTYPE = torch.float32
 TOY = ToyTarget()
 KNOBS = TrainConfig(
-    compute_dtype="float32",
     learning_rate=5e-3,
     loss={"forward_kl": 1.0, "next_token": 0.1, "discard": 0.2},
-    step_decay=0.7,
 )
 STEPS = 10
 LONELY, BAD = 3, 6  # a batch with one request; one whose gradient is not finite
@@ -95,7 +101,7 @@ def train(
     """Losses of steps `first` to `last` - 1."""
     losses = []
     for index in range(first, last):
-        result = stepper.run(documents(index), 512, lr_scale=1.0 - 0.05 * index)
+        result = stepper.run(documents(index), lr_scale=1.0 - 0.05 * index)
         losses.append(None if result is None else result.loss)
         after(index)
     return losses

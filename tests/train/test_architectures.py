@@ -66,7 +66,6 @@ def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypat
     train = {
         "autostart": False,  # the test runs it
         "nice": 0,
-        "compute_dtype": "float32",
         # Which of the 12 requests are held out is chance: two are enough to begin.
         "min_new_tokens": 100,
         "steps_per_cycle": 4,
@@ -84,7 +83,6 @@ def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypat
                 "capture": {"ring_mib": 16},
                 "control": {"policy": "static"},
                 "train": train,
-                "fresh": {"intermediate_size": 64},
             },
         },
     }

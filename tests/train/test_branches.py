@@ -13,9 +13,15 @@ from tests.draft.rollout import rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.train.branch_rows import BranchPlan, num_branch_rows, plan_branches
-from vllm_tide.train.masks import Plan, plan_steps
-from vllm_tide.train.packing import PackedBatch, pack, take_batch
+from vllm_tide.train.loss_rows import Plan, plan_steps
+from vllm_tide.train.packing import (
+    BranchPlan,
+    PackedBatch,
+    num_branch_rows,
+    pack,
+    plan_branches,
+    take_batch,
+)
 from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 
 STEPS = 3
@@ -235,11 +241,10 @@ def test_row_without_a_usable_teacher_is_not_trained() -> None:
 
 
 def test_batch_without_branches_is_as_before() -> None:
-    batch = pack([make_sample(9, 3, 0, 1)], 12)
+    batch = pack([make_sample(9, 3, 0, 1)])
     assert batch.branches is None
     assert plan_branches(batch, STEPS) is None
     assert batch.num_rows == batch.num_tokens == 9
-    assert batch.waste == pytest.approx(0.25)
 
 
 def test_branches_can_be_left_out() -> None:
@@ -253,9 +258,8 @@ def test_branch_rows_fill_the_capacity_of_a_batch() -> None:
     assert [num_branch_rows(s) for s in samples] == [7, 0, 8]
     chosen = take_batch(deque(samples), 27)
     assert [s.key for s in chosen] == [1, 2]
-    batch = pack(chosen, 27)
-    assert (batch.num_tokens, batch.num_rows, batch.capacity) == (15, 22, 27)
-    assert batch.waste == pytest.approx(5 / 27)
+    batch = pack(chosen)
+    assert (batch.num_tokens, batch.num_rows) == (15, 22)
     assert [s.key for s in take_batch(deque(samples[2:]), 15)] == [3]  # alone
 
 

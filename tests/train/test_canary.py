@@ -283,7 +283,7 @@ def test_only_new_kinds_of_requests_after_the_swap_mean_keep():
 
 def test_publishing_waits_for_the_backoff_only():
     rng = np.random.default_rng(0)
-    machine = canary(backoff_cycles=2)
+    machine = canary()
     window(machine, rng)
     assert machine.may_publish
     machine.begin("", 2)
@@ -353,7 +353,7 @@ def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
 
 def test_backoff_doubles_and_a_kept_draft_resets_it():
     rng = np.random.default_rng(0)
-    machine = canary(backoff_cycles=2)
+    machine = canary()
     window(machine, rng)
     backoffs = []
     for version, level in enumerate((0.05, 0.05, 0.05, 0.85, 0.05), start=2):

@@ -229,8 +229,9 @@ def test_publications_keep_their_distance(engine):
     assert "spacing" in sidecar.deployment.waiting_for
 
 
-def test_gated_mode_asks_for_light_records_until_something_shifts(engine):
-    engine.manifest.tide["schedule"] = {"mode": "tide", "init_requests": 4}
+def test_gated_mode_asks_for_light_records_until_something_shifts(engine, monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.schedule.INIT_REQUESTS", 4)
+    engine.manifest.tide["schedule"] = {"mode": "tide"}
     engine.announce()
     sidecar = attach(engine)
     assert not engine.ring.collect
@@ -283,8 +284,9 @@ def test_a_checkpoint_of_the_live_version_is_gone_on_from(engine):
 def test_the_trainers_own_metrics_have_every_figure(engine):
     import urllib.request
 
-    from vllm_tide.bench.server import free_port
-    from vllm_tide.train import metrics
+    from bench.harness.server import free_port
+    from vllm_tide.metrics import TRAINER, samples_of
+    from vllm_tide.train.report import open_metrics
 
     engine.serve(60)
     sidecar = attach(engine)
@@ -292,14 +294,12 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     sidecar._train()
     sidecar._update_status(force=True)
     port = free_port()
-    metrics.open_metrics(port, lambda: sidecar.status, "127.0.0.2")
+    open_metrics(port, lambda: sidecar.status, "127.0.0.2")
     began = time.monotonic()
     with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics") as page:
         text = page.read().decode()
     assert time.monotonic() - began < 10
-    names = [*metrics.COUNTERS, *metrics.SCHEDULE_COUNTERS]
-    assert all(f"{name}_total " in text for name in names)
-    assert all(f"{name} " in text for name in metrics.GAUGES)
+    assert all(f"{name} " in text for m in TRAINER for name in samples_of(m))
     assert (
         'vllm_tide:trainer_engine_version{engine_id="test",model_name=""} 0.0' in text
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from tests.train.feed_toys import FakeFeed, FakeSource, feeds_of, look, publish, rows
 from tests.transport.samples import make_light, make_record, make_spec
 from vllm_tide.train.feed import hostile
-from vllm_tide.train.feed_turns import QUANTUM_ROWS, FairTurns
 from vllm_tide.train.feeds import (
+    TURN_ROWS,
     Feeds,
 )
 from vllm_tide.transport import TransportError
@@ -22,14 +21,25 @@ from vllm_tide.transport.ring_format import Collect
 # Fair shares
 
 
-def test_busy_engines_share_rows_alike_whatever_the_size_of_their_records():
-    small, large = FakeFeed("small", [5] * 5000), FakeFeed("large", [700] * 500)
+def test_busy_engines_share_rows_alike_to_within_a_record_a_turn():
+    small, large = FakeFeed("small", [5] * 5000), FakeFeed("large", [60] * 500)
     feeds, _ = feeds_of(small, large)
     total = Counter()
     for _ in range(20):
         total.update(rows(feeds.read(limit=10_000, max_rows=2000)))
-    assert 0 <= sum(total.values()) - 20 * 2000 <= 20 * 700
-    assert abs(total["small"] - total["large"]) <= 2 * (QUANTUM_ROWS + 700)
+    turns = 20 * 2000 / (2 * TURN_ROWS)
+    assert 0 <= sum(total.values()) - 20 * 2000 <= 20 * 60
+    assert abs(total["small"] - total["large"]) <= turns * 60
+
+
+def test_a_record_larger_than_a_turn_takes_one_turn_and_nobody_starves():
+    small, large = FakeFeed("small", [1] * 5000), FakeFeed("large", [9000] * 9)
+    feeds, _ = feeds_of(small, large)
+    total = Counter()
+    for _ in range(8):
+        total.update(rows(feeds.read(limit=10_000, max_rows=2 * TURN_ROWS)))
+    assert total["small"] >= 4 * TURN_ROWS
+    assert total["large"] >= 4 * 9000
 
 
 def test_what_an_engine_does_not_use_the_others_get():
@@ -37,48 +47,35 @@ def test_what_an_engine_does_not_use_the_others_get():
     feeds, _ = feeds_of(idle, busy)
     found = rows(feeds.read(limit=10_000, max_rows=5000))
     assert found["idle"] == 30
-    assert 4970 <= found["busy"] <= 5000 + QUANTUM_ROWS
+    assert 4970 <= found["busy"] <= 5000 + 10
 
 
-def test_everything_is_read_and_an_idle_engine_saves_nothing_up():
+def test_everything_is_read_whatever_the_size_of_its_records():
     a, b = FakeFeed("a", [3] * 100), FakeFeed("b", [9000, 1])
     feeds, _ = feeds_of(a, b)
     found = dict(feeds.read(limit=10_000))
     assert len(found["a"]) == 100
     assert len(found["b"]) == 2
     assert feeds.read() == []
-    assert all(credit <= 0 for credit in feeds._turns._credit.values())
 
 
 def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
-    names = [FakeFeed(name, [QUANTUM_ROWS] * 100) for name in "abc"]
+    names = [FakeFeed(name, [TURN_ROWS] * 100) for name in "abc"]
     feeds, _ = feeds_of(*names)
     total = Counter()
     for _ in range(30):  # one record a call: no engine may starve
         total.update(rows(feeds.read(limit=1)))
-    assert set(total.values()) == {10 * QUANTUM_ROWS}
+    assert set(total.values()) == {10 * TURN_ROWS}
 
 
 def test_order_within_an_engine_is_kept():
-    turns = FairTurns()
-    queues = {"a": deque(range(50)), "b": deque(range(50))}
-    for name in queues:
-        turns.join(name)
-
-    def take(name, limit, max_rows):
-        out = []
-        while queues[name] and len(out) < min(limit, 7):
-            number = queues[name].popleft()
-            out.append(SimpleNamespace(num_rows=number + 40, number=number))
-            if sum(r.num_rows for r in out) >= max_rows:
-                break
-        return out
-
-    seen = {"a": [], "b": []}
+    sizes = [number + 40 for number in range(50)]
+    feeds, _ = feeds_of(FakeFeed("a", sizes), FakeFeed("b", sizes))
+    seen: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(200):
-        for name, records in turns.read(take, 13).items():
-            seen[name] += [record.number for record in records]
-    assert seen == {"a": list(range(50)), "b": list(range(50))}
+        for name, records in feeds.read(13):
+            seen[name] += [record.num_rows for record in records]
+    assert seen == {"a": sizes, "b": sizes}
 
 
 # Joining and dying
@@ -201,12 +198,12 @@ def _record(spec, seed):
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_values_that_no_engine_computes_are_hostile(what):
-    spec = make_spec("both")
+    spec = make_spec("topk" if what.startswith(("top", "tail")) else "hidden")
     assert hostile(HOSTILE[what](_record(spec, 1)), spec, spec.vocab_size)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_values_that_an_engine_computes_are_not(teacher, dtype):
     spec = make_spec(teacher, dtype)
     for seed in range(50):
@@ -218,15 +215,11 @@ def test_values_that_an_engine_computes_are_not(teacher, dtype):
     large = replace(padded, features=padded.features.copy())
     large.features[3] = BF16_NAN if dtype == "bfloat16" else np.nan
     assert not hostile(large, spec, spec.vocab_size)
-    if dtype == "float16":
-        most = _with("features", 0, 0, value=-65504.0)(padded)
-        assert not hostile(most, spec, spec.vocab_size)
-        assert hostile(_with("features", 0, 0, value=-np.inf)(padded), spec, 100)
 
 
 def test_an_engine_whose_values_are_hostile_is_left_out_until_it_joins_anew(caplog):
     a, b = FakeFeed("a"), FakeFeed("b", [4] * 100)
-    a.spec = b.spec = make_spec("both", "float16")
+    a.spec = b.spec = make_spec("hidden", "float32")
     spoil = _with("features", 0, 0, value=np.nan)
     good = [_record(a.spec, n) for n in range(10)]
     a.queue.extend([*good, *(spoil(_record(a.spec, n)) for n in range(16))])
@@ -243,7 +236,6 @@ def test_an_engine_whose_values_are_hostile_is_left_out_until_it_joins_anew(capl
     said = [r.getMessage() for r in caplog.records if "left out" in r.message]
     assert len(said) == 1
     assert "17 of its records" in said[0]
-    assert "set tide.capture.feature_dtype to 'bfloat16'" in said[0]
     a.fail = "alive"
     feeds.poll()
     a.fail = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +36,7 @@ from vllm_tide.train.feeds import (
 from vllm_tide.transport import TransportError
 from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_heads import encode_head, latest_head, write_head
+from vllm_tide.transport.spool_models import encode_head, latest_head, write_head
 from vllm_tide.transport.spool_store import open_store
 
 SPEC = make_spec()
@@ -422,11 +424,13 @@ import subprocess, sys, time
 from pathlib import Path
 from tests.transport.spool_toys import ToyEngine
 folder, spool = Path(sys.argv[1]), sys.argv[2]
-engine = ToyEngine(folder, sys.argv[3], tide={"spool": {"url": spool,
-    "shard_seconds": 0.05}, "train": {"nice": 0}})
+engine = ToyEngine(folder, sys.argv[3], tide={"spool": {"url": spool},
+    "train": {"nice": 0}})
 code = '''
 import argparse, sys
 from vllm_tide.cli import relay
+from vllm_tide.transport import spool_writer
+spool_writer.SHARD_SECONDS = 0.05
 parser = argparse.ArgumentParser()
 relay.add_parser(parser.add_subparsers())
 sys.exit(relay.run(parser.parse_args(sys.argv[1:])))
@@ -457,10 +461,19 @@ def _isolated(command):
     return command, False
 
 
+def _segments(children) -> set[str]:
+    """Names of the shared memory that the processes have mapped."""
+    maps = (Path(f"/proc/{child.pid}/maps").read_text() for child in children)
+    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+
+
+def _names() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
 @pytest.mark.slow
 def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
     spool = str(tmp_path / "spool")
-    here = set(os.listdir("/dev/shm"))
     children = []
     try:
         for name in ("left", "right"):
@@ -472,7 +485,7 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
         for child in children:
             assert child.stdout.readline() == "up\n"
         if isolated:
-            assert set(os.listdir("/dev/shm")) == here
+            assert _segments(children) and not _segments(children) & _names()
         feeds = Feeds([SpoolSource(spool, cache=tmp_path / "cache")])
         want = [identity(make_record(SPEC, n)) for n in range(40)]
         assert drain(feeds, count=80, seconds=40) == {"left": want, "right": want}

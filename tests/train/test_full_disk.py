@@ -5,14 +5,13 @@ import resource
 import subprocess
 import sys
 
-from vllm_tide.train.events import EventLog
-from vllm_tide.train.status import StatusFile, TrainerStatus
+from vllm_tide.train.report import Report, TrainerStatus
 
 CHILD = """
 import resource, sys
 from pathlib import Path
-from vllm_tide.train.events import EventLog
-log = EventLog(Path(sys.argv[1]), "e")
+from vllm_tide.train.report import Report
+log = Report(Path(sys.argv[1]), "e")
 log.add("first", reason="whole")
 size = log.path.stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, resource.RLIM_INFINITY))
@@ -32,9 +31,10 @@ def test_half_an_event_is_taken_back(tmp_path):
 
 def test_writes_that_failed_are_counted_for_the_operator(tmp_path):
     nowhere = tmp_path / "absent"
-    events, file = EventLog(nowhere, "e"), StatusFile(nowhere, "e")
-    events.add("cycle")
-    file.write(TrainerStatus(), force=True)
-    assert (events.failed_writes, file.failed_writes) == (1, 1)
+    report = Report(nowhere, "e")
+    report.add("cycle")
+    assert report.failed_writes == 1
+    report.write(TrainerStatus())
+    assert report.failed_writes == 2
     assert TrainerStatus().failed_writes == 0
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -18,10 +18,9 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train import gpu, prepare, sidecar, turns
+from vllm_tide.train import gpu, sidecar
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.gpu import Shortage, claim, gpu_uuid, with_share
-from vllm_tide.train.pacing import Pacer
+from vllm_tide.train.gpu import Shortage, Turns, claim, gpu_uuid, with_share
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
@@ -29,13 +28,13 @@ from vllm_tide.transport import process
 
 
 def test_a_turn_claims_its_share_of_wall_time():
-    pacer = Pacer(0.25)
-    pacer.worked(100.0, 1.0)
-    assert pacer.rest(101.0) == 3.0
-    pacer.worked(110.0, 1.0)  # the time before is not saved up
-    assert pacer.rest(111.0) == 3.0
-    pacer.worked(112.0, 1.0)  # begun too early: a debt
-    assert pacer.rest(113.0) == 5.0
+    turns = Turns(0.25)
+    turns.worked(100.0, 1.0)
+    assert turns.rest(101.0) == 3.0
+    turns.worked(110.0, 1.0)  # the time before is not saved up
+    assert turns.rest(111.0) == 3.0
+    turns.worked(112.0, 1.0)  # begun too early: a debt
+    assert turns.rest(113.0) == 5.0
 
 
 def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, caplog):
@@ -65,9 +64,9 @@ def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, capl
 
 def test_a_rest_goes_on_asking_the_caller(monkeypatch):
     answers, rests = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
-    monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
-    fake = Mock(rest=lambda: next(rests))
-    watch = turns.Watch(lambda: next(answers), fake)
+    monkeypatch.setattr(gpu.time, "sleep", lambda seconds: None)
+    fake = Mock(rest=lambda now: next(rests))
+    watch = gpu.Watch(lambda: next(answers), fake)
     assert watch()
     assert not watch()
     assert [c[0] for c in fake.mock_calls] == ["begin", "end", "begin", "end", "begin"]
@@ -208,7 +207,7 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     monkeypatch, capsys, engine, where, more
 ):
     full_gpu(monkeypatch, starved("call"), "set_device" if where == "context" else "")
-    monkeypatch.setattr(prepare, "_pin", lambda config: None)
+    monkeypatch.setattr(gpu, "_pin", lambda config: None)
     monkeypatch.setattr(cli, "POLL_S", 0.0)
     load = Mock(side_effect=starved("allocator"))
     monkeypatch.setattr(sidecar.TargetRows, "load", load)
@@ -227,7 +226,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
         """Refers to itself, as a sidecar does."""
 
         stopping = paused = False
-        status = None
+        status = stop = None
 
         def __init__(self, feeds, *args):
             assert all(one() is None for one in held)
@@ -241,7 +240,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
 
     monkeypatch.setattr(sidecar, "Sidecar", Attached)
     monkeypatch.setattr(sidecar, "describe", lambda attached: "")
-    monkeypatch.setattr(prepare, "prepare_process", lambda *args, **kwargs: None)
+    monkeypatch.setattr(gpu, "prepare_process", lambda *args, **kwargs: None)
     monkeypatch.setattr(gpu, "give_back_cache", lambda: cleared.append(len(held)))
     gc.disable()  # or it may come by itself
     try:
@@ -261,7 +260,7 @@ def test_steps_are_those_of_a_cpu(attention, loss):
     for place, attends in (("cpu", "packed"), ("cuda", attention)):
         rows = TargetRows(embed := toy.embed.to(place), head := toy.head.to(place))
         draft = Eagle3Draft.initialise(toy.draft(head_dim=16).config, embed, head)
-        config = TrainConfig(compute_dtype="float32", attention=attends, loss=loss)
+        config = TrainConfig(attention=attends, loss=loss)
         step = TrainStep(draft, rows, config)
         losses = [step.run(pack(documents)).loss for _ in range(5)]
         seen = evaluate(draft, rows, documents, 3, attention=attends)

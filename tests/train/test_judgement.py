@@ -26,14 +26,16 @@ from vllm_tide.train.trainer import Trainer
 TOY = ToyTarget()
 FORMS = ("greedy", "mass", "argmax_mass", "served")
 KNOBS = {
-    "compute_dtype": "float32",
     "batch_tokens": 64,
-    "max_sample_tokens": 64,
     "steps_per_cycle": 1,
     "learning_rate": 1e-9,
     "holdout_share": 1e-9,
-    "drop_worse": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
 
 
 def trainer_of(**changes) -> Trainer:
@@ -160,8 +162,9 @@ def test_a_request_is_evidence_once():
     assert trainer.train_cycle().evidence == 1.0  # held-out ones were counted before
 
 
-def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence():
-    trainer = trainer_of(holdout_tokens=256)
+def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.trainer.HOLDOUT_TOKENS", 256)
+    trainer = trainer_of()
     rng = random.Random(1)
     trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
     trainer._differs = True
@@ -286,9 +289,7 @@ def test_a_candidate_that_is_no_number_is_harmful():
 
 def taught(say) -> Eagle3Draft:
     """A draft that says `say(token)` after a token."""
-    knobs = TrainConfig(
-        compute_dtype="float32", batch_tokens=512, learning_rate=1e-2, ttt_steps=3
-    )
+    knobs = TrainConfig(batch_tokens=512, learning_rate=1e-2, ttt_steps=3)
     trainer = Trainer(TOY.draft(), TOY.rows, knobs, stepper=None)
     rng = random.Random(0)
     documents = [
@@ -297,7 +298,7 @@ def taught(say) -> Eagle3Draft:
     ]
     assert isinstance(trainer.stepper, OneRank)
     for _ in range(40):
-        trainer.stepper.run(rng.sample(documents, 20), 512, 1.0)
+        trainer.stepper.run(rng.sample(documents, 20), 1.0)
     return trainer.draft
 
 
@@ -322,7 +323,7 @@ def drafts() -> tuple[Eagle3Draft, Eagle3Draft]:
 def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, method):
     """As a reverse-KL head: more mass, fewer best tokens. Nearly even odds of two."""
     live, candidate = drafts
-    knobs = TrainConfig(**{**KNOBS, "holdout_tokens": 4096})
+    knobs = TrainConfig(**KNOBS)
     trainer = Trainer(live.clone(), TOY.rows, knobs, draft_sample_method=method)
     trainer.draft.take(candidate.named_tensors())
     trainer._differs = True
@@ -342,8 +343,6 @@ def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
     """It is dropped: what would be published is the live draft itself."""
     worse = judge_gate.pair_of(dict.fromkeys(range(20), -0.2))
     proven = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
-    for drop in (True, False):
-        config = TrainConfig(drop_worse=drop)
-        nothing = judge_gate.pair_of({})
-        found = judge(1, 0.0, nothing, worse, config, "served", proven)
-        assert found.harmful and found.publish is not drop
+    nothing = judge_gate.pair_of({})
+    found = judge(1, 0.0, nothing, worse, TrainConfig(), "served", proven)
+    assert found.harmful and not found.publish

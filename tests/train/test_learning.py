@@ -6,9 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.train.toys import ToyTarget
 from vllm_tide.config import TrainConfig
+from vllm_tide.train import step
 from vllm_tide.train.sample import Sample, TopK
 from vllm_tide.train.trainer import Trainer
 
@@ -16,12 +18,13 @@ from vllm_tide.train.trainer import Trainer
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
-def test_training_raises_held_out_acceptance(dtype: str) -> None:
+def test_training_raises_held_out_acceptance(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fresh draft accepts next to nothing; two cycles later most of it."""
     toy, rng = ToyTarget(), random.Random(0)
-    knobs = TrainConfig(
-        compute_dtype=dtype, batch_tokens=256, steps_per_cycle=40, learning_rate=1e-2
-    )
+    monkeypatch.setattr(step, "COMPUTE_DTYPE", getattr(torch, dtype))
+    knobs = TrainConfig(batch_tokens=256, steps_per_cycle=40, learning_rate=1e-2)
     trainer = Trainer(toy.draft(), toy.rows, knobs)
     trainer.add_samples(
         toy.document(rng.randrange(64), rng.randrange(8, 40), 3, rng.getrandbits(64))
@@ -55,7 +58,6 @@ def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
     """A tail bucket carries the rest of the mass."""
     toy, rng = ToyTarget(), random.Random(0)
     knobs = TrainConfig(
-        compute_dtype="float32",
         batch_tokens=256,
         steps_per_cycle=40,
         learning_rate=1e-2,

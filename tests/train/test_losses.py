@@ -15,13 +15,11 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train import losses
-from vllm_tide.train.branch_rows import plan_branches
-from vllm_tide.train.loss_rows import LossRows, gather, request_weights
+from vllm_tide.train import loss_terms, losses, step
+from vllm_tide.train.loss_rows import LossRows, gather, plan_steps, request_weights
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import HiddenTeacher, LossTask, fused_head_loss
-from vllm_tide.train.masks import plan_steps
-from vllm_tide.train.packing import PackedBatch, pack
+from vllm_tide.train.packing import PackedBatch, pack, plan_branches
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.train.step import TrainStep
 
@@ -130,7 +128,7 @@ def _documents() -> list[Sample]:
 
 
 def _config(**changes) -> TrainConfig:
-    return TrainConfig(**{"compute_dtype": "float32", **changes})
+    return TrainConfig(**changes)
 
 
 def test_following_token_is_the_next_of_the_document():
@@ -211,7 +209,7 @@ def _reference_loss(
             p = (TOY.head @ y).softmax(-1)
             found = {}
             if t >= batch.num_tokens:
-                top = p.topk(config.discard_topk)
+                top = p.topk(loss_terms.DISCARD_TOPK)
                 f = top.values / top.values.sum()
                 found["discard"] = (f * (f.log() - log_q[top.indices])).sum()
             else:
@@ -230,29 +228,25 @@ def _reference_loss(
         for i, rows in enumerate(steps):
             m = [1 / max(64, sizes[key]) for key, _ in rows]
             mean = sum(w * v for w, (_, v) in zip(m, rows, strict=True)) / sum(m)
-            total = total + config.loss[name] * config.step_decay**i * mean
+            total = total + config.loss[name] * step.STEP_DECAY**i * mean
     return total
 
 
 def test_loss_of_a_batch_is_the_sum_of_per_step_means():
-    config = _config(
-        loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2},
-        discard_topk=4,
-        step_decay=0.7,
-    )
+    config = _config(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
     draft, batch = TOY.draft(), pack(_documents())
-    step = TrainStep(draft, TOY.rows, config)
-    found = step.loss_of(batch)
+    made = TrainStep(draft, TOY.rows, config)
+    found = made.loss_of(batch)
     assert found is not None
     total, sums = found
     expected = _reference_loss(draft, batch, config)
     assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    ours = torch.autograd.grad(total, step.parameters)
-    wanted = torch.autograd.grad(expected, step.parameters)
+    ours = torch.autograd.grad(total, made.parameters)
+    wanted = torch.autograd.grad(expected, made.parameters)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert sums.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
-    weighted = sum(x * 0.7**i for i, x in enumerate(sums.step_losses))
+    weighted = sum(x * 0.8**i for i, x in enumerate(sums.step_losses))
     assert weighted == pytest.approx(float(expected.detach()), rel=1e-5)
 
 

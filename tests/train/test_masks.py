@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.train.toys import ToyTarget
-from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.loss_rows import plan_steps
 from vllm_tide.train.packing import pack
 from vllm_tide.train.sample import Sample, split_windows
 

@@ -17,12 +17,12 @@ import torch
 from tests.train.toys import HIDDEN
 from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
-from vllm_tide.cli import purge as command
+from vllm_tide.cli import trainer as command
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Branch, Sample
-from vllm_tide.transport import purge
+from vllm_tide.transport import purge, spool_writer
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
 from vllm_tide.transport.spool import EngineFolder
@@ -33,11 +33,15 @@ from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 MARKER = 0x5EC7E7
 KNOBS = {
     "batch_tokens": 128,
-    "max_sample_tokens": 64,
     "buffer_tokens": 4096,
-    "holdout_tokens": 4096,
     "holdout_share": 0.5,
 }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
+    monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 4096)
 
 
 def marked(key: int, tenant: int, marker: int, size: int = 100) -> Sample:
@@ -194,7 +198,7 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
 
 def call(run_dir, *more):
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(dest="command"))
+    command.add_parser(parser.add_subparsers(dest="command"), "purge")
     args = parser.parse_args(["purge", "--run-dir", str(run_dir), *more])
     return command.run(args)
 
@@ -252,13 +256,13 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
     # The same where only a trainer's buffers hold such data.
     run_dir.mkdir(exist_ok=True)
-    assert call(run_dir, "--tenant", "acme") == command.EXIT_UNANSWERED
+    assert call(run_dir, "--tenant", "acme") == command.EXIT_REFUSED
     status(run_dir, keys=[key_id(before)])
     assert call(run_dir, "--tenant", "acme") == command.EXIT_ERROR
     (run_dir / "trainer-e.json").unlink()
     assert call(run_dir, "--tenant-id", f"{tenant:016x}", *where) == 1
     assert tenants_in(store) == set()
-    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_UNANSWERED
+    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_REFUSED
 
 
 def test_the_command_takes_an_id_and_everything(tmp_path):
@@ -310,12 +314,12 @@ def background(function, *args):
 
 @pytest.mark.parametrize("held", ["ring", "open", "blocked"])
 def test_the_command_waits_for_the_relay_and_nothing_comes_after(
-    tmp_path, capsys, held
+    tmp_path, capsys, monkeypatch, held
 ):
     engine, relay, store = served(tmp_path)
     write, announced = store.write, threading.Event()
     if held != "ring":
-        relay._writer._config = CONFIG.model_copy(update={"shard_seconds": 1e9})
+        monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
         relay.tick()
     if held == "blocked":
 
@@ -425,7 +429,7 @@ def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
 
 
 def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
-    assert call(tmp_path, "--all") == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all") == command.EXIT_REFUSED
     err = capsys.readouterr().err
     assert "no trainer is running" in err
     assert "no relay" in err
@@ -434,7 +438,7 @@ def test_without_a_trainer_the_request_waits_for_one(tmp_path, capsys):
 
 def test_a_trainer_that_does_not_answer_is_named(tmp_path, capsys):
     status(tmp_path, pid=4242)
-    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_UNANSWERED
+    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_REFUSED
     assert "trainer 4242 has not answered" in capsys.readouterr().err
 
 

@@ -18,8 +18,8 @@ from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import ToyEngine
 from vllm_tide.config import SpoolConfig
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.metrics import StatusCollector
-from vllm_tide.transport import RingReader, RingWriter, purge
+from vllm_tide.train.report import StatusCollector
+from vllm_tide.transport import RingReader, RingWriter, purge, spool_writer
 from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.spool_store import open_store
@@ -176,11 +176,11 @@ def test_what_is_too_old_is_not_trained_on_any_more(engine):
     sidecar.feeds.close()
 
 
-def test_no_byte_of_a_spool_is_left(tmp_path):
+def test_no_byte_of_a_spool_is_left(tmp_path, monkeypatch):
     made = ToyEngine(tmp_path)
-    config = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 1e9})
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
     store = open_store(str(tmp_path / "spool"))
-    relay = made.relay(store, config)
+    relay = made.relay(store, SpoolConfig())
 
     def serve():
         made.serve(range(2))

@@ -18,13 +18,17 @@ from vllm_tide.transport.tenant import NOBODY
 TOY = ToyTarget()
 KNOBS = {
     "batch_tokens": 128,
-    "max_sample_tokens": 64,
     "buffer_tokens": 4096,
-    "holdout_tokens": 1024,
     "holdout_share": 0.3,
 }
 TRAIN_KEYS = [k for k in range(4000) if not is_held_out(k, 0.3)]
 HELD_KEYS = [k for k in range(4000) if is_held_out(k, 0.3)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
+    monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 1024)
 
 
 class Clock:
@@ -286,7 +290,10 @@ def flooded(honest, attacker, *, times: int = 1, groups=(-1, -1)) -> list[Sample
         groups: Of the honest requests and of the attacker's.
     """
     clock = Clock()
-    buffer, whole = SampleBuffer(TrainConfig(), clock), document(0, 256)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 1024)
+        patched.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 8192)
+        buffer, whole = SampleBuffer(TrainConfig(), clock), document(0, 256)
     keys = iter(random.Random(5).sample(range(1 << 60), 60_000))
     while len(buffer.holdout) < 32:
         who = dict(tenant=honest(len(buffer.holdout)), group=groups[0])
@@ -345,8 +352,9 @@ def test_held_out_windows_follow_a_shift_and_silent_tenants_and_groups_lose_floo
     assert left[1] <= 3 and min(left[0], left[2]) > 15
 
 
-def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded():
-    buffer, clock = buffer_of(max_sample_tokens=128)
+def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 128)
+    buffer, clock = buffer_of(batch_tokens=256)
     rng = random.Random(4)
     for key in HELD_KEYS[:400]:
         who = rng.choice([NOBODY, 1, 2, 3, key])
@@ -370,19 +378,6 @@ def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
 
 
 # --------------------------------------------------------------------- age, groups
-
-
-def test_a_sample_of_one_half_life_is_drawn_half_as_often():
-    buffer, clock = buffer_of(age_half_life_s=100.0)
-    buffer.add(document(TRAIN_KEYS[0], tenant=1))
-    clock.now += 100
-    buffer.add(document(TRAIN_KEYS[1], tenant=2))
-    clock.now += 100
-    buffer.add(document(TRAIN_KEYS[2], tenant=3))
-    drawn = appearances(buffer, 1000)
-    assert drawn[3] == 20 * 1000
-    assert drawn[2] / drawn[3] == pytest.approx(0.5, abs=0.05)
-    assert drawn[1] / drawn[3] == pytest.approx(0.25, abs=0.05)
 
 
 def test_a_sample_is_stamped_when_it_comes_unless_it_says_when():

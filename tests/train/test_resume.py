@@ -25,9 +25,7 @@ from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
 KNOBS = TrainConfig(
-    compute_dtype="float32",
     batch_tokens=128,
-    max_sample_tokens=64,
     learning_rate=5e-3,
     buffer_tokens=4096,
     holdout_share=0.1,
@@ -51,7 +49,7 @@ class Run:
         losses = []
         for index in range(self.done, last):
             samples = self.batches[index % len(self.batches)]
-            result = self.stepper.run(samples, KNOBS.batch_tokens)
+            result = self.stepper.run(samples)
             assert result is not None
             losses.append(result.loss)
         self.done = last

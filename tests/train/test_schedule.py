@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,13 +16,28 @@ from scripts.bench.schedule_sim import (
     make_request,
 )
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train.schedule import ACTIVE_REQUESTS, NEW_GROUP_REQUESTS, Schedule
+from vllm_tide.train import schedule as rules
+from vllm_tide.train.schedule import (
+    ACTIVE_REQUESTS,
+    EPSILON,
+    INIT_REQUESTS,
+    LONG_DECAY,
+    NEW_GROUP_REQUESTS,
+    SHORT_DECAY,
+    Averages,
+    Schedule,
+    ShiftTest,
+)
 from vllm_tide.train.served import ServedRequest
-from vllm_tide.train.shift import Averages, ShiftTest
 
 
-def schedule(mode, *, min_new_tokens=100, day0=False, **changes):
-    return Schedule(ScheduleConfig(mode=mode, **changes), min_new_tokens, day0=day0)
+def schedule(mode, *, min_new_tokens=100, day0=False):
+    return Schedule(ScheduleConfig(mode=mode), min_new_tokens, day0=day0)
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    return partial(monkeypatch.setattr, rules, "PATIENCE")
 
 
 def shared(value, *, group=0, version=0, engine=""):
@@ -48,7 +64,7 @@ def feed(machine, values, **fields):
 
 
 def pause(machine):
-    for _ in range(machine.config.patience):
+    for _ in range(rules.PATIENCE):
         machine.cycle_done(False)
     assert not machine.collecting
 
@@ -111,19 +127,19 @@ def test_always_trains_on_new_data_only():
 # --- tide
 
 
-def literal(values, c, cycles):
+def literal(values, cycles):
     """Algorithm 1 written down again: states after each request.
 
     `cycles` maps a request to the outcome of the cycle that ends after it.
     """
     on, out = False, []
-    start = values[: c.init_requests]
+    start = values[:INIT_REQUESTS]
     short = long = sum(start) / len(start)
     out += [False] * len(start)
-    for index, alpha in enumerate(values[c.init_requests :], start=c.init_requests):
-        short = c.short_decay * short + (1 - c.short_decay) * alpha
-        long = c.long_decay * long + (1 - c.long_decay) * alpha
-        if short < long - c.epsilon:
+    for index, alpha in enumerate(values[INIT_REQUESTS:], start=INIT_REQUESTS):
+        short = SHORT_DECAY * short + (1 - SHORT_DECAY) * alpha
+        long = LONG_DECAY * long + (1 - LONG_DECAY) * alpha
+        if short < long - EPSILON:
             on = True
         if on and cycles.get(index) is False:
             on = False
@@ -143,7 +159,7 @@ def test_tide_is_algorithm_1_on_first_token_acceptance():
         if index in cycles and machine.collecting:
             machine.cycle_done(cycles[index])
         states.append(machine.collecting)
-    assert states == literal(values, machine.config, cycles)
+    assert states == literal(values, cycles)
     assert True in states
     assert False in states[20:]
 
@@ -217,7 +233,7 @@ def test_gated_collects_at_once_for_a_fresh_draft():
 
 
 def test_gated_pauses_after_patience_and_resumes_on_a_shift_of_one_group():
-    machine = settled([0.7, 0.5, 0.3], patience=3)
+    machine = settled([0.7, 0.5, 0.3])
     assert "3 cycles without improvement" in machine.reason
     assert machine.pauses == 1
     assert feed(machine, [0.7, 0.71] * 20, group=0) is None
@@ -228,8 +244,9 @@ def test_gated_pauses_after_patience_and_resumes_on_a_shift_of_one_group():
     assert "fell" in machine.reason
 
 
-def test_one_improvement_starts_the_patience_anew():
-    machine = schedule("gated", patience=2)
+def test_one_improvement_starts_the_patience_anew(patience):
+    patience(2)
+    machine = schedule("gated")
     feed(machine, [0.5] * NEW_GROUP_REQUESTS)
     for improved in (False, True, False):
         machine.cycle_done(improved)
@@ -238,8 +255,9 @@ def test_one_improvement_starts_the_patience_anew():
     assert not machine.collecting
 
 
-def test_a_cycle_without_improvement_makes_the_next_wait_for_twice_the_tokens():
-    machine = schedule("gated", patience=4)
+def test_a_cycle_without_improvement_makes_the_next_wait_for_twice_the_tokens(patience):
+    patience(4)
+    machine = schedule("gated")
     base = machine.min_new_tokens
     feed(machine, [0.5] * NEW_GROUP_REQUESTS)
     for doublings in range(3):
@@ -251,8 +269,11 @@ def test_a_cycle_without_improvement_makes_the_next_wait_for_twice_the_tokens():
     assert machine.should_train(base)
 
 
-def test_a_shift_of_one_group_does_not_wait_for_another_that_is_nearly_saturated():
-    machine = schedule("gated", patience=4)
+def test_a_shift_of_one_group_does_not_wait_for_another_that_is_nearly_saturated(
+    patience,
+):
+    patience(4)
+    machine = schedule("gated")
     feed_all(machine, 0.5, 0, NEW_GROUP_REQUESTS)
     for _ in range(3):
         machine.cycle_done(False)
@@ -262,8 +283,9 @@ def test_a_shift_of_one_group_does_not_wait_for_another_that_is_nearly_saturated
     assert machine.tokens_needed == machine.min_new_tokens
 
 
-def test_what_was_given_up_is_tried_once_more_when_its_requests_have_doubled():
-    machine = schedule("gated", patience=2)
+def test_what_was_given_up_is_tried_once_more_when_its_requests_have_doubled(patience):
+    patience(2)
+    machine = schedule("gated")
     feed_all(machine, 0.5, 0, NEW_GROUP_REQUESTS)
     feed_all(machine, 0.5, 0, 20)
     pause(machine)
@@ -289,8 +311,9 @@ def test_other_modes_never_wait_for_more_tokens(mode):
     assert machine.tokens_needed == machine.min_new_tokens
 
 
-def test_groups_saturate_one_by_one():
-    machine = schedule("gated", patience=1)
+def test_groups_saturate_one_by_one(patience):
+    patience(1)
+    machine = schedule("gated")
     for group in (0, 1):
         feed_all(machine, 0.5, group, NEW_GROUP_REQUESTS)
     machine.cycle_done(True, {0: False, 1: True})
@@ -347,8 +370,9 @@ def test_slow_drift_is_seen_by_gated_and_not_by_tide():
     assert "drifted" in gated.reason
 
 
-def test_number_of_groups_watched_is_bounded():
-    machine = schedule("gated", max_groups=2)
+def test_number_of_groups_watched_is_bounded(monkeypatch):
+    monkeypatch.setattr(rules, "MAX_GROUPS", 2)
+    machine = schedule("gated")
     for group in range(10):
         feed_all(machine, 0.5, group, 5)
     assert [g["group"] for g in machine.snapshot()["groups"]] == [7, 8, 9]

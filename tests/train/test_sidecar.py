@@ -35,7 +35,6 @@ from vllm_tide.transport.weights import WeightsSegment
 
 TOY = ToyTarget()
 KNOBS = {
-    "compute_dtype": "float32",
     "batch_tokens": 256,
     "steps_per_cycle": 25,
     "learning_rate": 1e-2,

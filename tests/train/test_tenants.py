@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_tide.train.tenants import cap_factors
+from vllm_tide.train.reservoir import cap_factors
 from vllm_tide.transport.tenant import NOBODY
 
 

@@ -2,9 +2,11 @@ import uuid
 
 import pytest
 
-from tests.transport.spool_toys import ToyEngine
+from tests.transport.spool_toys import ToyEngine, small_shards
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
 from vllm_tide.transport.spool_store import open_store
+
+__all__ = ["small_shards"]
 
 
 @pytest.fixture

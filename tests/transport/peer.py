@@ -17,7 +17,7 @@ import numpy as np
 from tests.transport.samples import identity, make_record, make_spec
 from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsWriter
 
-SPEC = make_spec("both", hidden_size=16, topk=4)
+SPEC = make_spec("topk", hidden_size=16, topk=4)
 NUM_RECORDS = 64
 CAPACITY_BYTES = 40_000
 TENSOR_FLOATS = 100_000

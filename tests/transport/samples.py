@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_tide.transport import Phase, Record, RingSpec
 
-SHAPES = {"hidden": (True, False), "topk": (False, True), "both": (True, True)}
+SHAPES = {"hidden": (True, False), "topk": (False, True)}
 
 
 def make_spec(

@@ -5,21 +5,33 @@ import os
 import time
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from tests.transport.samples import make_record, make_spec
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport import RingWriter, WeightsSegment
+from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_identity import identity_of
-from vllm_tide.transport.spool_reader import SpoolReader
 from vllm_tide.transport.spool_relay import Relay
+from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_writer import SpoolWriter
 
-CONFIG = SpoolConfig.model_validate({"shard_mib": 1, "shard_seconds": 0.01})
+CONFIG = SpoolConfig()
 ROWS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_shards():
+    """For the `conftest.py` of who spools."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(spool_writer, "SHARD_MIB", 1)
+        patched.setattr(spool_writer, "SHARD_SECONDS", 0.01)
+        yield
+
+
 SPEC = make_spec()
 
 

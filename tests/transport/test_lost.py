@@ -7,8 +7,8 @@ import pytest
 
 from tests.transport.samples import make_record, make_spec
 from tests.transport.test_weights import publish
-from vllm_tide.train import feed_ring
-from vllm_tide.train.feed_ring import RingFeed
+from vllm_tide.train import feed as feed_ring
+from vllm_tide.train.feed import RingFeed
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES, WORDS_AT
 from vllm_tide.transport.rendezvous import EngineManifest

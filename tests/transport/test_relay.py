@@ -22,7 +22,7 @@ from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import (
     ReaderState,
 )
-from vllm_tide.transport.spool_heads import (
+from vllm_tide.transport.spool_models import (
     encode_head,
     write_head,
 )

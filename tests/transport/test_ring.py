@@ -15,8 +15,8 @@ from vllm_tide.transport.shm import SHM_DIR
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
-@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
+@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
 def test_every_kind_of_record_comes_back_to_the_bit(
     ring_pair, teacher, feature_dtype, phase
 ):
@@ -31,8 +31,8 @@ def test_every_kind_of_record_comes_back_to_the_bit(
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk", "both"])
-@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
+@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
 def test_light_records_come_back_to_the_bit_among_others(
     ring_pair, teacher, feature_dtype, phase
 ):
@@ -50,7 +50,7 @@ def test_light_records_come_back_to_the_bit_among_others(
 
 
 def test_a_light_record_takes_no_room_for_features(ring_pair):
-    spec = make_spec("both", hidden_size=4096)
+    spec = make_spec("hidden", hidden_size=4096)
     writer, _ = ring_pair(spec, 1 << 20)
     assert writer.try_write(make_light(spec, 1, 4))
     assert writer.stats().used_bytes <= 192
@@ -65,18 +65,18 @@ def test_a_light_record_with_a_teacher_is_invalid(ring_pair):
 
 
 def test_a_teacher_may_be_left_out(ring_pair):
-    spec = make_spec("both")
-    writer, reader = ring_pair(spec)
-    record = replace(make_record(spec), teacher_hidden=None)
-    bare = replace(
-        record,
-        teacher_topk_ids=None,
-        teacher_topk_logprobs=None,
-        teacher_tail_logprob=None,
-    )
-    for sent in (record, bare):
-        assert writer.try_write(sent)
-        assert identity(reader.read()) == identity(sent)
+    for teacher in ("hidden", "topk"):
+        spec = make_spec(teacher)
+        writer, reader = ring_pair(spec)
+        bare = replace(
+            make_record(spec),
+            teacher_hidden=None,
+            teacher_topk_ids=None,
+            teacher_topk_logprobs=None,
+            teacher_tail_logprob=None,
+        )
+        assert writer.try_write(bare)
+        assert identity(reader.read()) == identity(bare)
 
 
 def test_values_that_are_not_numbers_are_carried(ring_pair):
@@ -211,7 +211,7 @@ def test_a_record_that_contradicts_itself_is_dropped_and_counted(ring_pair, chan
 
 
 def test_the_spec_travels_in_the_header(ring_pair):
-    spec = make_spec("both", "float32")
+    spec = make_spec("hidden", "float32")
     writer, reader = ring_pair(spec)
     assert reader.spec == writer.spec == spec
     assert isinstance(reader.spec.aux_layer_ids, tuple)

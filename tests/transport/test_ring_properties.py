@@ -14,7 +14,7 @@ from vllm_tide.transport.record import META_BYTES, RecordError, decode
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.shm import SHM_DIR
 
-SPEC = make_spec("both", hidden_size=3, topk=2, layers=(1, 2))
+SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
 # A fixed set: comparing by identity needs each made once.
 RECORDS = [
     (make_light if seed % 3 == 2 else make_record)(

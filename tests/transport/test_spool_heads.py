@@ -15,15 +15,15 @@ from vllm_tide.transport import TransportError, WeightsRefused
 from vllm_tide.transport.spool import (
     EngineFolder,
 )
-from vllm_tide.transport.spool_heads import (
+from vllm_tide.transport.spool_identity import difference, identity_of
+from vllm_tide.transport.spool_models import (
     HeadConflict,
     encode_head,
     latest_head,
+    local_models,
     read_head,
     write_head,
 )
-from vllm_tide.transport.spool_identity import difference, identity_of
-from vllm_tide.transport.spool_models import local_models
 
 SPEC = make_spec()
 
@@ -89,7 +89,7 @@ def test_engines_with_the_same_models_fit_and_others_do_not(engines):
     assert "--engine c" in sentence
     for changes, says in (
         ({"aux_layer_ids": (1, 2, 6)}, "other layers"),
-        ({"feature_dtype": "float32"}, "feature_dtype"),
+        ({"feature_dtype": "float32"}, "features of another type"),
         ({"shared": ["lm_head.weight"]}, "shares other"),
         ({"teacher": "topk"}, "tide.capture.teacher"),
     ):

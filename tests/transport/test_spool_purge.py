@@ -9,15 +9,14 @@ import pytest
 
 from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
-from vllm_tide.transport import TransportError
+from vllm_tide.transport import TransportError, spool_writer
 from vllm_tide.transport.purge import Keeper, answers, ask, live_keepers
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import SpoolWriter, purge_records
 
 SPEC = make_spec()
-SLOW = CONFIG.model_copy(update={"shard_seconds": 1e9})
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def of_tenant(seed, tenant):
 
 
 def writer_of(store, tenants=()):
-    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, SLOW)
+    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
     for seed, tenant in enumerate(tenants):
         writer.add(of_tenant(seed, tenant))
     return writer
@@ -175,9 +174,12 @@ def test_a_body_that_a_manifest_of_its_number_does_not_name_is_removed(store):
 # The relay
 
 
-def test_a_relay_answers_and_keeps_what_is_not_asked_for(store, engine, caplog):
+def test_a_relay_answers_and_keeps_what_is_not_asked_for(
+    store, engine, caplog, monkeypatch
+):
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
     caplog.set_level(logging.INFO)
-    relay = engine.relay(store, SLOW)
+    relay = engine.relay(store)
     for seed, tenant in enumerate([7, 8]):
         assert engine.ring.try_write(of_tenant(seed, tenant))
     relay.tick()  # now they are in the open shard

@@ -15,7 +15,7 @@ from vllm_tide.transport.process import Holder, pid_namespace, start_time
 from vllm_tide.transport.purge import live_keepers
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError, open_store
 from vllm_tide.transport.spool_writer import SpoolWriter
 from vllm_tide.transport.weights import _Word
@@ -145,7 +145,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
         store.write = written
         return store
 
-    monkeypatch.setattr("vllm_tide.transport.spool_store.open_store", opened)
+    monkeypatch.setattr(cli_relay, "open_store", opened)
     seen = []
 
     def mended():
@@ -217,8 +217,11 @@ def take_over(engine, holder):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_relay_that_lost_its_claim_writes_nothing_more(store, engine, other, asked):
-    relay = engine.relay(store, CONFIG.model_copy(update={"shard_seconds": 1e9}))
+def test_a_relay_that_lost_its_claim_writes_nothing_more(
+    store, engine, other, monkeypatch, asked
+):
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
+    relay = engine.relay(store)
     engine.serve([1, 2])
     relay.tick()
     said = EngineFolder(store, "e1").read_state()

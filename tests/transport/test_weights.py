@@ -255,7 +255,7 @@ def test_damage_hidden_behind_a_right_checksum_is_a_format_error(weights_pair):
 )
 def test_a_malformed_safetensors_header_is_an_error(header):
     body = len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
-    with pytest.raises(publication._MALFORMED):
+    with pytest.raises(publication.MALFORMED):
         publication._read_safetensors(np.frombuffer(body, np.uint8))
     for cut in (0, 7, 8):
         with pytest.raises(ValueError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,14 +52,11 @@ class Guard:
     """Runs callables and contains whatever they raise.
 
     Args:
-        what: The guarded part, for messages.
         clock: Monotonic seconds.
 
     Attributes:
-        faults: Number of faults by place.
         tripped: True after `LIMIT` faults within an hour, until `retry`: calls of `run`
             are then skipped.
-        suspension: How long that lasts.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,18 +90,14 @@ class Guard:
     def _count(self, where: str, error: Exception) -> None:
         self.faults[where] += 1
         if self.faults[where] == 1:
-            tb = error.__traceback__
-            while tb is not None and tb.tb_next is not None:
-                tb = tb.tb_next
-            line = "?"
-            if tb is not None:
-                line = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}"
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
             # The type and the place, not the message: a message may quote content.
             logger.warning(
-                "vllm_tide: %s failed in %s (%s at %s); serving is not affected.",
+                "vllm_tide: %s failed in %s (%s at %s:%d); serving is not affected.",
                 self.what,
                 where,
                 type(error).__name__,
+                frame.f_code.co_filename,
                 line,
             )
         if self.tripped:

@@ -47,7 +47,6 @@ class Ticket:
         refusal: None when it is captured, else the reason it is not.
         tenant: Id of who sent it; 0 when the request names nobody.
         started: Whether a row of it has been captured.
-        sampled: The request's temperature is above zero.
         rows: Full rows that were taken of it.
         prompt: Tokens of its prompt, once it was admitted by `RowBudget`; else -1.
     """

@@ -42,10 +42,7 @@ class StepRows:
         topk: ids int32 [logits, k], log-probabilities float32 [logits, k] and tail
             float32 [logits] of the sampled rows; None if not stored.
         full: False while the trainer collects ids and counts only.
-        version: The draft that was live.
         drafted_by: The one that drafted what the step verified; None is the same.
-        concurrency: Requests of the step.
-        cost: Of the step, as `Record.cost`.
     """
 
     features: np.ndarray
@@ -64,16 +61,12 @@ class RequestRows:
 
     Attributes:
         low: Its first row among those of `StepRows`.
-        count: Its rows, placeholders left out.
         drafts: Drafted tokens, in the last of them.
         padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
             their rows say nothing about the model.
-        start: Position of the first row.
-        num_prompt_tokens: Of the request.
         token_ids: int32 [>= count], input token of each row.
         sampled: Tokens committed; empty for a prefill chunk that is not the last.
         logit_end: End of the request's rows in the logits.
-        verify_chance: Of its drafts, as `Record.verify_chance`.
     """
 
     low: int
@@ -93,14 +86,12 @@ class Recorder:
 
     Args:
         ring: Where records go; it drops and counts what does not fit.
-        config: `tide.capture`.
         features_like: [0, num_aux * H] in the wire's type, for records without rows.
         hidden_like: [0, H] in the wire's type, or None if no hidden state is stored.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
 
     Attributes:
         rows: Rows written to the ring so far, those of light records left out.
-        requests: Requests with at least one record.
         dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
             by reason; `ids_only` are the rows of light records.
         budget: Which requests' full rows the ring has room for.
@@ -135,7 +126,6 @@ class Recorder:
 
     @property
     def wish(self) -> Collect:
-        """What may leave the engine now."""
         return Collect.NOTHING if self.off else self._ring.wish
 
     def use_ring(self, ring: RingWriter) -> None:
@@ -152,9 +142,13 @@ class Recorder:
             ticket = self._tickets.pop(req_id, None)
             self._salted.discard(req_id)
             if ticket is not None:
-                self.budget.end(ticket)
-            if ticket is not None and ticket.started:
-                self._ring.try_write(self._farewell(ticket))
+                self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.budget.end(ticket)
+        if ticket.started:
+            ticket.started = False
+            self._ring.try_write(self._farewell(ticket))
 
     def keep_out(self, req_ids: Sequence[str]) -> None:
         """Requests that have a `cache_salt`: before they are decided about."""
@@ -164,9 +158,7 @@ class Recorder:
         """Decide about a new request, and count why it is not captured.
 
         Args:
-            req_id: The request.
             params: vLLM's `SamplingParams`, or None.
-            supported: See `CapturePolicy.admit`.
         """
         extra = params.extra_args if params is not None else None
         ticket = self._policy.admit(extra, supported, req_id in self._salted)
@@ -180,10 +172,7 @@ class Recorder:
         """Nothing may leave now: of this request nothing ever will again."""
         if ticket.refusal is None:
             ticket.refusal = "paused"
-            self.budget.end(ticket)
-            if ticket.started:
-                ticket.started = False
-                self._ring.try_write(self._farewell(ticket))
+            self._leave(ticket)
         if ticket.refusal == "paused":
             self.dropped["paused"] += num_rows
 
@@ -191,9 +180,7 @@ class Recorder:
         """True if full rows of a request are to be staged; see `RowBudget`.
 
         Args:
-            ticket: The request's.
             count: Its rows in this step, at most.
-            prompt: Tokens of its prompt.
         """
         if ticket is None:
             return False
@@ -204,7 +191,6 @@ class Recorder:
         return ticket.refusal is None
 
     def _write(self, ticket: Ticket, rows: RequestRows, step: StepRows) -> None:
-        """Write a request's rows of a step."""
         low, count, full = rows.low, rows.count, step.full
         if rows.padding:
             self.dropped["placeholder"] += rows.padding
@@ -267,7 +253,6 @@ class Recorder:
         """The record in pieces of which many fit into the ring: rows of a long prompt.
 
         Args:
-            record: A full record.
             committed: Rows before the last of what needs no verification.
         """
         low = 0
@@ -287,7 +272,6 @@ class Recorder:
 
     @staticmethod
     def _part(record: Record, rows: slice) -> Record:
-        """Some rows of a record, as those of a prefill."""
         first = record.teacher_start
         teachers = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
         arrays: dict[str, Any] = {
@@ -310,8 +294,7 @@ class Recorder:
         """First row with a teacher, and the rows' top-k slices.
 
         Only sampled rows have logits (the last of a prefill, all of a verification),
-        so a top-k teacher starts later than a hidden one; with both kinds stored the
-        record starts where both exist.
+        so a top-k teacher starts later than a hidden one.
         """
         if step.topk is None:
             return rows.count if self._topk else 0, None

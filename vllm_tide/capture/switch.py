@@ -28,10 +28,6 @@ class Switch:
 
     Args:
         run_dir: Run directory; it holds for every process started there.
-        name: `PAUSED` or `OFF`.
-
-    Attributes:
-        on: Whether it is there.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
+from vllm_tide.cli import fail
 from vllm_tide.config import TideConfig
-from vllm_tide.doctor.subject import make_subject
+from vllm_tide.doctor.run import make_subject
 from vllm_tide.speculative import vllm_options
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser("config", help="example and reference of the knobs")
-    actions = parser.add_subparsers(dest="action", required=True)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     example = actions.add_parser("example", help="print a commented example")
     example.add_argument("name", nargs="?", help="leave it out to list the names")
     check = actions.add_parser("check", help="check a file without starting a server")
@@ -31,37 +30,32 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     if args.action == "example":
         return _example(args.name)
     if args.action == "check":
         return _check(args.file)
-    if args.action == "schema":
-        # The whole file's, as an editor wants it.
+    if args.action == "schema":  # of the whole file, for editors
         base = vllm_options() or BaseModel
         whole = create_model("SpeculativeConfig", __base__=base, tide=(TideConfig, ...))
         print(json.dumps(whole.model_json_schema(), indent=1))
         return 0
-    print("\n".join(reference()))
+    print(*reference(), sep="\n")
     return 0
 
 
 def example_names() -> list[str]:
     """Names of the examples that ship with the package."""
-    folder = files("vllm_tide.examples")
-    names = (item.name for item in folder.iterdir())
+    names = (item.name for item in files("vllm_tide.examples").iterdir())
     return sorted(name[:-5] for name in names if name.endswith(".json"))
 
 
 def _example(name: str | None) -> int:
     names = example_names()
     if name is None:
-        print("\n".join(names))
+        print(*names, sep="\n")
         return 0
     if name not in names:
-        known = ", ".join(names)
-        print(f"error: no example {name!r}; known: {known}.", file=sys.stderr)
-        return 2
+        return fail(f"no example {name!r}; known: {', '.join(names)}.")
     text = files("vllm_tide.examples").joinpath(f"{name}.json").read_text("utf-8")
     print(text, end="")
     return 0
@@ -69,10 +63,8 @@ def _example(name: str | None) -> int:
 
 def _check(file: str) -> int:
     said = make_subject(file, None, Path(), 0).error
-    for line in said.splitlines():
-        print(f"error: {line}", file=sys.stderr)
     if said:
-        return 2
+        return max(map(fail, said.splitlines()))
     print(f"{file}: fine. The draft is checked against the target by vllm serve.")
     if vllm_options() is None:
         print("vLLM's own keys were not checked: no vLLM that it knows is installed.")

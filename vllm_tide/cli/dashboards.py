@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from vllm_tide.cli import fail
 from vllm_tide.dashboards import contents
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "dashboards", help="write the Grafana dashboard and the Prometheus rules"
     )
-    actions = parser.add_subparsers(dest="action", required=True)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = actions.add_parser("export", help="write them to a directory")
     export.add_argument("directory", type=Path, metavar="DIR", help="made if missing")
     export.add_argument(
@@ -24,24 +23,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     folder, texts = args.directory, contents()
     there = [name for name in texts if (folder / name).exists()]
     if there and not args.force:
-        print(
-            f"error: {str(folder / there[0])!r} exists; give --force to overwrite it.",
-            file=sys.stderr,
-        )
-        return 2
+        name = str(folder / there[0])
+        return fail(f"{name!r} exists; give --force to overwrite it.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
             print(f"written: {folder / name}")
     except OSError as error:
-        print(
-            f"error: {str(folder)!r} cannot be written ({error.strerror}).",
-            file=sys.stderr,
-        )
-        return 2
+        return fail(f"{str(folder)!r} cannot be written ({error.strerror}).")
     return 0

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "doctor",
         help="check installation, configuration and machine",
@@ -39,11 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from vllm_tide.cli.main import version
-    from vllm_tide.doctor.examination import examine
-    from vllm_tide.doctor.report import as_json, as_text, exit_code
-    from vllm_tide.doctor.subject import make_subject
+    from vllm_tide.doctor.run import as_json, as_text, examine, exit_code, make_subject
 
     subject = make_subject(args.config, args.model, args.run_dir, args.port)
     findings = list(examine(subject))

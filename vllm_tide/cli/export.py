@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
-import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vllm_tide.cli import fail
 from vllm_tide.config import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_tide.draft.export import ExportedDraft
-    from vllm_tide.draft.speculators import Verifier
-    from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
+from vllm_tide.draft.speculators import Verifier, read_verifier
+from vllm_tide.draft.target import rows_fingerprint
+from vllm_tide.engine.staged_draft import DraftRefused, tensors_of
+from vllm_tide.train.head_store import HeadStore, head_fingerprint
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    default_run_dir,
+    newest_engine,
+)
+from vllm_tide.transport.weights import WeightsSegment
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "export",
         help="write a trained draft as a directory that vLLM serves",
@@ -32,45 +38,31 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "live draft is taken. Kept heads carry no configuration: with --state-dir it "
         "is read from the running engine's draft, or from --from and --target.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="must be empty")
-    parser.add_argument(
-        "--format",
-        choices=("hf", "speculators"),
-        default="speculators",
-        help="hf: for --speculative-config; speculators: `vllm serve DIR` (default)",
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--engine", help="id of a running engine")
-    source.add_argument(
-        "--from", dest="source", type=Path, help="draft directory of either form"
-    )
-    parser.add_argument(
-        "--state-dir", type=Path, help="heads kept by a trainer; the newest good one"
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, help="where engines announce themselves"
-    )
-    parser.add_argument("--target", help="hub name, written down, or directory")
-    parser.add_argument(
-        "--num-speculative-tokens", type=int, help="draft length written down"
-    )
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="must be empty")
+    text = "hf: for --speculative-config; speculators: `vllm serve DIR` (default)"
+    forms = ("hf", "speculators")
+    add("--format", choices=forms, default="speculators", help=text)
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--engine", help="id of a running engine")
+    text = "draft directory of either form"
+    source("--from", dest="source", type=Path, help=text)
+    text = "heads kept by a trainer; the newest good one"
+    add("--state-dir", type=Path, help=text)
+    add("--run-dir", type=Path, help="where engines announce themselves")
+    add("--target", help="hub name, written down, or directory")
+    text = "draft length written down"
+    add("--num-speculative-tokens", type=int, help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.export import write_export
-    from vllm_tide.swap.verify import DraftRefused
-    from vllm_tide.transport.header import TransportError
-
     logging.basicConfig(format="%(message)s")
     try:
         draft = _named(_read(args), args.target, args.num_speculative_tokens)
         folder = write_export(args.directory, draft, args.format)
     except (ConfigError, DraftError, DraftRefused, TransportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     print(f"written: {folder} ({args.format}, from {draft.source})")
     if draft.verifier is None or not draft.verifier.hub_name:
         print("its target is not named: give --target HUB_NAME for `vllm serve DIR`")
@@ -78,28 +70,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> ExportedDraft:
-    from vllm_tide.draft.config import read_config
-    from vllm_tide.draft.export import from_directory
-    from vllm_tide.transport.rendezvous import default_run_dir
-
     local = args.target is not None and Path(args.target).is_dir()
     if args.source is not None and args.state_dir is None:
         return from_directory(args.source, read_config(args.target) if local else None)
     if args.source is not None:
         if not local:
-            raise ConfigError(
-                "--target: kept heads are checked against their target; give its "
-                "directory with --state-dir and --from."
-            )
+            said = "kept heads are checked against their target; give its directory"
+            raise ConfigError(f"--target: {said} with --state-dir and --from.")
         return from_state_dir(args.state_dir, args.source, args.target)
     run_dir = args.run_dir or default_run_dir()
-    manifest = _find(run_dir, args.engine)
+    hint = "give --run-dir, or export a directory with --from"
+    manifest = newest_engine(run_dir, args.engine, hint)
+    assert manifest is not None  # noqa: S101 - there is a hint
     if args.state_dir is None:
         return from_engine(manifest, run_dir)
-    draft = from_state_dir(
-        args.state_dir, Path(manifest.draft_path), manifest.target_path
-    )
-    verifier = target_facts(manifest.target_path, manifest.num_speculative_tokens)
+    target = manifest.target_path
+    draft = from_state_dir(args.state_dir, Path(manifest.draft_path), target)
+    verifier = target_facts(target, manifest.num_speculative_tokens)
     return replace(draft, verifier=verifier)
 
 
@@ -107,8 +94,6 @@ def _named(
     draft: ExportedDraft, target: str | None, num_speculative_tokens: int | None
 ) -> ExportedDraft:
     """What the operator says about the target wins over what the draft says."""
-    from vllm_tide.draft.speculators import Verifier
-
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError("--num-speculative-tokens: must be at least 1.")
     verifier = draft.verifier
@@ -123,15 +108,7 @@ def _named(
 
 
 def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
-    """The target as an export names it: by its hub name if it came from there.
-
-    Args:
-        target: Hub name, directory, or a snapshot in the hub's cache.
-        num_speculative_tokens: Draft length written down.
-    """
-    from vllm_tide.draft.config import read_config
-    from vllm_tide.draft.speculators import Verifier
-
+    """The target as an export names it: by its hub name if it came from there."""
     architectures: tuple[str, ...] = ()
     if (Path(target) / "config.json").is_file():
         architectures = tuple(read_config(target).get("architectures") or ())
@@ -141,69 +118,28 @@ def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
 
 
 def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
-    """The draft a running engine serves.
-
-    Args:
-        manifest: The engine.
-        run_dir: Where its trainer's status is.
-
-    Raises:
-        DraftError: The last publication is not what is served.
-        TransportError: The weights segment cannot be read.
-    """
-    from vllm_tide.draft.config import Eagle3Config, read_config
-    from vllm_tide.draft.export import ExportedDraft, from_directory
-    from vllm_tide.swap.stage import tensors_of
-    from vllm_tide.transport.weights import WeightsSegment
-
+    """The draft that a running engine serves."""
     target = read_config(manifest.target_path)
     verifier = target_facts(manifest.target_path, manifest.num_speculative_tokens)
     engine = f"engine {manifest.engine_id}"
     publication = None
     if manifest.weights:
-        segment = WeightsSegment.attach(manifest.weights)
-        try:
-            if segment.latest_version():
-                publication = segment.read()
-        finally:
-            segment.close()
+        with closing(WeightsSegment.attach(manifest.weights)) as segment:
+            publication = segment.read() if segment.latest_version() else None
     if publication is None:
         draft = from_directory(manifest.draft_path, target)
         source = f"{engine}, the draft it started with"
         return replace(draft, verifier=verifier, source=source, version=0)
     _check_served(run_dir, manifest.engine_id, publication.version)
     config = Eagle3Config.from_json(read_config(manifest.draft_path), target)
-    tensors: dict[str, Tensor] = {
-        name: tensor.clone() for name, tensor in tensors_of(publication).items()
-    }
-    return ExportedDraft(
-        config,
-        tensors,
-        verifier,
-        publication.version,
-        engine,
-        publication.meta,
-        trained=publication.meta.get("to") != 0,  # no rollback to the checkpoint
-    )
+    tensors = {name: t.clone() for name, t in tensors_of(publication).items()}
+    version, meta = publication.version, publication.meta
+    trained = meta.get("to") != 0  # no rollback to the checkpoint
+    return ExportedDraft(config, tensors, verifier, version, engine, meta, trained)
 
 
 def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDraft:
-    """The newest good head that a trainer keeps.
-
-    Args:
-        folder: `tide.train.state_dir`.
-        draft_dir: Directory of the draft the server started with: the shape.
-        target_dir: Directory of the target.
-
-    Raises:
-        DraftError: There is none for this target and draft.
-    """
-    from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
-    from vllm_tide.draft.export import ExportedDraft
-    from vllm_tide.draft.speculators import read_verifier
-    from vllm_tide.draft.target import rows_fingerprint
-    from vllm_tide.train.head_store import HeadStore, head_fingerprint
-
+    """The newest good draft that a trainer keeps, shaped as the one in `draft_dir`."""
     if not folder.is_dir():  # a store would make it
         raise DraftError(f"--state-dir: no directory {str(folder)!r}.")
     raw = read_config(draft_dir)
@@ -211,31 +147,18 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
     head = store.newest()
     if head is None:
         why = f" ({store.refused[-1]})" if store.refused else ""
-        raise DraftError(
-            f"--state-dir: {str(folder)!r} keeps no usable head for this target and "
-            f"draft{why}."
-        )
+        said = f"{str(folder)!r} keeps no usable head for this target and draft{why}."
+        raise DraftError(f"--state-dir: {said}")
+    config = Eagle3Config.from_json(raw, read_config(target_dir))
+    verifier, figures = read_verifier(raw), {**head.held_out, **head.served}
+    source = "a trainer's kept heads"
     return ExportedDraft(
-        Eagle3Config.from_json(raw, read_config(target_dir)),
-        head.tensors,
-        read_verifier(raw),
-        head.version,
-        "a trainer's kept heads",
-        {**head.held_out, **head.served},
-        trained=True,
+        config, head.tensors, verifier, head.version, source, figures, True
     )
 
 
 def _check_served(run_dir: Path, engine_id: str, version: int) -> None:
-    """Refuse a publication that its engine has not installed.
-
-    Raises:
-        DraftError: The trainer's status names another version.
-    """
-    import json
-
-    from vllm_tide.draft.config import DraftError
-
+    """Refuses a publication that its engine has not installed."""
     try:
         path = run_dir / f"trainer-{engine_id}.json"
         served = json.loads(path.read_text(encoding="utf-8"))["installed_version"]
@@ -246,21 +169,3 @@ def _check_served(run_dir: Path, engine_id: str, version: int) -> None:
             f"export: version {version} was published last but version {served} is "
             "served; try again once it is installed, or export --state-dir."
         )
-
-
-def _find(run_dir: Path, engine_id: str | None) -> EngineManifest:
-    from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.rendezvous import read_manifests
-
-    found = [
-        manifest
-        for manifest in read_manifests(run_dir)
-        if engine_id is None or manifest.engine_id == engine_id
-    ]
-    if not found:
-        which = f"engine {engine_id!r}" if engine_id else "engine"
-        raise TransportError(
-            f"no live {which} in {run_dir}: give --run-dir, or export a directory with "
-            "--from"
-        )
-    return found[-1]

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
+from vllm_tide.cli import fail
+
 # Name, help. Only the module of the sub-command that was asked for is imported, so
 # `patch` works where torch, vLLM or half of this package cannot be imported.
 COMMANDS = (
@@ -25,14 +27,14 @@ COMMANDS = (
     ("relay", "Carry records and heads between an engine and a spool."),
     ("export", "Write a head as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),
-    ("sim", "Compare speculation policies on a simulated engine."),
-    ("bench", "Measure speculation policies on real servers, and report."),
     ("profile", "Measure forward times for speculation control."),
     ("dashboards", "Write the Grafana dashboard and the Prometheus rules."),
 )
 
-# Commands without a module of their own.
-ORDERS = ("rollback", "pause", "resume", "capture")
+# Commands of `cli/trainer.py`; the others have a module of their name.
+TO_TRAINERS = ("status", "rollback", "pause", "resume", "capture", "purge")
+# Commands that became scripts.
+MOVED = {"bench": "scripts/bench/run.py", "sim": "scripts/sim/run.py"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,12 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vllm_tide"):
             raise
-        print(
-            f"error: this command needs {error.name}, which is not installed here; run "
-            "it in vLLM's environment.",
-            file=sys.stderr,
+        return fail(
+            f"this command needs {error.name}, which is not installed here; run it in "
+            "vLLM's environment."
         )
-        return 2
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -64,6 +64,8 @@ def _main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
+    if wanted in MOVED:
+        parser.error(f"no command {wanted!r}; run {MOVED[wanted]} of the repository.")
     names = [name for name, _ in COMMANDS]
     near = difflib.get_close_matches(str(wanted), names, n=1)
     if near and wanted not in names:
@@ -71,8 +73,8 @@ def _main(argv: Sequence[str] | None) -> int:
     runners = {}
     for name, summary in COMMANDS:
         if name == wanted:
-            given = [name] if name in ORDERS else []
-            module = import_module(f"vllm_tide.cli.{'orders' if given else name}")
+            given = [name] if name in TO_TRAINERS else []
+            module = import_module(f"vllm_tide.cli.{'trainer' if given else name}")
             module.add_parser(subparsers, *given)
             runners[name] = module.run
         else:
@@ -85,7 +87,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def version() -> str:
-    """Of this package, as it is installed."""
+    """The installed version of this package."""
     try:
         return metadata.version("vllm-tide")
     except metadata.PackageNotFoundError:

@@ -1,17 +1,16 @@
-"""``vllm-tide patch``: install, judge, remove, check and move the vLLM patches."""
+"""``vllm-tide patch``: install, judge, remove and check the vLLM patches."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from vllm_tide import patch_series, patching
-from vllm_tide.patch_series import PatchError
-from vllm_tide.patching import PatchState, Status
+from vllm_tide import patching
+from vllm_tide.patching import Manifest, PatchError, PatchState, Reader, Status
 
 EXIT_CODES = {
     PatchState.APPLIED: 0,
@@ -23,7 +22,6 @@ EXIT_ERROR = 5
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the sub-command to the main parser."""
     parser = subparsers.add_parser(
         "patch", help="Install, judge and remove the vLLM patches."
     )
@@ -35,101 +33,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ("check", "Check the series itself: files, headers, manifest, clean apply."),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument(
-            "--target",
-            type=Path,
-            metavar="DIR",
-            help="site-packages folder with vllm in it (default: this Python's)",
-        )
-        action.add_argument(
-            "--patches", type=Path, metavar="DIR", help="patch folder (default: own)"
-        )
-    action.add_argument(
-        "--pristine",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="folder with a pristine vllm package; repeat for each form of it "
-        "(default: the target, with its saved originals)",
+        folder = partial(action.add_argument, type=Path, metavar="DIR")
+        text = "site-packages folder with vllm in it (default: this Python's)"
+        folder("--target", help=text)
+        folder("--patches", help="patch folder (default: own)")
+    text = (
+        "folder with a pristine vllm package; repeat for each form of it (default: the "
+        "target, with its saved originals)"
     )
-    action.add_argument(
-        "--update-manifest",
-        action="store_true",
-        help="write manifest.json from the series and all --pristine folders",
-    )
-    _add_rebase(actions)
-
-
-def _add_rebase(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
-    text = "Say how the series fits another release of vLLM; no installed one is used."
-    action = actions.add_parser("rebase", help=text, description=text)
-    action.add_argument(
-        "--to", required=True, metavar="VERSION", help="the release, such as 0.33.0"
-    )
-    action.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help="its source archive, wheel or unpacked folder (default: the archive of "
-        "pip's package index)",
-    )
-    action.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="write the moved series to this new folder, if all of it applies",
-    )
-    action.add_argument("--json", action="store_true", help="the report as JSON")
-    action.add_argument(
-        "--patches", type=Path, metavar="DIR", help="patch folder (default: own)"
-    )
+    folder("--pristine", action="append", help=text)
+    text = "write manifest.json from the series and all --pristine folders"
+    action.add_argument("--update-manifest", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen action."""
     try:
         if args.action == "check":
             return _check(args)
-        if args.action == "rebase":
-            return _rebase(args)
-        if args.action == "status":
-            return _show(patching.status(args.target, args.patches))
-        if args.action == "apply":
-            return _show(patching.apply(args.target, args.patches))
-        result = patching.revert(args.target, args.patches)
-        print(f"{result.state}: {result.sentence}")
-        return 0 if result.state is PatchState.ABSENT else EXIT_CODES[result.state]
+        result: Status = getattr(patching, args.action)(args.target, args.patches)
     except PatchError as error:
         print(f"vllm-tide patch {args.action}: {error}", file=sys.stderr)
         return EXIT_ERROR
-
-
-def _rebase(args: argparse.Namespace) -> int:
-    # Not needed by the other actions, which run at image build and in start-up checks.
-    from vllm_tide import patch_fetch, patch_rebase
-
-    root = args.patches or patch_series.patches_root()
-    with tempfile.TemporaryDirectory() as scratch:
-        source = args.source or patch_fetch.fetch_sdist(args.to, Path(scratch))
-        result = patch_rebase.rebase(root, args.to, source)
-    if args.json:
-        print(json.dumps(patch_rebase.as_json(result), indent=2))
-    else:
-        print(patch_rebase.as_text(result))
-    if args.out is None:
-        return 0 if result.applies else 1
-    if not result.applies:
-        print(f"not written to {args.out}: not all of it applies", file=sys.stderr)
-        return 1
-    files = patch_rebase.write_series(result, root, args.out)
-    print(f"{len(files)} files written to {args.out}", file=sys.stderr)
-    return 0
-
-
-def _show(result: Status) -> int:
     print(f"{result.state}: {result.sentence}")
+    if args.action == "revert" and result.state is PatchState.ABSENT:
+        return 0
     if result.state in (PatchState.STALE, PatchState.FOREIGN):
         for path, kind in result.files.items():
             print(f"  {kind:12} {path}")
@@ -137,25 +64,23 @@ def _show(result: Status) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    root = args.patches or patch_series.patches_root()
-    patches = patch_series.load_series(root)
-    problems = patch_series.lint(root, patches)
-    readers = _pristine_readers(args, root)
-    if readers:
-        built = patch_series.build_manifest(patches, readers)
-        path = patch_series.manifest_path(root)
+    root = args.patches or patching.patches_root()
+    patches = patching.load_series(root)
+    problems = list(patching.lint(root, patches))
+    if readers := _pristine_readers(args, root):
+        built = patching.build_manifest(patches, readers)
         if args.update_manifest:
-            path.write_text(built.dump())
-        problems += _compare(patch_series.load_manifest(root), built)
+            text = json.dumps(built, indent=2) + "\n"
+            patching.manifest_path(root).write_text(text)
+        problems += _compared(patching.load_manifest(root), built)
     else:
         print("no vLLM here: the clean apply and the manifest are not checked")
     for patch in patches:
         files = ", ".join(patch.hunks)
-        print(f"{patch.name}: {patch.num_added} lines added in {files}")
-    touched = {path for patch in patches for path in patch.hunks}
+        print(f"{patch.name}: {len(patch.added)} lines added in {files}")
     print(
-        f"budget: {len(patches)} patches, {sum(p.num_added for p in patches)} added "
-        f"lines, {len(touched)} files"
+        f"budget: {len(patches)} patches, {sum(len(p.added) for p in patches)} added "
+        f"lines, {len({path for patch in patches for path in patch.hunks})} files"
     )
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
@@ -163,11 +88,19 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _pristine_readers(
-    args: argparse.Namespace, root: Path
-) -> list[Callable[[str], bytes]]:
+def _compared(manifest: Manifest, built: Manifest) -> Iterator[str]:
+    if manifest["patches"] != built["patches"]:
+        yield "manifest.json lists other patches than series: export again"
+    if manifest["files"].keys() != built["files"].keys():
+        yield "manifest.json lists other files than the series touches"
+    for path in patching.out_of_date(manifest, built["files"]):
+        yield f"manifest.json is out of date for {path}"
+
+
+def _pristine_readers(args: argparse.Namespace, root: Path) -> list[Reader]:
     if args.pristine:
-        return [patching.find_target(folder).read for folder in args.pristine]
+        found = [patching.find_target(folder) for folder in args.pristine]
+        return [partial(patching.read_file, target) for target in found]
     if args.update_manifest:
         raise PatchError("--update-manifest needs --pristine (see scripts/patches.sh).")
     try:
@@ -176,20 +109,4 @@ def _pristine_readers(
         if args.target:
             raise
         return []
-    manifest = patch_series.load_manifest(root)
-    return [lambda path: patching.read_pristine(target, manifest, path)]
-
-
-def _compare(
-    manifest: patch_series.Manifest, built: patch_series.Manifest
-) -> list[str]:
-    problems = []
-    if manifest.patches != built.patches:
-        problems.append("manifest.json lists other patches than series: export again")
-    if manifest.images.keys() != built.images.keys():
-        problems.append("manifest.json lists other files than the series touches")
-    for path, pairs in built.images.items():
-        known = manifest.images.get(path, {})
-        if any(known.get(before) != after for before, after in pairs.items()):
-            problems.append(f"manifest.json is out of date for {path}")
-    return problems
+    return [partial(patching.read_pristine, target, patching.load_manifest(root))]

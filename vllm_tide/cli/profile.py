@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_tide.cli import fail
 
 if TYPE_CHECKING:
     from vllm_tide.control.fit import FitReport
@@ -16,30 +17,26 @@ TABLE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "profile",
         help="measure the models' forward times for speculation control",
         epilog="Options of `vllm serve` that change timing (parallelism, "
         "--max-num-seqs, --enforce-eager, ...) go after `--`.",
     )
-    parser.add_argument("--model", required=True, help="the target")
-    parser.add_argument("--draft", required=True, help="its EAGLE-3 draft")
-    parser.add_argument(
-        "--out", type=Path, help="file; by default where a server looks for it"
-    )
-    parser.add_argument("--num-speculative-tokens", type=int, default=5, metavar="K")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
-        "--quick", action="store_true", help="what a start-up without profile measures"
-    )
-    parser.add_argument("--seconds", type=float, help="time to spend on measuring")
-    parser.add_argument("serve_args", nargs="*", metavar="-- SERVE_ARGS")
+    add = parser.add_argument
+    add("--model", required=True, help="the target")
+    add("--draft", required=True, help="its EAGLE-3 draft")
+    add("--out", type=Path, help="file; by default where a server looks for it")
+    add("--num-speculative-tokens", type=int, default=5, metavar="K")
+    add("--dtype", default="auto")
+    text = "what a start-up without profile measures"
+    add("--quick", action="store_true", help=text)
+    add("--seconds", type=float, help="time to spend on measuring")
+    add("serve_args", nargs="*", metavar="-- SERVE_ARGS")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from vllm_tide.config import ConfigError
     from vllm_tide.speculative import NO_MODEL, may_be_model
 
@@ -47,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for option, name in (("--model", args.model), ("--draft", args.draft)):
             if not may_be_model(name):
                 raise ConfigError(f"{option}: no model at {name!r}: {NO_MODEL}")
-        from vllm_tide.engine.profile_run import measure_engine
+        from vllm_tide.engine.profiler import measure_engine
 
         samples, facts = measure_engine(
             args.model,
@@ -59,21 +56,15 @@ def run(args: argparse.Namespace) -> int:
             serve_args=args.serve_args,
         )
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     from vllm_tide.control.fit import fit
     from vllm_tide.control.profile_store import default_path, profile_key, save
 
     model, report = fit(samples, tuple(facts["graph_sizes"]))
     path = args.out or default_path(profile_key(facts))
     save(path, model, facts, report)
-    print_report(
-        model,
-        report,
-        args.num_speculative_tokens,
-        facts["max_num_seqs"],
-        least=0 if facts["runner"] == "v1" else 1,
-    )
+    steps, least = args.num_speculative_tokens, 0 if facts["runner"] == "v1" else 1
+    print_report(model, report, steps, facts["max_num_seqs"], least)
     print(f"written: {path}")
     return 0
 
@@ -81,14 +72,14 @@ def run(args: argparse.Namespace) -> int:
 def print_report(
     model: TimeModel, report: FitReport, steps: int, max_requests: int, least: int
 ) -> None:
-    """Print how well the model fits, and what a round of n requests costs.
+    """Prints how well the model fits, and what a verify step of n requests costs.
 
     Args:
         model: The fitted model.
         report: The fit's report.
         steps: Longest speculative length.
         max_requests: Largest batch.
-        least: Draft passes that run in every round, one on Model Runner V2.
+        least: Draft passes that run in every step, one on Model Runner V2.
     """
     print(
         f"R2 {report.r2:.4f}, median error {report.median_abs_error:.1%} over "

@@ -6,18 +6,22 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
-import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
+from vllm_tide.cli import LOG_FORMAT, fail
 from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
-
-if TYPE_CHECKING:
-    from vllm_tide.transport.rendezvous import EngineManifest
-    from vllm_tide.transport.spool_relay import Relay
+from vllm_tide.transport import process
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.purge import announce_relay, retract_relay
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    default_run_dir,
+    newest_engine,
+    read_manifests,
+)
+from vllm_tide.transport.spool_relay import Relay, logger
+from vllm_tide.transport.spool_store import StoreError, open_store
 
 POLL_S = 0.5
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
@@ -25,44 +29,28 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
-    parser = subparsers.add_parser(
-        "relay", help="carry records and heads between an engine and a spool"
-    )
-    parser.add_argument(
-        "--spool", help="directory or fsspec URL; the engine's tide.spool.url if absent"
-    )
-    parser.add_argument("--engine", help="engine id; the newest engine by default")
-    parser.add_argument(
-        "--run-dir", type=Path, help="where the engine announced itself"
-    )
-    parser.add_argument(
-        "--wait", action="store_true", help="wait for an engine, again when it dies"
-    )
+    text = "carry records and heads between an engine and a spool"
+    parser = subparsers.add_parser("relay", help=text)
+    add = parser.add_argument
+    text = "directory or fsspec URL; the engine's tide.spool.url if absent"
+    add("--spool", help=text)
+    add("--engine", help="engine id; the newest engine by default")
+    add("--run-dir", type=Path, help="where the engine announced itself")
+    text = "wait for an engine, again when it dies"
+    add("--wait", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    from vllm_tide.transport.header import TransportError
-
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         return _run(args)
     except (ConfigError, TransportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import become_sidecar
-    from vllm_tide.transport.purge import announce_relay, retract_relay
-    from vllm_tide.transport.rendezvous import default_run_dir
-    from vllm_tide.transport.spool_relay import logger
-
-    become_sidecar()
+    process.become_sidecar()
     run_dir = args.run_dir or default_run_dir()
     prepared = False
     while True:
@@ -70,18 +58,18 @@ def _run(args: argparse.Namespace) -> int:
         config = parse_tide(manifest.tide, manifest.version)
         url = args.spool or config.spool.url
         if url is None:
-            raise ConfigError(
-                "tide.spool.url: is not set for engine "
-                f"{manifest.engine_id}; give --spool URL."
-            )
+            said = f"is not set for engine {manifest.engine_id}; give --spool URL."
+            raise ConfigError(f"tide.spool.url: {said}")
         if not prepared:
             _prepare(config.train)
             prepared = True
         # The ring may hold rows that a purge asks for while the spool is out of reach.
         announce_relay(run_dir, manifest.engine_id)
         try:
-            relay = _connect(manifest, run_dir, url, config.spool)
-            state = "engine_gone" if relay is None else _relay(relay)
+            state = "engine_gone"
+            if relay := _connect(manifest, run_dir, url, config.spool):
+                with process.stopped_by_signals(relay.stop):  # after the current turn
+                    state = relay.run()
         finally:
             retract_relay(run_dir, manifest.engine_id)
         logger.info("engine %s: %s", manifest.engine_id, state)
@@ -92,18 +80,12 @@ def _run(args: argparse.Namespace) -> int:
 def _connect(
     manifest: EngineManifest, run_dir: Path, url: str, config: SpoolConfig
 ) -> Relay | None:
-    """A relay, as soon as the spool can be reached; None if the engine goes first.
+    """A relay, as soon as the spool can be reached; None if the engine goes first."""
 
-    Raises:
-        TransportError: If it never will be, or the engine has a relay or a trainer.
-    """
-    from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.purge import announce_relay
-    from vllm_tide.transport.spool_relay import Relay, logger
-    from vllm_tide.transport.spool_store import StoreError, open_store
+    def lives() -> bool:
+        return any(other.ring == manifest.ring for other in read_manifests(run_dir))
 
-    pause = FIRST_PAUSE_S
-    said: set[str] = set()
+    pause, said = FIRST_PAUSE_S, set[str]()
     while True:
         try:
             store = open_store(url)
@@ -111,42 +93,18 @@ def _connect(
             logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
             return relay
         except StoreError as error:
-            sentence = str(error)
-            if sentence not in said:
-                logger.error(
-                    "engine %s: %s; it is tried again while the engine lives",
-                    manifest.engine_id,
-                    sentence,
-                )
-            said.add(sentence)
+            if str(error) not in said:
+                again = "engine %s: %s; it is tried again while the engine lives"
+                logger.error(again, manifest.engine_id, error)
+            said.add(str(error))
         except TransportError:
-            if _lives(manifest, run_dir):
+            if lives():
                 raise
-        if not _lives(manifest, run_dir):
+        if not lives():
             return None
         announce_relay(run_dir, manifest.engine_id)
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE_S)
-
-
-def _lives(manifest: EngineManifest, run_dir: Path) -> bool:
-    from vllm_tide.transport.rendezvous import read_manifests
-
-    return any(other.ring == manifest.ring for other in read_manifests(run_dir))
-
-
-def _relay(relay: Relay) -> str:
-    """Run it; SIGTERM and SIGINT end it after the current round."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        relay.stop()
-
-    before = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        return relay.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prepare(config: TrainConfig) -> None:
@@ -158,21 +116,7 @@ def _prepare(config: TrainConfig) -> None:
 
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
-    from vllm_tide.transport.header import TransportError
-    from vllm_tide.transport.rendezvous import read_manifests
-
-    while True:
-        found = [
-            manifest
-            for manifest in read_manifests(run_dir)
-            if engine_id is None or manifest.engine_id == engine_id
-        ]
-        if found:
-            return found[-1]
-        if not wait:
-            which = f"engine {engine_id!r}" if engine_id else "engine"
-            raise TransportError(
-                f"no live {which} in {run_dir}: start the server with a tide section, "
-                "or give --run-dir, or --wait"
-            )
+    hint = "start the server with a tide section, or give --run-dir, or --wait"
+    while (found := newest_engine(run_dir, engine_id, "" if wait else hint)) is None:
         time.sleep(POLL_S)
+    return found

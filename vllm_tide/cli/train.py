@@ -6,11 +6,11 @@ import argparse
 import gc
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_tide.cli import LOG_FORMAT, fail
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.speculative import read_json_object
 
@@ -22,39 +22,29 @@ POLL_S = 0.5
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add the command to the command line."""
     parser = subparsers.add_parser("train", help="train the draft of running engines")
-    parser.add_argument("--config", help="JSON file or text: overrides the engine's")
-    parser.add_argument("--engine", help="only this engine or group; else all that fit")
-    parser.add_argument(
-        "--run-dir", type=Path, help="where engines on this host announced themselves"
-    )
-    parser.add_argument(
-        "--spool", help="directory or fsspec URL that `vllm-tide relay` writes to"
-    )
-    parser.add_argument(
-        "--reader", default="trainer", help="name of this trainer in the spool"
-    )
-    parser.add_argument("--once", action="store_true", help="end after one cycle")
-    parser.add_argument(
-        "--wait", action="store_true", help="wait for an engine, again when it dies"
-    )
+    add = parser.add_argument
+    add("--config", help="JSON file or text: overrides the engine's")
+    add("--engine", help="only this engine or group; else all that fit")
+    text = "where engines on this host announced themselves"
+    add("--run-dir", type=Path, help=text)
+    add("--spool", help="directory or fsspec URL that `vllm-tide relay` writes to")
+    add("--reader", default="trainer", help="name of this trainer in the spool")
+    add("--once", action="store_true", help="end after one cycle")
+    text = "wait for an engine, again when it dies"
+    add("--wait", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from vllm_tide.draft.config import DraftError
     from vllm_tide.transport.header import TransportError
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
-    status = 2
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         status = _run(args)
     except (ConfigError, DraftError, TransportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = fail(error)
     if _many_ranks():
         from vllm_tide.train.ranks import leave
 
@@ -67,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
 
     become_sidecar()
     override = _override(args.config)
-    ranks: Ranks | None = None
+    ranks = None
     if _many_ranks():
         from vllm_tide.train.distributed import follow
         from vllm_tide.train.ranks import Ranks
@@ -82,16 +72,10 @@ def _run(args: argparse.Namespace) -> int:
 def _lead(
     args: argparse.Namespace, override: TideConfig | None, ranks: Ranks | None
 ) -> int:
-    from vllm_tide.train.gpu import give_back_cache
-    from vllm_tide.train.metrics import open_metrics
-    from vllm_tide.train.prepare import prepare_process
-    from vllm_tide.train.sidecar import (
-        Sidecar,
-        describe,
-        logger,
-        stopped_by_signals,
-    )
-    from vllm_tide.train.status import TrainerStatus
+    from vllm_tide.train.gpu import give_back_cache, prepare_process
+    from vllm_tide.train.report import TrainerStatus, open_metrics
+    from vllm_tide.train.sidecar import Sidecar, describe, logger
+    from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
     asked = override.run_dir if override is not None else None
@@ -114,15 +98,13 @@ def _lead(
         sidecar = Sidecar(feeds, run_dir, config, ranks)
         current[0] = sidecar.status
         logger.info("engine %s: %s", manifest.engine_id, describe(sidecar))
-        with stopped_by_signals(sidecar):
+        with stopped_by_signals(sidecar.stop):
             state = sidecar.run(once=args.once)
         logger.info("engine %s: %s", manifest.engine_id, state)
         if args.once and sidecar.paused:
-            print(
-                f"error: --once: training is paused in {run_dir}, so no cycle was "
-                "done; give `vllm-tide resume` while a trainer runs there, or remove "
-                "paused.json",
-                file=sys.stderr,
+            fail(
+                f"--once: training is paused in {run_dir}, so no cycle was done; give "
+                "`vllm-tide resume` while a trainer runs there, or remove paused.json"
             )
             return 1
         # Other ranks were told to end: torchrun starts them all anew.
@@ -137,7 +119,7 @@ def _lead(
 
 
 def _many_ranks() -> bool:
-    """Whether torchrun started this process beside others; without importing torch."""
+    """True if torchrun started this process beside others; without importing torch."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
@@ -154,22 +136,14 @@ def _override(text: str | None) -> TideConfig | None:
 def _find(
     args: argparse.Namespace, run_dir: Path, spool: str | None, ranks: Ranks | None
 ) -> Feeds:
-    """Feeds with at least one engine.
-
-    Raises:
-        TransportError: There is none, or none can be joined, and nobody waits.
-    """
+    """Feeds with at least one engine; a TransportError where nobody waits for one."""
     from vllm_tide.train.distributed import BEAT_S, beat
     from vllm_tide.train.feed_sources import FIRST_SCAN_S
     from vllm_tide.train.feeds import open_feeds
     from vllm_tide.transport.header import TransportError
 
-    feeds = open_feeds(
-        None if spool is not None and args.run_dir is None else run_dir,
-        spool,
-        args.engine,
-        reader=args.reader,
-    )
+    folder = None if spool is not None and args.run_dir is None else run_dir
+    feeds = open_feeds(folder, spool, args.engine, reader=args.reader)
     spoken = time.monotonic()
     until = spoken + FIRST_SCAN_S
     while True:
@@ -179,13 +153,10 @@ def _find(
         if not args.wait and not (feeds.opening and time.monotonic() < until):
             why = "; ".join(feeds.refused.values())
             feeds.close()
-            if why:
-                raise TransportError(why)
             which = f"engine {args.engine!r}" if args.engine else "engine"
-            raise TransportError(
-                f"no live {which} in {spool or run_dir}: start the server with a tide "
-                "section, or give --run-dir, or --wait"
-            )
+            none = f"no live {which} in {spool or run_dir}: start the server with a "
+            hint = "tide section, or give --run-dir, or --wait"
+            raise TransportError(why or none + hint)
         if ranks is not None and time.monotonic() - spoken >= BEAT_S:
             beat(ranks)
             spoken = time.monotonic()

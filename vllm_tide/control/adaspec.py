@@ -14,21 +14,19 @@ round's batch, so it follows a changing batch at once.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import Any
 
 import numpy as np
 
-from vllm_tide.control.against_plain import AgainstPlain
+from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome, Plan
-from vllm_tide.control.calibration import Calibration, RequestOffsets
+from vllm_tide.control.calibration import Calibration, Exploration, RequestOffsets
 from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
 from vllm_tide.control.drafter import Drafter
-from vllm_tide.control.exploration import Exploration
-from vllm_tide.control.gate import Gate
+from vllm_tide.control.gate import AgainstPlain, Gate
 from vllm_tide.control.history import History
-from vllm_tide.control.settings import ControlSettings
 from vllm_tide.control.slo import SloBook
 from vllm_tide.control.verifier import ABSENT, select
 
@@ -45,13 +43,71 @@ _SMOOTH = 0.05
 # same batch: what a forecast costs would be a tax on plain decoding.
 _REST_ROUNDS = 3
 _EXPLORE_SHARE = 0.5  # of the probe share
+_KNOBS = ControlConfig.model_validate({})
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Settings of a policy; `vllm_tide.control.policies.make_policy` takes them.
+
+    Attributes:
+        k_max: Most draft tokens of a request in a decode step.
+        min_gain, probe_share: As in `tide.control`.
+        verify: Choose the verified set by value; False sends every drafted token
+            (ablation).
+        explore: Verify whole drafts now and then, within half of `probe_share`; False
+            where what `choose` says is not what is verified.
+        max_requests: Number of request slots.
+    """
+
+    k_max: int = 7
+    min_gain: float = _KNOBS.min_gain
+    probe_share: float = _KNOBS.probe_share
+    verify: bool = True
+    explore: bool = True
+    max_requests: int = 256
+
+    def __post_init__(self) -> None:
+        if self.k_max < 1 or self.max_requests < 1:
+            raise ValueError("k_max and max_requests must be at least 1")
+        if not 0 <= self.probe_share < 1:
+            raise ValueError("probe_share must be in [0, 1)")
+
+
+_COUNTS = (
+    "rounds",
+    "draft_steps",
+    "drafted_tokens",
+    "verified_tokens",
+    "accepted_tokens",
+    "trimmed_tokens",
+    "probes",
+    "slo_misses",
+    "limits_left_out",
+)
+
+
+def totals(
+    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
+) -> dict[str, Any]:
+    """The part of a policy's `stats` that only counts."""
+    return {
+        **{name: count[name] for name in _COUNTS},
+        "off_rounds": dict(off),
+        "length_hist": lengths.tolist(),
+        "slo_met": book.met if book else 0,
+        "slo_missed": book.missed if book else 0,
+    }
 
 
 class AdaSpecPolicy:
-    """AdaSpec's control; see `vllm_tide.control.policies.Policy` for the protocol.
+    """AdaSpec's control.
+
+    Order of calls: `plan`; if it says to draft, `go_on` after each draft step until it
+    is False or the plan's steps are done, then `choose`; `observe` once the target has
+    sampled. `add` and `drop` when a request begins and ends, between rounds.
 
     Args:
-        settings: Knobs.
         time: Time model, refined by what `observe` is given.
         book: The SLO book that the caller fills `Batch.limit` from, for `stats`.
 
@@ -67,14 +123,11 @@ class AdaSpecPolicy:
         self._time = time
         self._book = book
         k, capacity = settings.k_max, settings.max_requests
-        half_life = settings.half_life_tokens
-        self.calibration = Calibration(k, half_life, settings.calibrate)
+        self.calibration = Calibration(k)
         self.offsets = RequestOffsets(capacity)
-        self.history = History(k, capacity, 2.0 * half_life)
+        self.history = History(k, capacity)
         self.drafter = Drafter(k, self.history, settings.verify)
-        self.gate = Gate(
-            settings.min_gain, settings.hysteresis, settings.probe_share, half_life
-        )
+        self.gate = Gate(settings.min_gain, settings.probe_share)
         share = _EXPLORE_SHARE * settings.probe_share * settings.explore
         self._exploration = Exploration(share)
         self.verify_chance = np.empty(0)
@@ -100,7 +153,6 @@ class AdaSpecPolicy:
         self._against_plain = AgainstPlain()
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
-        """A request begins; it is expected to be like the recent ones."""
         self.offsets.add(slot)
         self.history.add(slot)
         self._row[slot] = -1
@@ -108,7 +160,6 @@ class AdaSpecPolicy:
         self._fresh[slot] = True
 
     def drop(self, slot: int) -> None:
-        """A request ends."""
         self._row[slot] = -1
 
     def draft_swapped(self) -> None:
@@ -120,7 +171,6 @@ class AdaSpecPolicy:
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        """Whether to draft, and at most how many steps."""
         self._open(batch, now)
         n = len(batch)
         most = min(int(batch.room.max()), self._settings.k_max) if n else 0
@@ -161,13 +211,16 @@ class AdaSpecPolicy:
         return Plan(most, probe=self._trial)
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Take a draft step's confidences; whether to draft another step."""
+        """True if to draft another after draft step `step` (1-based).
+
+        Args:
+            confidence: float [n], highest probability of the draft at this step.
+        """
         batch, costs = self._batch, self._costs
         assert batch is not None  # noqa: S101 (protocol: plan comes first)
         self._step = step
         z, logit = self.calibration.logits(step, confidence, self._sampled)
-        if self._settings.calibrate:
-            logit = logit + self._offset
+        logit = logit + self._offset
         chance = np.exp(-logit)
         chance += 1.0
         self._depth += np.log(chance)
@@ -185,7 +238,7 @@ class AdaSpecPolicy:
         )
 
     def choose(self) -> np.ndarray:
-        """Draft tokens of each request to verify: int64 [n], prefixes."""
+        """int64 [n], draft tokens of each request to verify: at most step and room."""
         batch, step = self._batch, self._step
         assert batch is not None  # noqa: S101
         n = len(batch)
@@ -219,7 +272,6 @@ class AdaSpecPolicy:
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from the round that `plan` opened, and from the step's times."""
         if outcome.sample is not None and (self._young or self._count["rounds"] & 1):
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
@@ -251,29 +303,13 @@ class AdaSpecPolicy:
         return self._count["rounds"] < _YOUNG_ROUNDS
 
     def stats(self) -> dict[str, Any]:
-        """Totals and recent values, for metrics."""
-        names = (
-            "rounds",
-            "draft_steps",
-            "drafted_tokens",
-            "verified_tokens",
-            "accepted_tokens",
-            "trimmed_tokens",
-            "probes",
-            "slo_misses",
-            "limits_left_out",
-        )
         record = self.gate.drafting if self.gate.on else self.gate.plain
         return {
-            **{name: self._count[name] for name in names},
-            "off_rounds": dict(self._off),
-            "length_hist": self._lengths.tolist(),
+            **totals(self._count, self._off, self._lengths, self._book),
             "predicted_step_s": self._seconds[0],
             "measured_step_s": self._seconds[1],
             "time_error": self._time.error,
             "calibration_error": self.calibration.error(),
-            "slo_met": self._book.met if self._book else 0,
-            "slo_missed": self._book.missed if self._book else 0,
             "throughput_ratio": record.ratio(),
             "plain_seconds": self._against_plain.plain_s,
             "round_seconds": self._against_plain.round_s,
@@ -322,7 +358,6 @@ class AdaSpecPolicy:
         verified: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Labels for the acceptance model, draft tokens for history."""
         step, slots = self._step, batch.slots
         z, logit = self._z[:step], self._logit[:step]
         chance, survival = self._chance[:step], self._survival[:step]
@@ -364,8 +399,7 @@ class AdaSpecPolicy:
         self._unanswered = 0
         kind, first = self._kind[slots], np.zeros(len(slots), np.int64)
         z, logit = self.calibration.logits(1, confidence, kind)
-        if self._settings.calibrate:
-            logit = logit + self.offsets.value[slots]
+        logit = logit + self.offsets.value[slots]
         chance = 1.0 / (1.0 + np.exp(-logit))
         accepted = hit.astype(np.float64)
         self.calibration.learn(first, kind, z, chance, accepted)
@@ -385,7 +419,6 @@ class AdaSpecPolicy:
         """Compare the round's time with its prediction.
 
         Args:
-            batch: The round's.
             now: When its outcome was known (s).
             rounds: How many like it passed until then.
             emitted: int64 [n], tokens that its requests got.

@@ -22,6 +22,8 @@ import numpy as np
 NODES = np.linspace(-4.0, 8.0, 25)
 """Log-odds of confidence at which the map is kept; linear between them."""
 
+HALF_LIFE_TOKENS = 2000.0
+"""Verified tokens after which what was learnt counts half."""
 _STEP = float(NODES[1] - NODES[0])
 _TOP = len(NODES) - 1 - 1e-9
 _LEAST = 1e-4  # confidences are kept this far from 0 and 1
@@ -44,16 +46,11 @@ class Calibration:
     Args:
         k_max: Number of draft positions.
         half_life_tokens: Labels after which a label counts half.
-        enabled: False leaves probability equal to confidence (ablation); the
-            calibration error is still measured.
     """
 
-    def __init__(
-        self, k_max: int, half_life_tokens: float = 2000.0, enabled: bool = True
-    ) -> None:
+    def __init__(self, k_max: int, half_life_tokens: float = HALF_LIFE_TOKENS) -> None:
         self.k_max = k_max
         self._half_life = half_life_tokens
-        self._enabled = enabled
         # [tries, accepts] x [greedy, sampled] x position x node.
         self._counts = np.zeros((2, 2 * k_max * len(NODES)))
         self._line = np.stack([_LINE, _LINE])
@@ -85,8 +82,6 @@ class Calibration:
         held = np.fmax(confidence, _LEAST, dtype=np.float64)  # nan: no confidence
         np.minimum(held, 1.0 - _LEAST, out=held)
         z = np.log(held / (1.0 - held))
-        if not self._enabled:
-            return z, z
         at = (z - NODES[0]) * (1.0 / _STEP)
         np.maximum(at, 0.0, out=at)
         np.minimum(at, _TOP, out=at)
@@ -130,8 +125,6 @@ class Calibration:
         self._waiting = 0
         decay = 0.5 ** (len(z) / self._half_life)
         self._measure(predicted, accepted, weight, decay)
-        if not self._enabled:
-            return
         at = (z - NODES[0]) * (1.0 / _STEP)
         np.maximum(at, 0.0, out=at)
         np.minimum(at, _TOP, out=at)
@@ -229,7 +222,6 @@ class Calibration:
         return np.asarray(likely.sum(axis=1) - prior)
 
     def _refresh(self) -> None:
-        """Recompute the table from the line and the counts."""
         shape = (2, self.k_max, len(NODES))
         line = _bounded((self._line @ self._inputs).reshape(shape))
         chance = 1.0 / (1.0 + np.exp(-line))
@@ -263,7 +255,6 @@ class RequestOffsets:
     surprise over the precision gathered so far; a fresh request is at 0, the batch.
 
     Args:
-        capacity: Number of request slots.
         spread: Standard deviation of the offset between requests, log-odds.
     """
 
@@ -276,7 +267,6 @@ class RequestOffsets:
         self._precision = np.full(capacity, self._prior)
 
     def add(self, slot: int) -> None:
-        """A request begins."""
         self.value[slot] = 0.0
         self._precision[slot] = self._prior
 
@@ -300,6 +290,85 @@ class RequestOffsets:
         self.value[slots] = np.maximum(moved, -self._MOST)
 
     def reset(self) -> None:
-        """All requests back to the batch: the draft has changed."""
         self.value.fill(0.0)
         self._precision.fill(self._prior)
+
+
+_MOST_CHANCE, _LEAST_CHANCE = 0.25, 0.002  # chance of a request in a round
+_PRICE_SMOOTH = 0.05
+
+
+class Exploration:
+    """Requests that verify whole drafts now and then, within a share of time.
+
+    What is cut for its confidence has no label: how wrong its probability is would
+    never be known. Who verifies all is drawn before the confidences of the round exist
+    and without regard to them: its labels are a fair sample of all drafted tokens.
+
+    Args:
+        share: Most share of time for tokens that only exploration verifies, but for
+            what the least chance takes; 0: none is drawn.
+
+    Attributes:
+        chance: With which each request of this round is drawn, 0 to 1.
+        wanted: int64 [n], lengths that pay; None where no request was drawn.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._random = np.random.default_rng(0)
+        self._drawn: np.ndarray | None = None
+        self._price = 0.0  # of verifying everything, in rounds
+        self._credit = 0.0  # seconds
+        self.chance = 0.0
+        self.wanted: np.ndarray | None = None
+
+    def draw(self, requests: int, allowed: bool) -> None:
+        """A round begins, nothing is known of its drafts."""
+        self._drawn = self.wanted = None
+        self.chance = 0.0
+        if not allowed or not self._share:
+            return
+        chance = _LEAST_CHANCE
+        if self._credit >= 0.0:
+            chance = self._share / max(self._price, self._share / _MOST_CHANCE)
+        self.chance = min(max(chance, _LEAST_CHANCE), _MOST_CHANCE)
+        drawn = self._random.random(requests) < self.chance
+        self._drawn = drawn if drawn.any() else None
+
+    def widen(
+        self, wanted: np.ndarray, whole: np.ndarray, seconds: np.ndarray
+    ) -> np.ndarray:
+        """Lengths to verify, int64 [n].
+
+        Args:
+            wanted: int64 [n], lengths that pay.
+            whole: int64 [n], all that was drafted.
+            seconds: float64, of the round when 0, 1, ... tokens are verified.
+        """
+        before = float(seconds[int(wanted.sum())])
+        price = float(seconds[int(whole.sum())]) / before - 1.0
+        self._price += _PRICE_SMOOTH * (price - self._price)
+        self._credit += self._share * before
+        if self._drawn is None:
+            return wanted
+        self.wanted = wanted
+        lengths = np.where(self._drawn, whole, wanted)
+        self._credit -= float(seconds[int(lengths.sum())]) - before
+        return lengths
+
+    def verify_chance(self, lengths: np.ndarray) -> np.ndarray:
+        """Chance that the first token of each verified draft was verified, [n]."""
+        only = np.zeros(len(lengths), bool) if self.wanted is None else self.wanted == 0
+        return np.where(only & (lengths > 0), self.chance, 1.0)
+
+    def weight(self, position: np.ndarray, row: np.ndarray) -> np.ndarray | None:
+        """Drafted tokens that each verified one stands for; None: one each.
+
+        Args:
+            position: int64 [l], draft positions, 0-based.
+            row: int64 [l], places in the round.
+        """
+        if self.wanted is None:
+            return None
+        return np.where(position < self.wanted[row], 1.0, 1.0 / self.chance)

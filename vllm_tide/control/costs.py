@@ -5,11 +5,13 @@ The time model is asked once per round; every decision of the round reads the ar
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vllm_tide.control.batch import Batch
+from vllm_tide.control.online_time import OnlineTime, RefinedTime
+from vllm_tide.control.time_model import TimeModel
 
 STAY_ROUNDS = 32
 """Rounds over which the price of coming on again (catch-up) is spread: the expected
@@ -22,52 +24,11 @@ PROBE_REQUESTS = 4
 """Requests of one shadow probe, at most; what the probe's price is computed for."""
 
 
-class TimeSource(Protocol):
-    """The part of `vllm_tide.control.time_model.TimeModel` that decisions read."""
-
-    def target_curve(
-        self, requests: int, context: int, most: int, prefill: int = 0
-    ) -> np.ndarray:
-        """Seconds of a target step that verifies 0..most draft tokens, [most + 1]."""
-
-    def draft_curve(
-        self, requests: int, context: int, first_rows: int, most: int
-    ) -> np.ndarray:
-        """Seconds of 0..most draft steps, [most + 1]."""
-
-    def catchup_seconds(self, rows: int, context: int = 0) -> float:
-        """Seconds of one batched pass over missed rows of the draft's KV cache."""
-
-    def overhead(self, requests: int) -> float:
-        """Seconds of a round outside the forwards."""
-
-
-class Times(Protocol):
-    """The part of `vllm_tide.control.online_time.OnlineTime` that policies use."""
-
-    @property
-    def error(self) -> float:
-        """Relative error of predictions; nan before the first measurement."""
-
-    @property
-    def model(self) -> TimeSource:
-        """The refined time model."""
-
-    def observe(self, sample: Any) -> object:
-        """Learn from one measured `RoundSample`."""
-
-
 class RoundCosts:
     """The costs of one round.
 
-    Args:
-        model: Time model.
-        batch: The round's requests.
-        most: Most draft steps of this round.
-
     Attributes:
         requests: n; also the tokens that a round emits without any draft token.
-        most: Most draft steps.
         draft: float64 [most + 1], seconds of 0..most draft steps.
         target: float64 [n * most + 1], seconds of the target step and of everything
             outside the forwards when 0..n * most draft tokens are verified.
@@ -146,7 +107,6 @@ def round_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
 
     Args:
         limits: float64 [n], seconds, inf for none.
-        plain: Seconds of the shortest possible round.
 
     Returns:
         The tightest limit that the shortest round meets (inf if there is none), and
@@ -163,15 +123,80 @@ def round_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
 
 
 def probe_seconds(model: TimeSource, batch: Batch) -> float:
-    """Seconds of one shadow probe: catch a few requests up, draft one token.
-
-    Args:
-        model: Time model.
-        batch: The round's requests.
-    """
+    """Seconds of one shadow probe: catch a few requests up, draft one token."""
     n = len(batch)
     few = min(n, PROBE_REQUESTS)
     context = int(batch.context.sum()) * few // n
     # The pass that catches them up is the one that drafts.
     rows = max(few, -(-batch.catchup_rows * few // n))
     return model.catchup_seconds(rows, context)
+
+
+# Of the controller's own work; without a price it would look in every step.
+_LOOK_SECONDS = 1e-3
+
+
+class KeptPass:
+    """A time source whose plain step has the draft's first pass in it.
+
+    Model Runner V2 keeps the draft's KV cache without holes that way: the pass runs
+    when nothing is drafted too, and the first drafted token costs nothing more.
+
+    Args:
+        model: Where target step and draft passes are apart.
+    """
+
+    def __init__(self, model: TimeSource) -> None:
+        self._model = model
+
+    def target_curve(
+        self, requests: int, context: int, most: int, prefill: int = 0
+    ) -> np.ndarray:
+        """Seconds [most + 1] of the target step and the draft's first pass."""
+        target = self._model.target_curve(requests, context, most, prefill)
+        first = self._model.draft_curve(requests, context, requests + prefill, 1)
+        return np.asarray(target + first[1])
+
+    def draft_curve(
+        self, requests: int, context: int, first_rows: int, most: int
+    ) -> np.ndarray:
+        """Cumulative seconds [most + 1] of 0..most draft steps beside the first."""
+        curve = self._model.draft_curve(requests, context, first_rows, max(most, 1))
+        beside = curve - curve[1]
+        beside[0] = 0.0
+        return np.asarray(beside[: most + 1])
+
+    def catchup_seconds(self, rows: int, context: int = 0) -> float:
+        """Nothing is ever missed; a look at what was drafted costs our own work."""
+        return _LOOK_SECONDS
+
+    def overhead(self, requests: int) -> float:
+        """Seconds of a round outside the forwards."""
+        return self._model.overhead(requests)
+
+
+class KeptPassTimes:
+    """An `OnlineTime` over `KeptPass`: what is measured of a step refines its parts.
+
+    Args:
+        times: Learns from samples whose `steps` are the passes that ran, at least one.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self.model: TimeSource = KeptPass(times.model)
+
+    @property
+    def error(self) -> float:
+        """Relative error of predictions; nan before the first measurement."""
+        return self._times.error
+
+    def observe(self, sample: Any) -> object:
+        """Learn from one measured `RoundSample`."""
+        return self._times.observe(sample)
+
+
+TimeSource = TimeModel | RefinedTime | KeptPass
+"""Step costs that decisions read: seconds of the parts of a decode step."""
+Times = OnlineTime | KeptPassTimes
+"""Time models that policies use: refined, with their error."""

@@ -30,7 +30,6 @@ class Forecast:
 
     Attributes:
         steps: Its draft steps; 0 if the limit allows none.
-        tokens: Expected tokens emitted.
         seconds: Its seconds, the spread price of coming on included.
         free: `tokens / seconds` of the best round if there were no limit.
     """
@@ -50,7 +49,6 @@ class Drafter:
     """Decides, step by step, whether another draft step pays.
 
     Args:
-        k_max: Most draft steps.
         history: What to expect of tokens not drafted yet.
         verify: The verified set will be chosen by value; False: everything drafted is
             verified.
@@ -78,7 +76,6 @@ class Drafter:
         Args:
             slots: int64 [n].
             room: int64 [n], most draft tokens of each request.
-            costs: The round's costs.
             enough: Gain over plain decoding beyond which an older forecast will do,
                 if one verified step alone is seen to yield that gain.
         """
@@ -137,11 +134,9 @@ class Drafter:
         Called once for each step of the round, from 1 on.
 
         Args:
-            step: Steps drafted so far.
             depth: float64 [n], -log(survival) of this step's tokens.
             survival: float64 [n], probability that the token is accepted.
             room: int64 [n], most draft tokens of each request.
-            costs: The round's costs.
             bar: Tokens per second that time is worth; None: judge by tokens per second
                 of this round.
         """
@@ -207,12 +202,10 @@ class Drafter:
         curve is a line both are the exact answer.
 
         Args:
-            step: Steps drafted so far.
             reach: Tokens verified after another step, at most.
             depth: float64 [n], -log(survival) of the last tokens in units of bins.
             share: float64 [2n], class shares of requests that can go on; 0 for others.
             kept: float64 [n], survival of their last token; 0 for others.
-            costs: The round's costs.
             bar: Tokens per second that time is worth.
         """
         n = len(depth)
@@ -246,8 +239,6 @@ class Drafter:
         """Expected tokens of the steps to come and survivors among them.
 
         Args:
-            step: Steps drafted so far.
-            most: Most draft steps.
             bins: intp [n], bin of each request's last token.
             share: float64 [2n], class shares; 0 for requests that cannot go on.
             kept: float64 [n], survival of the last token; 0 for those.

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.control.online_time import NAN, RoundSample
-from vllm_tide.control.regression import robust_nonnegative
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 # Share of the distinct shapes that is kept out of the fit for the reported error.
@@ -37,7 +36,6 @@ class PartReport:
         median_abs_error: Median relative error of the fitted samples.
         held_out_median_abs_error: The same over held-out shapes, each shape's repeats
             reduced to their median; nan if there are none.
-        num_samples: Samples fitted.
     """
 
     r2: float
@@ -47,21 +45,16 @@ class PartReport:
 
 
 @dataclass(frozen=True, slots=True)
-class FitReport:
-    """How well whole rounds are predicted; fields as in `PartReport`.
+class FitReport(PartReport):
+    """Error of the predicted times of whole rounds.
 
     Attributes:
         parts: Reports of target, draft_first, draft_next and host, as far as measured.
     """
 
-    r2: float
-    median_abs_error: float
-    held_out_median_abs_error: float
-    num_samples: int
     parts: dict[str, PartReport]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; what is not known (nan) becomes None."""
         return {name: _without_nan(value) for name, value in asdict(self).items()}
 
 
@@ -133,13 +126,7 @@ def report_on(
     whole = _part_report(
         _part_pairs(model, fitted, None), _part_pairs(model, unseen, None)
     )
-    return FitReport(
-        whole.r2,
-        whole.median_abs_error,
-        whole.held_out_median_abs_error,
-        whole.num_samples,
-        parts,
-    )
+    return FitReport(**asdict(whole), parts=parts)
 
 
 def fit_forward(
@@ -157,7 +144,6 @@ def fit_forward(
         requests: [samples] requests of the forward.
         context: [samples] cached tokens it read.
         seconds: [samples] measured.
-        sizes: CUDA-graph sizes.
         query: [samples] rows per request; None: one each.
     """
     rows = ForwardModel((1,), (0.0,), 0.0, 0.0, sizes).padded(tokens)
@@ -279,8 +265,6 @@ def _part_pairs(
     """Predicted and measured seconds, [shapes]: the medians of each shape's repeats.
 
     Args:
-        model: Predicts.
-        samples: Measured rounds.
         part: Name of a part; None: the sum of what was measured of each round.
     """
     names = ("target", "draft_first", "draft_next", "host") if part is None else (part,)
@@ -320,3 +304,73 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+_HUBER = 1.345
+_ROUNDS = 12
+
+
+def robust_nonnegative(design: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Huber regression of relative residuals with coefficients >= 0.
+
+    Args:
+        design: [samples, coefficients].
+        measured: [samples], positive.
+
+    Returns:
+        [coefficients] float64.
+    """
+    scaled = design / measured[:, None]
+    # Columns of similar size: a context token costs 1e-7 s, a forward 1e-2.
+    size = np.linalg.norm(scaled, axis=0)
+    size[size == 0.0] = 1.0
+    scaled = scaled / size
+    weight = np.ones(len(measured))
+    found = np.zeros(design.shape[1])
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weight)
+        before, found = found, nonnegative(scaled * root[:, None], root)
+        residual = np.abs(1.0 - scaled @ found)
+        spread = max(1.4826 * float(np.median(residual)), 1e-6)
+        weight = np.minimum(1.0, _HUBER * spread / np.maximum(residual, 1e-12))
+        if np.abs(found - before).max() <= 1e-9 * max(float(found.max()), 1e-12):
+            break
+    return np.asarray(found / size)
+
+
+def nonnegative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with coefficients >= 0 (Lawson and Hanson's active set).
+
+    Args:
+        design: [samples, coefficients].
+        target: [samples].
+
+    Returns:
+        [coefficients] float64.
+    """
+    num = design.shape[1]
+    gram, moment = design.T @ design, design.T @ target
+    # Unsupported columns would make a subsystem singular.
+    gram = gram + 1e-12 * max(float(gram.trace()) / num, 1e-300) * np.eye(num)
+    tolerance = 1e-10 * max(float(np.abs(moment).max()), 1e-300)
+    value, free = np.zeros(num), np.zeros(num, bool)
+    for _ in range(10 * num):
+        slope = np.where(free, -np.inf, moment - gram @ value)
+        if slope.max() <= tolerance:
+            break
+        free[int(slope.argmax())] = True
+        while True:
+            trial = np.zeros(num)
+            trial[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            if trial[free].min() > 0.0:
+                break
+            falling = free & (trial <= 0.0)
+            step = (value[falling] / (value[falling] - trial[falling])).min()
+            value = value + step * (trial - value)
+            free &= value > 1e-14 * max(float(value.max()), 1e-300)
+            value[~free] = 0.0
+            if not free.any():
+                trial = np.zeros(num)
+                break
+        value = trial
+    return value

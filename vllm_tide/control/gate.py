@@ -1,6 +1,6 @@
 """Speculation off and on again: when no length pays, and without trusting a model.
 
-Off needs a predicted gain below `min_gain`; on again needs `hysteresis` more. Both
+Off needs a predicted gain below `min_gain`; on again needs `HYSTERESIS` more. Both
 sides are multiplied by what recent rounds of their kind really yielded against their
 prediction, so a wrong time model is overridden; that record fades while its side is not
 in use, so the verdict is reviewed after some hundred rounds. While off, probes keep the
@@ -14,6 +14,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from vllm_tide.control.calibration import HALF_LIFE_TOKENS
+
+HYSTERESIS = 0.02
+"""Added to `min_gain` before speculation comes on again."""
 _TIME_KEEP = 0.5 ** (1 / 16)  # of the record of times, per round
 _PRIOR_ROUNDS = 4.0  # rounds of agreement that a new record starts with
 _PRIOR_TOKENS = 100.0
@@ -27,11 +33,7 @@ _CHECK_ROUNDS = 16  # drafted rounds between two of them, at least
 
 
 class Record:
-    """Realised against predicted throughput of one kind of round, decayed.
-
-    Args:
-        half_life_tokens: Tokens after which a token counts half.
-    """
+    """Realised against predicted throughput of one kind of round, decayed."""
 
     def __init__(self, half_life_tokens: float) -> None:
         self._half_life = half_life_tokens
@@ -39,27 +41,23 @@ class Record:
         self._times = self._rounds = 0.0  # sum of realised / predicted, rounds
 
     def add(self, predicted: float, tokens: float) -> None:
-        """Tokens that a round was predicted to emit, and emitted."""
         keep = 0.5 ** (predicted / self._half_life)
         self._realised = keep * self._realised + tokens
         self._predicted = keep * self._predicted + predicted
 
     def add_time(self, predicted: float, seconds: float) -> None:
-        """Seconds that a round was predicted to take, and took."""
         usual = self._longer()
         ratio = min(max(seconds / predicted, usual / _CLIP), usual * _CLIP)
         self._times = _TIME_KEEP * self._times + ratio
         self._rounds = _TIME_KEEP * self._rounds + 1.0
 
     def fade(self) -> None:
-        """A round of the other kind passes."""
         self._realised *= _FADE_KEEP
         self._predicted *= _FADE_KEEP
         self._times *= _FADE_KEEP
         self._rounds *= _FADE_KEEP
 
     def reset(self) -> None:
-        """Start from agreement."""
         self._realised = self._predicted = self._times = self._rounds = 0.0
 
     def ratio(self) -> float:
@@ -85,29 +83,18 @@ class Gate:
 
     Args:
         min_gain: Least predicted gain of speculation, a share of plain throughput.
-        hysteresis: Added to it before coming on again.
         probe_share: Most share of time spent on probes.
-        half_life_tokens: Memory of the token record.
 
     Attributes:
-        on: Speculating.
-        drafting: Record of rounds with drafting.
         plain: Record of rounds without.
     """
 
-    def __init__(
-        self,
-        min_gain: float,
-        hysteresis: float,
-        probe_share: float,
-        half_life_tokens: float = 2000.0,
-    ) -> None:
+    def __init__(self, min_gain: float, probe_share: float) -> None:
         self._min_gain = min_gain
-        self._hysteresis = hysteresis
         self._probe_share = probe_share
         self.on = True
-        self.drafting = Record(half_life_tokens)
-        self.plain = Record(half_life_tokens)
+        self.drafting = Record(HALF_LIFE_TOKENS)
+        self.plain = Record(HALF_LIFE_TOKENS)
         self._probed_at = self._checked_at = 0.0
         self._streak = self._checks = self._unchecked = 0
 
@@ -141,17 +128,16 @@ class Gate:
 
     @property
     def threshold(self) -> float:
-        """Least `gain` for which `decide` says on."""
         return self._needed() / self._trust()
 
     def _needed(self) -> float:
-        return 1.0 + self._min_gain + (0.0 if self.on else self._hysteresis)
+        return 1.0 + self._min_gain + (0.0 if self.on else HYSTERESIS)
 
     def _trust(self) -> float:
         return self.drafting.ratio() / self.plain.ratio()
 
     def probe_due(self, cost: float, now: float) -> bool:
-        """Whether to probe now, at `cost` seconds; the caller then does."""
+        """True if to probe now, at `cost` seconds; the caller then does."""
         if (now - self._probed_at) * self._share(self._streak) < cost:
             return False
         self._probed_at = now
@@ -162,7 +148,6 @@ class Gate:
         """Whether this round, while on, should go undrafted.
 
         Args:
-            cost: Seconds that this loses against drafting.
             now: Time (s).
         """
         self._unchecked += 1
@@ -183,3 +168,29 @@ class Gate:
         """Probe at the full share again: something has changed."""
         self._streak = 0
         self.drafting.reset()
+
+
+class AgainstPlain:
+    """Seconds of rounds beside those of plain decoding; their ratio is the speed-up.
+
+    Attributes:
+        plain_s: Predicted seconds of plain decoding that emits the same tokens.
+        round_s: Measured seconds.
+    """
+
+    def __init__(self) -> None:
+        self.plain_s = self.round_s = 0.0
+
+    def add(self, plain: float, emitted: np.ndarray, seconds: float, idle: int) -> None:
+        """Add a round, and those like it that passed undrafted before it was seen.
+
+        Args:
+            plain: Predicted seconds of one plain step of its requests.
+            emitted: int64 [n], tokens that each of its requests got; a plain step
+                gives one to each that gets any.
+        """
+        served = int(np.count_nonzero(emitted))
+        if served:
+            # Python's own floats: the engine core encodes no others for the metrics.
+            self.plain_s += float(plain * (int(emitted.sum()) / served + idle))
+            self.round_s += float(seconds)

@@ -21,6 +21,8 @@ GRID_STEP = 0.1
 """Width of a bin; survival below exp(-4.7), under 1%, is not worth a token."""
 CHANCE = np.exp(-GRID_STEP * np.arange(GRID))
 """Survival at each bin, float64 [GRID], descending from 1."""
+HALF_LIFE_TOKENS = 4000.0
+"""Drafted tokens after which what was learnt counts half."""
 _LENGTH = 2 * GRID  # of the transforms: products of two survivals do not wrap
 # max(0, survival - price), survivals down, prices CHANCE and at last 0 across
 _EXCESS = np.maximum(CHANCE[:, None] - np.append(CHANCE, 0.0), 0.0)
@@ -43,11 +45,6 @@ _STALE_ROUNDS = 64.0  # without observation, after which a level is 1/e its own
 class History:
     """Levels of requests and the distribution of acceptance given a level.
 
-    Args:
-        k_max: Number of draft positions K.
-        capacity: Number of request slots.
-        half_life_tokens: Drafted tokens after which one counts half.
-
     Attributes:
         mean: Level of the workload: what a new request is expected to be.
         survival: float64 [classes, K, GRID], distribution of the survival p_ij of
@@ -63,7 +60,7 @@ class History:
     """
 
     def __init__(
-        self, k_max: int, capacity: int, half_life_tokens: float = 4000.0
+        self, k_max: int, capacity: int, half_life_tokens: float = HALF_LIFE_TOKENS
     ) -> None:
         self.k_max = k_max
         self._half_life = half_life_tokens
@@ -83,7 +80,6 @@ class History:
         self.refresh()
 
     def add(self, slot: int) -> None:
-        """A request begins: it is expected to be like the recent ones."""
         self._level[slot] = self.mean
         self._place[slot] = _place(self.mean)
         self._variance[slot] = _BETWEEN
@@ -168,7 +164,6 @@ class History:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute the predicted distributions from the histograms."""
         k, classes = self.k_max, len(CENTRES)
         pooled = self._counts.sum(axis=1) + _PRIOR_TOKENS * self._prior
         pooled /= pooled.sum(axis=1, keepdims=True)
@@ -217,7 +212,6 @@ class History:
         self._variance[slots] = variance * _WITHIN / spread
 
     def _approach(self, keep: float) -> None:
-        """Bring all levels towards the workload's."""
         self._level += (self.mean - self._level) * (1.0 - keep)
         self._place = _places(self._level)
 
@@ -247,7 +241,6 @@ def _places(level: np.ndarray) -> np.ndarray:
 
 
 def _place(level: float) -> float:
-    """The same of one level."""
     at = (level - float(CENTRES[0])) / _WIDTH
     return min(max(at, 0.0), len(CENTRES) - 1 - 1e-9)
 

@@ -12,11 +12,13 @@ as open as at first.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tide.control.curve_shape import CurveShape
 from vllm_tide.control.time_model import TimeModel
 
 NAN = float("nan")
@@ -52,10 +54,8 @@ class RoundSample:
     Attributes:
         requests: Requests of the step, prefilling ones too; one row each.
         context: Tokens in the KV cache before the step, summed over the requests.
-        verified: Draft tokens verified in this step.
         prefill: Rows of prefilling requests beyond one each, so that
             `requests + verified + prefill` is the target's number of rows.
-        steps: Draft passes run after the target.
         first_rows: Rows of the first draft pass; 0 without one.
         target_s: Seconds from the begin of the step until its tokens were known.
         draft_first_s: Seconds of the first draft pass; nan if none.
@@ -81,13 +81,7 @@ class Factors:
     Plain numbers, not arrays: it runs up to four times in every round.
 
     Args:
-        initial: The factors before anything was observed.
         forgetting: Weight of the past per observation.
-        limits: Smallest and largest value of each factor.
-
-    Attributes:
-        initial: As given.
-        value: The factors now.
     """
 
     def __init__(
@@ -105,7 +99,6 @@ class Factors:
         self._before = self._lean = 0.0
 
     def predict(self, parts: Triple) -> float:
-        """Seconds of a cost with these components."""
         return _dot(self.value, parts)
 
     def observe(self, parts: Triple, measured: float) -> None:
@@ -113,7 +106,6 @@ class Factors:
 
         Args:
             parts: Its components, seconds.
-            measured: Seconds.
         """
         if not measured > 0.0:
             return
@@ -134,7 +126,6 @@ class Factors:
         self._spread = max(self._spread + 0.02 * (size - self._spread), 0.01)
 
     def _move(self, share: Triple, residual: float, weight: float) -> None:
-        """One step of recursive least squares for the regressors `share`."""
         xx, xy, xz, yy, yz, zz = self._covariance
         x = _dot((xx, xy, xz), share)
         y = _dot((xy, yy, yz), share)
@@ -168,10 +159,6 @@ class RefinedTime:
     """A `TimeModel` with factors on its parts: the same curves, refined.
 
     Its methods take and return what those of `TimeModel` do.
-
-    Args:
-        profile: The time model that the factors multiply.
-        forgetting: See `OnlineTime`.
     """
 
     def __init__(self, profile: TimeModel, forgetting: float) -> None:
@@ -202,7 +189,6 @@ class RefinedTime:
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
     ) -> np.ndarray:
-        """Seconds [most + 1] of the target step that verifies 0..most draft tokens."""
         tokens, cached = self.profile.target_curves(requests, context, most, prefill)
         on_tokens, on_cached, more = self.target.value
         curve = tokens * on_tokens + (cached * on_cached + more * _UNIT)
@@ -212,7 +198,6 @@ class RefinedTime:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Cumulative seconds [most + 1] of 0..most draft steps."""
         profile, curve = self.profile, np.zeros(most + 1)
         first = profile.draft_first_parts(requests, context, first_rows)
         after = np.arange(most)
@@ -223,11 +208,9 @@ class RefinedTime:
         return curve
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
-        """Seconds of one batched pass over `rows` missed rows."""
         return self.profile.catchup_seconds(rows, context) * self.draft_first.value[0]
 
     def overhead(self, requests: int) -> float:
-        """Seconds of a round outside the target step and the draft passes."""
         return self.host.predict(host_parts(requests))
 
     def round_seconds(
@@ -240,7 +223,6 @@ class RefinedTime:
         steps: int,
         first_rows: int,
     ) -> float:
-        """Seconds of a round that verifies `verified` tokens and drafts `steps`."""
         parts = self.profile.target_parts(requests, context, verified, prefill)
         target = self.target.predict((*parts, _UNIT))
         target *= self.shape.factor(requests + verified + prefill)
@@ -257,11 +239,9 @@ class OnlineTime:
     """A profile and what serving teaches about it.
 
     Args:
-        profile: The fitted or published time model.
         forgetting: Weight of the past per round; 0.995 remembers some 200 rounds.
 
     Attributes:
-        profile: The profile as given.
         model: The refined model; the same object for good, its factors move.
     """
 
@@ -270,8 +250,7 @@ class OnlineTime:
             raise ValueError(f"forgetting must be in (0.5, 1], not {forgetting}")
         self.profile = profile
         self.model = RefinedTime(profile, forgetting)
-        self._errors = np.full((2, _KEPT_ERRORS), np.nan)
-        self._count = 0
+        self._errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
 
     @property
     def error(self) -> float:
@@ -279,12 +258,7 @@ class OnlineTime:
 
         Over what was measured of a round; nan before the first one.
         """
-        return self._median(0)
-
-    @property
-    def profile_error(self) -> float:
-        """The same of the profile alone: what refinement is worth."""
-        return self._median(1)
+        return float(np.median(self._errors)) if self._errors else NAN
 
     def observe(self, sample: RoundSample) -> tuple[float, float]:
         """Refine the model by one measured round.
@@ -309,8 +283,7 @@ class OnlineTime:
         if measured <= 0.0:
             return NAN, NAN
         errors = abs(refined / measured - 1.0), abs(unrefined / measured - 1.0)
-        self._errors[:, self._count % _KEPT_ERRORS] = errors
-        self._count += 1
+        self._errors.append(errors[0])
         return errors
 
     def _measurements(self, sample: RoundSample) -> list[tuple[Factors, Triple, float]]:
@@ -332,10 +305,6 @@ class OnlineTime:
         found.append((model.host, host_parts(n), sample.host_s))
         return [entry for entry in found if math.isfinite(entry[2])]
 
-    def _median(self, row: int) -> float:
-        known = self._errors[row, : min(self._count, _KEPT_ERRORS)]
-        return float(np.median(known)) if known.size else NAN
-
 
 def step_cost(
     model: RefinedTime, requests: int, context: int, verified: int, steps: int
@@ -343,11 +312,8 @@ def step_cost(
     """Predicted seconds of a decode step over those of one without speculation.
 
     Args:
-        model: Time model.
         requests: Requests that decode; prefilling ones are left out.
         context: Tokens in their KV cache before the step.
-        verified: Their draft tokens.
-        steps: Draft passes that ran.
 
     Returns:
         Above 0; 1 where no request decodes or the times are no numbers.
@@ -363,3 +329,81 @@ def step_cost(
     ]  # fmt: skip
     cost = seconds[1] / seconds[0] if seconds[0] > 0.0 else NAN
     return cost if 0.0 < cost < math.inf else 1.0
+
+
+# Sizes that remember; between them it is linear. Kernels change theirs as coarsely.
+KNOTS = tuple(sorted({b << s for b in (2, 3) for s in range(13)} | {1}))
+_KNOTS = np.array(KNOTS, float)
+_FADE_KEEP = 0.5 ** (1 / 256)  # of every weight, per round
+_MOST = 32.0  # rounds that a size remembers
+_SIZE_PRIOR = 2.0  # rounds of agreement that it starts with
+_SURPRISE = 0.05  # of a size's first rounds, natural logarithm
+_LEAST_SURPRISE = 0.005
+_SIZE_CLIP = 2.0  # usual surprises; one round is not believed beyond
+_SMALL, _LAG = 512, 8  # a larger table is made anew only after so many changes
+_CENTRE = 0.05  # of what all sizes have in common goes to the curve's own factors
+
+
+class CurveShape:
+    """Factors on a curve by size: what a fit gets wrong there, learnt while serving.
+
+    A factor on the whole curve cannot bend it: with rounds of 16 rows it learns what 16
+    rows cost, and a plain step of 4 stays as wrong as the profile had it. So every size
+    keeps what its own rounds took beside the refined prediction. A size that is not
+    seen any more is slowly forgotten.
+
+    Attributes:
+        level: Per knot, natural logarithm of measured over predicted time.
+        usual: Per knot, mean size of a round's surprise.
+        believed: Per knot, natural logarithm of its factor: `level` as far as its
+            `weight` goes.
+    """
+
+    def __init__(self) -> None:
+        self.level = np.zeros(len(KNOTS))
+        self.weight = np.zeros(len(KNOTS))
+        self.usual = np.full(len(KNOTS), _SURPRISE)
+        self.believed = np.zeros(len(KNOTS))
+        self._table = np.ones(0)
+        self._unread = 0  # times that `believed` changed since the table was made
+
+    def factors(self, start: int, count: int) -> np.ndarray:
+        """Factors at `start`, `start + 1`, ... rows: float64 [count], a view."""
+        late = self._unread >= (_LAG if len(self._table) > _SMALL else 1)
+        if late or start + count > len(self._table):
+            size = max(start + count, len(self._table))
+            self._table = np.interp(np.arange(size), _KNOTS, np.exp(self.believed))
+            self._unread = 0
+        return self._table[start : start + count]
+
+    def factor(self, rows: int) -> float:
+        return float(self.factors(rows, 1)[0])
+
+    def take(self, believed: Sequence[float] | np.ndarray) -> None:
+        """Believe what another process does, or what was just learnt."""
+        self.believed = np.asarray(believed, float)
+        self._unread += 1
+
+    def learn(self, rows: int, ratio: float) -> None:
+        """Take a step's measured time over its prediction without these factors.
+
+        Args:
+            rows: Rows of the step, at least 1.
+            ratio: Seconds over seconds, above 0.
+        """
+        above = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
+        low, high = KNOTS[above - 1], KNOTS[above]
+        share = min(max((rows - low) / (high - low), 0.0), 1.0)
+        level, weight = self.level, self.weight
+        known = level[above - 1] * (1.0 - share) + level[above] * share
+        usual = self.usual
+        limit = _SIZE_CLIP * (usual[above - 1] * (1.0 - share) + usual[above] * share)
+        surprise = min(max(math.log(ratio) - known, -limit), limit)
+        weight *= _FADE_KEEP
+        for knot, part in ((above - 1, 1.0 - share), (above, share)):
+            weight[knot] = min(weight[knot] + part, _MOST)
+            level[knot] += surprise * part / max(weight[knot], 1.0)
+            usual[knot] += 0.1 * part * (abs(surprise) - usual[knot])
+            usual[knot] = max(usual[knot], _LEAST_SURPRISE)
+        level -= _CENTRE * float(level @ weight) / max(float(weight.sum()), 1.0)
+        self.take(level * weight / (weight + _SIZE_PRIOR))

@@ -1,4 +1,4 @@
-"""The protocol that the engine and the simulator drive, and the baselines.
+"""The policies that the engine and the simulator drive: AdaSpec and the baselines.
 
 Source of the baselines: a static length is vLLM's own setting; the confidence threshold
 is AdaSpec's "threshold" arm (stop when the batch's mean confidence is below 0.6); the
@@ -8,14 +8,14 @@ TIDE gate is the TIDE paper's equation 5.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from vllm_tide.control.adaspec import AdaSpecPolicy
+from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings, totals
 from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.calibration import HALF_LIFE_TOKENS
 from vllm_tide.control.costs import Times
-from vllm_tide.control.settings import ControlSettings
 from vllm_tide.control.slo import SloBook
 
 __all__ = [
@@ -28,52 +28,24 @@ __all__ = [
     "make_policy",
 ]
 
+THRESHOLD = 0.6
+"""Mean confidence below which the threshold policy stops (AdaSpec's arm)."""
 _TRIAL_ROUNDS = 100
 _TIDE_START = 0.7
 
 
-class Policy(Protocol):
-    """Decides the draft steps and the verified set of every round.
+class _Baseline:
+    """Counting and bookkeeping that the baselines share; calls as in `AdaSpecPolicy`.
 
-    Order of calls: `plan`; if it says to draft, `go_on` after each draft step until it
-    is False or the plan's steps are done, then `choose`; `observe` once the target has
-    sampled. `add` and `drop` between rounds.
+    Args:
+        k_max: Most draft tokens.
+        time: Time model to keep refined, for its error; None: none.
+        book: SLO book whose counts `stats` reports.
     """
 
-    def plan(self, batch: Batch, now: float) -> Plan:
-        """Whether to draft, and at most how many steps."""
-
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """After draft step `step` (1-based): whether to draft another.
-
-        Args:
-            step: Steps drafted so far.
-            confidence: float [n], highest probability of the draft at this step.
-        """
-
-    def choose(self) -> np.ndarray:
-        """int64 [n], draft tokens of each request to verify: at most step and room."""
-
-    def observe(self, outcome: Outcome) -> None:
-        """The target has sampled."""
-
-    def add(self, slot: int, sampled: bool, now: float) -> None:
-        """A request begins."""
-
-    def drop(self, slot: int) -> None:
-        """A request ends."""
-
-    def draft_swapped(self) -> None:
-        """The draft has new weights."""
-
-    def stats(self) -> dict[str, Any]:
-        """Totals and recent values, for metrics."""
-
-
-class _Baseline:
-    """Counting and bookkeeping that the baselines share."""
-
-    def __init__(self, k_max: int, time: Times | None, book: SloBook | None) -> None:
+    def __init__(
+        self, k_max: int, time: Times | None = None, book: SloBook | None = None
+    ) -> None:
         self._k = k_max
         self._time = time
         self._book = book
@@ -94,7 +66,6 @@ class _Baseline:
         """The draft has new weights."""
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        """All requests, always."""
         self._room = batch.room
         self._step = 0
         self._open = True
@@ -109,22 +80,18 @@ class _Baseline:
         return Plan(most)
 
     def _gate(self, batch: Batch, most: int) -> str:
-        """Why not to draft, or ""."""
         return ""
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Up to k."""
         self._step = step
         return step < self._k
 
     def choose(self) -> np.ndarray:
-        """Everything drafted."""
         lengths = np.minimum(self._room, self._step)
         self._count["drafted_tokens"] += int(lengths.sum())
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        """Count."""
         if self._time is not None and outcome.sample is not None:
             self._time.observe(outcome.sample)
         self._count["verified_tokens"] += int(outcome.verified.sum())
@@ -135,71 +102,33 @@ class _Baseline:
             self._count["draft_steps"] += self._step
 
     def stats(self) -> dict[str, Any]:
-        """Totals and recent values, for metrics."""
         nan = float("nan")
-        names = ("rounds", "draft_steps", "drafted_tokens", "verified_tokens")
+        unknown = "predicted_step_s", "measured_step_s", "calibration_error"
         return {
-            **{name: self._count[name] for name in names},
-            "accepted_tokens": self._count["accepted_tokens"],
-            "trimmed_tokens": 0,
-            "probes": self._count["probes"],
-            "slo_misses": 0,
-            "limits_left_out": 0,
-            "off_rounds": dict(self._off),
-            "length_hist": self._lengths.tolist(),
-            "predicted_step_s": nan,
-            "measured_step_s": nan,
+            **totals(self._count, self._off, self._lengths, self._book),
+            **dict.fromkeys((*unknown, "throughput_ratio"), nan),
             "time_error": nan if self._time is None else self._time.error,
-            "calibration_error": nan,
-            "slo_met": self._book.met if self._book else 0,
-            "slo_missed": self._book.missed if self._book else 0,
-            "throughput_ratio": nan,
             "plain_seconds": 0.0,
             "round_seconds": 0.0,
         }
 
 
+Policy = AdaSpecPolicy | _Baseline
+"""Decides the draft steps and the verified set of every round."""
+
+
 class StaticPolicy(_Baseline):
-    """A fixed number of draft tokens, all verified.
-
-    Args:
-        k: That number.
-        time: Time model to keep refined, for its error; None: none.
-        book: SLO book whose counts `stats` reports.
-    """
-
-    def __init__(
-        self, k: int, time: Times | None = None, book: SloBook | None = None
-    ) -> None:
-        super().__init__(k, time, book)
+    """A fixed number of draft tokens, all verified."""
 
 
 class ThresholdPolicy(_Baseline):
-    """Drafts while the batch's mean confidence is at least the threshold.
-
-    Args:
-        k_max: Most draft tokens.
-        threshold: Mean confidence, 0..1.
-        time: Time model to keep refined, for its error; None: none.
-        book: SLO book whose counts `stats` reports.
-    """
-
-    def __init__(
-        self,
-        k_max: int,
-        threshold: float = 0.6,
-        time: Times | None = None,
-        book: SloBook | None = None,
-    ) -> None:
-        super().__init__(k_max, time, book)
-        self._threshold = threshold
+    """Drafts while the batch's mean confidence is at least the threshold."""
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Whether the mean over requests that are drafted for is high enough."""
         self._step = step
         drafted = self._room >= step
         mean = float(confidence[drafted].mean()) if drafted.any() else 0.0
-        return step < self._k and mean >= self._threshold
+        return step < self._k and mean >= THRESHOLD
 
 
 class TideGatePolicy(_Baseline):
@@ -209,40 +138,25 @@ class TideGatePolicy(_Baseline):
     beta = T(b (k + 1)) / T(b), a the measured acceptance rate, b the batch. The paper
     does not say how a is kept fresh while off; here one round in a hundred drafts.
 
-    Args:
-        k: Draft tokens while on.
-        time: Time model.
-        half_life_tokens: Memory of the acceptance rate.
-        book: SLO book whose counts `stats` reports.
+    Its `time` is what the gate predicts with.
     """
 
-    def __init__(
-        self,
-        k: int,
-        time: Times,
-        half_life_tokens: float = 2000.0,
-        book: SloBook | None = None,
-    ) -> None:
+    def __init__(self, k: int, time: Times, book: SloBook | None = None) -> None:
         super().__init__(k, time, book)
         self._source = time
-        self._half_life = half_life_tokens
         self._accepted = 20.0 * _TIDE_START
         self._tried = 20.0
         self._waited = 0
 
     @property
     def acceptance(self) -> float:
-        """Share of judged draft tokens that were accepted, decayed."""
         return self._accepted / self._tried
 
     def speedup(self, requests: int, context: int, rows: int, k: int) -> float:
         """TIDE's practical speed-up.
 
         Args:
-            requests: b.
             context: Tokens in the KV cache, summed over the requests.
-            rows: Rows of the first draft pass.
-            k: Draft tokens.
         """
         model = self._source.model
         target = model.target_curve(requests, context, requests * k)
@@ -253,18 +167,16 @@ class TideGatePolicy(_Baseline):
         return tokens / (draft / plain + float(target[-1]) / plain)
 
     def draft_swapped(self) -> None:
-        """Keep a fifth of the evidence, and try at once."""
         keep = max(0.2, min(1.0, 20.0 / self._tried))
         self._accepted *= keep
         self._tried *= keep
         self._waited = _TRIAL_ROUNDS
 
     def observe(self, outcome: Outcome) -> None:
-        """Count, and measure acceptance on the tokens that were judged."""
         super().observe(outcome)
         accepted = int(outcome.accepted.sum())
         rejected = int(np.count_nonzero(outcome.accepted < outcome.verified))
-        keep = 0.5 ** ((accepted + rejected) / self._half_life)
+        keep = 0.5 ** ((accepted + rejected) / HALF_LIFE_TOKENS)
         self._accepted = self._accepted * keep + accepted
         self._tried = self._tried * keep + accepted + rejected
 
@@ -287,9 +199,7 @@ def make_policy(
     """The policy of that name.
 
     Args:
-        name: "adaspec", "static", "staticK", "threshold" or "tide_gate".
         settings: Knobs; `k_max` is the length of "static" and "tide_gate".
-        time: Time model.
         book: SLO book that the caller keeps, for `stats`.
 
     Raises:
@@ -299,9 +209,9 @@ def make_policy(
     if name == "adaspec":
         return AdaSpecPolicy(settings, time, book)
     if name == "threshold":
-        return ThresholdPolicy(k, settings.threshold, time, book)
+        return ThresholdPolicy(k, time, book)
     if name == "tide_gate":
-        return TideGatePolicy(k, time, settings.half_life_tokens, book)
+        return TideGatePolicy(k, time, book)
     if name == "static":
         return StaticPolicy(k, time, book)
     if name.startswith("static") and name[6:].isdigit():

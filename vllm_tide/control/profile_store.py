@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from vllm_tide.control.fit import FitReport
 from vllm_tide.control.time_model import TimeModel
+from vllm_tide.transport.rendezvous import write_private
 
 FORMAT = 1
 
@@ -34,8 +34,6 @@ class StoredProfile:
     """A profile as read.
 
     Attributes:
-        model: The fitted time model.
-        facts: What it was measured on.
         report: The fit's report, `FitReport.to_json` of it if read from a file.
     """
 
@@ -67,9 +65,6 @@ def save(
 
     Args:
         path: File; its folder is made.
-        model: The fitted time model.
-        facts: JSON-able facts it was measured on.
-        fit_report: The fit's report.
     """
     fit = fit_report.to_json() if isinstance(fit_report, FitReport) else fit_report
     content = {
@@ -80,23 +75,13 @@ def save(
         "fit": dict(fit),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    # mkstemp makes the file 0600; the replacement is atomic in one folder.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_private(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path, facts: Mapping[str, Any] | None = None) -> StoredProfile:
     """Read a profile.
 
     Args:
-        path: File that `save` wrote.
         facts: Facts of the running engine; None: not compared.
 
     Raises:

@@ -15,9 +15,6 @@ import numpy as np
 class SloBook:
     """Budgets of the live requests.
 
-    Args:
-        capacity: Number of request slots.
-
     Attributes:
         met: Finished requests (with a budget and two tokens or more) that kept it.
         missed: The same that did not.
@@ -38,9 +35,7 @@ class SloBook:
         """A request begins.
 
         Args:
-            slot: Its slot.
             slo: Seconds per output token after the first; None: no limit.
-            asked: The same by the client.
         """
         self._slo[slot] = np.inf if slo is None else slo
         self._asked[slot] = np.inf if asked is None else asked

@@ -33,7 +33,7 @@ have beyond that one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -127,7 +127,6 @@ class ForwardModel:
         """Context part of the cost, seconds.
 
         Args:
-            requests: Requests of the forward.
             context: Tokens in the KV cache, summed over the requests.
             query: Mean query length: rows per request, any shape.
         """
@@ -161,31 +160,18 @@ class ForwardModel:
         return np.asarray(cost)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and lists, for `from_json`."""
-        return {
-            "knots": list(self.knots),
-            "seconds": list(self.seconds),
-            "alpha": self.alpha,
-            "pairs": self.pairs,
-            "sizes": list(self.sizes),
-            "queries": list(self.queries),
-            "extra": list(self.extra),
-            "rounding": self.rounding,
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ForwardModel:
-        """The model `to_json` wrote."""
-        return cls(
-            knots=tuple(int(knot) for knot in data["knots"]),
-            seconds=tuple(float(value) for value in data["seconds"]),
-            alpha=float(data["alpha"]),
-            pairs=float(data["pairs"]),
-            sizes=tuple(int(size) for size in data["sizes"]),
-            queries=tuple(float(query) for query in data["queries"]),
-            extra=tuple(float(value) for value in data["extra"]),
-            rounding=float(data["rounding"]),
-        )
+        def read(name: str) -> Any:
+            kind: type[float] = int if name in ("knots", "sizes") else float
+            value = data[name]
+            if isinstance(value, list | tuple):
+                return tuple(kind(each) for each in value)
+            return kind(value)
+
+        return cls(**{f.name: read(f.name) for f in fields(cls) if f.init})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +203,7 @@ class TimeModel:
         """Token part and context part of one target step, seconds.
 
         Args:
-            requests: Requests of the step, one row each.
             context: Tokens in the KV cache, summed over the requests.
-            verified: Draft tokens verified, summed over the requests.
             prefill: Rows beyond one per request that prefilling requests add.
         """
         # Which request a draft belongs to is not known here: mean query length.
@@ -258,7 +242,6 @@ class TimeModel:
         """Token part and context part of the passes after the first, in all.
 
         Args:
-            requests: Rows of each pass.
             context: Tokens in the KV cache before the first pass.
             passes: Number of passes, an integer or an integer array.
         """
@@ -276,7 +259,6 @@ class TimeModel:
         """Seconds of the target step that verifies 0..most draft tokens in all.
 
         Args:
-            requests: Requests of the step, one row each.
             context: Tokens in the KV cache, summed over the requests.
             most: Largest number of draft tokens, summed over the requests.
             prefill: Rows beyond one per request that prefilling requests add.
@@ -295,8 +277,6 @@ class TimeModel:
         Args:
             requests: Requests that are drafted for, one row in each further pass.
             context: Tokens in the KV cache, summed over the requests.
-            first_rows: Rows of the first draft pass.
-            most: Most draft steps.
 
         Returns:
             [most + 1] float64 seconds, the first 0.
@@ -308,13 +288,11 @@ class TimeModel:
         return curve
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
-        """Seconds of one batched pass over `rows` missed rows; 0 rows cost nothing."""
         if rows == 0:
             return 0.0
         return (self.catchup or self.draft_first).forward(rows, context)
 
     def overhead(self, requests: int) -> float:
-        """Seconds of a round outside the target step and the draft passes."""
         return self.host + self.host_per_request * requests
 
     def round_seconds(
@@ -327,25 +305,19 @@ class TimeModel:
         steps: int,
         first_rows: int,
     ) -> float:
-        """Seconds of a round that verifies `verified` tokens and drafts `steps`."""
         draft = self.draft_curve(requests, context, first_rows, steps)[steps]
         target = sum(self.target_parts(requests, context, verified, prefill))
         return target + float(draft) + self.overhead(requests)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and lists, for `from_json`."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return {
-            "target": self.target.to_json(),
-            "draft_first": self.draft_first.to_json(),
-            "draft_next": self.draft_next.to_json(),
-            "host": self.host,
-            "host_per_request": self.host_per_request,
-            "catchup": None if self.catchup is None else self.catchup.to_json(),
+            name: part.to_json() if isinstance(part, ForwardModel) else part
+            for name, part in parts.items()
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TimeModel:
-        """The model `to_json` wrote."""
         catchup = data["catchup"]
         return cls(
             target=ForwardModel.from_json(data["target"]),
@@ -354,30 +326,4 @@ class TimeModel:
             host=float(data["host"]),
             host_per_request=float(data["host_per_request"]),
             catchup=None if catchup is None else ForwardModel.from_json(catchup),
-        )
-
-    @classmethod
-    def from_table(
-        cls,
-        knots: tuple[int, ...],
-        seconds: tuple[float, ...],
-        draft_step_seconds: float,
-        host: float = 0.0,
-    ) -> TimeModel:
-        """A published table of T(n) and a constant draft step D0.
-
-        Source: the TIDE paper's Table 5. No context term: such tables do not give one.
-
-        Args:
-            knots: Tokens of a target step, ascending.
-            seconds: T at each of them.
-            draft_step_seconds: D0, of every draft pass.
-            host: Seconds per round outside those.
-        """
-        draft = ForwardModel((1,), (draft_step_seconds,), 0.0)
-        return cls(
-            target=ForwardModel(tuple(knots), tuple(seconds), 0.0),
-            draft_first=draft,
-            draft_next=draft,
-            host=host,
         )

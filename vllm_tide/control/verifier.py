@@ -24,9 +24,7 @@ class Choice:
 
     Attributes:
         lengths: int64 [n], tokens of each request to verify (a prefix).
-        total: Their number m.
         tokens: Expected tokens emitted, those without drafting included.
-        seconds: Seconds of the round.
     """
 
     lengths: np.ndarray

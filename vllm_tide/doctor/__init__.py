@@ -1,4 +1,4 @@
-"""What `vllm-tide doctor` looks at: one module per question, each answered by findings.
+"""Examines installation, configuration and machine for `vllm-tide doctor`.
 
 Runs in the operator's shell, also beside a serving engine: it takes no lock, claims no
 segment, makes no CUDA context and writes nothing that outlives it. Imports neither vLLM

@@ -6,7 +6,7 @@ of a branch sees the trunk before its anchor and its branch up to itself instead
 rows 0..t; what each row sees is `RowLayout.spans`.
 
 `packed_attention` runs anywhere; `reference_attention` is the plain form. Others are in
-`attention_flex` and `attention_xformers`; `attention_backends` chooses.
+`attention_gpu`; `attention_backend` chooses.
 
 Shapes: R step-0 rows, Q query rows (a sorted subset), j diagonals, n_h query heads,
 n_kv key heads, g = n_h / n_kv, d head dimension.
@@ -14,6 +14,8 @@ n_kv key heads, g = n_h / n_kv, d head dimension.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
 
 
@@ -97,6 +100,46 @@ def _seen(rows: Tensor, keys: Tensor, own: Tensor, low: Tensor, high: Tensor) ->
     return segment | (k >= low[:, None]) & (k < high[:, None])
 
 
+def by_head(x: Tensor, kv: int) -> Tensor:
+    """View [kv, g, Q, d] of rows [Q, n_h, d]."""
+    return x.view(x.shape[0], kv, -1, x.shape[2]).permute(1, 2, 0, 3)
+
+
+def by_row(x: Tensor) -> Tensor:
+    """Rows [Q, n_h, d] of [kv, g, Q, d]."""
+    return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
+
+
+def diagonal_products(x: Tensor, kd: Tensor, wide: torch.dtype) -> Tensor:
+    """Products [j, kv, g, Q] of x [kv, g, Q, d] with keys (or values) [j, Q, kv, d]."""
+    return (x[None] * kd.permute(0, 2, 1, 3)[:, :, None]).sum(-1, dtype=wide)
+
+
+def diagonal_values(p: Tensor, vd: Tensor) -> Tensor:
+    """What probabilities [j, kv, g, Q] make of values [j, Q, kv, d]: [kv, g, Q, d]."""
+    return (p[..., None] * vd.permute(0, 2, 1, 3)[:, :, None]).sum(0)
+
+
+def diagonal_gradients(
+    qh: Tensor, kd: Tensor, vd: Tensor, go: Tensor, diag: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The diagonals' part of the gradient of q, and those of kd and vd.
+
+    Args:
+        qh: [kv, g, Q, d] queries.
+        kd: [j, Q, kv, d] keys.
+        vd: [j, Q, kv, d] values.
+        go: [kv, g, Q, d], gradient of the output.
+        diag: [j, kv, g, Q] probabilities of the diagonals, under the whole softmax.
+        delta: [kv, g, Q], products of `go` with the output.
+    """
+    gp = diagonal_products(go, vd, diag.dtype).sub_(delta)
+    gs = gp.mul_(diag).mul_(qh.shape[-1] ** -0.5).to(qh.dtype)
+    gkd = (gs[..., None] * qh[None]).sum(2).permute(0, 2, 1, 3)
+    gvd = (diag.to(qh.dtype)[..., None] * go[None]).sum(2).permute(0, 2, 1, 3)
+    return diagonal_values(gs, kd), gkd, gvd
+
+
 class _PackedAttention(torch.autograd.Function):
     """Closed-form forward and backward, one pair of GEMMs per document."""
 
@@ -111,17 +154,15 @@ class _PackedAttention(torch.autograd.Function):
         docs: list[_Slice],
         scale: float,
     ) -> Tensor:
-        """See `packed_attention`."""
         rows, heads, dim = q.shape
         kv = k0.shape[1]
         group = heads // kv
         wide = torch.promote_types(q.dtype, torch.float32)
-        qh = q.view(rows, kv, group, dim).permute(1, 2, 0, 3)  # [kv,g,Q,d]
+        qh = by_head(q, kv)
         kh, vh = k0.transpose(0, 1), v0.transpose(0, 1)  # [kv,R,d]
         diag = None
         if kd is not None:
-            keys = kd.permute(0, 2, 1, 3)[:, :, None]  # [j,kv,1,Q,d]
-            diag = (qh[None] * keys).sum(-1, dtype=wide) * scale  # [j,kv,g,Q]
+            diag = diagonal_products(qh, kd, wide) * scale
         out = torch.empty(kv, group, rows, dim, dtype=q.dtype, device=q.device)
         probs: list[Tensor] = []
         for doc in docs:
@@ -145,11 +186,10 @@ class _PackedAttention(torch.autograd.Function):
             od = torch.bmm(pc, doc.of(vh))
             out[:, :, doc.q_lo : doc.q_hi] = od.view(kv, group, n, dim)
         if diag is not None and vd is not None:
-            values = vd.permute(0, 2, 1, 3)[:, :, None]
-            out += (diag[..., None].to(q.dtype) * values).sum(0)
+            out += diagonal_values(diag.to(q.dtype), vd)
         ctx.docs, ctx.scale, ctx.probs, ctx.diag = docs, scale, probs, diag
         ctx.save_for_backward(q, k0, v0, kd, vd, out)
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
+        return by_row(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,8 +200,7 @@ class _PackedAttention(torch.autograd.Function):
         group = heads // kv
         scale = ctx.scale
         wide = torch.promote_types(q.dtype, torch.float32)
-        qh = q.view(rows, kv, group, dim).permute(1, 2, 0, 3)
-        go = grads[0].view(rows, kv, group, dim).permute(1, 2, 0, 3).contiguous()
+        qh, go = by_head(q, kv), by_head(grads[0], kv).contiguous()
         kh, vh = k0.transpose(0, 1), v0.transpose(0, 1)
         delta = (go * out).sum(-1, dtype=wide)  # [kv,g,Q]
         gq = torch.zeros(kv, group, rows, dim, dtype=q.dtype, device=q.device)
@@ -184,16 +223,9 @@ class _PackedAttention(torch.autograd.Function):
                 doc.add(gk, torch.bmm(gs.transpose(1, 2), qd))
         gkd = gvd = None
         if ctx.diag is not None:
-            keys = kd.permute(0, 2, 1, 3)[:, :, None]
-            values = vd.permute(0, 2, 1, 3)[:, :, None]
-            gp = (go[None] * values).sum(-1, dtype=wide).sub_(delta)
-            gs = gp.mul_(ctx.diag).mul_(scale).to(q.dtype)[..., None]
-            gq += (gs * keys).sum(0)
-            gkd = (gs * qh[None]).sum(2).permute(0, 2, 1, 3)
-            pd = ctx.diag.to(q.dtype)[..., None]
-            gvd = (pd * go[None]).sum(2).permute(0, 2, 1, 3)
-        gq = gq.permute(2, 0, 1, 3).reshape(rows, heads, dim)
-        return gq, gk.transpose(0, 1), gv.transpose(0, 1), gkd, gvd, None, None
+            more, gkd, gvd = diagonal_gradients(qh, kd, vd, go, ctx.diag, delta)
+            gq += more
+        return by_row(gq), gk.transpose(0, 1), gv.transpose(0, 1), gkd, gvd, None, None
 
 
 def packed_attention(
@@ -214,7 +246,6 @@ def packed_attention(
         kd: [j, Q, n_kv, d] later keys of the active rows, or None at step 0.
         vd: [j, Q, n_kv, d] later values, or None.
         active: int64 [Q], sorted row of each query.
-        layout: What each row sees.
 
     Returns:
         [Q, n_h, d].
@@ -250,3 +281,46 @@ def reference_attention(
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~torch.cat(allow, 1), float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+Attention = Callable[..., Tensor]
+"""Arguments and result as those of `packed_attention`."""
+
+
+def attention_backend(name: str, device: str) -> Attention:
+    """The attention of this name.
+
+    Args:
+        device: Device type of the tensors, as in `torch.device.type`.
+
+    Raises:
+        DraftError: It cannot train on this device.
+    """
+    if name == "auto":
+        name = "flex" if device == "cuda" else "packed"
+    if name == "packed":
+        return packed_attention
+    if name == "reference":
+        return reference_attention
+    if name not in ("flex", "xformers"):
+        raise DraftError(
+            f"tide.train.attention is {name!r}; use auto, packed, flex, xformers or "
+            "reference."
+        )
+    if device != "cuda":
+        raise DraftError(
+            f"tide.train.attention is {name!r}, which cannot train on {device}; use "
+            "packed or auto."
+        )
+    if name == "flex":
+        from vllm_tide.draft.attention_gpu import flex_attention
+
+        return flex_attention
+    if importlib.util.find_spec("xformers") is None:
+        raise DraftError(
+            "tide.train.attention is 'xformers', which is not installed; install it or "
+            "use flex or packed."
+        )
+    from vllm_tide.draft.attention_gpu import xformers_attention
+
+    return xformers_attention

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
 from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, parameter_shapes
-from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.target import TargetRows, opened
 from vllm_tide.draft.vocab import VocabMap
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,12 +40,9 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         raise DraftError(f"{directory}: holds no .safetensors file.{hint}")
     out: dict[str, Tensor] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as archive:
-                for name in archive.keys():  # noqa: SIM118 - not a mapping
-                    out[name] = archive.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise DraftError(f"{path}: cannot be read ({error}).") from None
+        with opened(path) as archive:
+            for name in archive.keys():  # noqa: SIM118 - not a mapping
+                out[name] = archive.get_tensor(name)
     return out
 
 
@@ -87,6 +83,22 @@ def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
             )
 
 
+def stored_vocab(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> VocabMap:
+    """The draft vocabulary that a checkpoint's tensors describe.
+
+    Raises:
+        DraftError: They lack it, or contradict themselves.
+    """
+    if "d2t" in tensors:
+        vocab = VocabMap.from_d2t(tensors["d2t"], config.vocab_size)
+        if "t2d" in tensors:
+            vocab.check_t2d(tensors["t2d"])
+        return vocab
+    if config.draft_vocab_size != config.vocab_size:
+        raise DraftError("draft checkpoint: d2t is missing for a pruned vocabulary.")
+    return VocabMap.identity(config.vocab_size)
+
+
 def build_draft(
     config: Eagle3Config,
     stored: dict[str, Tensor],
@@ -96,9 +108,6 @@ def build_draft(
     """Make a draft of stored tensors, borrowing from the target what is absent.
 
     Args:
-        config: Shape and switches.
-        stored: From `read_tensors`.
-        target: Rows of the target.
         shared: Names the server takes from the target although they are stored;
             neither trained nor exported.
 
@@ -120,14 +129,7 @@ def build_draft(
             f"target's {target.hidden_size}."
         )
     pruned = config.draft_vocab_size != config.vocab_size
-    if "d2t" in tensors:
-        vocab = VocabMap.from_d2t(tensors["d2t"], config.vocab_size)
-        if "t2d" in tensors:
-            vocab.check_t2d(tensors["t2d"])
-    elif pruned:
-        raise DraftError("draft checkpoint: d2t is missing for a pruned vocabulary.")
-    else:
-        vocab = VocabMap.identity(config.vocab_size)
+    vocab = stored_vocab(config, tensors)
     values = dict(tensors)
     owns_lm_head, owns_embed = (
         "lm_head.weight" in values,
@@ -166,9 +168,7 @@ def load_draft(
     """Load a draft directory.
 
     Args:
-        directory: Holds `config.json` and safetensors.
         target: Rows of the target, or the target's directory.
-        shared: See `build_draft`.
     """
     rows = target if isinstance(target, TargetRows) else TargetRows.load(target)
     config = Eagle3Config.from_json(read_config(directory), rows.config)
@@ -181,7 +181,6 @@ def export_tensors(
     """Tensors of the checkpoint, as contiguous CPU copies.
 
     Args:
-        draft: The draft.
         dtype: Floating type; the checkpoint's own when None.
         stored_names: Use the names of the checkpoint it was loaded from, which a
             server compares publications with, instead of EAGLE-3 names.
@@ -203,7 +202,6 @@ def export_tensors(
 def save_draft(
     draft: Eagle3Draft, directory: str | Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `config.json` and `model.safetensors`, each replaced atomically."""
     tensors = export_tensors(draft, dtype)
     write_checkpoint(directory, hf_config(draft.config, tensors), tensors)
 
@@ -227,7 +225,6 @@ def write_checkpoint(
 
     Args:
         directory: Made if absent.
-        config: JSON object.
         tensors: CPU tensors by the names to be stored.
     """
     folder = Path(directory)

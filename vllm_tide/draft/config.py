@@ -82,12 +82,10 @@ class Eagle3Config:
 
     @property
     def num_aux(self) -> int:
-        """Number of captured target layers."""
         return len(self.aux_layer_ids)
 
     @property
     def feature_size(self) -> int:
-        """Width of one feature row."""
         return self.num_aux * self.target_hidden_size
 
     @classmethod
@@ -189,7 +187,6 @@ class Eagle3Config:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Read `config.json` of a model directory."""
     path = Path(directory) / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

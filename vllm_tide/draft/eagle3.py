@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from vllm_tide.draft.attention_backends import attention_backend
+from vllm_tide.draft.attention import attention_backend
 from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.rows import BranchInputs, StepRows, join_rows
 from vllm_tide.draft.vocab import VocabMap
@@ -25,7 +25,6 @@ Weights = dict[str, Tensor]
 
 
 def parameter_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every trainable tensor except `lm_head.weight`."""
     h, q = config.hidden_size, config.num_attention_heads * config.head_dim
     kv, inter = config.num_key_value_heads * config.head_dim, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -54,16 +53,13 @@ class Eagle3Draft(nn.Module):
     """A trainable draft.
 
     Args:
-        config: Shape and switches.
         tensors: Initial value of every tensor of `parameter_shapes`, and
             `lm_head.weight` [V_d, H].
-        vocab: Draft vocabulary.
         embed: [V_t, H] frozen token embedding (the draft's own, else the target's); the
             parameters are put where it is.
         owns_lm_head: The checkpoint carries `lm_head.weight`; it is trained and
             exported. Otherwise the target's rows serve, frozen.
         owns_embed: The checkpoint carries `embed_tokens.weight`; exported unchanged.
-        dtype: Checkpoint dtype, used for export.
         constants: Integer tensors of the checkpoint (`d2t`, `t2d`) as stored there.
         stored_names: EAGLE-3 name to the checkpoint's own, where they differ.
     """
@@ -81,7 +77,6 @@ class Eagle3Draft(nn.Module):
         constants: dict[str, Tensor] | None = None,
         stored_names: dict[str, str] | None = None,
     ) -> None:
-        """Copies the tensors into fp32 master parameters."""
         super().__init__()
         if constants is None and not vocab.is_identity:
             constants = {"d2t": vocab.d2t, "t2d": vocab.t2d}
@@ -112,11 +107,9 @@ class Eagle3Draft(nn.Module):
         """A fresh draft whose LM head starts as the target's rows.
 
         Args:
-            config: Shape and switches.
             embed: [V_t, H] target embedding.
             lm_head: [V_t, H] target output rows.
             vocab: Draft vocabulary; the whole target vocabulary when None.
-            seed: Seed of the random matrices.
         """
         vocab = vocab or VocabMap.identity(config.vocab_size)
         random = torch.Generator().manual_seed(seed)
@@ -140,17 +133,25 @@ class Eagle3Draft(nn.Module):
         """All master parameters by checkpoint name (live, not copies)."""
         return {_name(key): value for key, value in self.weights.items()}
 
-    def clone(self) -> Eagle3Draft:
-        """A draft with copies of the master parameters; all else is shared."""
+    def clone(
+        self,
+        tensors: dict[str, Tensor] | None = None,
+        vocab: VocabMap | None = None,
+        constants: dict[str, Tensor] | None = None,
+    ) -> Eagle3Draft:
+        """A draft with copies of the master parameters, or of others.
+
+        All else is shared, as far as nothing else is given.
+        """
         return Eagle3Draft(
             self.config,
-            self.named_tensors(),
-            self.vocab,
+            tensors or self.named_tensors(),
+            vocab or self.vocab,
             self.embed,
             owns_lm_head=self.owns_lm_head,
             owns_embed=self.owns_embed,
             dtype=self.checkpoint_dtype,
-            constants=self.constants,
+            constants=self.constants if constants is None else constants,
             stored_names=self.stored_names,
         )
 
@@ -202,10 +203,6 @@ class Eagle3Draft(nn.Module):
             positions: int64 [N] true positions.
             doc_starts: D + 1 row offsets.
             steps: From `train.masks.plan_steps`; may be empty with branches.
-            dtype: Compute dtype.
-            weights: From `compute_weights`, to reuse a cast.
-            branches: `inputs` of `train.branch_rows.plan_branches`.
-            attention: Name as in `tide.train.attention`.
 
         Returns:
             Per step, the normed output rows [L_i, H] of `steps[i].loss`, then those of

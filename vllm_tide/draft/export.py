@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -15,14 +17,14 @@ from torch import Tensor
 from vllm_tide.draft.checkpoint import (
     canonical_name,
     check_tensors,
+    dtype_name,
     hf_config,
     read_tensors,
+    stored_vocab,
     write_checkpoint,
 )
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
-from vllm_tide.draft.model_card import model_card
 from vllm_tide.draft.speculators import Verifier, read_verifier, save_speculators
-from vllm_tide.draft.vocab import VocabMap
 
 Form = Literal["hf", "speculators"]
 
@@ -32,7 +34,6 @@ class ExportedDraft:
     """A draft on its way out.
 
     Attributes:
-        config: Shape and switches.
         tensors: By EAGLE-3 names, CPU. A name the target shares may be absent.
         verifier: The target, or None when nothing says which it is.
         version: Version of the weights on their engine, or None.
@@ -60,14 +61,9 @@ def with_mapping(
     """
     out = {canonical_name(name): tensor for name, tensor in tensors.items()}
     check_tensors(config, out)
+    vocab = stored_vocab(config, out)
     if "d2t" in out:
-        vocab = VocabMap.from_d2t(out["d2t"], config.vocab_size)
-        if "t2d" in out:
-            vocab.check_t2d(out["t2d"])
-        else:
-            out["t2d"] = vocab.t2d
-    elif config.draft_vocab_size != config.vocab_size:
-        raise DraftError("draft checkpoint: d2t is missing for a pruned vocabulary.")
+        out.setdefault("t2d", vocab.t2d)
     return out
 
 
@@ -77,7 +73,6 @@ def from_directory(
     """Read a draft directory of either form.
 
     Args:
-        directory: Holds `config.json` and safetensors.
         target: The target's configuration, where the draft leaves layer ids out.
     """
     raw = read_config(directory)
@@ -95,7 +90,6 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
 
     Args:
         directory: Must not exist, or be empty.
-        draft: What to write.
         form: "hf" (for `--speculative-config`) or "speculators" (`vllm serve DIR`).
 
     Raises:
@@ -140,3 +134,93 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return folder
+
+
+# Key of a measured figure, what the card says of it, how it is written.
+FIGURES: tuple[tuple[str, str, str], ...] = (
+    ("holdout_acceptance_new", "Expected acceptance length, held-out requests", ".3f"),
+    ("holdout_acceptance_live", "The same of the draft before it", ".3f"),
+    ("gain", "Gain over the draft before it (tokens per verify step)", "+.4f"),
+    ("gain_error", "Standard error of the gain, over requests", ".4f"),
+    ("holdout_requests", "Held-out requests", ".0f"),
+    ("steps", "Optimizer steps", ".0f"),
+    ("train_tokens", "Tokens trained on, repetitions included", ".0f"),
+    ("loss", "Mean training loss of the last cycle", ".4f"),
+)
+_TEMPLATE = """---
+{{ card_data }}
+---
+
+# EAGLE-3 draft
+
+A draft for speculative decoding{% if trained %}, trained by vllm_tide on the target's \
+own hidden states while it served{% endif %}. The target's outputs do not depend on it.
+
+| | |
+|---|---|
+{% for label, text in facts %}| {{ label }} | {{ text }} |
+{% endfor %}
+## Measured
+
+{% if figures %}| figure | value |
+|---|---|
+{% for label, text in figures %}| {{ label }} | {{ text }} |
+{% endfor %}{% else %}Nothing was measured on these weights.
+{% endif %}
+## Use
+
+    {{ command }}
+"""
+
+
+def measured(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of every figure that is there and finite, in the card's order."""
+    rows = []
+    for key, label, form in FIGURES:
+        value = figures.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if math.isfinite(value):
+            rows.append((label, format(value, form)))
+    return rows
+
+
+def model_card(
+    draft: ExportedDraft, tensors: Mapping[str, Tensor], form: str, verifier: Verifier
+) -> str:
+    """The card as Markdown with the hub's YAML header; `tensors` as they are stored."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    target = verifier.hub_name
+    data = ModelCardData(
+        base_model=target or None,
+        library_name="vllm",
+        pipeline_tag="text-generation",
+        tags=["eagle3", "speculative-decoding", "vllm"]
+        + ["speculators"] * (form == "speculators"),
+    )
+    size = sum(t.numel() for t in tensors.values() if t.is_floating_point())
+    shape = draft.config
+    kept = f"{shape.draft_vocab_size} of {shape.vocab_size} tokens"
+    version = "" if draft.version is None else f", version {draft.version}"
+    command = "vllm serve DIRECTORY"
+    if form == "hf" or not target:
+        value: dict[str, Any] = {"method": "eagle3", "model": "DIRECTORY"}
+        value["num_speculative_tokens"] = verifier.num_speculative_tokens
+        command = f"vllm serve {target or 'TARGET'} "
+        command += f"--speculative-config '{json.dumps(value)}'"
+    card = ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        trained=draft.trained,
+        facts=[
+            *([("Target", f"`{target}`")] if target else []),
+            ("Weights", f"{draft.source or 'a draft directory'}{version}"),
+            ("Parameters stored", f"{size} ({dtype_name(tensors)})"),
+            ("Draft vocabulary", kept),
+            ("Target layers read", ", ".join(map(str, shape.aux_layer_ids))),
+        ],
+        figures=measured(draft.figures),
+        command=command,
+    )
+    return str(card)

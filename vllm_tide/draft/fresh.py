@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ from vllm_tide.draft.checkpoint import (
 )
 from vllm_tide.draft.config import DraftError, Eagle3Config, Rope, read_config
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.fresh_vocab import first_target_ids
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.draft.vocab import VocabMap
 
+SEED = 0  # of the random matrices: every engine builds the same draft
 FORMAT = 1  # a change of how a head is built makes another fingerprint
 FULL_VOCAB, PRUNED_VOCAB = 65536, 32768
 MARK = "tide_fresh"  # key of config.json by which a fresh head is known
@@ -44,7 +45,6 @@ _OWN_HEAD_DIM = 128
 
 
 def is_fresh(directory: str | Path) -> bool:
-    """Whether a draft directory holds a head that was built, not trained."""
     return MARK in read_config(directory)
 
 
@@ -69,10 +69,6 @@ def fresh_layer_ids(num_layers: int) -> tuple[int, ...]:
 def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Config:
     """Shape of a fresh head for a target.
 
-    Args:
-        target: The target's `config.json`.
-        settings: `tide.fresh`.
-
     Raises:
         DraftError: A knob does not fit, or the target lacks a field.
     """
@@ -87,9 +83,7 @@ def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Conf
     heads, kv_heads, head_dim = _heads(text, hidden)
     return Eagle3Config(
         hidden_size=hidden,
-        intermediate_size=settings.intermediate_size
-        or text.get("intermediate_size")
-        or 4 * hidden,
+        intermediate_size=text.get("intermediate_size") or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -109,8 +103,6 @@ def build_fresh(
     """Build a head.
 
     Args:
-        target_dir: Directory of the target, safetensors.
-        settings: `tide.fresh`.
         dtype: Floating type of the checkpoint; the engine's, see `set_apart`.
     """
     target = TargetRows.load(target_dir)
@@ -122,9 +114,7 @@ def build_fresh(
     rows = target.lm_head.to(dtype)
     if vocab.is_identity:
         rows = set_apart(rows)
-    draft = Eagle3Draft.initialise(
-        config, target.embed_tokens, rows, vocab, settings.seed
-    )
+    draft = Eagle3Draft.initialise(config, target.embed_tokens, rows, vocab, SEED)
     draft.checkpoint_dtype = dtype
     return draft
 
@@ -163,8 +153,6 @@ def fresh_directory(
     Several processes may ask at once: each builds apart, the first rename wins.
 
     Args:
-        target_dir: Directory of the target, safetensors.
-        settings: `tide.fresh`.
         dtype: The engine's floating type.
         cache: Folder of the heads; by default under `$XDG_CACHE_HOME` or `~/.cache`.
 
@@ -199,7 +187,6 @@ def fresh_directory(
 
 
 def default_cache() -> Path:
-    """Where fresh heads are kept."""
     base = os.environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     return root / "vllm_tide" / "fresh"
@@ -220,12 +207,12 @@ def _fingerprint(
 
 def _write(folder: Path, draft: Eagle3Draft, settings: FreshConfig) -> None:
     tensors = export_tensors(draft)
-    mark = {MARK: {"format": FORMAT, "seed": settings.seed}}
+    mark = {MARK: {"format": FORMAT, "seed": SEED}}
     write_checkpoint(folder, hf_config(draft.config, tensors) | mark, tensors)
 
 
 def _usable(folder: Path) -> bool:
-    """Whether the directory is whole: its names and shapes fit its configuration."""
+    """True if the directory is whole: its names and shapes fit its configuration."""
     try:
         config = Eagle3Config.from_json(read_config(folder))
         with safe_open(folder / "model.safetensors", framework="pt") as archive:
@@ -238,7 +225,6 @@ def _usable(folder: Path) -> bool:
 
 
 def _drop_abandoned(root: Path) -> None:
-    """Remove what a killed build left."""
     for path in root.glob(".building-*"):
         try:
             old = time.time() - path.stat().st_mtime > _ABANDONED_S
@@ -290,3 +276,64 @@ def _rope(text: Mapping[str, Any]) -> Rope:
         float(given.get("high_freq_factor") or 4.0),
         int(given.get("original_max_position_embeddings") or 8192),
     )
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_RESERVED_SHARE = 2  # special tokens and bytes take at most one half
+
+
+def first_target_ids(target_dir: str | Path, vocab_size: int, size: int) -> Tensor:
+    """Target ids of a fresh head's vocabulary, int64 [size], increasing.
+
+    Args:
+        target_dir: Directory of the target; a file that is absent is not needed.
+        size: V_d, at most V_t.
+    """
+    if size >= vocab_size:
+        return torch.arange(vocab_size)
+    reserved = dict.fromkeys(
+        i for i in _reserved(Path(target_dir)) if 0 <= i < vocab_size
+    )
+    kept = set(list(reserved)[: size // _RESERVED_SHARE])
+    lowest = (i for i in range(vocab_size) if i not in kept)
+    while len(kept) < size:
+        kept.add(next(lowest))
+    return torch.tensor(sorted(kept), dtype=torch.int64)
+
+
+def _reserved(folder: Path) -> Iterator[int]:
+    """Ids that must be sayable, the most needed first."""
+    for name in ("generation_config.json", "config.json"):
+        raw = _read(folder / name)
+        for part in (raw, raw.get("text_config") or {}):
+            for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+                yield from _ids(part.get(key))
+    tokenizer = _read(folder / "tokenizer.json")
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, dict):
+        yield from _ids(
+            i for text, i in vocab.items() if len(text) == 1 or _BYTE.fullmatch(text)
+        )
+    yield from _ids(
+        item.get("id")
+        for item in tokenizer.get("added_tokens") or []
+        if isinstance(item, dict)
+    )
+    added = _read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    yield from _ids(int(key) for key in added if str(key).isdigit())
+
+
+def _ids(value: Any) -> Iterator[int]:
+    items = value if isinstance(value, Iterable) else (value,)
+    for item in items:
+        if isinstance(item, int) and not isinstance(item, bool):
+            yield item
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

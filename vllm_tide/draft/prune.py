@@ -7,8 +7,6 @@ tokens that come are the target's, as a fresh head's are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -18,32 +16,25 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 
 
-def choose_vocab(counts: Tensor, size: int, keep: Iterable[int] = ()) -> Tensor:
+def choose_vocab(counts: Tensor, size: int) -> Tensor:
     """The most counted tokens, int64 [size], increasing.
 
     Args:
         counts: Non-negative [V_t], how often the target said each token.
         size: V_d, 1 to V_t.
-        keep: Target ids kept whatever their counts; `size` at most.
 
     Returns:
         Ids; equal counts go to the lower id (the more frequent one in a byte-pair
         vocabulary).
 
     Raises:
-        DraftError: A size or id does not fit.
+        DraftError: The size does not fit.
     """
-    kept = sorted(set(keep))
     if counts.ndim != 1 or not 0 < size <= counts.numel():
         raise DraftError(
             f"draft vocabulary: {size} tokens cannot be chosen from {counts.numel()}."
         )
-    if len(kept) > size or (kept and not 0 <= kept[0] <= kept[-1] < counts.numel()):
-        raise DraftError(
-            f"draft vocabulary: the {len(kept)} tokens to keep do not fit into {size}."
-        )
-    rank = counts.detach().to("cpu", torch.float64, copy=True)
-    rank[torch.tensor(kept, dtype=torch.int64)] = float("inf")
+    rank = counts.detach().to("cpu", torch.float64)
     order = torch.argsort(rank, descending=True, stable=True)
     return order[:size].sort().values
 
@@ -58,7 +49,7 @@ def coverage(counts: Tensor, vocab: VocabMap) -> float:
 
 
 def better_vocab(
-    counts: Tensor, vocab: VocabMap, min_gain: float = 0.005, keep: Iterable[int] = ()
+    counts: Tensor, vocab: VocabMap, min_gain: float = 0.005
 ) -> VocabMap | None:
     """A vocabulary of the same size that covers traffic better, if that is worth it.
 
@@ -66,17 +57,15 @@ def better_vocab(
 
     Args:
         counts: Non-negative [V_t], how often the target said each token.
-        vocab: The vocabulary in use.
         min_gain: Least gain in coverage for which a change pays (0 to 1): rows that
             come must be trained.
-        keep: See `choose_vocab`.
     """
     if vocab.is_identity or not bool((counts > 0).any()):
         return None
     # Half a count for what is in use: it wins ties and beats what was never heard.
     biased = counts.detach().to("cpu", torch.float64, copy=True)
     biased[vocab.target_ids] += 0.5
-    ids = choose_vocab(biased, vocab.target_ids.numel(), keep)
+    ids = choose_vocab(biased, vocab.target_ids.numel())
     new = VocabMap.from_target_ids(ids, vocab.draft_ids.numel())
     if coverage(counts, new) - coverage(counts, vocab) < min_gain:
         return None
@@ -88,8 +77,6 @@ def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Dr
 
     Args:
         draft: Owns its LM head; not changed.
-        vocab: The new vocabulary.
-        target: Gives the rows of tokens that come.
 
     Returns:
         A new draft; an optimizer's state for `lm_head.weight` belongs to the old rows
@@ -118,17 +105,7 @@ def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Dr
     constants = {
         name: fresh[name].to(value.dtype) for name, value in draft.constants.items()
     }
-    out = Eagle3Draft(
-        draft.config,
-        tensors,
-        vocab,
-        draft.embed,
-        owns_lm_head=True,
-        owns_embed=draft.owns_embed,
-        dtype=draft.checkpoint_dtype,
-        constants=constants,
-        stored_names=draft.stored_names,
-    )
+    out = draft.clone(tensors, vocab, constants)
     for name, value in draft.named_tensors().items():
         out.tensor(name).requires_grad_(value.requires_grad)
     return out

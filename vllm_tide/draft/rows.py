@@ -30,6 +30,25 @@ class StepRows:
     loss: Tensor
 
 
+def rows_of_steps(masks: Sequence[Tensor]) -> list[StepRows]:
+    """Rows that each step computes: all that it or a later one trains.
+
+    Args:
+        masks: Per step bool [n], rows that it trains.
+
+    Returns:
+        No entries for steps after the last that trains any.
+    """
+    steps: list[StepRows] = []
+    needed = torch.zeros(())
+    for mask in reversed(masks):
+        needed = mask | needed if steps else mask
+        if steps or bool(mask.any()):
+            active = needed.nonzero().flatten()
+            steps.append(StepRows(active, mask[active].nonzero().flatten()))
+    return steps[::-1]
+
+
 @dataclass(frozen=True)
 class BranchInputs:
     """What `Eagle3Draft.forward_ttt` needs of the branches.
@@ -42,7 +61,6 @@ class BranchInputs:
         positions: int64 [M], true positions a + j.
         starts: B + 1 offsets into the M rows.
         anchors: B trunk rows (packed index of position a).
-        docs: B documents, non-decreasing.
         steps: Rows per step; `active` counts from 0 to M - 1.
     """
 
@@ -67,7 +85,6 @@ class RowLayout:
         doc_starts: D + 1 offsets; the last is N.
         branch_starts: B + 1 offsets, the first is N and the last R; [N] without any.
         anchors: B trunk rows; the branch sees its document's rows before this one.
-        docs: B documents, non-decreasing.
     """
 
     doc_starts: list[int]
@@ -77,7 +94,6 @@ class RowLayout:
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return self.branch_starts[-1]
 
     def spans(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +129,6 @@ class JoinedRows:
         tokens: Row r embeds `tokens[r + 1 + i]` at step i.
         features: [R, A*H].
         positions: int64 [R].
-        layout: What each row sees.
         steps: Rows per step over all R rows, the trunk's first.
     """
 

@@ -56,8 +56,6 @@ class Verifier:
 
     Attributes:
         name_or_path: Hub name, from which `vllm serve` loads the target, or directory.
-        architectures: The target's `architectures`.
-        num_speculative_tokens: Draft length that `vllm serve` uses.
     """
 
     name_or_path: str = ""
@@ -77,7 +75,6 @@ class Verifier:
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is in speculators' form."""
     return isinstance(raw.get("transformer_layer_config"), dict)
 
 
@@ -87,8 +84,6 @@ def speculators_config(
     """The `config.json` of speculators' form.
 
     Args:
-        config: Shape and switches.
-        verifier: The target.
         dtype: Floating type of the tensors as torch names it.
     """
     flat = config.to_json()
@@ -148,7 +143,6 @@ def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
 
 
 def speculators_name(name: str) -> str:
-    """Name of a tensor in speculators' form."""
     name = canonical_name(name)
     if name.startswith(f"{LAYER}."):
         return "layers.0." + name.removeprefix(f"{LAYER}.")
@@ -165,9 +159,7 @@ def save_speculators(
 
     Args:
         directory: Made if absent; its files are replaced atomically.
-        config: Shape and switches.
         tensors: As `export_tensors` gives them, under any of the accepted names.
-        verifier: The target.
     """
     named = {speculators_name(name): tensor for name, tensor in tensors.items()}
     body = speculators_config(config, verifier, dtype_name(named))

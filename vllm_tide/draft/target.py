@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,12 +43,10 @@ class TargetRows:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the vocabulary."""
         return int(self.lm_head.shape[0])
 
     @property
     def hidden_size(self) -> int:
-        """Width of the target."""
         return int(self.lm_head.shape[1])
 
     def rows_in(self, dtype: torch.dtype) -> Tensor:
@@ -76,7 +76,6 @@ class TargetRows:
         """Read a target directory: one safetensors file, or shards with an index.
 
         Args:
-            directory: Of the target.
             device: Of the rows, and of a draft made for them.
 
         Raises:
@@ -129,19 +128,30 @@ def rows_fingerprint(directory: str | Path) -> str:
         digest.update(repr(name).encode("utf-8"))
         if name is None:
             continue
-        try:
-            with safe_open(where[name], framework="pt") as archive:
-                view = archive.get_slice(name)
-                shape = view.get_shape()
-                digest.update(repr((view.get_dtype(), shape)).encode("utf-8"))
-                count = min(_SAMPLED_ROWS, shape[0])
-                for i in range(count):
-                    row = i * shape[0] // count
-                    raw = view[row : row + 1].contiguous().view(torch.uint8)
-                    digest.update(raw.numpy().tobytes())
-        except (OSError, SafetensorError) as error:
-            raise DraftError(f"{where[name]}: cannot be read ({error}).") from None
+        with opened(where[name]) as archive:
+            view = archive.get_slice(name)
+            shape = view.get_shape()
+            digest.update(repr((view.get_dtype(), shape)).encode("utf-8"))
+            count = min(_SAMPLED_ROWS, shape[0])
+            for i in range(count):
+                row = i * shape[0] // count
+                raw = view[row : row + 1].contiguous().view(torch.uint8)
+                digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, to be read inside.
+
+    Raises:
+        DraftError: It cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as archive:
+            yield archive
+    except (OSError, SafetensorError) as error:
+        raise DraftError(f"{path}: cannot be read ({error}).") from None
 
 
 def _locate(folder: Path) -> dict[str, Path]:
@@ -154,11 +164,8 @@ def _locate(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in mapping.items()}
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as archive:
-                where.update(dict.fromkeys(archive.keys(), path))
-        except (OSError, SafetensorError) as error:
-            raise DraftError(f"{path}: cannot be read ({error}).") from None
+        with opened(path) as archive:
+            where.update(dict.fromkeys(archive.keys(), path))
     if not where:
         raise DraftError(f"{folder}: holds no .safetensors file.")
     return where
@@ -173,9 +180,6 @@ def _read_suffix(where: dict[str, Path], suffix: str) -> Tensor | None:
     name = _find_suffix(where, suffix)
     if name is None:
         return None
-    try:
-        with safe_open(where[name], framework="pt") as archive:
-            tensor: Tensor = archive.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise DraftError(f"{where[name]}: cannot be read ({error}).") from None
+    with opened(where[name]) as archive:
+        tensor: Tensor = archive.get_tensor(name)
     return tensor

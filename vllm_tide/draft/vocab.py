@@ -28,7 +28,6 @@ class VocabMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the draft keeps the whole target vocabulary."""
         return self.target_ids.numel() == self.draft_ids.numel()
 
     @property
@@ -43,7 +42,6 @@ class VocabMap:
 
     @classmethod
     def identity(cls, vocab_size: int) -> VocabMap:
-        """Keep every token."""
         ids = torch.arange(vocab_size)
         return cls(ids, ids.clone())
 
@@ -53,7 +51,6 @@ class VocabMap:
 
         Args:
             target_ids: Integer [V_d], strictly increasing target ids.
-            vocab_size: V_t.
 
         Raises:
             DraftError: An id is out of range or the ids do not increase.

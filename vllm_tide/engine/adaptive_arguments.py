@@ -2,7 +2,8 @@
 
 vLLM refuses most of it by itself, before it asks us about the whole configuration, and
 ends in a traceback. So what shows early is refused here, in our words, and what vLLM
-said of the rest is found in its error.
+said of the rest is found in its error. Also the speculative lengths that there are
+CUDA graphs for: few, each replays a FULL one.
 """
 
 from __future__ import annotations
@@ -13,28 +14,92 @@ from pydantic import ValidationError
 
 from vllm_tide.config import ConfigError, ControlConfig, parse_tide
 
+
+def offered(most: int, requests: int) -> list[int]:
+    """At most four lengths, ascending: each costs graphs, start-up time and memory.
+
+    Args:
+        requests: max_num_seqs. For one request vLLM captures one length's drafts.
+    """
+    return sorted({0, 1, min(3, most - 1) if requests > 1 else most, most})
+
+
+def rounded(depth: int, lengths: list[int], *, up: bool) -> int:
+    if up:
+        return next((n for n in lengths if n >= depth), lengths[-1])
+    return next((n for n in reversed(lengths) if n <= depth), 0)
+
+
+def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
+    """The same as vLLM's `num_speculative_tokens_per_batch_size`.
+
+    vLLM captures the draft's graphs from it; `SchedulerTide.draft_depth` goes over it.
+    """
+    middle = [(requests, requests, offered(most, requests)[-2])]
+    return [(1, max(requests - 1, 1), most)] + (middle if requests > 1 else [])
+
+
+def replay_each(manager: Any, lengths: list[int]) -> None:
+    """Let a manager of graphs replay a FULL one at each length, at any batch size.
+
+    vLLM 0.32.0 gives a number of tokens the graphs of the next captured number over
+    all lengths: where that is another length's, the step falls to PIECEWISE. So vLLM
+    plans one length at a time here, and the plans are put together.
+
+    Args:
+        manager: vLLM's `CudaGraphManager`, before it captures; changed.
+    """
+    speculative = manager.vllm_config.speculative_config
+    compilation, requests = manager.compilation_config, manager.max_num_reqs
+    sizes = compilation.cudagraph_capture_sizes
+    if not (manager.cudagraph_mode and sizes):
+        return
+    table = speculative.num_speculative_tokens_per_batch_size
+    mixed = manager._capture_descs, manager._candidates
+    plans = []
+    try:
+        for rows in (length + 1 for length in lengths):
+            # The largest batch has a graph too.
+            largest = min(compilation.max_cudagraph_capture_size // rows, requests)
+            one = [(1, requests, rows - 1)]
+            speculative.num_speculative_tokens_per_batch_size = one
+            compilation.cudagraph_capture_sizes = sorted({*sizes, largest * rows})
+            manager._capture_descs, manager._candidates = {}, {}
+            manager._init_candidates()
+            plans.append((manager._capture_descs, manager._candidates))
+    finally:
+        speculative.num_speculative_tokens_per_batch_size = table
+        compilation.cudagraph_capture_sizes = sizes
+    graphs, candidates = (
+        {
+            key: [d for plan in own for d in plan.get(key, ()) if d.uniform_token_count]
+            + [d for d in found if not d.uniform_token_count]
+            for key, found in upstream.items()
+        }
+        for upstream, *own in zip(mixed, *plans, strict=True)
+    )
+    for found in graphs.values():
+        found.sort(key=lambda desc: desc.num_tokens, reverse=True)
+    manager._capture_descs, manager._candidates = graphs, candidates
+
+
 KNOB = "enable_adaptive_verification"
 
 
 def check_adaptive(control: ControlConfig, target: Any) -> None:
     """Check what adaptive verification needs of the engine and of `tide.control`.
 
-    Args:
-        control: `tide.control`.
-        target: vLLM's `ModelConfig` of the target.
-
     Raises:
         ConfigError: One sentence naming the knobs.
     """
     from vllm import envs
-    from vllm.platforms import current_platform
 
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise ConfigError(
             f"{KNOB}: Model Runner V1 has none; unset VLLM_USE_V2_MODEL_RUNNER, or set "
             "it to false."
         )
-    if current_platform.is_cpu():
+    if _is_cpu():
         raise ConfigError(
             f"{KNOB}: it needs CUDA graphs, which a CPU has not; set it to false: "
             "tide.control.verify cuts each request's drafts there."
@@ -59,7 +124,6 @@ def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, An
     dictionary that a configuration is made from shows what an operator left out.
 
     Args:
-        section: The `tide` section, with control.
         asked: The knob of adaptive verification, None where it is not given.
     """
     control = dict(section.get("control", {}))
@@ -68,10 +132,6 @@ def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, An
     elif asked is not None:
         control.setdefault("verify", _is_cpu())
     return {**section, "control": control}
-
-
-def _cuts(backend: Any) -> bool:
-    return bool(backend.supports_device_cpu_query_lens_mismatch())
 
 
 def _is_cpu() -> bool:
@@ -105,7 +165,9 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
         vllm_config._validate_adaptive_verification()
         attention = vllm_config.attention_config
         for backend in (attention.backend, *attention.backend_per_kind.values()):
-            if backend and not _cuts(backend.get_class()):
+            if backend and not (
+                backend.get_class().supports_device_cpu_query_lens_mismatch()
+            ):
                 raise ValueError(f"--attention-backend {backend.name} cannot do it.")
     except ValueError as error:
         speculative.enable_adaptive_verification = False
@@ -116,9 +178,6 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
 
 def refusal_of_vllm(error: BaseException) -> str | None:
     """What vLLM's configuration said against adaptive verification.
-
-    Args:
-        error: Any.
 
     Returns:
         Its own sentence behind the knob's name; None if the error is another one.

@@ -7,20 +7,18 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, ControlConfig, parse_tide
+from vllm_tide.config import ConfigError, ControlConfig, TideConfig, parse_tide
 from vllm_tide.engine.adaptive_arguments import (
     KNOB,
     check_adaptive,
     refusal_of_vllm,
     settle_adaptive,
     switch_adaptive_on,
+    table_of,
 )
-from vllm_tide.engine.fresh_start import use_fresh_head
-from vllm_tide.engine.graph_lengths import table_of
 from vllm_tide.speculative import (
     FRESH,
     MODEL_MISSING,
@@ -30,6 +28,46 @@ from vllm_tide.speculative import (
 )
 
 logger = logging.getLogger("vllm.tide")
+
+
+def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
+    """Build a head for the target (or take it from the cache) and configure it.
+
+    An untrained head drafts badly: under the policy `adaspec`, which is the default,
+    nothing is drafted until it pays.
+
+    Args:
+        config: The dictionary that `SpeculativeConfig` will be made from; gets `model`
+            and `method`.
+
+    Raises:
+        ConfigError: No head can be built for this target.
+    """
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.draft.fresh import fresh_directory
+    from vllm_tide.engine.facts import weights_dir
+
+    try:
+        where = weights_dir(target.model, target.revision)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: a fresh head needs the target's weights and {target.model!r} is "
+            f"not to be had ({type(error).__name__}); fetch it first."
+        ) from None
+    try:
+        folder = fresh_directory(where, tide.fresh, target.dtype)
+    except DraftError as error:
+        raise ConfigError(
+            f"model: no fresh head can be built for {target.model!r}: {error}"
+        ) from None
+    config["model"] = str(folder)
+    config["method"] = "eagle3"
+    logger.info(
+        "tide: serving a fresh head from %s under policy %r",
+        folder,
+        tide.control.policy,
+    )
+
 
 _NO_PIPELINE = (
     "--pipeline-parallel-size: tide needs 1 (the draft lives on the last stage only); "
@@ -102,7 +140,6 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
 
     Args:
         config: The dictionary that `SpeculativeConfig` will be made from; changed.
-        target: vLLM's `ModelConfig` of the target.
 
     Raises:
         ConfigError: A line for each mistake, a sentence naming the knob.
@@ -149,13 +186,6 @@ def _check_control(config: dict[str, Any]) -> None:
 def _without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
     """Leave control out where nobody asked for it.
 
-    Args:
-        section: The `tide` section.
-        error: Why control cannot be.
-
-    Returns:
-        The section with a static length.
-
     Raises:
         ConfigError: `tide.control.policy` is given: `error`.
     """
@@ -174,6 +204,28 @@ def _check_profile(control: ControlConfig) -> None:
         )
 
 
+def check_device(device: str, *, v2: bool) -> None:
+    """Check that tide runs on a device.
+
+    Args:
+        device: As vLLM's `DeviceConfig` names it: ROCm is "cuda" there.
+        v2: True on Model Runner V2.
+
+    Raises:
+        ConfigError: One sentence naming the device.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"tide: device {device!r} is not supported in this version, only 'cpu' and "
+            "'cuda' (ROCm too); remove the tide section to serve without it."
+        )
+    if device != "cpu" and not v2:
+        raise ConfigError(
+            f"tide: on {device!r} it needs Model Runner V2; set "
+            "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
+        )
+
+
 def check_engine_config(vllm_config: Any) -> None:
     """Check what only the whole configuration shows, and settle what follows from it.
 
@@ -181,16 +233,7 @@ def check_engine_config(vllm_config: Any) -> None:
         ConfigError: One sentence naming the option.
     """
     device = vllm_config.device_config.device_type
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"tide: device {device!r} is not supported in this version, only 'cpu' and "
-            "'cuda' (ROCm too); remove the tide section to serve without it."
-        )
-    if device != "cpu" and not vllm_config.use_v2_model_runner:
-        raise ConfigError(
-            f"tide: on {device!r} it needs Model Runner V2; set "
-            "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
-        )
+    check_device(device, v2=vllm_config.use_v2_model_runner)
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(_NO_PIPELINE)
@@ -255,7 +298,6 @@ def _check_v2(vllm_config: Any) -> None:
 
 
 def _capture_every_length(vllm_config: Any) -> None:
-    """Let vLLM capture graphs for every length that control may choose."""
     speculative = vllm_config.speculative_config
     if parse_tide(speculative.tide).control.policy == "static":
         return
@@ -295,27 +337,24 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
     text = draft.get("transformer_layer_config", draft)
     hidden, vocab = target.get_hidden_size(), target.get_vocab_size()
     layers = target.get_total_num_hidden_layers()
-    _require(
-        model,
-        "target_hidden_size" if "target_hidden_size" in draft else "hidden_size",
-        draft.get("target_hidden_size", text.get("hidden_size")),
-        lambda value: value == hidden,
-        f"the target's hidden size is {hidden}",
-    )
-    _require(
-        model,
-        "vocab_size",
-        text.get("vocab_size"),
-        lambda value: value == vocab,
-        f"the target's vocabulary has {vocab} tokens",
-    )
-    _require(
-        model,
-        "draft_vocab_size",
-        draft.get("draft_vocab_size") or vocab,
-        lambda value: 0 < value <= vocab,
-        f"the target's vocabulary has {vocab} tokens",
-    )
+    width = "target_hidden_size" if "target_hidden_size" in draft else "hidden_size"
+    tokens = f"the target's vocabulary has {vocab} tokens"
+    pruned = draft.get("draft_vocab_size") or vocab
+    for key, value, good, fact in (
+        (
+            width,
+            draft.get("target_hidden_size", text.get("hidden_size")),
+            [hidden],
+            f"the target's hidden size is {hidden}",
+        ),
+        ("vocab_size", text.get("vocab_size"), [vocab], tokens),
+        ("draft_vocab_size", pruned, range(1, vocab + 1), tokens),
+    ):
+        if not isinstance(value, int) or value not in good:
+            raise ConfigError(
+                f"model: draft {model!r} does not fit the target: its {key} is "
+                f"{value!r}, but {fact}; use a draft trained for this target."
+            )
     ids = draft.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         return
@@ -331,16 +370,6 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
         raise ConfigError(
             f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}; the "
             "ids must differ from each other."
-        )
-
-
-def _require(
-    model: str, key: str, value: Any, good: Callable[[int], bool], fact: str
-) -> None:
-    if not isinstance(value, int) or not good(value):
-        raise ConfigError(
-            f"model: draft {model!r} does not fit the target: its {key} is {value!r}, "
-            f"but {fact}; use a draft trained for this target."
         )
 
 

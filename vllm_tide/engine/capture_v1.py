@@ -18,9 +18,9 @@ import torch
 
 from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows, TopK
-from vllm_tide.capture.staging import Staging
-from vllm_tide.capture.topk import top_k_teacher
+from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
 from vllm_tide.config import CaptureConfig
+from vllm_tide.engine.row_stage import HostRows, RunLayout
 from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.ring_format import Collect
 
@@ -31,9 +31,6 @@ class CaptureV1(Recorder):
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
         ring: Where records go; it drops and counts what does not fit.
-        config: `tide.capture`.
-        num_aux: Number of captured layers.
-        hidden_size: H of the target.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
     """
 
@@ -46,23 +43,20 @@ class CaptureV1(Recorder):
         hidden_size: int,
         tenant_key: bytes | None = None,
     ) -> None:
-        staging = Staging(
+        layout = RunLayout(
             runner.max_num_tokens,
+            0,
             num_aux,
             hidden_size,
-            config.feature_dtype,
-            config.teacher in ("hidden", "both"),
+            WIRE_DTYPES[ring.spec.feature_dtype],
+            config.teacher == "hidden",
+            0,
         )
-        super().__init__(
-            ring,
-            config,
-            staging.features[:0],
-            None if staging.teacher is None else staging.teacher[:0],
-            tenant_key,
-        )
+        features_like, hidden_like = layout.like()
+        super().__init__(ring, config, features_like, hidden_like, tenant_key)
         self._runner = runner
-        self._staging = staging
-        self._no_features = staging.features[:, :0]
+        self._staging = HostRows(layout)
+        self._no_features = self._staging.features[:, :0]
         self._logits_topk: TopK | None = None
         # Of the step that ends: `Record.cost`, and `Record.verify_chance` of the
         # requests whose drafts only exploration verified.
@@ -98,12 +92,12 @@ class CaptureV1(Recorder):
         """
         before, self._drafted_by = self._drafted_by, self.draft_version
         topk, self._logits_topk = self._logits_topk, None
-        batch = self._runner.input_batch
+        runner, batch = self._runner, self._runner.input_batch
         tickets = [self._ticket(req_id) for req_id in batch.req_ids]
         wish = self.wish
         full = wish is Collect.FULL
+        bounds = runner.query_start_loc.np[: len(tickets) + 1]
         if wish is Collect.NOTHING:
-            bounds = self._runner.query_start_loc.np[: len(tickets) + 1]
             for ticket, count in zip(tickets, np.diff(bounds).tolist(), strict=True):
                 self._end_records(ticket, count)
             return
@@ -112,13 +106,26 @@ class CaptureV1(Recorder):
                 return
             self.budget.look(self._ring)
         spec = scheduler_output.scheduled_spec_decode_tokens
-        logit_ends = self._logit_ends(batch.req_ids, spec)
+        logit_ends = np.cumsum([1 + len(spec.get(name, ())) for name in batch.req_ids])
         wanted = [np.empty(0, np.int32)]
         parts: list[tuple[Ticket, RequestRows]] = []
         end = 0
         for i, ticket in enumerate(tickets):
             drafts = spec.get(batch.req_ids[i], ())
-            rows = self._rows(i, drafts, sampled[i], logit_ends[i])
+            first, after = int(bounds[i]), int(bounds[i + 1])
+            padding = sum(1 for token in drafts if token < 0)
+            rows = RequestRows(
+                low=first,
+                count=after - padding - first,
+                drafts=len(drafts) - padding,
+                padding=padding,
+                start=int(batch.num_computed_tokens_cpu[i]),
+                num_prompt_tokens=int(batch.num_prompt_tokens[i]),
+                token_ids=runner.input_ids.np[first:after],
+                sampled=sampled[i],
+                logit_end=int(logit_ends[i]),
+                verify_chance=self.explored.get(batch.req_ids[i], 1.0),
+            )
             if full:
                 taken = self._takes(ticket, rows.count, rows.num_prompt_tokens)
             else:
@@ -128,11 +135,11 @@ class CaptureV1(Recorder):
                 wanted.append(np.arange(low, low + rows.count, dtype=np.int32))
                 parts.append((ticket, rows))
         if full and parts and aux_hidden_states is not None:
-            index = torch.from_numpy(np.concatenate(wanted))
+            index = np.concatenate(wanted)
             self._staging.fill(aux_hidden_states, hidden_states, index)
         step = StepRows(
             features=self._staging.features if full else self._no_features,
-            hidden=self._staging.teacher,
+            hidden=self._staging.hidden,
             topk=topk,
             full=full,
             version=self.draft_version,
@@ -151,31 +158,3 @@ class CaptureV1(Recorder):
             supported = not state.mm_features and state.prompt_embeds is None
             ticket = self._admit(req_id, params, supported)
         return ticket
-
-    @staticmethod
-    def _logit_ends(
-        req_ids: Sequence[str], spec: dict[str, list[int]]
-    ) -> Sequence[int]:
-        """End of each request's rows in the logits: 1 + drafts rows each."""
-        counts = [1 + len(spec.get(req_id, ())) for req_id in req_ids]
-        return list(np.cumsum(counts))
-
-    def _rows(
-        self, index: int, drafts: Sequence[int], sampled: list[int], logit_end: int
-    ) -> RequestRows:
-        runner, batch = self._runner, self._runner.input_batch
-        low = int(runner.query_start_loc.np[index])
-        high = int(runner.query_start_loc.np[index + 1])
-        padding = sum(1 for token in drafts if token < 0)
-        return RequestRows(
-            low=low,
-            count=high - padding - low,
-            drafts=len(drafts) - padding,
-            padding=padding,
-            start=int(batch.num_computed_tokens_cpu[index]),
-            num_prompt_tokens=int(batch.num_prompt_tokens[index]),
-            token_ids=runner.input_ids.np[low:high],
-            sampled=sampled,
-            logit_end=logit_end,
-            verify_chance=self.explored.get(batch.req_ids[index], 1.0),
-        )

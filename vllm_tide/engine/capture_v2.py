@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows
-from vllm_tide.capture.topk import top_k_teacher
+from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.row_stage import TopRows, make_stage
+from vllm_tide.engine.row_stage import RunLayout, TopRows, make_stage
 from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
@@ -29,9 +29,6 @@ class CaptureV2(Recorder):
     Args:
         runner: vLLM's `GPUModelRunner` (V2) or its CPU subclass.
         ring: Where records go; it drops and counts what does not fit.
-        config: `tide.capture`.
-        num_aux: Number of captured layers.
-        hidden_size: H of the target.
         places: Steps under way, at most.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
     """
@@ -46,26 +43,23 @@ class CaptureV2(Recorder):
         places: int,
         tenant_key: bytes | None = None,
     ) -> None:
-        keeps_hidden = config.teacher in ("hidden", "both")
         topk = config.teacher_topk if config.teacher != "hidden" else 0
         logits = min(
             runner.max_num_tokens,
             runner.max_num_reqs * (runner.num_speculative_steps + 1),
         )
-        self._stage = make_stage(
-            runner.device,
-            places,
+        layout = RunLayout(
             runner.max_num_tokens,
+            logits if topk else 0,
             num_aux,
             hidden_size,
-            config.feature_dtype,
-            keeps_hidden,
-            logits,
+            WIRE_DTYPES[ring.spec.feature_dtype],
+            config.teacher == "hidden",
             min(topk, runner.vocab_size),
-            ring.capacity,
         )
+        self._stage = make_stage(runner.device, places, layout, ring.capacity)
         self._stage.warm_up(runner.dtype)
-        features_like, hidden_like = self._stage.like()
+        features_like, hidden_like = layout.like()
         super().__init__(ring, config, features_like, hidden_like, tenant_key)
         # Any number of rows and no columns.
         self._no_features = np.empty((runner.max_num_tokens, 0), features_like.dtype)
@@ -94,8 +88,12 @@ class CaptureV2(Recorder):
             logits: [num_logits, V], raw logits of the target.
         """
         self._logits_topk = None
-        if self._topk and logits.shape[0] and self.wish is Collect.FULL:
-            self._logits_topk = self._top(logits)
+        if not self._topk or not logits.shape[0] or self.wish is not Collect.FULL:
+            return
+        if self._workspace is None:
+            self._logits_topk = top_k_teacher(logits, self._topk)
+        else:
+            self._logits_topk = topk_teacher(logits, self._topk, self._workspace)
 
     def stage(
         self,
@@ -109,7 +107,6 @@ class CaptureV2(Recorder):
         returned (PIECEWISE graphs; all share one pool of memory).
 
         Args:
-            step: The step.
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
@@ -152,7 +149,6 @@ class CaptureV2(Recorder):
         """Write the records of a step that has landed.
 
         Args:
-            step: The step.
             overrun: Requests that had ended before it ran: their rows are no traffic.
         """
         staged, full = step.staged, step.full
@@ -188,11 +184,6 @@ class CaptureV2(Recorder):
     def close(self) -> None:
         """Let the staging memory go; nothing is staged after."""
         self._stage.close()
-
-    def _top(self, logits: torch.Tensor) -> TopRows:
-        if self._workspace is None:
-            return top_k_teacher(logits, self._topk)
-        return topk_teacher(logits, self._topk, self._workspace)
 
     def _wanted(self, req_id: str) -> bool:
         ticket = self._tickets.get(req_id)

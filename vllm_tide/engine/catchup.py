@@ -38,9 +38,6 @@ class DraftBacklog:
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
         mib: Most memory for features (MiB).
-        num_aux: Number of captured layers.
-        hidden_size: H of the target.
-        capacity: Number of request slots.
 
     Attributes:
         missing: int64 [capacity] positions to catch up, by slot.
@@ -91,7 +88,6 @@ class DraftBacklog:
             row: [n] first row of each request.
             count: [n] rows that were committed (accepted tokens).
             start: [n] position of each first row.
-            num_rows: Rows of the step.
         """
         if num_rows > self._size:
             self.holes += int(count.sum())
@@ -107,10 +103,8 @@ class DraftBacklog:
             self._store[low : low + num_rows, i * width : (i + 1) * width].copy_(
                 layer[:num_rows]
             )
-        step = _Step(
-            self._written, num_rows, slots.copy(), row.copy(), count.copy(), start
-        )
-        self._steps.append(step)
+        rows = slots.copy(), row.copy(), count.copy(), start
+        self._steps.append(_Step(self._written, num_rows, *rows))
         self._written += num_rows
         self.missing[slots] += count
 
@@ -137,7 +131,6 @@ class DraftBacklog:
         Args:
             indices: [m] the requests' indices in the runner's batch.
             slots: [m] their slots.
-            attention: vLLM's `CommonAttentionMetadata` of this step.
             newest: [m] the token after each request's last position, where that is of
                 this step.
 
@@ -166,7 +159,6 @@ class DraftBacklog:
         return last
 
     def _span(self, slot: int) -> tuple[int, np.ndarray]:
-        """First position and store rows of a slot's newest unbroken run."""
         parts: list[np.ndarray] = []
         first = expected = -1
         for step in reversed(self._steps):

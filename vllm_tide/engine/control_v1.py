@@ -9,56 +9,38 @@ never waits for a rank that thought otherwise.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import AdaSpecPolicy
-from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.online_time import OnlineTime, RoundSample, step_cost
+from vllm_tide.control.batch import Outcome
+from vllm_tide.control.costs import PROBE_REQUESTS
+from vllm_tide.control.online_time import RoundSample, step_cost
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.catchup import DraftBacklog
-from vllm_tide.engine.request_book import RequestBook
-from vllm_tide.engine.round_timer import RoundTimer
+from vllm_tide.engine.requests import Control
+from vllm_tide.engine.timers import RoundTimer
 
-logger = logging.getLogger("vllm.tide")
+CATCHUP_MIB = 64
+"""Memory for features of tokens the draft has not seen while drafting was off; older
+ones leave a hole in its KV cache."""
 
-# Requests and rows of one shadow probe, at most: it must be cheap, not precise.
-PROBE_REQUESTS = 4
+# Rows of one shadow probe, at most: it must be cheap, not precise.
 PROBE_ROWS = 256
 _PROBE = -1
 
 
-class ControlV1:
+class ControlV1(Control):
     """Decides how far the draft runs and which of its tokens are verified.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
-        config: `tide.control`.
-        most: num_speculative_tokens, the longest length.
-        num_aux: Number of captured layers.
-        hidden_size: H of the target.
         agree: Gives every rank the leader's integer; identity for one rank.
-        leader: Whether this rank decides.
-
-    Attributes:
-        policy: Who decides; None until the time model is known (the length is static),
-            on followers, and after a fault (the length is 0, for a while).
-        start: Gives a new policy and its times, at first and after a fault; None
-            where nobody decides.
-        times: What the policy predicts times with, if it does.
-        suspension: How long a fault keeps the length at 0.
-        explored: Chance, by request, of the newest drafts that only exploration sends
-            to verification.
-        faults: Contained faults by place.
-        on_round: Called with each measured round.
     """
 
     def __init__(
@@ -72,29 +54,18 @@ class ControlV1:
         leader: bool,
     ) -> None:
         capacity = int(runner.max_num_reqs)
+        super().__init__(capacity, int(runner.max_model_len), config, most)
         self._runner = runner
-        self.capacity = capacity
-        self.num_speculative_tokens = most
         self.agree = agree
         self.leader = leader
-        self.faults: Counter[str] = Counter()
         self._forced: int | None = None
-        self._book = RequestBook(capacity, int(runner.max_model_len), config)
-        self._table, self._slo = self._book.table, self._book.slo
         self._backlog = DraftBacklog(
-            runner, config.catchup_mib, num_aux, hidden_size, capacity
+            runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
         self.timer = RoundTimer()
-        self.policy: Policy | None = None
-        self.start: Callable[[], None] | None = None
-        self.times: OnlineTime | None = None
-        self.suspension = Suspension()
-        self.explored: dict[str, float] = {}
         self._decoding = (0, 0, 0)  # requests, context, verified tokens
-        self.on_round: list[Callable[[RoundSample], None]] = []
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
-        self._continues = False
         self._steps = 0
         self._asked = 0
         self._planned: list[str] = []
@@ -104,8 +75,6 @@ class ControlV1:
         self._off_slots = np.empty(0, np.int64)
         self._off_ids: list[str] = []
         self._newest = np.empty(0, np.int64)
-        self._probed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._told = (0, 0)
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
@@ -132,10 +101,8 @@ class ControlV1:
         """How many draft steps at most; 0 leaves the draft out of this step.
 
         Args:
-            scheduler_output: vLLM's.
             sampled_token_ids: [n, 1 + K] tokens of this step, -1 where rejected.
             aux_hidden_states: num_aux tensors [>= rows, H].
-            attention: vLLM's `CommonAttentionMetadata` of the step.
         """
         runner = self._runner
         req_ids = runner.input_batch.req_ids
@@ -146,10 +113,7 @@ class ControlV1:
         slots = self._contain("slots", self._slots, req_ids)
         if slots is None:
             return self.agree(0)
-        bounds = runner.query_start_loc.np[: num + 1]
-        row = bounds[:-1].astype(np.int64)
-        rows = np.diff(bounds).astype(np.int64)
-        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+        row, rows, start, num_rows = self._rows(num)
         spec = scheduler_output.scheduled_spec_decode_tokens
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
@@ -161,7 +125,6 @@ class ControlV1:
         accepted = np.maximum(emitted - 1, 0)
         count = rows - drafts + np.minimum(accepted, drafts)
         verified = int(drafts.sum())
-        num_rows = int(bounds[-1])
         self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
         decoding = rows - drafts == 1
         decodes, read = int(np.count_nonzero(decoding)), int(start[decoding].sum())
@@ -209,13 +172,9 @@ class ControlV1:
         Nothing was drafted, so every scheduled row is committed. Keeping the rows for
         the draft is all that is left to do.
         """
-        runner, slots = self._runner, self._off_slots
+        slots = self._off_slots
         num = len(slots)
-        bounds = runner.query_start_loc.np[: num + 1]
-        row = bounds[:-1].astype(np.int64)
-        count = bounds[1:] - row
-        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
-        rows = int(bounds[-1])
+        row, count, start, rows = self._rows(num)
         self._decoding = (num, int(start.sum()), 0)
         self._resting -= 1
         self._rests += 1
@@ -223,6 +182,13 @@ class ControlV1:
         keep = self._backlog.keep
         self._contain("keep", keep, aux_hidden_states, slots, row, count, start, rows)
         return self.agree(0)
+
+    def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """First row, rows and first position of each request; rows of the step."""
+        runner = self._runner
+        bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
+        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+        return bounds[:-1], np.diff(bounds), start, int(bounds[-1])
 
     def _decide(
         self,
@@ -242,7 +208,7 @@ class ControlV1:
         assert self.policy is not None  # noqa: S101 (it has just been started)
         self._slo.advance(slots, emitted, now)
         rested, self._rested = self._rested, 0
-        probe = self._probe_result(slots)
+        probe = self._probe_result(slots, self._newest, self._newest >= 0)
         if self._continues:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
@@ -259,22 +225,9 @@ class ControlV1:
                 )
             )
         self._sample = None
-        room = self._book.room(slots, context, self.num_speculative_tokens)
-        room[emitted == 0] = 0
-        plan = self.policy.plan(
-            Batch(
-                slots=slots,
-                context=context,
-                room=room,
-                sampled=self._table.sampled[slots],
-                limit=self._slo.limits(slots, now),
-                asked=self._slo.asked(slots, now),
-                first_rows=num_rows,
-                catchup_rows=int(self._backlog.missing[slots].sum()),
-                prefill=0,
-            ),
-            now,
-        )
+        waiting = int(self._backlog.missing[slots].sum())
+        batch = self._batch(slots, context, emitted, now, num_rows, waiting)
+        plan = self.policy.plan(batch, now)
         # A request that has no token yet may have a limit to keep from its first on.
         self._resting = plan.rest if emitted.all() else 0
         if plan.steps > 0:
@@ -292,7 +245,7 @@ class ControlV1:
         self._confidence = confidence
 
     def go_on(self) -> bool:
-        """Whether the draft runs once more."""
+        """True if the draft runs once more."""
         more = self.policy is not None or self.start is None
         if self._forced is not None:
             more = self._steps < self._forced
@@ -301,7 +254,6 @@ class ControlV1:
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
-        """The step ends."""
         if self._steps == self._asked and self._steps and self.policy is not None:
             # Nobody asks after the last pass whether to go on; its confidence counts.
             self._contain("end", self._tell_confidence)
@@ -314,7 +266,6 @@ class ControlV1:
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        """The prefix of each request's drafts that is verified."""
         self.explored = {}
         if self._planned != req_ids:
             # Not drafted in this step (off, or the input does not fit the draft).
@@ -336,14 +287,6 @@ class ControlV1:
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
 
-    def _contain(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a part that only the draft's quality depends on; None after a fault."""
-        try:
-            return call(*args)
-        except Exception as error:  # noqa: BLE001 - the serving boundary
-            self._lose(where, error)
-            return None
-
     def cost(self) -> float:
         """`Record.cost` of the step that ends."""
         if self.policy is None and self.start is not None:
@@ -353,94 +296,42 @@ class ControlV1:
         return step_cost(self.times.model, *self._decoding, self._steps)
 
     def _start_again(self, now: float) -> bool:
-        """A new policy in the place of one that failed, unless it is too soon."""
-        if self.start is None or self.suspension.left:
-            return False
-        self.start()
-        if self.policy is None:
-            return False
-        self._told, self._rests, self._sample = (0, 0), 0, None
-        for slot in self._table.slot_of.values():
-            self.policy.add(slot, bool(self._table.sampled[slot]), now)
-        return True
+        self._rests, self._sample = 0, None
+        return super()._start_again(now)
 
-    def _lose(self, where: str, error: Exception) -> None:
-        """A fault of the policy's: nothing is drafted until it is tried again."""
-        self.faults[f"control_{where}"] += 1
-        self.policy = self.times = None
+    def stop(self) -> None:
+        super().stop()
         self._resting = 0
-        if self.suspension.left:
-            return
-        # The type, not the message: a message may quote content.
-        logger.error(
-            "vllm_tide: control failed in %s (%s); the speculative length is 0 for the "
-            "next %d s, then control begins anew.",
-            where,
-            type(error).__name__,
-            self.suspension.begin(),
-            exc_info=logger.isEnabledFor(logging.DEBUG),
-        )
 
     def draft_swapped(self) -> None:
-        """Another draft is live: what was learnt of the old one counts less."""
         self._resting = 0  # it may pay where the old one did not
-        if self.policy is not None:
-            self.policy.draft_swapped()
+        super().draft_swapped()
 
-    def stats(self) -> dict[str, Any]:
-        """Totals and values for the metrics (`vllm_tide.metrics`)."""
-        suspended = {"control_suspended_s": self.suspension.left}
-        if self.policy is None:
-            return suspended
-        stats = self.policy.stats() | suspended
+    def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         lengths = [*stats["length_hist"]] or [0]
         lengths[0] += self._rests
         off = dict(stats.get("off_rounds", {}))
         off["no_gain"] = off.get("no_gain", 0) + self._rests
-        rounds, steps = stats["rounds"] + self._rests, stats["draft_steps"]
-        new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
-        self._told = (rounds, steps)
-        return stats | {
-            "draft_length": new_steps / new_rounds if new_rounds else None,
-            "rounds": rounds,
+        return {
+            "rounds": stats["rounds"] + self._rests,
             "off_rounds": off,
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
-            "malformed_slo": self._book.malformed_slo,
-            "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
-        table = self._table
-        fresh = [req_id for req_id in req_ids if req_id not in table.slot_of]
-        for req_id in fresh:
-            slot, given_up = table.begin(req_id, set(req_ids))
-            if given_up is not None:
-                self._end(given_up)
-            state = self._runner.requests[req_id]
-            self._admit(slot, state)
-        return table.slots(req_ids)
-
-    def _admit(self, slot: int, state: Any) -> None:
-        self._book.admit(slot, state.num_prompt_tokens, state.sampling_params)
-        self._backlog.forget(slot)
-        if self.policy is not None:
-            sampled = bool(self._table.sampled[slot])
-            self.policy.add(slot, sampled, time.monotonic())
-
-    def _forget(self, req_ids: Iterable[str]) -> None:
+        table, requests = self._table, self._runner.requests
         for req_id in req_ids:
-            slot = self._table.end(req_id)
-            if slot is not None:
-                self._end(slot)
+            if req_id in table.slot_of:
+                continue
+            state = requests[req_id]
+            facts = state.num_prompt_tokens, state.sampling_params
+            self._backlog.forget(self._admit(req_id, set(req_ids), *facts))
+        return table.slots(req_ids)
 
     def _end(self, slot: int) -> None:
         self._backlog.forget(slot)
-        self._slo.finish(slot)
-        if self._probed is not None and slot in self._probed[0]:
-            self._probed = None  # the slot's next request is another
-        if self.policy is not None:
-            self.policy.drop(slot)
+        super()._end(slot)
 
     def _probe(
         self,
@@ -467,21 +358,6 @@ class ControlV1:
         logits = self._runner.drafter.model.compute_logits(hidden)
         confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1).numpy()
         self._probed = (slots[able], confidence, logits.argmax(dim=-1).numpy())
-
-    def _probe_result(
-        self, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """The last probe's confidences and whether the target agreed."""
-        if self._probed is None:
-            return None
-        probed, confidence, token = self._probed
-        self._probed = None
-        where = {int(slot): i for i, slot in enumerate(slots)}
-        found = [i for i, slot in enumerate(probed) if int(slot) in where]
-        here = np.array([where[int(probed[i])] for i in found], np.int64)
-        good = self._newest[here] >= 0
-        kept = np.array(found, np.int64)[good]
-        return probed[kept], confidence[kept], token[kept] == self._newest[here[good]]
 
 
 def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:

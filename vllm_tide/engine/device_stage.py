@@ -16,12 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_tide.capture.pinned import PinnedBytes
-from vllm_tide.capture.recorder import TopK
-from vllm_tide.capture.run_ring import Run, RunRing
-from vllm_tide.capture.staging import wire_view
-from vllm_tide.engine.row_stage import TopRows
-from vllm_tide.engine.run_layout import RunLayout
+from vllm_tide.capture.staging import PinnedBytes, Run, RunRing
+from vllm_tide.engine.row_stage import RunLayout, StagedRows, TopRows
 from vllm_tide.kernels.pack_rows import NUM_LAYERS, pack_rows
 
 logger = logging.getLogger("vllm.tide")
@@ -30,95 +26,40 @@ STEPS_HELD = 3
 """Steps of the largest size that fit: one packed, one copied, one that is written."""
 
 
-class DeviceRows:
-    """A step's place: its run and the events that follow it.
+class DeviceRows(StagedRows):
+    """A step's place: its run and the events that follow it."""
 
-    Args:
-        stage: Where it goes back to.
-        max_rows: Most rows of a step.
-        device: Where the model runs.
-    """
-
-    def __init__(self, stage: DeviceStage, max_rows: int, device: torch.device) -> None:
+    def __init__(self, stage: DeviceStage, layout: RunLayout) -> None:
         self._stage = stage
         # Which rows: written by the host, read by the device once the step runs.
-        self.wanted = torch.empty(max_rows, dtype=torch.int32, pin_memory=True)
-        with torch.cuda.device(device):
+        self.wanted = torch.empty(layout.num_rows, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(stage.device):
             self.packed = torch.cuda.Event()
             self.landed = torch.cuda.Event()
         self.run: Run | None = None
-        self.layout: RunLayout | None = None
-        self.host: torch.Tensor | None = None
-
-    @property
-    def features(self) -> np.ndarray:
-        """See `StagedRows`."""
-        layout, host = self._held()
-        return wire_view(layout.features(host))
-
-    @property
-    def hidden(self) -> np.ndarray | None:
-        """See `StagedRows`."""
-        layout, host = self._held()
-        hidden = layout.hidden_states(host)
-        return None if hidden is None else wire_view(hidden)
-
-    @property
-    def topk(self) -> TopK | None:
-        """See `StagedRows`."""
-        layout, host = self._held()
-        top = layout.top(host)
-        if top is None:
-            return None
-        return top[0].numpy(), top[1].numpy(), top[2].numpy()
 
     def filled(self) -> bool:
-        """Whether the copy is done; a query, no wait."""
+        """True if the copy is done; a query, no wait."""
         return bool(self.landed.query())
 
     def release(self) -> None:
-        """See `StagedRows`."""
         self._stage.give_back(self)
-
-    def _held(self) -> tuple[RunLayout, torch.Tensor]:
-        if self.layout is None or self.host is None:
-            raise RuntimeError("rows were read after they were released")
-        return self.layout, self.host
 
 
 class DeviceStage:
-    """`RowStage` on a CUDA or ROCm device.
+    """`HostStage` for a CUDA or ROCm device.
 
     Args:
         places: Steps under way, at most.
-        max_rows: Most rows of a step.
-        num_aux: Number of captured layers.
-        hidden_size: H.
-        dtype: Of features and hidden states.
-        hidden: Whether hidden teachers are staged too.
-        max_logits: Most rows of logits of a step.
-        topk: Tokens of a top-k teacher; 0 for none.
-        device: Where the model runs.
+        layout: Of the largest step.
         room: Bytes of the ring: no more are staged at once, so twice them suffice.
     """
 
     def __init__(
-        self,
-        places: int,
-        max_rows: int,
-        num_aux: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        hidden: bool,
-        max_logits: int,
-        topk: int,
-        device: torch.device,
-        room: int,
+        self, places: int, layout: RunLayout, device: torch.device, room: int
     ) -> None:
-        self._device = device
-        self._kind = (num_aux, hidden_size, dtype, hidden, topk)
-        largest = RunLayout(max_rows, max_logits if topk else 0, *self._kind)
-        most = min(STEPS_HELD * largest.num_bytes, 2 * room)
+        self.device, self._layout, max_rows = device, layout, layout.num_rows
+        most = min(STEPS_HELD * layout.num_bytes, 2 * room)
         self._ring = RunRing(most + STEPS_HELD * 256)
         size = self._ring.num_bytes
         self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -128,10 +69,7 @@ class DeviceStage:
         self._some = torch.empty_like(self._all)
         lowest, _ = torch.cuda.Stream.priority_range()
         self._copies = torch.cuda.Stream(device, priority=lowest)
-        self._free = [DeviceRows(self, max_rows, device) for _ in range(places)]
-        empty = torch.empty(0, num_aux * hidden_size, dtype=dtype)
-        teacher = wire_view(torch.empty(0, hidden_size, dtype=dtype))
-        self._like = wire_view(empty), teacher if hidden else None
+        self._free = [DeviceRows(self, layout) for _ in range(places)]
         logger.info(
             "vllm_tide: capture stages rows in %.0f MiB on %s and as much on the host",
             size / 2**20,
@@ -145,9 +83,8 @@ class DeviceStage:
         rows: np.ndarray,
         topk: TopRows | None,
     ) -> DeviceRows | None:
-        """See `RowStage`. Every call only enqueues."""
-        logits = 0 if topk is None else len(topk[0])
-        layout = RunLayout(len(rows), logits, *self._kind)
+        """Every call only enqueues."""
+        layout = self._layout.of(rows, topk)
         run = self._ring.take(layout.num_bytes) if self._free else None
         if run is None:
             return None
@@ -156,7 +93,10 @@ class DeviceStage:
             part = slice(run.start, run.start + layout.num_bytes)
             on_device, on_host = self._device_bytes[part], self._host_bytes[part]
             wanted = self._upload(place, rows)
-            self._pack(layout, on_device, aux, hidden, wanted, topk)
+            if len(aux) == NUM_LAYERS:
+                pack_rows(aux, wanted, layout.features(on_device))
+                aux = ()
+            layout.fill(on_device, aux, hidden, wanted, topk)
             place.packed.record()
             self._copies.wait_event(place.packed)
             with torch.cuda.stream(self._copies):
@@ -170,17 +110,13 @@ class DeviceStage:
         return place
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """See `RowStage`. No argument of the kernel depends on the number of rows."""
-        num_aux, width, *_ = self._kind
-        layer = torch.zeros(1, width, dtype=dtype, device=self._device)
+        """No argument of the kernel depends on the number of rows."""
+        width, num_aux = self._layout.hidden_size, self._layout.num_aux
+        layer = torch.zeros(1, width, dtype=dtype, device=self.device)
         rows = np.zeros(1, np.int32)
         place = self.fill([layer] * num_aux, layer, rows, None)
         if place is not None:
             place.release()
-
-    def like(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `RowStage`."""
-        return self._like
 
     def give_back(self, rows: DeviceRows) -> None:
         """A step's run is free again, once its copy is done. Idempotent."""
@@ -205,29 +141,3 @@ class DeviceStage:
             return self._all[:n]
         place.wanted[:n].numpy()[:] = rows
         return self._some[:n].copy_(place.wanted[:n], non_blocking=True)
-
-    def _pack(
-        self,
-        layout: RunLayout,
-        block: torch.Tensor,
-        aux: Sequence[torch.Tensor],
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        topk: TopRows | None,
-    ) -> None:
-        width, features = layout.hidden_size, layout.features(block)
-        if len(aux) == NUM_LAYERS:
-            pack_rows(aux, rows, features)
-        else:
-            for i, part in enumerate(aux):
-                columns = features[:, i * width : (i + 1) * width]
-                columns.copy_(part.index_select(0, rows))
-        states, top = layout.hidden_states(block), layout.top(block)
-        if states is not None:
-            if states.dtype == hidden.dtype:
-                torch.index_select(hidden, 0, rows, out=states)
-            else:
-                states.copy_(hidden.index_select(0, rows))
-        if top is not None and topk is not None:
-            for out, part in zip(top, topk, strict=True):
-                out.copy_(part)

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
-from vllm_tide.swap.verify import DraftRefused
+from vllm_tide.engine.staged_draft import DraftRefused
 
 _SHARED = {"embed_tokens.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
 
@@ -83,7 +83,7 @@ def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
 
 
 def loads_in_place(draft: nn.Module) -> bool:
-    """Whether the draft computes with its parameters just as they were loaded."""
+    """True if the draft computes with its parameters just as they were loaded."""
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
     return current_platform.is_cuda_alike() and all(
         isinstance(getattr(module, "quant_method", None), plain)
@@ -102,8 +102,6 @@ def install(
     A pruned draft may come with another choice of tokens: its `d2t` is loaded with it.
 
     Args:
-        draft: vLLM's draft model.
-        vllm_config: The engine's configuration.
         tensors: Checkpoint names to full (unsharded) tensors.
         shared: Names that belong to the target and are not loaded.
 

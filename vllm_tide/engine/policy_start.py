@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import ConfigError, ControlConfig
+from vllm_tide.control.costs import KeptPassTimes
 from vllm_tide.control.fit import fit
-from vllm_tide.control.kept_pass import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy, make_policy
+from vllm_tide.control.policies import (
+    ControlSettings,
+    StaticPolicy,
+    ThresholdPolicy,
+    make_policy,
+)
 from vllm_tide.control.profile_store import (
     ProfileMismatch,
     StoredProfile,
@@ -20,11 +25,10 @@ from vllm_tide.control.profile_store import (
     profile_key,
     save,
 )
-from vllm_tide.control.settings import ControlSettings
 from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine.control_v1 import ControlV1
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.profiler import facts as timing_facts
+from vllm_tide.engine.facts import facts as timing_facts
 from vllm_tide.engine.profiler import measure
 
 logger = logging.getLogger("vllm.tide")
@@ -32,11 +36,6 @@ logger = logging.getLogger("vllm.tide")
 
 def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:
     """Load the profile of these models on this machine, or measure one; then decide.
-
-    Args:
-        worker: vLLM's `Worker` with its KV cache.
-        control: Gets its policy, on the leading rank.
-        config: `tide.control`.
 
     Raises:
         ConfigError: `tide.control.profile` cannot be used.
@@ -75,7 +74,7 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
 
 
 def needs_times(config: ControlConfig) -> bool:
-    """Whether the policy predicts times, from a profile or what stands in for one."""
+    """True if the policy predicts times, from a profile or what stands in for one."""
     return config.policy not in ("static", "threshold")
 
 
@@ -94,9 +93,6 @@ def start_predicting(
     would hide from the canary what its lengths cost.
 
     Args:
-        worker: vLLM's `Worker`.
-        control: Gets its policy.
-        config: `tide.control`.
         profile: Stands in for a profile; None: the stored one.
         late: vLLM will measure times: without any a policy is given later.
 
@@ -121,7 +117,7 @@ def start_predicting(
 
     def start() -> None:
         if config.policy == "threshold":
-            control.policy = ThresholdPolicy(settings.k_max, settings.threshold)
+            control.policy = ThresholdPolicy(settings.k_max)
             return
         if profile is None:
             control.policy = StaticPolicy(settings.k_max)
@@ -148,15 +144,10 @@ def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:
 
 def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlSettings:
     return ControlSettings(
-        policy=config.policy,
         k_max=control.num_speculative_tokens,
         min_gain=config.min_gain,
-        hysteresis=config.hysteresis,
         probe_share=config.probe_share,
-        threshold=config.threshold,
         verify=config.verify,
-        calibrate=config.calibrate,
-        half_life_tokens=config.half_life_tokens,
         max_requests=control.capacity,
     )
 

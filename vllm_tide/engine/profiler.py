@@ -10,8 +10,10 @@ Times come from the control's own clock, so what is fitted is what is observed l
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,13 +21,50 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tide.config import ConfigError
 from vllm_tide.control.online_time import RoundSample
-from vllm_tide.engine.profile_facts import facts
-from vllm_tide.engine.profile_record import Recorder
-from vllm_tide.engine.profile_shapes import Group, Limits, Step, groups
-from vllm_tide.engine.profile_steps import Take, steps_of
+from vllm_tide.engine.facts import facts
+from vllm_tide.engine.profile_steps import Group, Limits, Step, Take, groups, steps_of
 
-__all__ = ["facts", "measure"]
+# A shape is settled when its fastest repeats agree.
+_FASTEST = 3
+_AGREE = 1.05
+
+
+class Recorder:
+    """Rounds by shape, of which the faster half of a shape's repeats counts.
+
+    What disturbs a round only ever lengthens it, and by much: its threads meet at
+    barriers many times, so one that loses its core for a scheduler's slice makes a
+    draft pass of half a millisecond take ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[Hashable, list[RoundSample]] = defaultdict(list)
+
+    def add(self, shape: Hashable, sample: RoundSample) -> None:
+        self._rounds[shape].append(sample)
+
+    def settled(self, shape: Hashable) -> bool:
+        times = sorted(map(_seconds, self._rounds[shape]))
+        return len(times) >= _FASTEST and times[_FASTEST - 1] <= _AGREE * times[0]
+
+    def samples(self) -> list[RoundSample]:
+        found = []
+        for rounds in self._rounds.values():
+            found += sorted(rounds, key=_seconds)[: (len(rounds) + 1) // 2]
+        return found
+
+
+def _seconds(sample: RoundSample) -> float:
+    """Time in the two models; host time before a step is not a kernel's."""
+    drafted = 0.0
+    if sample.steps >= 1:
+        drafted += sample.draft_first_s
+    if sample.steps >= 2:
+        drafted += sample.draft_next_s
+    return sample.target_s + drafted
+
 
 logger = logging.getLogger("vllm.tide")
 
@@ -49,7 +88,6 @@ def measure(
     Args:
         worker: vLLM's `Worker` with its KV cache and our `tide`, nothing being served.
         quick: Few shapes, because a start-up waits.
-        num_speculative_tokens: Longest speculative length.
         budget_s: Seconds to spend, up to twice that until each shape was measured
             twice; None: by `quick`.
 
@@ -128,12 +166,7 @@ def measure(
 
 
 class _Bench:
-    """Feeds the runner with groups of made-up requests and collects the samples.
-
-    Args:
-        worker: vLLM's worker.
-        num_speculative_tokens: K.
-    """
+    """Feeds the runner with groups of made-up requests and collects the samples."""
 
     def __init__(self, worker: Any, num_speculative_tokens: int) -> None:
         self._worker = worker
@@ -202,7 +235,7 @@ class _Bench:
 
     def run(self, group: Group) -> None:
         """Run every step of a group once."""
-        self._end(self._running)
+        self._ended.update(self._running)
         self._next_block = 1
         self._running = [self._name() for _ in range(group.requests)]
         # Kernels read whole blocks: contexts that differ, as they do when serving.
@@ -220,17 +253,16 @@ class _Bench:
         self._runs.settle()
 
     def settled(self, group: Group) -> bool:
-        """Whether no step of a group needs to be repeated."""
+        """True if no step of a group needs to be repeated."""
         return all(
             self.recorder.settled((group.requests, group.context, step))
             for step in group.steps
         )
 
     def clean_up(self) -> None:
-        """Leave no request in the runner."""
         from vllm.v1.core.sched.output import SchedulerOutput
 
-        self._end(self._running)
+        self._ended.update(self._running)
         self._running = []
         output = SchedulerOutput.make_empty()
         output.finished_req_ids, self._ended = self._ended, set()
@@ -253,7 +285,7 @@ class _Bench:
         shape = (group.requests, group.context, step)
         take = partial(self.recorder.add, shape)
         self._step(new, scheduled, spec, step.steps, take)
-        self._end([request.req_id for request in new])
+        self._ended.update([request.req_id for request in new])
         self._next_block = before
 
     def _step(
@@ -330,9 +362,6 @@ class _Bench:
         self._count += 1
         return f"{_PREFIX}{self._count}"
 
-    def _end(self, names: list[str]) -> None:
-        self._ended.update(names)
-
 
 @contextmanager
 def _undisturbed(worker: Any) -> Iterator[None]:
@@ -346,3 +375,87 @@ def _undisturbed(worker: Any) -> Iterator[None]:
     finally:
         torch.set_rng_state(states)
         tide.capture, control.policy = capture, policy
+
+
+def measure_engine(
+    model: str,
+    draft: str,
+    *,
+    num_speculative_tokens: int,
+    dtype: str = "auto",
+    quick: bool = False,
+    seconds: float | None = None,
+    serve_args: Sequence[str] = (),
+) -> tuple[list[RoundSample], dict[str, Any]]:
+    """Starts an engine in this process, measures it and stops it.
+
+    Args:
+        draft: Its EAGLE-3 draft.
+        seconds: Time to spend; None: by `quick`.
+
+    Returns:
+        The measured rounds of the leading rank, and the facts they hold for.
+    """
+    arguments = ["--dtype", dtype, *serve_args]
+    with open_engine(model, draft, num_speculative_tokens, arguments) as engine:
+        ranks = engine.collective_rpc(
+            measure_worker, args=(quick, num_speculative_tokens, seconds)
+        )
+    samples, facts = ranks[0]
+    return samples, facts
+
+
+@contextmanager
+def open_engine(
+    model: str, draft: str, num_speculative_tokens: int, serve_args: Sequence[str]
+) -> Iterator[Any]:
+    """A controlled vLLM engine in this process, as `LLMEngine`.
+
+    Args:
+        draft: Its EAGLE-3 draft.
+    """
+    # The engine core in this process: the worker is reached without serialisation.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from huggingface_hub.errors import HfHubHTTPError
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-tide profile"))
+    words = parser.parse_args(["--model", model, *serve_args])
+    words.speculative_config = {
+        "method": "eagle3",
+        "model": draft,
+        "num_speculative_tokens": num_speculative_tokens,
+        "tide": {
+            "capture": {"enabled": False},
+            "swap": {"enabled": False},
+            # Needs no times, so that it starts on Model Runner V2 too.
+            "control": {"policy": "threshold"},
+        },
+    }
+    try:
+        config = EngineArgs.from_cli_args(words).create_engine_config()
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        said = " ".join(str(error).split()).partition(" [type=")[0]
+        raise ConfigError(
+            f"vLLM cannot serve target {model!r} with draft {draft!r}: {said}"
+        ) from error
+    engine = LLMEngine.from_vllm_config(config)
+    try:
+        yield engine
+    finally:
+        engine.engine_core.shutdown()
+
+
+def measure_worker(
+    worker: Any, quick: bool, num_speculative_tokens: int, seconds: float | None
+) -> tuple[list[RoundSample], dict[str, Any]]:
+    """Measure inside a worker; arguments as in `measure_engine`."""
+    samples = measure(
+        worker,
+        quick=quick,
+        num_speculative_tokens=num_speculative_tokens,
+        budget_s=seconds,
+    )
+    return samples, facts(worker)

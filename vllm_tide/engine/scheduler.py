@@ -6,7 +6,7 @@ engine core: the order names the new requests that have one.
 
 The draft's KV lies in the blocks of the target's, under hashes that do not know the
 draft: a request that finds its prefix in the cache drafts on KV of the draft that was
-live when the prefix was computed, unless `tide.swap.draft_kv` is `reset`.
+live when the prefix was computed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from functools import cache
 from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
-from vllm_tide.engine.request_book import argument, length_cap
+from vllm_tide.engine.requests import argument, length_cap
 from vllm_tide.engine.server_log import MetricsLine
+from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
 
@@ -44,7 +45,6 @@ def make_scheduler(
     """None unless `tide` is configured: the cost of *off* is one `is None`.
 
     Args:
-        speculative_config: vLLM's.
         scheduler: vLLM's `Scheduler`; its KV cache manager may not be there yet.
 
     Raises:
@@ -65,16 +65,13 @@ class SchedulerTide:
     """TIDE in the scheduler.
 
     Args:
-        longest: num_speculative_tokens.
         scheduler: vLLM's `Scheduler`: its requests, its block pool.
-        config: The `tide` section.
     """
 
     def __init__(self, longest: int, scheduler: Any, config: TideConfig) -> None:
         self._longest = longest
         self._scheduler = scheduler
         self._keep_out = not config.capture.salted
-        self._reset = config.swap.draft_kv == "reset"
         self._staged = 0
         self._ordered = 0
         self._depth: int | None = None
@@ -82,6 +79,7 @@ class SchedulerTide:
         self._stats: dict[str, Any] | None = None
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
+        self._counted: dict[Any, float] = {}
         self._line = MetricsLine(longest)
         # Hash of each cached block by its id when the live draft was ordered.
         self._old: dict[int, Any] = {}
@@ -123,26 +121,12 @@ class SchedulerTide:
             request.__class__, request.spec_token_ids = _capped(kind), []
 
     def _leave_old_kv(self) -> None:
-        """Find no block again that the draft before has written, or remember them.
-
-        Evicted blocks need not be free: running requests keep theirs. A block that such
-        a request fills later may be found, once its prefix was computed anew.
-        """
-        manager = self._scheduler.kv_cache_manager
+        """Remember the cached blocks that the draft before has written."""
         self._old = {
             block.block_id: block.block_hash
-            for block in manager.block_pool.blocks
+            for block in self._scheduler.kv_cache_manager.block_pool.blocks
             if block.block_hash is not None
         }
-        if self._reset:
-            manager.evict_blocks(set(self._old))
-            logger.info(
-                "vllm_tide: draft %d: %d blocks left the prefix cache with the KV of "
-                "the draft before (tide.swap.draft_kv).",
-                self._ordered,
-                len(self._old),
-            )
-            self._old = {}
 
     def _prefix(self, new: Any, num_prompt_tokens: int) -> str:
         """Cached share of a prompt, `_old` where an earlier draft wrote it."""
@@ -166,9 +150,6 @@ class SchedulerTide:
         Model Runner V2's worker predicts them (`ControlV2.depth`); V1's decides for
         itself when the step has come that far. A prediction replaces vLLM's table of
         lengths, which may be there only for the graphs to capture (`arguments.py`).
-
-        Args:
-            most: What vLLM would draft.
         """
         return most if self._depth is None else min(self._depth, self._longest)
 
@@ -201,6 +182,7 @@ class SchedulerTide:
             }
             self._swap_seconds = []
             self._line.observe(stats)
+            stats = increments(stats, self._counted)
         return stats
 
 

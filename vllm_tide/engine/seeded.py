@@ -26,11 +26,7 @@ def _mix(value: int) -> int:
 
 
 class PositionNoise(torch.Generator):
-    """A request's generator, whose numbers depend on its seed and a position only.
-
-    Args:
-        seed: The request's.
-    """
+    """A request's generator, whose numbers depend on its seed and a position only."""
 
     def __new__(cls, seed: int) -> PositionNoise:
         """A generator on the CPU; torch's takes a device in place of the seed."""
@@ -92,7 +88,6 @@ class SeededSampling:
         Args:
             output: int32 [n, 1 + longest draft], tokens of the step, -1 where rejected;
                 rows of seeded requests with drafts are written.
-            metadata: vLLM's `SpecDecodeMetadata`.
             logits: float32 [drafted tokens, V], after penalties, temperature, top-k and
                 top-p.
             bonus: int32 [n, 1], the token after all drafted ones, already sampled.

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_tide.engine.event_timer import Reading
 from vllm_tide.engine.row_stage import StagedRows
+from vllm_tide.engine.timers import Reading
 from vllm_tide.kernels.gather_step import gather_step
 
 # Steps under way: two that the scheduler queues, one whose rows are being written.
@@ -39,14 +39,7 @@ def cut_on_device(batch: Any) -> bool:
 
 
 class Place:
-    """Host memory for one step, and the event that says it is filled.
-
-    Args:
-        max_rows: Most rows of a step.
-        max_reqs: Most requests of a step.
-        depth: num_speculative_tokens.
-        device: Where the model runs.
-    """
+    """Host memory for one step, and the event that says it is filled."""
 
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
@@ -91,7 +84,6 @@ class Place:
         self._enqueue(parts)
 
     def warm_up(self) -> None:
-        """Compile what `fill` needs, before anything is served."""
         one, row = self._device[:1], torch.zeros_like(self._device[:2]).view(1, 2)
         self._enqueue([one, one, row.long(), one, row.float(), row.long()[:, 0]])
 
@@ -108,7 +100,7 @@ class Place:
             self._event.record()
 
     def filled(self) -> bool:
-        """Whether the copies have landed; never waits."""
+        """True if the copies have landed; never waits."""
         return self._event is None or bool(self._event.query())
 
     def arrays(self) -> list[np.ndarray]:
@@ -148,7 +140,6 @@ class Step:
         logit_ends: int32 [n], end of each request's rows in the logits.
         num_prompt_tokens: int32 [n].
         version: Version of the draft that runs after it.
-        place: Its host memory.
         steps: Draft steps that ran, for the next step's verification.
         whole: Whether all of it was enqueued, draft and copies included.
         cut: Whether drafts were cut on the device.
@@ -157,7 +148,6 @@ class Step:
             one is not known.
         full: For capture: True if its rows were staged, False if it asks for ids and
             counts only, None if it is left out.
-        staged: Its rows, where they were staged.
         first: Of each request whose rows were staged: the first of them there.
         size: Bytes of the ring that they may take.
         timing: For control: what the clock says of it.
@@ -200,7 +190,6 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of the step."""
         return int(self.bounds[-1])
 
     def read(self) -> None:
@@ -223,17 +212,7 @@ class Step:
 
 
 class StepLog:
-    """Steps under way, in order.
-
-    Args:
-        max_rows: Most rows of a step.
-        max_reqs: Most requests of a step.
-        depth: num_speculative_tokens.
-        device: Where the model runs.
-
-    Attributes:
-        lost: Steps that found no place.
-    """
+    """Steps under way, in order."""
 
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
@@ -252,7 +231,6 @@ class StepLog:
         Args:
             batch: vLLM's `InputBatch` (V2).
             prompt_len: int32, prompt length by request slot.
-            version: Version of the draft.
 
         Returns:
             The step, which `fill` completes, or None if no place was free.
@@ -294,12 +272,7 @@ class StepLog:
         self._gap = True
 
     def fill(self, step: Step, *numbers: Any) -> None:
-        """The step was enqueued whole: enqueue the copies of its numbers.
-
-        Args:
-            step: What `open` gave.
-            numbers: Arguments of `Place.fill`.
-        """
+        """The step was enqueued whole: enqueue the copies of its numbers."""
         try:
             step.place.fill(*numbers)
             step.place.seal()
@@ -315,9 +288,6 @@ class StepLog:
 
     def begin(self, ended: Sequence[str]) -> bool:
         """The next step begins.
-
-        Args:
-            ended: Requests that ended since the step before.
 
         Returns:
             Whether a step under way took note of them; else nothing is under way.

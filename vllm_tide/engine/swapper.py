@@ -15,25 +15,26 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vllm_tide.engine.install import install, shared_with_target, verify_installed
-from vllm_tide.swap.device_room import DeviceRoom
-from vllm_tide.swap.stage import StagedDraft, Stager
-from vllm_tide.swap.verify import DraftContract
+from vllm_tide.engine.staged_draft import (
+    DeviceBuffer,
+    DraftContract,
+    StagedDraft,
+    Stager,
+)
 from vllm_tide.tracing import open_tracing
 from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm.tide")
+
+MAX_NORM_RATIO = 16.0
+"""A tensor whose norm grew by more than this factor is refused."""
 
 
 class Swapper:
     """Installs drafts and remembers the last good one.
 
     Args:
-        draft: vLLM's draft model.
-        target: vLLM's target model.
-        vllm_config: The engine's configuration.
         checkpoint: Directory of the draft the server started with.
-        segment: Weights segment to watch.
-        max_norm_ratio: See `tide.swap.max_norm_ratio`.
         group: vLLM's tensor-parallel group, or None with one rank.
         cores: Cores for the thread that checks publications.
 
@@ -49,7 +50,6 @@ class Swapper:
         vllm_config: Any,
         checkpoint: Path,
         segment: WeightsSegment,
-        max_norm_ratio: float,
         group: Any = None,
         cores: set[int] | None = None,
     ) -> None:
@@ -62,15 +62,15 @@ class Swapper:
         reference = checkpoint_tensors(checkpoint)
         self._contract = DraftContract(
             reference,
-            max_norm_ratio,
+            MAX_NORM_RATIO,
             self.shared,
             vllm_config.model_config.get_vocab_size(),
         )
         device = next(draft.parameters()).device
-        self._room: DeviceRoom | None = None
+        self._room: DeviceBuffer | None = None
         if device.type != "cpu":
             dtype = vllm_config.speculative_config.draft_model_config.dtype
-            self._room = DeviceRoom(reference, self.shared, dtype, device)
+            self._room = DeviceBuffer(reference, self.shared, dtype, device)
         self.stager = Stager(segment, self._contract, cores, self._room)
         self._last_good: StagedDraft | None = None
         self.version = 0
@@ -132,7 +132,6 @@ class Swapper:
             self._tracing.span("swap", time.perf_counter() - began, facts)
 
     def report(self) -> None:
-        """Tell the trainer what is live and what was refused last."""
         self._segment.report(
             self.version,
             self.stager.last_refused_version,

@@ -2,6 +2,9 @@
 
 The trainer with `tide.train.autostart`, one for all engines of a run directory that
 serve the same; the relay with `tide.spool.url`: then the trainer is elsewhere.
+
+The CPU backend binds the model's threads; a thread or child of ours would inherit that
+and compete with the model. Other threads still carry what the operator gave.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
+from typing import TypeVar
+
+from threadpoolctl import threadpool_limits
 
 from vllm_tide.config import SpoolConfig, TideConfig
 from vllm_tide.transport.rendezvous import take_lock
@@ -39,7 +46,6 @@ class TrainerProcess:
     """Trainer or relay as a child of the worker; a dead one never affects serving.
 
     Args:
-        engine_id: Engine to train for.
         run_dir: Where its manifest is; the child's log goes there too.
         group: Engines with the same one have one trainer (`group_of`).
         spool: `tide.spool`; the child, `process`, is a relay when it has a URL.
@@ -48,7 +54,6 @@ class TrainerProcess:
     def __init__(
         self, engine_id: str, run_dir: Path, group: str, spool: SpoolConfig
     ) -> None:
-        """Nothing is started yet."""
         self._kind = "train" if spool.url is None else "relay"
         self._name = "trainer" if spool.url is None else "relay"
         self._whom = group if spool.url is None else engine_id
@@ -143,3 +148,72 @@ class TrainerProcess:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+
+T = TypeVar("T")
+
+
+def _bound(process: int | str) -> list[set[int]]:
+    """Cores that each thread of a process may run on."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError):
+                found.append(os.sched_getaffinity(int(task)))
+    return found
+
+
+def given_cores() -> set[int]:
+    """Union of what the threads of this process, and its parent, may run on."""
+    cores = set(os.sched_getaffinity(0))
+    # A worker process may be bound as a whole; the process that started it is not.
+    with contextlib.suppress(OSError):
+        cores |= os.sched_getaffinity(os.getppid())
+    return cores.union(*_bound("self"))
+
+
+def free_cores(given: set[int]) -> set[int]:
+    """Those of `given` that no rank of the engine is bound to; all if none is left.
+
+    A rank's thread is bound if it may run on less than `given` and on other cores than
+    the process that started the ranks.
+    """
+    parent = os.getppid()
+    ranks = {str(os.getpid())}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            with contextlib.suppress(OSError):
+                ranks |= set((task / "children").read_text().split())
+    started = set().union(*_bound(parent))
+    bound = {
+        core
+        for rank in ranks
+        for cores in _bound(rank)
+        if cores < given and cores != started
+        for core in cores
+    }
+    return given - bound or given
+
+
+def call_on(cores: set[int], call: Callable[[], T]) -> T:
+    """Run `call` in a thread on `cores`; processes it starts inherit them."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+        results.append(call())
+
+    thread = Thread(target=run, name="vllm-tide-start")
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def use_one_blas_thread() -> None:
+    """Limits NumPy's BLAS in this process; Torch's own threads are not touched.
+
+    Some of the policy's products are just large enough for OpenBLAS to share them out
+    over threads, which take cores from the model and gain nothing at this size.
+    """
+    threadpool_limits(limits=1, user_api="blas")

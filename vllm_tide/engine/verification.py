@@ -28,11 +28,48 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
 )
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.control.kept_pass import KeptPass
+from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.time_model import TimeModel
+from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, Prices
-from vllm_tide.engine.measured_times import times_of_tables
+
+# Of the dearest step: a slope that changes by less is rounding.
+_BEND = 1e-6
+
+
+def times_of_tables(
+    draft_ms: np.ndarray, target_ms: np.ndarray, passes: int
+) -> TimeModel:
+    """A time model from the costs that vLLM measures for its adaptive verification.
+
+    They stand in for a profile where there is none. What is spent around the forwards,
+    and what context costs, is learnt while it serves: all was measured at one length,
+    `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and is taken for the price of the
+    tokens.
+
+    Args:
+        draft_ms: float64 [1 + most requests], ms of all draft passes by requests.
+        target_ms: float64 [1 + most tokens], ms of the target's forward by tokens;
+            neither falls.
+    """
+    each = draft_ms / passes
+    return TimeModel(
+        target=_forward(target_ms),
+        # Its first pass also runs the rows that were drafted before.
+        draft_first=_forward(each, rows=1 + passes),
+        draft_next=_forward(each),
+    )
+
+
+def _forward(costs_ms: np.ndarray, rows: int = 1) -> ForwardModel:
+    """Knots where a table bends: exact, stairs too. `rows` of the pass per entry."""
+    seconds = np.maximum.accumulate(costs_ms[1:]) / 1e3
+    bends = np.ones(len(seconds), bool)
+    bends[1:-1] = np.abs(np.diff(seconds, 2)) > _BEND * seconds[-1]
+    at = np.flatnonzero(bends)
+    knots = (rows * (at + 1)).tolist()
+    return ForwardModel(tuple(knots), tuple(seconds[at].tolist()), alpha=0.0)
+
 
 logger = logging.getLogger("vllm.tide")
 
@@ -52,7 +89,6 @@ class PricedVerification(AdaptiveVerificationManager):
         look_share: Share of rounds that verify all that was drafted.
         on_measured: Without a profile: told the times that upstream measured, whose
             refinement the prices are then; None: upstream's costs are taken.
-        upstream: Arguments of upstream's manager.
 
     Attributes:
         verify_chance: `Record.verify_chance` of the step that begins: the share of
@@ -86,12 +122,7 @@ class PricedVerification(AdaptiveVerificationManager):
         self.verify_chance = 0.0
 
     def order(self, scheduler_output: Any, version: int) -> None:
-        """A step begins: its draft steps and its prices.
-
-        Args:
-            scheduler_output: vLLM's.
-            version: Version of the live draft.
-        """
+        """A step begins: its draft steps and its prices."""
         self._prices = (scheduler_output.tide or {}).get("prices")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
         self.verify_chance = 0.0

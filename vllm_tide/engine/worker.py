@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,19 +23,23 @@ from vllm_tide.capture.policy import OVERLOAD
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture_v1 import CaptureV1
-from vllm_tide.engine.cores import call_on, free_cores, given_cores
-from vllm_tide.engine.draft_facts import draft_facts
+from vllm_tide.engine.facts import draft_facts
 from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
-from vllm_tide.engine.trainer_process import TrainerProcess
-from vllm_tide.json_text import plain
+from vllm_tide.engine.trainer_process import (
+    TrainerProcess,
+    call_on,
+    free_cores,
+    given_cores,
+)
 from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.ring import RingSpec, RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.ring_format import Collect, RingSpec
+from vllm_tide.transport.small_file import plain
 from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 
@@ -43,6 +48,10 @@ if TYPE_CHECKING:
     from vllm_tide.engine.scheduler import Order
 
 logger = logging.getLogger("vllm.tide")
+
+FEATURE_DTYPE = "bfloat16"
+"""Of captured features and hidden teachers: half the size of float32's, and its range,
+which float16 has not."""
 
 REPORT_SECONDS = 0.5
 REPLACE_SECONDS = 2.0
@@ -70,6 +79,13 @@ def make_worker(worker: Any) -> WorkerTide | None:
     return tide
 
 
+def with_topk_of(config: TideConfig, vocab_size: int) -> TideConfig:
+    """A top-k teacher has no more entries than the target has tokens."""
+    topk = min(config.capture.teacher_topk, vocab_size)
+    capture = config.capture.model_copy(update={"teacher_topk": topk})
+    return config.model_copy(update={"capture": capture})
+
+
 def _refuse_reload(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         "tide: what was learnt is of the weights that the target started with; restart "
@@ -78,21 +94,16 @@ def _refuse_reload(*_: Any, **__: Any) -> None:
 
 
 class WorkerTide:
-    """TIDE in one worker.
-
-    Args:
-        worker: vLLM's worker.
-        config: The parsed `tide` section.
-    """
+    """TIDE in one worker."""
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         from vllm.distributed import get_tp_group
 
-        self._config = config
         self._worker = worker
         self._group = get_tp_group() if get_tp_group().world_size > 1 else None
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
+        self._config = config = with_topk_of(config, self._facts.vocab_size)
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
         self._guard, self._reports = Guard("capture"), Guard("reporting")
         self._seeded: SeededSampling | None = None
@@ -118,7 +129,7 @@ class WorkerTide:
         self._tenant_key_id = ""
         self.swapper: Swapper | None = None
         self.control: ControlV1 | None = None
-        # What changes timing, as it was when it was first asked for (`profile_facts`).
+        # What changes timing, as it was when it was first asked for (`facts`).
         self.timing_facts: dict[str, Any] | None = None
         cores = given_cores()
         room = self._leader and self._clean_run_dir()
@@ -150,13 +161,8 @@ class WorkerTide:
         """Between two steps: install an ordered draft, forget ended requests."""
         if self.control is not None:
             self.control.begin(scheduler_output)
-        self._install_ordered(scheduler_output.tide)
-        if self._guard.retry() and self.capture is not None:
-            self.capture.resume()
-        if self.capture is not None and scheduler_output.finished_req_ids:
-            self._guard.always(
-                "forget", self.capture.forget, tuple(scheduler_output.finished_req_ids)
-            )
+        self._between_steps(scheduler_output.tide)
+        self._forget(tuple(scheduler_output.finished_req_ids))
         self._keep_out(scheduler_output.tide)
 
     def on_logits(self, logits: Any) -> None:
@@ -259,6 +265,15 @@ class WorkerTide:
         if self.capture is not None and order is not None and "salted" in order:
             self._guard.always("keep_out", self.capture.keep_out, order["salted"])
 
+    def _forget(self, req_ids: Sequence[str]) -> None:
+        if self.capture is not None and req_ids:
+            self._guard.always("forget", self.capture.forget, req_ids)
+
+    def _between_steps(self, order: Order | None) -> None:
+        self._install_ordered(order)
+        if self._guard.retry() and self.capture is not None:
+            self.capture.resume()
+
     def _install_ordered(self, order: Order | None) -> None:
         if order is None or "install" not in order or self.swapper is None:
             return
@@ -295,15 +310,18 @@ class WorkerTide:
         self.capture = self._make_capture(self._ring, key)
         self._closing = heed_switches(self.capture, self._run_dir)
 
-    def _make_capture(self, ring: RingWriter, tenant_key: bytes) -> CaptureV1:
+    def _make_capture(
+        self, ring: RingWriter, tenant_key: bytes, kind: Any = CaptureV1, **more: int
+    ) -> Any:
         facts = self._facts
-        return CaptureV1(
+        return kind(
             self._worker.model_runner,
             ring,
             self._config.capture,
             len(facts.aux_layer_ids),
             facts.hidden_size,
             tenant_key=tenant_key,
+            **more,
         )
 
     def _create_ring(self) -> RingWriter:
@@ -313,7 +331,7 @@ class WorkerTide:
             hidden_size=facts.hidden_size,
             aux_layer_ids=facts.aux_layer_ids,
             vocab_size=facts.vocab_size,
-            feature_dtype=capture.feature_dtype,
+            feature_dtype=FEATURE_DTYPE,
             teacher=capture.teacher,
             teacher_topk=capture.teacher_topk,
         )
@@ -390,7 +408,6 @@ class WorkerTide:
             worker.vllm_config,
             facts.draft_path,
             self._segment,
-            self._config.swap.max_norm_ratio,
             self._group,
             cores,
         )
@@ -412,8 +429,8 @@ class WorkerTide:
         )
 
     def _open_control(self, worker: Any) -> None:
-        from vllm_tide.engine.blas import use_one_blas_thread
         from vllm_tide.engine.control_v1 import ControlV1
+        from vllm_tide.engine.trainer_process import use_one_blas_thread
 
         use_one_blas_thread()
         facts = self._facts
@@ -428,7 +445,6 @@ class WorkerTide:
         )
 
     def agree(self, value: int) -> int:
-        """The leader's integer, on every rank."""
         if self._group is None:
             return value
         told = torch.tensor([value], dtype=torch.int64)
@@ -449,7 +465,7 @@ class WorkerTide:
             weights="" if self._segment is None else self._segment.name,
             teacher=capture.teacher,
             teacher_topk=capture.teacher_topk,
-            feature_dtype=capture.feature_dtype,
+            feature_dtype=FEATURE_DTYPE,
             shared=sorted(self.swapper.shared) if self.swapper is not None else [],
             tide=self._config.model_dump(),
             created_unix=time.time(),
@@ -497,7 +513,6 @@ class WorkerTide:
         return cast(dict[str, Any], plain(report))
 
     def _faults(self) -> Counter[str]:
-        """Contained faults by place, and segments that were replaced."""
         faults = self._guard.faults + self._reports.faults + self._losses
         if self.control is not None:
             faults += self.control.faults

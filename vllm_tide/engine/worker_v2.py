@@ -17,19 +17,62 @@ import torch
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import TideConfig
+from vllm_tide.engine.adaptive_arguments import offered, replay_each, rounded
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.event_timer import EventTimer, HostClock
-from vllm_tide.engine.graph_lengths import offered, replay_each, rounded
-from vllm_tide.engine.profile_facts import facts
+from vllm_tide.engine.facts import facts
 from vllm_tide.engine.step_log import Step, StepLog, Timing
-from vllm_tide.engine.sureness import Sureness
+from vllm_tide.engine.timers import EventTimer, HostClock
 from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
 
 if TYPE_CHECKING:
     from vllm_tide.control.time_model import TimeModel
     from vllm_tide.engine.verification import PricedVerification
+
+
+class ConfidenceTable:
+    """Table of confidences (the highest probability of a row), filled per draft step.
+
+    It is filled in every draft pass, mostly inside its captured graph, of which a
+    softmax would hold two float32 tables of the whole vocabulary for good. On a device
+    the kernel of the top-k teacher lists one token instead, in memory made once.
+
+    Args:
+        vocab: Entries of a row; rows of another length allocate.
+
+    Attributes:
+        table: float32 [max_reqs, depth], on the device.
+    """
+
+    def __init__(
+        self, max_reqs: int, depth: int, vocab: int, device: torch.device
+    ) -> None:
+        self.table = torch.zeros(max_reqs, depth, device=device)
+        self._vocab = vocab
+        self._workspace = None
+        if device.type != "cpu":
+            self._workspace = TopKWorkspace(max_reqs, vocab, 1, device)
+
+    def keep(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
+        """Take the logits of a draft step; waits for nothing.
+
+        Args:
+            logits: [n, vocab], n at most `max_reqs`.
+            draft_step: int64 [], which step; on the device, as graphs are replayed.
+        """
+        sure = self._highest(logits)
+        where = draft_step.expand(len(sure), 1)
+        self.table[: len(sure)].scatter_(1, where, sure)
+
+    def _highest(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._workspace is None:
+            return torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
+        fits = logits.shape[1] == self._vocab
+        top = topk_teacher(logits, 1, self._workspace if fits else None)
+        return top.logprobs.exp_()
+
 
 logger = logging.getLogger("vllm.tide")
 
@@ -38,12 +81,7 @@ MADE_UP = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 
 
 class WorkerTideV2(WorkerTide):
-    """TIDE in one worker with Model Runner V2.
-
-    Args:
-        worker: vLLM's worker.
-        config: The parsed `tide` section.
-    """
+    """TIDE in one worker with Model Runner V2."""
 
     capture: CaptureV2 | None  # type: ignore[assignment]
     control: ControlV2 | None  # type: ignore[assignment]
@@ -56,7 +94,7 @@ class WorkerTideV2(WorkerTide):
         self._log = StepLog(
             runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
         )
-        self._sureness = Sureness(
+        self._confidences = ConfidenceTable(
             runner.max_num_reqs, depth, runner.vocab_size, runner.device
         )
         # Apart from capture's: control goes on when capture is switched off.
@@ -125,7 +163,6 @@ class WorkerTideV2(WorkerTide):
         Args:
             create: Upstream's factory, which makes none where none is wanted, and
                 refuses attention backends without graphs for mixed lengths.
-            upstream: Its arguments.
 
         Returns:
             The manager, or None.
@@ -184,10 +221,8 @@ class WorkerTideV2(WorkerTide):
         self._made_up = next(iter(scheduled), "").startswith(MADE_UP)
         if self._made_up:
             return
-        self._install_ordered(scheduler_output.tide)
+        self._between_steps(scheduler_output.tide)
         self._steps.retry()
-        if self._guard.retry() and self.capture is not None:
-            self.capture.resume()
         if self._verification is not None:
             version = 0 if self.swapper is None else self.swapper.version
             self._verification.order(scheduler_output, version)
@@ -219,8 +254,8 @@ class WorkerTideV2(WorkerTide):
         """
         if draft_step is None or self.control is None:
             return
-        self._steps.run("draft_logits", self._sureness.keep, logits, draft_step)
-        self.control.draft_ran()
+        self._steps.run("draft_logits", self._confidences.keep, logits, draft_step)
+        self.control.clock.drafted()  # the first one runs in every step
 
     def on_step(
         self,
@@ -234,12 +269,8 @@ class WorkerTideV2(WorkerTide):
         """Seam: the step was enqueued whole. Attaches our report to `output.tide`.
 
         Args:
-            output: vLLM's `ModelRunnerOutput`.
-            batch: vLLM's `InputBatch`.
-            sampler_output: vLLM's `SamplerOutput`.
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
-            num_drafted: Draft steps that ran.
         """
         if self._made_up:
             return
@@ -263,14 +294,6 @@ class WorkerTideV2(WorkerTide):
                 output.tide = {**(output.tide or {}), "depth": int(depth)}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()
-
-    def choose_drafts(
-        self, req_ids: list[str], draft_token_ids: list[list[int]]
-    ) -> list[list[int]]:
-        """Seam: the prefix of each request's drafts that is verified."""
-        if self.control is None:
-            return draft_token_ids
-        return self.control.choose(req_ids, draft_token_ids)
 
     def warm_up(self) -> None:
         """Seam: the models are loaded and nothing is served yet.
@@ -323,7 +346,7 @@ class WorkerTideV2(WorkerTide):
                 step.explored = self.control.explored
             if self._verification is not None:
                 step.verify_chance = self._verification.verify_chance
-            drafts = self._sureness.table, self._runner.speculator.draft_tokens
+            drafts = self._confidences.table, self._runner.speculator.draft_tokens
             self._log.fill(step, batch, sampler_output, *drafts)
         self._take_landed()
 
@@ -344,10 +367,6 @@ class WorkerTideV2(WorkerTide):
                 skipped = overrun if self._async else ()
                 self._guard.always("write", self.capture.write, step, skipped)
             self._forget(overrun)
-
-    def _forget(self, req_ids: Sequence[str]) -> None:
-        if self.capture is not None and req_ids:
-            self._guard.always("forget", self.capture.forget, req_ids)
 
     def _faults(self) -> Counter[str]:
         faults = super()._faults() + self._steps.faults
@@ -375,15 +394,7 @@ class WorkerTideV2(WorkerTide):
             )
 
     def _make_capture(  # type: ignore[override]
-        self, ring: RingWriter, tenant_key: bytes
-    ) -> CaptureV2:
-        facts = self._facts
-        return CaptureV2(
-            self._runner,
-            ring,
-            self._config.capture,
-            len(facts.aux_layer_ids),
-            facts.hidden_size,
-            len(self._log.places),
-            tenant_key,
-        )
+        self, ring: RingWriter, tenant_key: bytes, **more: Any
+    ) -> Any:
+        more |= {"kind": CaptureV2, "places": len(self._log.places)}
+        return super()._make_capture(ring, tenant_key, **more)

@@ -25,7 +25,6 @@ _NUMBERS = ("n", "rows", "width", "depth", "sampled_stride", "confidence_stride"
 
 
 def gather_step_reference(parts: Sequence[Tensor], out: Tensor) -> None:
-    """`gather_step` in Torch, the same arguments."""
     at = 0
     for part in parts:
         bits = part.view(torch.int32) if part.dtype == torch.float32 else part
@@ -123,7 +122,6 @@ def gather_step(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def variants() -> list[Variant]:
-    """What `compile_all` compiles."""
     narrow = ("seq_lens", "emitted", "token_ids", "confidence", "bounds", "out")
     types = dict.fromkeys((*narrow, "logit_bounds"), "*i32")
     types |= {"sampled": "*i64", "drafted": "*i64"} | dict.fromkeys(_NUMBERS, "i32")

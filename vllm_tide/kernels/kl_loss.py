@@ -274,7 +274,6 @@ class _KLLoss(torch.autograd.Function):
         reverse: bool,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        """See `kl_loss`."""
         count = draft_logits.shape[0]
         row_bytes = teacher.rows.shape[0] * teacher.hidden.element_size()
         chunk = max(1, chunk_bytes // row_bytes)
@@ -296,7 +295,6 @@ class _KLLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradient computed in the forward pass."""
         (grad,) = ctx.saved_tensors
         if grad is not None:
             grad = (grad * grads[0]).to(grad.dtype)

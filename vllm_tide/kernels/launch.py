@@ -57,7 +57,6 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b` rounded up."""
     return -(-a // b)
 
 
@@ -71,10 +70,8 @@ class Variant:
     """One way a kernel is launched, for `compile_all`.
 
     Attributes:
-        kernel: The `triton.jit` function.
         name: Tells it from the kernel's other variants.
         types: Type of each argument that is no constant ("*fp32", "i64", ...).
-        constants: Value of each `tl.constexpr` argument.
         num_warps: Warps of a program, 32 or 64 threads each.
         fp_fusion: Whether a product and a sum may become one operation.
     """
@@ -88,5 +85,4 @@ class Variant:
 
     @property
     def kernel_name(self) -> str:
-        """The kernel's name in its file."""
         return str(self.kernel.__name__)

@@ -36,7 +36,6 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def pack_rows_reference(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
-    """`pack_rows` in Torch, the same arguments."""
     out[: len(rows)] = torch.cat([f[rows] for f in features], dim=-1)
 
 
@@ -169,7 +168,6 @@ def _check(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
 
 
 def variants() -> list[Variant]:
-    """What `compile_all` compiles."""
     strides = dict.fromkeys(("a_stride", "b_stride", "c_stride"), "i32")
     out = []
     for source, to, kind, stored in (

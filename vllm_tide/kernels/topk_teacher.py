@@ -2,7 +2,7 @@
 
     logprobs = log_softmax(logits)[ids],  tail = log(1 - sum exp(logprobs))
 
-What `vllm_tide.capture.topk` keeps of a step on a CPU; among equal logits the
+What `vllm_tide.capture.staging` keeps of a step on a CPU; among equal logits the
 lower id comes first, so every chip lists the same tokens.
 
 Runs in the vLLM worker before sampling. V is split over programs: each finds its part
@@ -63,7 +63,6 @@ class TopKRows(NamedTuple):
 
 
 def topk_teacher_reference(logits: Tensor, k: int) -> TopKRows:
-    """`topk_teacher` in Torch, the same arguments."""
     wide = logits.float()
     ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     # In fp64: how a CPU adds a long row in fp32 depends on its vectors.
@@ -196,10 +195,7 @@ class TopKWorkspace:
     """Memory that `topk_teacher` works in, for a caller that allocates nothing later.
 
     Args:
-        max_rows: Most rows of a call.
-        vocab: V, of every call.
         k: Tokens listed, of every call, at most V.
-        device: Of the logits.
     """
 
     def __init__(self, max_rows: int, vocab: int, k: int, device: torch.device) -> None:

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
 PREFILL, VERIFY = 0, 1
-_TORCH = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+MAX_BRANCHES = 64
+"""Rejected branches kept per request: a long one has many that are alike."""
+_TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -61,9 +59,6 @@ class Assembler:
     """Turns records into samples.
 
     Args:
-        feature_size: A*H.
-        feature_dtype: Wire dtype of features and hidden teachers.
-        max_open_rows: Rows held for all open requests.
         max_request_rows: Rows after which a request is cut and goes on.
         context_rows: Rows repeated as context after such a cut.
         idle_s: A request unseen this long is closed by `flush_idle` (seconds).
@@ -81,7 +76,6 @@ class Assembler:
         idle_s: float = 30.0,
         max_branches: int = 0,
     ) -> None:
-        """Start empty."""
         self.feature_size, self.dtype = feature_size, _TORCH[feature_dtype]
         self.max_open_rows, self.max_request_rows = max_open_rows, max_request_rows
         self.context_rows, self.idle_s = context_rows, idle_s
@@ -96,7 +90,6 @@ class Assembler:
         """Take one record; return the documents it closed.
 
         Args:
-            record: As read from the ring.
             now: Monotonic clock (seconds).
         """
         count = len(record.token_ids)
@@ -132,7 +125,6 @@ class Assembler:
         return [sample for key in idle for sample in self._close(key)]
 
     def flush(self) -> list[Sample]:
-        """Close everything."""
         return [sample for key in list(self._open) for sample in self._close(key)]
 
     def purge(self, tenant: int | None = None) -> int:
@@ -140,9 +132,6 @@ class Assembler:
 
         Args:
             tenant: Only those of this tenant; None is all.
-
-        Returns:
-            Rows removed.
         """
         removed = 0
         for key, request in list(self._open.items()):

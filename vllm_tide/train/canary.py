@@ -31,6 +31,10 @@ MIN_DRAFTED = 0.25
 kept: it may cost when control comes to use it."""
 LAST_SIGMAS = 2.0
 """Standard errors beyond the tolerance that the last look takes for a loss."""
+TOLERANCE = 0.02
+"""Relative fall of served speed over plain decoding that is let pass."""
+BACKOFF_CYCLES = 2
+"""Cycles that publish nothing after a rollback; doubled at each further one."""
 _MAX_BACKOFF = 1024  # cycles
 
 
@@ -40,9 +44,6 @@ class Verdict:
 
     Attributes:
         decision: Keep the new draft, or go back to the one before.
-        version: Of the new draft.
-        reason: Why, in words.
-        requests: Requests that were compared.
         comparison: What it rests on; None where nothing could be compared.
     """
 
@@ -58,12 +59,7 @@ class Canary:
 
     Versions are the trainer's numbers, the same for all engines (`feeds.py`).
 
-    Args:
-        config: `tide.deploy`.
-
     Attributes:
-        rollbacks: Rollbacks ordered so far.
-        backoff: Cycles left that publish nothing.
         comparison: Latest comparison of the trial under way or the last one.
     """
 
@@ -87,7 +83,6 @@ class Canary:
 
     @property
     def undecided(self) -> bool:
-        """Whether a trial is under way."""
         return bool(self._engines)
 
     @property
@@ -104,7 +99,7 @@ class Canary:
     def _harmful(self, found: Comparison | None) -> bool:
         if found is None or found.requests < MIN_COMPARED:
             return False
-        return found.change + found.error < -self.config.canary_tolerance
+        return found.change + found.error < -TOLERANCE
 
     def begin(self, engine: str, version: int) -> None:
         """An engine reports a new draft as installed.
@@ -179,7 +174,6 @@ class Canary:
         self.backoff = max(0, self.backoff - 1)
 
     def poll(self) -> Verdict | None:
-        """The verdict of a trial that has ended, once."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
@@ -195,7 +189,7 @@ class Canary:
     def overruled(self, version: int) -> None:
         """A draft was taken back by order: as if a trial had found it worse."""
         self.rollbacks += 1
-        self.backoff = max(self.backoff, self.config.backoff_cycles)
+        self.backoff = max(self.backoff, BACKOFF_CYCLES)
         first = self._first if self.undecided else version
         self._bad.update(range(first, version + 1))
         self._break_off()
@@ -206,22 +200,17 @@ class Canary:
         self._break_off()
 
     def _break_off(self) -> None:
-        """End the trial under way, if any, without a verdict."""
         self._engines, self._verdict = set(), None
         self._after.clear()
 
     def _decide(self, last: bool) -> None:
-        """Decide on the newest draft by its own requests, or those of the chain.
-
-        Args:
-            last: No more requests are waited for.
-        """
+        """Decide on the newest draft by its own requests, or those of the chain."""
         found = self.comparison
         if found is None or found.requests < MIN_COMPARED:
             if last:
                 self._end("keep", "no request is like those before the swap")
             return
-        allowed = -self.config.canary_tolerance
+        allowed = -TOLERANCE
         last |= found.requests >= self.config.canary_requests and found.settled
         chain = self._chain
         if found.change + found.bound < allowed:
@@ -257,9 +246,7 @@ class Canary:
                 self._take_before(request)
         else:
             self.rollbacks += 1
-            self.backoff = min(
-                self.config.backoff_cycles << min(self._in_a_row, 16), _MAX_BACKOFF
-            )
+            self.backoff = min(BACKOFF_CYCLES << min(self._in_a_row, 16), _MAX_BACKOFF)
             self._in_a_row += 1
             self._bad.update(range(self._first, self._version + 1))
         self._engines = set()

@@ -18,8 +18,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,6 @@ class TrainState:
     """Everything of a run that is not a tensor.
 
     Attributes:
-        steps: Optimizer steps done by the trainer.
-        cycles: Cycles finished.
         published_version: Last version published when it was written. A checkpoint of
             an older version than the engine's must not go on.
         extra: What else the caller wants back (JSON).
@@ -90,12 +88,6 @@ def save(
     directory: str | Path, step: TrainStep, state: TrainState, *, keep: int = KEEP
 ) -> Path:
     """Write a checkpoint; called by the leader while others call `write_tensors`.
-
-    Args:
-        directory: Holds the checkpoints of this trainer.
-        step: Gives weights and moments.
-        state: The rest.
-        keep: Checkpoints that stay.
 
     Returns:
         The finished checkpoint.
@@ -151,13 +143,13 @@ def commit(
         "state": asdict(state),
     }
     with open(staged / STATE_FILE, "w", encoding="utf-8") as file:
-        json.dump({**document, "self_sha256": _digest(document)}, file)
+        json.dump({**document, "self_sha256": digest_of(document)}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(staged)
+    sync_directory(staged)
     final = staged.parent / f"checkpoint-{number:08d}"
     os.rename(staged, final)
-    _sync_directory(staged.parent)
+    sync_directory(staged.parent)
     for _, old in _finished(staged.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -171,10 +163,6 @@ def latest(directory: str | Path) -> Path | None:
 
 def load(path: str | Path, step: TrainStep) -> TrainState:
     """Read a checkpoint that any number of ranks wrote (one rank; see `verify`).
-
-    Args:
-        path: From `latest`.
-        step: Gets weights and moments in place.
 
     Raises:
         DraftError: The checkpoint is damaged or of another draft; nothing is changed.
@@ -204,13 +192,7 @@ def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
 
 
 def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
-    """Every rank reads its shards of a verified checkpoint.
-
-    Args:
-        path: The checkpoint.
-        step: Gets weights and moments in place.
-        count: From `verify`.
-    """
+    """Every rank reads its shards of a verified checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -224,7 +206,7 @@ def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[bool]:
-    """Whether there is no process group, which torch warns about each time."""
+    """True if there is no process group, which torch warns about each time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield not dist.is_initialized()
@@ -247,7 +229,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
             raise DraftError(
                 f"{path}: has format {document['format']}, this version reads {FORMAT}."
             )
-        if document.pop("self_sha256") != _digest(document):
+        if document.pop("self_sha256") != digest_of(document):
             raise DraftError(f"{path}: is damaged (SHA-256).")
         files = dict(document["files"])
         found = {p.name for p in folder.iterdir()} - {STATE_FILE}
@@ -258,10 +240,10 @@ def _read_document(folder: Path) -> dict[str, Any]:
             if _measure(folder / name) != told:
                 raise DraftError(f"{folder / name}: is damaged (size or SHA-256).")
         document["state"] = state = TrainState(**document["state"])
-        for item in fields(TrainState):
-            if not _FITS[str(item.type)](getattr(state, item.name)):
-                raise ValueError(f"{item.name} is no {item.type}")
-        if not _is_count(document["optimizer_steps"]) or "draft" not in document:
+        counts = state.steps, state.cycles, state.published_version
+        if not all(map(_is_count, (*counts, document["optimizer_steps"]))):
+            raise ValueError("a count is none")
+        if not isinstance(state.extra, dict) or "draft" not in document:
             raise ValueError("what it is of is missing")
     except DraftError:
         raise
@@ -282,13 +264,8 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "int": _is_count,
-    "dict[str, Any]": lambda value: isinstance(value, dict),
-}
-
-
-def _digest(document: Mapping[str, Any]) -> str:
+def digest_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 (hexadecimal) of a JSON document, whatever the order of its keys."""
     text = json.dumps(document, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -310,7 +287,8 @@ def _finished(directory: Path) -> list[tuple[int, Path]]:
     return [(n, path) for n, path in _named(directory) if (path / STATE_FILE).is_file()]
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Returns once the names in a directory are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -38,12 +38,9 @@ class Comparison:
     """Speed over plain decoding after a swap against what was to be expected.
 
     Attributes:
-        requests: Requests compared.
         before: Speed of the window before at the cells of the requests compared, in
             tokens per step without drafts.
-        after: Speed of the requests compared.
         change: after / before - 1, requests weighted by what they tell.
-        error: Standard error of `change`.
         bound: Half width of the interval around `change` that holds at every look.
         settled: Every request compared has ended or tells nearly all it can.
         drafted: How many of them had a drafted token verified.
@@ -99,7 +96,6 @@ class Window:
         """Score of a request; None if nothing is like it.
 
         Args:
-            request: Any.
             own: What the request itself has in this window: is taken out first.
         """
         stratum = stratum_of(request)
@@ -158,7 +154,6 @@ def compare(
     2021), valid whenever one looks, plus the error of `before`.
 
     Args:
-        before: The window before.
         after: Requests begun with the new draft, ended or not; the first that can be
             compared are.
         cap: Requests at which the interval is made narrowest, about.
@@ -212,9 +207,7 @@ def mixture_bound(weight: float, best_at: float, miss: float) -> float:
     """Half width of a mean's interval that holds at all sample sizes at once.
 
     Args:
-        weight: Observations of unit variance so far.
         best_at: Number of them at which the interval is narrowest, about.
-        miss: Chance of ever missing, both ends together.
     """
     log = -2.0 * math.log(miss)
     rho = (log + math.log(log + 1.0)) / max(best_at, 1.0)
@@ -246,7 +239,6 @@ def _squares(entries: Sequence[tuple[float, float]]) -> float:
 
 
 def _keys(stratum: Stratum, cell: Cell) -> tuple[Key, ...]:
-    """From the coarsest to the finest."""
     bucket, load, cached = cell
     return (
         (load,),
@@ -258,7 +250,6 @@ def _keys(stratum: Stratum, cell: Cell) -> tuple[Key, ...]:
 
 
 def _table(requests: Sequence[ServedRequest]) -> Table:
-    """Tokens and cost of every cell, coarse ones and strata included."""
     table: Table = {}
     for request in requests:
         stratum = stratum_of(request)

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.train.canary import Canary, Verdict
 from vllm_tide.train.evaluate import Evaluation
-from vllm_tide.train.events import EventLog
 from vllm_tide.train.feeds import EngineVersions, Feeds
 from vllm_tide.train.head_store import HeadStore, StoredHead
 from vllm_tide.train.judgement import CycleResult
+from vllm_tide.train.report import Report
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.header import TransportError
@@ -47,19 +48,13 @@ class Deployment:
     """Decides which draft the engines serve.
 
     Args:
-        feeds: Where drafts go.
         trainer: Its live draft is the one deployed last and not taken back.
-        config: All sections.
         store: Keeps good drafts over a restart; None keeps none.
-        events: Told of every decision.
         served: Follows the requests, for those that have not ended.
 
     Attributes:
         published: Newest version published; 0 if none was.
-        installed: Newest version that some engine serves.
         good: The version that a rollback goes back to.
-        publications: Drafts published by this process.
-        refusals: Publications that every engine refused.
         last_publish_unix: When the last one was published (s).
     """
 
@@ -69,7 +64,7 @@ class Deployment:
         trainer: Trainer,
         config: TideConfig,
         store: HeadStore | None,
-        events: EventLog,
+        events: Report,
         served: ServedRequests,
     ) -> None:
         self._feeds, self._trainer, self._events = feeds, trainer, events
@@ -127,10 +122,6 @@ class Deployment:
 
         Args:
             master: Master weights under EAGLE-3 names.
-            facts: JSON-able, for the log.
-
-        Returns:
-            Their version.
 
         Raises:
             TransportError: No engine could be sent them; nothing is changed.
@@ -140,7 +131,6 @@ class Deployment:
         return version
 
     def observe(self, request: ServedRequest) -> None:
-        """Take a request that has ended."""
         self._requests += 1
         self.canary.observe(request)
 
@@ -183,7 +173,6 @@ class Deployment:
         training goes on from it.
 
         Args:
-            result: Of the cycle.
             now: Monotonic clock (seconds).
         """
         self.canary.cycle_done()
@@ -240,10 +229,6 @@ class Deployment:
     def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
         """The head that a version took the place of.
 
-        Args:
-            version: The one published last.
-            live: Its tensors.
-
         Raises:
             TransportError: It is not known.
         """
@@ -284,29 +269,19 @@ class Deployment:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """State for the status file."""
         found = self.canary.comparison
         return {
             "canary": {
                 "undecided": self.canary.undecided,
                 "rollbacks": self.canary.rollbacks,
                 "backoff_cycles": self.canary.backoff,
-                "requests": 0 if found is None else found.requests,
-                "speed_before": None if found is None else found.before,
-                "speed_after": None if found is None else found.after,
-                "change": None if found is None else found.change,
-                "error": None if found is None else found.error,
+                "requests": getattr(found, "requests", 0),
+                "speed_before": getattr(found, "before", None),
+                "speed_after": getattr(found, "after", None),
+                "change": getattr(found, "change", None),
+                "error": getattr(found, "error", None),
             },
-            "engines": {
-                engine: {
-                    "published": told.published,
-                    "installed": told.installed,
-                    "refused": told.refused,
-                    "refused_reason": told.refused_reason,
-                    "swap_pause_ms": told.swap_pause_ms,
-                }
-                for engine, told in self._seen.items()
-            },
+            "engines": {engine: asdict(told) for engine, told in self._seen.items()},
         }
 
     def _take_over(self, version: int, master: Master) -> None:
@@ -433,7 +408,7 @@ class Deployment:
 
 
 def _same(head: StoredHead, live: Mapping[str, Tensor]) -> bool:
-    """Whether a stored head holds the weights `live`, by EAGLE-3 names."""
+    """True if a stored head holds the weights `live`, by EAGLE-3 names."""
     stored = {canonical_name(name): tensor for name, tensor in head.tensors.items()}
     return stored.keys() == live.keys() and all(
         torch.equal(tensor.to(live[name].dtype), live[name])

@@ -14,28 +14,95 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import checkpoint
-from vllm_tide.train.branch_rows import num_branch_rows
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.packing import PackedBatch, pack
-from vllm_tide.train.rank_messages import LEADER, broadcast_json, receive, send
-from vllm_tide.train.ranks import RankLost, Ranks, watched
+from vllm_tide.train.loss_rows import LossSums
+from vllm_tide.train.packing import PackedBatch, num_branch_rows, pack
+from vllm_tide.train.ranks import (
+    LEADER,
+    RankLost,
+    Ranks,
+    broadcast_json,
+    receive,
+    send,
+    watched,
+)
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import StepResult, TrainStep
+from vllm_tide.train.step import GRAD_CLIP, StepResult, TrainStep
 from vllm_tide.transport.header import TransportError
 
-if TYPE_CHECKING:  # one rank alone need not pay for importing FSDP
-    from vllm_tide.train.sharded_step import ShardedStep
+
+class _Loss(nn.Module):
+    """The loss of a batch as a module, for FSDP's hooks around its forward."""
+
+    def __init__(self, draft: Eagle3Draft) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class ShardedStep(TrainStep):
+    """A `TrainStep` whose draft is sharded over the ranks (FSDP2); all step together.
+
+    `Eagle3Draft` reads its parameters directly, without the forward of submodules, so
+    the whole loss is made one module and FSDP gathers around its forward. The weights
+    stay gathered until the backward pass has used them: a draft has one layer, so
+    gathering it twice would save nothing.
+    """
+
+    def __init__(
+        self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
+    ) -> None:
+        self._module = _Loss(draft)
+        # One rank alone need not pay for importing FSDP.
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self._module, mesh=ranks.mesh, reshard_after_forward=False)
+        if ranks.mesh.device_type == "cpu":  # gloo cannot average
+            self._module.set_force_sum_reduction_for_comms(True)
+        super().__init__(draft, target, config, reduce=_sum_over_ranks)
+
+    def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
+        """Parameters are whole inside, and until after backward."""
+        compute = super().loss_of
+        found: tuple[Tensor, LossSums] | None = self._module(lambda: compute(batch))
+        if found is None:  # no backward pass will come
+            self._module.reshard()
+        return found
+
+    def clip_gradients(self) -> float:
+        """The norm is over all shards."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
+        return float(_whole(norm))
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole master weights, one after the other (every rank must go through)."""
+        for name, value in self.draft.named_tensors().items():
+            yield name, _whole(value.detach())
+
+
+def _whole(value: Any) -> Any:
+    """A tensor that may be a shard (DTensor), gathered."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _sum_over_ranks(vector: Tensor) -> Tensor:
+    out = vector.detach().clone()
+    dist.all_reduce(out)
+    return out
+
 
 BEAT_S = 30.0  # the leader speaks at least this often while it has no work
 
@@ -43,101 +110,46 @@ BEAT_S = 30.0  # the leader speaks at least this often while it has no work
 Build = Callable[[dict[str, Any]], tuple[Eagle3Draft, TargetRows, TrainConfig]]
 
 
-class Stepper(Protocol):
-    """What a `Trainer` steps with: this process alone, or many ranks."""
-
-    @property
-    def step(self) -> TrainStep:
-        """For its `dtype` and `mix`; its draft may be sharded."""
-        ...
-
-    def run(
-        self, samples: Sequence[Sample], capacity: int, lr_scale: float = 1.0
-    ) -> StepResult | None:
-        """Train on documents as one batch; None when nothing could be trained."""
-        ...
-
-    def gather(self) -> None:
-        """Make the trainer's draft equal to the one trained."""
-        ...
-
-    def restore(self) -> None:
-        """Go on from the trainer's draft, and forget the optimizer's moments."""
-        ...
-
-    def replace(self, draft: Eagle3Draft) -> None:
-        """The trainer has another draft object now; the vocabulary may differ too."""
-        ...
-
-    def save(self, directory: str | Path, state: TrainState) -> Path:
-        """Write a checkpoint into `directory`.
-
-        Raises:
-            OSError: It could not be written; training may go on.
-        """
-        ...
-
-    def load(self, path: str | Path) -> TrainState:
-        """Read a checkpoint, also into the trainer's draft."""
-        ...
-
-    def idle(self) -> None:
-        """Call at least every few minutes while nothing is trained."""
-        ...
-
-    def close(self) -> None:
-        """Let the other ranks end."""
-        ...
-
-
 class OneRank:
-    """Steps of a trainer that is alone.
-
-    Args:
-        draft: The trainer's draft, trained in place.
-        target: Rows of the target.
-        config: Knobs.
-    """
+    """Steps of a trainer that is alone; `LeadRank` offers the same for many ranks."""
 
     def __init__(
         self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig
     ) -> None:
-        """Start with empty moments."""
         self.step = TrainStep(draft, target, config)
 
     def run(
-        self, samples: Sequence[Sample], capacity: int, lr_scale: float = 1.0
+        self, samples: Sequence[Sample], lr_scale: float = 1.0
     ) -> StepResult | None:
-        """See `Stepper`."""
+        """Train on documents as one batch; None when nothing could be trained."""
         if not samples:
             return None
-        batch = pack(samples, capacity, branches=self.step.trains_branches)
+        batch = pack(samples, branches=self.step.trains_branches)
         return self.step.run(batch, lr_scale)
 
     def gather(self) -> None:
-        """The trainer's draft is the one trained."""
+        """Make the trainer's draft equal to the one trained, which it is here."""
 
     def restore(self) -> None:
-        """See `Stepper`."""
+        """Go on from the trainer's draft, and forget the optimizer's moments."""
         self.step.reset()
 
     def replace(self, draft: Eagle3Draft) -> None:
-        """See `Stepper`."""
+        """The trainer has another draft object now; the vocabulary may differ too."""
         self.step = TrainStep(draft, self.step.target, self.step.config)
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
-        """See `Stepper`."""
+        """Write a checkpoint; OSError if it could not be: training may go on."""
         return checkpoint.save(directory, self.step, state)
 
     def load(self, path: str | Path) -> TrainState:
-        """See `Stepper`."""
         return checkpoint.load(path, self.step)
 
     def idle(self) -> None:
-        """Nobody waits."""
+        """Call at least every few minutes while nothing is trained."""
 
     def close(self) -> None:
-        """Nobody waits."""
+        """Let the other ranks end."""
 
 
 def deal_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
@@ -146,10 +158,6 @@ def deal_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     Longest first to the rank with the fewest rows (at most 4/3 of the best split,
     Graham 1969). All documents of one request stay together. Some shares are empty
     when there are fewer requests than ranks.
-
-    Args:
-        samples: Documents of one batch.
-        size: Ranks.
     """
     requests: dict[int, list[Sample]] = {}
     for sample in samples:
@@ -169,13 +177,11 @@ def _num_rows(sample: Sample) -> int:
 
 
 class LeadRank:
-    """Steps of a trainer that leads other ranks (`Stepper`).
+    """Steps of a trainer that leads other ranks; methods as those of `OneRank`.
 
     Args:
         ranks: The group; this process is its leader.
         draft: The trainer's draft: whole, only read and overwritten here.
-        target: Rows of the target.
-        config: Knobs.
         setup: What `follow` hands to its `build` on the other ranks (JSON), see
             `setup_of`.
     """
@@ -188,7 +194,6 @@ class LeadRank:
         config: TrainConfig,
         setup: dict[str, Any],
     ) -> None:
-        """Give setup and weights to all ranks."""
         self.ranks, self.draft = ranks, draft
         self._target, self._config = target, config
         self._spoken = 0.0
@@ -198,9 +203,9 @@ class LeadRank:
         self.restore()
 
     def run(
-        self, samples: Sequence[Sample], capacity: int, lr_scale: float = 1.0
+        self, samples: Sequence[Sample], lr_scale: float = 1.0
     ) -> StepResult | None:
-        """See `Stepper`; the result is of all ranks.
+        """The result is of all ranks.
 
         Raises:
             RankLost: A rank is gone. What was published stays published.
@@ -215,7 +220,6 @@ class LeadRank:
             return self.step.run(batches[LEADER], lr_scale)
 
     def gather(self) -> None:
-        """See `Stepper`."""
         with self._together(), torch.no_grad():
             self._order("gather")
             mine = self.draft.named_tensors()
@@ -223,7 +227,6 @@ class LeadRank:
                 mine[name].copy_(value)
 
     def restore(self) -> None:
-        """See `Stepper`."""
         draft = self.draft
         with self._together():
             self._order(
@@ -238,15 +241,14 @@ class LeadRank:
             for name in sorted(tensors):
                 dist.broadcast(tensors[name].detach().cpu(), LEADER)
         copy = _draft_like(draft, tensors, draft.vocab, draft.owns_lm_head)
-        self.step = _shard(copy, self._target, self._config, self.ranks)
+        self.step = ShardedStep(copy, self._target, self._config, self.ranks)
 
     def replace(self, draft: Eagle3Draft) -> None:
-        """See `Stepper`."""
         self.draft = draft
         self.restore()
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
-        """See `Stepper`; all ranks must see `directory`."""
+        """All ranks must see `directory`."""
         staged = checkpoint.begin(directory)
         with self._together():
             self._order("save", path=str(staged))
@@ -256,7 +258,7 @@ class LeadRank:
         return checkpoint.commit(staged, self.step, state)
 
     def load(self, path: str | Path) -> TrainState:
-        """See `Stepper`; any number of ranks may have written it."""
+        """Any number of ranks may have written it."""
         state, count = checkpoint.verify(path, self.draft)
         with self._together():
             self._order("load", path=str(path), count=count)
@@ -265,13 +267,12 @@ class LeadRank:
         return state
 
     def idle(self) -> None:
-        """See `Stepper`: tells the others that the leader lives, every `BEAT_S`."""
+        """Tells the others that the leader lives, every `BEAT_S`."""
         if time.monotonic() - self._spoken >= BEAT_S:
             with self._together():
                 self._order("beat")
 
     def close(self) -> None:
-        """See `Stepper`."""
         if self._broken:  # others are in the middle of something, or gone
             return
         with contextlib.suppress(RankLost), self._together():
@@ -296,6 +297,10 @@ class LeadRank:
     def _order(self, name: str, **details: Any) -> None:
         broadcast_json({"order": name, **details})
         self._spoken = time.monotonic()
+
+
+Stepper = OneRank | LeadRank
+"""Stepper of a `Trainer`: one rank or the lead of several."""
 
 
 def beat(ranks: Ranks) -> None:
@@ -357,7 +362,7 @@ def follow(ranks: Ranks, build: Build = load_setup) -> None:
         while (order := broadcast_json())["order"] != "stop":
             name = order["order"]
             if name == "weights":
-                step = _shard(_receive_draft(draft, order), target, config, ranks)
+                step = ShardedStep(_receive_draft(draft, order), target, config, ranks)
             elif step is not None and name != "beat":
                 _obey(step, order)
     ranks.close()
@@ -379,14 +384,6 @@ def _obey(step: ShardedStep, order: dict[str, Any]) -> None:
                 f"ranks: the leader gave an unknown order {other!r}; all ranks must "
                 "run the same version of vllm_tide."
             )
-
-
-def _shard(
-    draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
-) -> ShardedStep:
-    from vllm_tide.train.sharded_step import ShardedStep
-
-    return ShardedStep(draft, target, config, ranks)
 
 
 def _write(staged: str | Path, step: ShardedStep) -> OSError | None:

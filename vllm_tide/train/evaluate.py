@@ -25,7 +25,7 @@ from torch import Tensor
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
-from vllm_tide.train.masks import plan_steps
+from vllm_tide.train.loss_rows import plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
 from vllm_tide.train.sample import Sample
 
@@ -38,7 +38,6 @@ class Evaluation:
     """Sums over held-out rows.
 
     Attributes:
-        num_steps: Draft depth K.
         requests: Per request key: rows, then accepted drafts in each form.
         reached: Per form, sum over rows of the cumulative product at each step.
     """
@@ -49,7 +48,6 @@ class Evaluation:
 
     @property
     def num_rows(self) -> int:
-        """Rows evaluated."""
         return int(sum(r[0] for r in self.requests.values()))
 
     def acceptance(self, form: str = "served") -> float:
@@ -134,14 +132,9 @@ def evaluate(
     """Evaluate a draft, where the target's rows are.
 
     Args:
-        draft: To evaluate.
-        target: Output rows.
-        samples: Held-out documents.
-        num_steps: Draft depth K.
         capacity: Rows per batch.
         dtype: Compute dtype of the draft; the target's logits are fp32.
         progress: Called between batches; False ends it there.
-        attention: Name as in `tide.train.attention`.
         sampled_form: Form in which requests above temperature 0 are served.
     """
     result = Evaluation(num_steps)

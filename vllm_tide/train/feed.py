@@ -1,95 +1,36 @@
-"""What a trainer needs of one engine, whatever carries it."""
+"""Records of one engine and drafts to it, through shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.ring_format import Collect, RingSpec
-from vllm_tide.transport.weights import WeightsFeedback
-
-
-class Feed(Protocol):
-    """Records of one engine in, heads for it out. One thread uses it.
-
-    Any method may raise TransportError when the engine or its storage is lost for good;
-    what merely is not there yet is None, zero or empty. `spec` is what its records have
-    in common.
-    """
-
-    id: str
-    manifest: EngineManifest
-    spec: RingSpec
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """What an engine must share with it, see ``transport.spool_identity``."""
-
-    @property
-    def latest_version(self) -> int:
-        """Newest head sent to it, by this trainer or one before; 0 if none was."""
-
-    def models(self) -> tuple[Path, Path]:
-        """Directories on this host: the target (or its rows), the first draft."""
-
-    def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
-        """Take records out, in order; never waits.
-
-        Stops after the record that reaches `max_rows`.
-        """
-
-    def heartbeat(self) -> bool:
-        """Say that the trainer lives; call it at least once a second.
-
-        True once if what was published last is lost and has to be sent again.
-        """
-
-    def alive(self) -> bool:
-        """Whether the engine lives, or left records that were not read yet."""
-
-    def feedback(self) -> WeightsFeedback:
-        """What the engine did with the heads."""
-
-    def publish(
-        self,
-        tensors: Mapping[str, TensorInput],
-        *,
-        version: int,
-        parent_version: int,
-        meta: dict[str, Any],
-    ) -> None:
-        """Send a head, newer than the latest; the engine swaps it in when it is ready.
-
-        Tensors by name: dtype as torch names it, shape, and its bytes.
-        """
-
-    def latest(self) -> Publication | None:
-        """The newest head sent to it, to go on from after a restart."""
-
-    def set_collect(self, wanted: Collect) -> None:
-        """Ask the engine for full rows, for light records, or for nothing."""
-
-    def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead of :meth:`read`; the records dropped."""
-
-    def stats(self) -> dict[str, int]:
-        """Counters for the status: rows dropped, shards skipped, and so on."""
-
-    def close(self) -> None:
-        """Let the engine go. Idempotent, never raises."""
-
+from vllm_tide.transport.spool_identity import identity_of
+from vllm_tide.transport.weights import (
+    WeightsFeedback,
+    WeightsRefused,
+    WeightsSegment,
+    WeightsWriter,
+)
 
 _FAR = 1 << 40
 """No request is as long (tokens)."""
 # Bits of the largest magnitude that a row may hold: what is larger, infinite or no
-# number has larger ones. 1e9, whose square a sum can take, or float16's largest.
-_LARGEST = {"bfloat16": 0x4E6E, "float16": 0x7BFF, "float32": 0x4E6E6B28}
+# number has larger ones. 1e9, whose square a sum can take.
+_LARGEST = {"bfloat16": 0x4E6E, "float32": 0x4E6E6B28}
 
 
 def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
@@ -132,3 +73,242 @@ def _too_large(rows: np.ndarray, spec: RingSpec) -> bool:
         rows.view(f"i{size}").max() > largest
         or rows.view(f"u{size}").max() > negative | largest
     )
+
+
+logger = logging.getLogger("vllm_tide.train")
+
+LOST_S = 30.0
+"""After this (s) without a replacement for a lost segment the log says so."""
+LOOK_S = 0.5
+"""Interval at which its manifest is read meanwhile (s)."""
+FAR = 1 << 32
+"""Versions further ahead than this were never published."""
+
+_SPEC = ("hidden_size", "vocab_size", "feature_dtype", "teacher", "aux_layer_ids")
+
+
+class RingFeed:
+    """Attaches to an engine on this host: its records in, drafts out.
+
+    One thread uses it. Any method may raise TransportError when the engine or its
+    storage is lost for good; what merely is not there yet is None, zero or empty.
+    `SpoolFeed` offers the same; `spec` is what an engine's records have in common.
+
+    Args:
+        announced: Gives what it announces now; an engine whose segment was cut short
+            replaces it.
+
+    Raises:
+        TransportError: A segment cannot be attached, or is not as announced.
+    """
+
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        announced: Callable[[], EngineManifest | None] = lambda: None,
+    ) -> None:
+        self._announced = announced
+        self._told = WeightsFeedback(0, 0, "", True, 0.0)
+        self._lost_at = self._looked = 0.0
+        self._collect = Collect.FULL
+        self.id = manifest.engine_id
+        self.manifest = manifest
+        for name, knob in (("ring", "capture"), ("weights", "swap")):
+            if not getattr(manifest, name):
+                raise TransportError(
+                    f"engine {self.id} has no {name} segment: set tide.{knob}.enabled "
+                    "to true and restart it"
+                )
+        self._orphaned = self._drained = False
+        self._reader = RingReader.attach(manifest.ring)
+        self.spec = self._reader.spec
+        try:
+            for name in _SPEC:
+                ring, told = getattr(self.spec, name), getattr(manifest, name)
+                if ring != told:
+                    raise TransportError(
+                        f"engine {self.id}: its ring says {name} is {said(ring)}, its "
+                        f"manifest {said(told)}: restart it"
+                    )
+            self._writer = WeightsWriter.attach(manifest.weights)
+            self._told = self._writer.feedback()
+        except BaseException:
+            self._reader.close()
+            raise
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Identity that an engine must share with it, see ``transport.spool_identity``.
+
+        Raises:
+            TransportError: If the engine's directories cannot be read.
+        """
+        return identity_of(self.manifest)
+
+    @property
+    def latest_version(self) -> int:
+        """Newest draft sent to it; 0 if none was.
+
+        Numbers that the engine has seen are not given again.
+
+        It looks at each number once, and a damaged publication, or one in a segment
+        that is lost, has one too. A number out of all reason was damage.
+        """
+        latest, told = self._writer.latest_version, self._told
+        seen = (told.installed_version, told.refused_version)
+        return max([latest, *(v for v in seen if v - latest < FAR)])
+
+    def models(self) -> tuple[Path, Path]:
+        """The engine's own directories."""
+        return Path(self.manifest.target_path), Path(self.manifest.draft_path)
+
+    def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
+        """Take records out, in order; never waits.
+
+        Stops after the record that reaches `max_rows`.
+        """
+        records: list[Record] = []
+        rows = 0
+        while len(records) < limit and (max_rows is None or rows < max_rows):
+            record = self._reader.read()
+            if record is None:
+                self._drained = True
+                break
+            records.append(record)
+            rows += max(record.num_rows, 1)
+        return records
+
+    def heartbeat(self) -> bool:
+        """Say that the trainer lives; call it at least once a second.
+
+        True once if what was published last is lost and has to be sent again: an engine
+        that replaced a segment is followed.
+
+        One that idles replaces it with its next step, so it is never given up.
+        """
+        resend = False
+        if self._reader.lost or self._writer.lost:
+            resend = self._follow(time.monotonic())
+        self._reader.heartbeat()
+        self._writer.heartbeat()
+        return resend
+
+    def alive(self) -> bool:
+        """True if the engine lives, or left records that were not read yet."""
+        if self._reader.producer_alive():
+            return True
+        if not self._orphaned:  # it may have written since the last read
+            self._orphaned, self._drained = True, False
+        return not self._drained
+
+    def feedback(self) -> WeightsFeedback:
+        """Feedback of the engine; the last known where the segment was cut short."""
+        with contextlib.suppress(TransportError):
+            self._told = self._writer.feedback()
+        return self._told
+
+    def publish(
+        self,
+        tensors: Mapping[str, TensorInput],
+        *,
+        version: int,
+        parent_version: int,
+        meta: dict[str, Any],
+    ) -> None:
+        """Send a head, newer than the latest; the engine swaps it in when it is ready.
+
+        Tensors by name: dtype as torch names it, shape, and its bytes.
+        """
+        self._writer.publish(
+            tensors, version=version, parent_version=parent_version, meta=meta
+        )
+
+    def latest(self) -> Publication | None:
+        """The newest head sent to it, to go on from after a restart."""
+        if self._writer.latest_version == 0:
+            return None
+        told = self.feedback()
+        segment = WeightsSegment.attach(self.manifest.weights)
+        try:
+            found = self._whole(segment)
+            # What is served is in the other slot if the newest was not taken, or if
+            # damage made an old one look like the newest.
+            served, refused = told.installed_version, told.refused_version
+            if found is not None and served <= found.version != refused:
+                return found
+            return segment.read_version(served) if served else None
+        finally:
+            segment.close()
+
+    def _whole(self, segment: WeightsSegment) -> Publication | None:
+        try:
+            return segment.read()
+        except WeightsRefused as refusal:
+            why = said(refusal)
+            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
+            return None
+
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask the engine for full rows, for light records, or for nothing."""
+        self._collect = wanted
+        self._reader.set_collect(wanted)
+
+    def purge(self, tenant: int | None = None) -> int:
+        """Forget what was fetched ahead of `read`: nothing is."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Counters for the status: rows dropped, shards skipped, and so on."""
+        held = self._reader.stats()
+        return {
+            "dropped_rows": held.dropped_rows,
+            "corrupt_records": held.corrupt_records,
+            "waiting_bytes": held.used_bytes,
+        }
+
+    def close(self) -> None:
+        """Let the engine go. Idempotent, never raises."""
+        self._reader.close()
+        self._writer.close()
+
+    def _follow(self, now: float) -> bool:
+        """Attach to the segments that replace lost ones, once they are announced.
+
+        Returns:
+            Whether the weights segment is another now, with nothing in it.
+        """
+        if now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        self._lost_at = self._lost_at or now
+        another = False
+        manifest = self._announced()
+        if manifest is not None:
+            try:
+                another = self._attach_again(manifest)
+            except TransportError as error:  # it, too, is damaged: wait for the next
+                logger.warning("engine %s: %s", self.id, error)
+        if not (self._reader.lost or self._writer.lost):
+            self._lost_at = 0.0
+            logger.info("engine %s replaced a segment that was lost", self.id)
+        elif now - self._lost_at > LOST_S:
+            self._lost_at = now
+            logger.warning(
+                "a segment of engine %s is lost; it makes another with its next step, "
+                "or, with tensor parallelism, when it is restarted",
+                self.id,
+            )
+        return another
+
+    def _attach_again(self, manifest: EngineManifest) -> bool:
+        if self._reader.lost and manifest.ring != self._reader.name:
+            reader = RingReader.attach(manifest.ring)
+            reader.set_collect(self._collect)
+            self._reader.close()
+            self._reader, self.manifest = reader, manifest
+        if self._writer.lost and manifest.weights != self._writer.name:
+            writer = WeightsWriter.attach(manifest.weights)
+            self._writer.close()
+            self._writer, self.manifest = writer, manifest
+            return True
+        return False

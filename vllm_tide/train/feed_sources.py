@@ -6,10 +6,8 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
-from vllm_tide.train.feed import Feed
-from vllm_tide.train.feed_ring import RingFeed
+from vllm_tide.train.feed import RingFeed
 from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
@@ -22,6 +20,9 @@ from vllm_tide.transport.spool import DEAD_S, EngineFolder, Freshness, engine_id
 from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.spool_store import open_store
 
+Feed = RingFeed | SpoolFeed
+"""Records of one engine in, drafts for it out."""
+
 logger = logging.getLogger("vllm_tide.train")
 
 SCAN_S = 2.0
@@ -30,27 +31,11 @@ FIRST_SCAN_S = 10.0
 """How long a trainer that starts waits for a spool (s)."""
 
 
-class Source(Protocol):
-    """Finds live engines and opens feeds to them. Never waits for storage."""
-
-    def find(self) -> list[str]:
-        """Ids of the live engines, the one to train for first at the end."""
-
-    def identity(self, engine_id: str) -> dict[str, str]:
-        """An engine's identity, without attaching; TransportError if there is none."""
-
-    def open(self, engine_id: str) -> Feed | None:
-        """Attach to an engine; None while that goes on: ask again."""
-
-    def gone(self, engine_id: str) -> None:
-        """An engine was found dead: clean up after it."""
-
-    def close(self) -> None:
-        """Stop looking. Idempotent."""
-
-
 class RunDirSource:
-    """Engines of a run directory: all, or one engine or group (`engine_id`)."""
+    """Engines of a run directory: all, or one engine or group (`engine_id`).
+
+    A source finds live engines and opens feeds to them; it never waits for storage.
+    """
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
         self._run_dir, self._engine_id = run_dir, engine_id
@@ -58,7 +43,6 @@ class RunDirSource:
         self._identities: dict[str, dict[str, str]] = {}
 
     def find(self) -> list[str]:
-        """See :class:`Source`: oldest first."""
         self._manifests = {
             manifest.engine_id: manifest
             for manifest in read_manifests(self._run_dir)
@@ -67,13 +51,13 @@ class RunDirSource:
         return list(self._manifests)
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        """See :class:`Source`."""
+        """An engine's identity, without attaching; TransportError if there is none."""
         if engine_id not in self._identities:
             self._identities[engine_id] = identity_of(self._manifests[engine_id])
         return self._identities[engine_id]
 
-    def open(self, engine_id: str) -> Feed:
-        """See :class:`Source`."""
+    def open(self, engine_id: str) -> Feed | None:
+        """Attach to an engine; None while that goes on: ask again."""
 
         def announced() -> EngineManifest | None:
             found = read_manifests(self._run_dir)
@@ -86,8 +70,7 @@ class RunDirSource:
         self._identities.pop(engine_id, None)
         reclaim_orphans(self._run_dir)
 
-    def close(self) -> None:
-        """See :class:`Source`."""
+    def close(self) -> None: ...
 
 
 class SpoolSource:
@@ -122,21 +105,18 @@ class SpoolSource:
         scanned.wait(FIRST_SCAN_S)  # so that the first `find` finds
 
     def find(self) -> list[str]:
-        """See :class:`Source`: as of the last search, by name."""
         if not self._threaded:
             self._scan()
         self._listed = self._found
         return list(self._listed)
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        """See :class:`Source`."""
         found = self._listed[engine_id]
         if isinstance(found, TransportError):
             raise found
         return found
 
     def open(self, engine_id: str) -> Feed | None:
-        """See :class:`Source`."""
         if not self._threaded:
             return self._attach(engine_id)
         with self._lock:
@@ -152,7 +132,6 @@ class SpoolSource:
         """Nothing: the bounds remove what a dead engine left."""
 
     def close(self) -> None:
-        """See :class:`Source`."""
         self._closing.set()
         self._wake.set()
 
@@ -224,3 +203,6 @@ class SpoolSource:
         word, recent = self._words[engine_id]
         word.look(state.unix)
         return word.fresh and (recent or word.moved)
+
+
+Source = RunDirSource | SpoolSource

@@ -30,16 +30,16 @@ from vllm_tide.transport.spool import (
     instance_gone,
     this_instance,
 )
-from vllm_tide.transport.spool_heads import (
+from vllm_tide.transport.spool_models import (
     EncodedHead,
     HeadConflict,
     encode_head,
     latest_head,
+    local_models,
     read_head,
     write_head,
 )
-from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_reader import SpoolReader
+from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import Store, open_store
 from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
 
@@ -63,7 +63,7 @@ class _Fetched:
 
 
 class SpoolFeed:
-    """Attaches to an engine through a spool; see ``feed.Feed``.
+    """Attaches to an engine through a spool; methods as those of `RingFeed`.
 
     A trainer of the same `reader` name goes on where the one before stopped; two names
     read everything each, and one of them `publishes`. `cache`: see ``local_models``.
@@ -124,15 +124,13 @@ class SpoolFeed:
 
     @property
     def latest_version(self) -> int:
-        """See ``feed.Feed``."""
         return max(self._latest, self._state.published_version)
 
     def models(self) -> tuple[Path, Path]:
-        """See ``feed.Feed``; copied out of the spool where this host lacks them."""
+        """Copied out of the spool where this host lacks them."""
         return local_models(self._folder, self._entry, self._cache)
 
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
-        """See ``feed.Feed``."""
         records: list[Record] = []
         rows = 0
         with self._lock:
@@ -160,7 +158,6 @@ class SpoolFeed:
             return sum(_forget(shard.records, tenant) for shard in self._queue)
 
     def heartbeat(self) -> bool:
-        """See ``feed.Feed``."""
         if self._lost:
             raise TransportError(self._lost)
         self._beat = time.monotonic()
@@ -169,7 +166,6 @@ class SpoolFeed:
         return False
 
     def alive(self) -> bool:
-        """See ``feed.Feed``."""
         if self._queue:
             return True
         if self._state.running and self._fresh.fresh:
@@ -178,7 +174,7 @@ class SpoolFeed:
         return unread and time.monotonic() - self._reached < DEAD_S
 
     def feedback(self) -> WeightsFeedback:
-        """See ``feed.Feed``; as the relay last said."""
+        """As the relay last said."""
         state = self._state
         return WeightsFeedback(
             installed_version=state.installed_version,
@@ -196,7 +192,7 @@ class SpoolFeed:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """See ``feed.Feed``. Sent in the background; a newer head replaces it."""
+        """Sent in the background; a newer head replaces it."""
         if version <= self.latest_version:
             raise TransportError(
                 f"version {version} is not newer than {self.latest_version}"
@@ -209,7 +205,6 @@ class SpoolFeed:
             self._latest = version
 
     def latest(self) -> Publication | None:
-        """See ``feed.Feed``."""
         version = latest_head(self._folder)
         if version == 0:
             return None
@@ -221,11 +216,10 @@ class SpoolFeed:
             return None
 
     def set_collect(self, wanted: Collect) -> None:
-        """See ``feed.Feed``. The relay heeds it at its next look."""
+        """The relay heeds it at its next look."""
         self._collect = wanted
 
     def stats(self) -> dict[str, int]:
-        """See ``feed.Feed``."""
         state, skipped = self._state, self._reader.skipped
         return {
             "dropped_rows": state.dropped_rows,
@@ -237,7 +231,7 @@ class SpoolFeed:
         }
 
     def close(self) -> None:
-        """See ``feed.Feed``. Waits for a head under way, a minute at most."""
+        """Waits for a head under way, a minute at most."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -359,6 +353,6 @@ def _forget(records: deque[Record | None], tenant: int | None) -> int:
 
 
 def _lives(state: ReaderState) -> bool:
-    """Whether a trainer may be alive; clocks of two hosts are trusted to 20 s here."""
+    """True if a trainer may be alive; clocks of two hosts are trusted to 20 s here."""
     recent = abs(time.time() - state.unix) < DEAD_S
     return state.running and recent and not instance_gone(state.instance)

@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.train.feed import Feed, hostile
-from vllm_tide.train.feed_ring import RingFeed
-from vllm_tide.train.feed_sources import RunDirSource, Source, SpoolSource
+from vllm_tide.train.feed import RingFeed, hostile
+from vllm_tide.train.feed_sources import Feed, RunDirSource, Source, SpoolSource
 from vllm_tide.train.feed_spool import SpoolFeed
-from vllm_tide.train.feed_turns import FairTurns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring_format import Collect, RingSpec
-from vllm_tide.transport.spool_heads import as_input
 from vllm_tide.transport.spool_identity import difference
 
 __all__ = [
@@ -47,6 +44,8 @@ __all__ = [
 
 logger = logging.getLogger("vllm_tide.train")
 
+TURN_ROWS = 256
+"""Rows an engine may send before it is the next one's turn."""
 LOOK_S = 1.0
 """How often engines are looked for (s)."""
 RETRY_S = 10.0
@@ -67,7 +66,6 @@ class EngineVersions:
     refused: int  # the last one, 0 if none
     refused_reason: str
     swap_pause_ms: float  # how long the last installation held serving up
-    alive: bool
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Feeds:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)
         self._members: dict[str, _Member] = {}
-        self._turns = FairTurns()
+        self._turns: deque[str] = deque()  # the engines, the next one first
         self._reference: tuple[str, dict[str, str]] | None = None
         self._spec: RingSpec | None = None  # of all of them
         self._barred: set[str] = set()
@@ -132,16 +130,13 @@ class Feeds:
         self.tenant_keys: set[str] = set()
 
     def __len__(self) -> int:
-        """Number of engines."""
         return len(self._members)
 
     @property
     def ids(self) -> list[str]:
-        """The engines, in the order they joined."""
         return list(self._members)
 
     def feed(self, engine_id: str) -> Feed:
-        """The feed of an engine."""
         return self._members[engine_id].feed
 
     @property
@@ -173,13 +168,31 @@ class Feeds:
     def read(
         self, limit: int = 256, max_rows: int | None = None
     ) -> list[tuple[str, list[Record]]]:
-        """Take records out in fair shares of rows; never waits.
+        """Take records out in turns; never waits.
 
-        While engines have more than is asked for, each sends as many rows as any other,
-        whatever the size of its records; what one does not use the others get. A record
-        is never split. Those with hostile values are left out, at last their engine.
+        While engines have more than is asked for, each sends `TURN_ROWS` a turn and at
+        most one record beyond; the next call goes on with the engine whose turn it is.
+        Records with hostile values are left out, at last their engine.
         """
-        found = self._turns.read(self._take, limit, max_rows)
+        found: dict[str, list[Record]] = {}
+        waiting, rows = set(self._turns), 0
+        while waiting and limit > 0 and (max_rows is None or rows < max_rows):
+            name = self._turns[0]
+            asked = TURN_ROWS if max_rows is None else min(TURN_ROWS, max_rows - rows)
+            if name not in waiting or asked == TURN_ROWS:  # a cut turn is not its turn
+                self._turns.rotate(-1)
+            if name not in waiting:
+                continue
+            member = self._members[name]
+            records = self._try(member, partial(member.feed.read, limit, asked))
+            if records is None:  # its engine is lost
+                waiting.discard(name)
+                continue
+            size = sum(max(record.num_rows, 1) for record in records)
+            limit, rows = limit - len(records), rows + size
+            found.setdefault(name, []).extend(records)
+            if size < asked:  # it has no more
+                waiting.discard(name)
         return [
             (name, self._sane(name, taken)) for name, taken in found.items() if taken
         ]
@@ -237,7 +250,6 @@ class Feeds:
         return version
 
     def versions(self) -> dict[str, EngineVersions]:
-        """What each engine did with the heads."""
         told: dict[str, EngineVersions] = {}
         for engine_id, member in list(self._members.items()):
             feedback = self._try(member, member.feed.feedback)
@@ -249,7 +261,6 @@ class Feeds:
                 refused=self.number_of(engine_id, feedback.refused_version),
                 refused_reason=feedback.refused_reason,
                 swap_pause_ms=feedback.swap_pause_ms_last,
-                alive=feedback.engine_alive,
             )
         return told
 
@@ -274,7 +285,7 @@ class Feeds:
                 newest = found
         if newest is not None:
             self._head = _Head(
-                newest.version, newest.parent_version, newest.meta, as_input(newest)
+                newest.version, newest.parent_version, newest.meta, newest.tensors
             )
             self._counter = max(self._counter, newest.version)
             for member in list(self._members.values()):
@@ -290,7 +301,6 @@ class Feeds:
         return dropped
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters of each feed."""
         return {name: member.feed.stats() for name, member in self._members.items()}
 
     def close(self) -> None:
@@ -300,11 +310,7 @@ class Feeds:
         for member in list(self._members.values()):
             member.feed.close()
         self._members.clear()
-        self._turns = FairTurns()
-
-    def _take(self, engine_id: str, limit: int, max_rows: int) -> list[Record] | None:
-        member = self._members[engine_id]
-        return self._try(member, partial(member.feed.read, limit, max_rows))
+        self._turns.clear()
 
     def _sane(self, engine_id: str, records: list[Record]) -> list[Record]:
         member, spec = self._members.get(engine_id), self._spec
@@ -323,11 +329,9 @@ class Feeds:
         if member.hostile > MAX_HOSTILE and not out:
             logger.error(
                 "engine %s: %d of its records hold tokens or numbers that no target "
-                "gives: all are left out until it joins anew%s",
+                "gives: all are left out until it joins anew",
                 engine_id,
                 member.hostile,
-                "; if its target passes float16, set tide.capture.feature_dtype to "
-                "'bfloat16'" * (spec.feature_dtype == "float16"),
             )
         return good
 
@@ -363,7 +367,7 @@ class Feeds:
         self.refused.pop(engine_id, None)
         member = _Member(feed, source)
         self._members[engine_id] = member
-        self._turns.join(engine_id)
+        self._turns.append(engine_id)
         self.tenant_keys.add(feed.manifest.tenant_key_id)
         logger.info("engine %s joins: %d now", engine_id, len(self._members))
         if self._collect is not None:
@@ -374,7 +378,6 @@ class Feeds:
         return engine_id in self._members
 
     def _holds(self, feed: Feed) -> int:
-        """Number of the newest head an engine was sent."""
         return self.number_of(feed.id, feed.latest_version)
 
     def _send(self, member: _Member, head: _Head) -> str:
@@ -411,7 +414,7 @@ class Feeds:
     def _drop(self, member: _Member, why: str) -> None:
         engine_id = member.feed.id
         del self._members[engine_id]
-        self._turns.leave(engine_id)
+        self._turns.remove(engine_id)
         self._left[engine_id] = why
         self._retry_at[engine_id] = time.monotonic() + RETRY_S
         logger.warning(

@@ -1,4 +1,4 @@
-"""The trainer's GPU, and how a batch gets there.
+"""The trainer's process and its GPU: cores, memory, rests, and how a batch gets there.
 
 Planned, packed, published and stored is on the host; the draft's parameters and the
 target's rows are on `tide.train.device`.
@@ -6,8 +6,12 @@ target's rows are on `tide.train.device`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -23,6 +27,11 @@ logger = logging.getLogger("vllm_tide.train")
 REST_S, LONGEST_REST_S = 30.0, 600.0
 SHARED = 0.1
 """`gpu_share` beside a server."""
+NAP_S = 0.05
+"""Longest time without asking the caller (s)."""
+
+Progress = Callable[[], bool]
+"""Called between steps; False ends the cycle early."""
 
 
 # Torch's allocator raises a class of its own. A context, a kernel's launch and a BLAS
@@ -31,7 +40,7 @@ _WORDS = ("out of memory", "BLAS_STATUS_ALLOC_FAILED")
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that the device has no memory left."""
+    """True if an error says that the device has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     said = str(error) if isinstance(error, RuntimeError) else ""
@@ -39,7 +48,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def no_memory(device: str, what: str, batch_tokens: int | None = None) -> str:
-    """What an operator is told; `batch_tokens` is given where less would help."""
+    """A sentence for the operator; `batch_tokens` is given where less would help."""
     smaller = ""
     if batch_tokens is not None:
         smaller = f"make tide.train.batch_tokens ({batch_tokens}) smaller, "
@@ -56,9 +65,6 @@ class Shortage:
 
     The memory may be a server's of the same GPU, so it is tried again; every further
     rest in a row is twice as long.
-
-    Args:
-        config: `tide.train`.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -76,12 +82,11 @@ class Shortage:
         self._rest = min(2 * self._rest, LONGEST_REST_S)
 
     def resting(self, now: float) -> bool:
-        """Whether training is to wait."""
         return now < self._until
 
 
 def gpu_uuid(device: torch.device | None) -> str:
-    """Which GPU it is, in every process; empty for a CPU."""
+    """Name of a GPU in every process; empty for a CPU."""
     if device is None or device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -101,13 +106,13 @@ def with_share(config: TrainConfig, server: str) -> TrainConfig:
 
 
 def give_up_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Let go of what a step that failed has left, also for other processes."""
+    """Frees what a step that failed has left, also for other processes."""
     optimizer.zero_grad(set_to_none=True)
     give_back_cache()
 
 
 def give_back_cache() -> None:
-    """Let go of memory that torch keeps for itself, for other processes."""
+    """Frees memory that torch keeps for itself, for other processes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -140,6 +145,47 @@ def claim(name: str) -> None:
         raise DraftError(no_memory(name, "the trainer's context")) from error
 
 
+def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
+    """Device, affinity, niceness, threads and title of this process.
+
+    Args:
+        config: `tide.train`.
+        engine_id: Shown in the title.
+        pin: Choose cores and threads; not with several ranks, which torchrun arranges.
+
+    Raises:
+        DraftError: A knob cannot be honoured on this machine.
+    """
+    claim(config.device)
+    if pin:
+        _pin(config)
+    if config.nice:
+        os.nice(config.nice)
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"vllm-tide train {engine_id}")
+
+
+def _pin(config: TrainConfig) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    if config.cpus is None:
+        # Where we were started; the server leaves out the cores of its engine.
+        torch.set_num_threads(max(1, allowed // 4))
+        return
+    try:
+        os.sched_setaffinity(0, config.cpus)
+        # Attaching to an engine may already have started threads (checksums of files).
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), config.cpus)
+    except OSError as error:
+        raise DraftError(
+            f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
+        ) from None
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
 def on_device(thing: Any, device: torch.device) -> Any:
     """Tensors on the host, and dataclasses and sequences of them, on a device.
 
@@ -155,3 +201,66 @@ def on_device(thing: Any, device: torch.device) -> Any:
         held = {f.name: getattr(thing, f.name) for f in fields(thing)}
         return replace(thing, **{n: on_device(x, device) for n, x in held.items()})
     return thing
+
+
+class Turns:
+    """Bounds the time that a shared GPU is busy to a share of wall time.
+
+    A turn claims `busy / share` seconds from its beginning, or from the end of the
+    claims before; time that nobody asked for is not saved up. Times this process's work
+    by events on its own stream, also while the GPU waits for the host (at first for a
+    compiler), so never too short.
+
+    Args:
+        share: `tide.train.gpu_share`.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share, self._free_at, self._began = share, -math.inf, 0.0
+        self._first: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._began = time.monotonic()
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._first.record()
+
+    def end(self) -> None:
+        """A turn ends when what was launched has run."""
+        assert self._first is not None  # noqa: S101 - it was begun
+        last = torch.cuda.Event(enable_timing=True, blocking=True)
+        last.record()
+        last.synchronize()
+        self.worked(self._began, self._first.elapsed_time(last) / 1e3)
+
+    def worked(self, began_s: float, busy_s: float) -> None:
+        """A turn that began at `began_s` kept the GPU busy for `busy_s`."""
+        self._free_at = max(self._free_at, began_s) + busy_s / self.share
+
+    def rest(self, now_s: float) -> float:
+        """Seconds until the next turn may begin."""
+        return max(0.0, self._free_at - now_s)
+
+
+class Watch:
+    """The caller's `progress`, remembering that it said to stop; `turns` have rests."""
+
+    def __init__(self, progress: Progress | None, turns: Turns | None = None) -> None:
+        self._progress, self._turns, self.going = progress, turns, True
+        if turns is not None:
+            turns.begin()
+
+    def __call__(self) -> bool:
+        """True to go on."""
+        if self._turns is None:
+            return self._ask()
+        self._turns.end()
+        while self._ask() and (rest := self._turns.rest(time.monotonic())):
+            time.sleep(min(rest, NAP_S))
+        self._turns.begin()
+        return self.going
+
+    def _ask(self) -> bool:
+        if self._progress is not None and self.going:
+            self.going = self._progress()
+        return self.going

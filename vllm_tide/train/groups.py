@@ -31,6 +31,8 @@ MIN_TOKENS = 16
 FOUNDING_TOKENS = 48
 """Shortest request that can found one (tokens)."""
 
+MAX_GROUPS = 8
+"""Groups of similar requests held at once."""
 _NOISE_TOKENS = 200.0  # tokens at which sampling halves a squared cosine, about
 _FAR, _FAR_MEMBERS = 4.0, 16  # standard deviations; members that make them known
 _PRIOR_SPREAD, _PRIOR_MEMBERS = 0.08, 4.0
@@ -97,7 +99,7 @@ class _Group:
         return float(self.centre @ vector) * math.sqrt(lost)
 
     def is_far(self, score: float, tokens: int) -> bool:
-        """Whether a request of this score is none of ours."""
+        """True if a request of this score is none of ours."""
         if self.count < _FAR_MEMBERS:
             return False
         squares = self.square + _PRIOR_MEMBERS * _PRIOR_SPREAD**2
@@ -105,7 +107,6 @@ class _Group:
         return score < self.mean - _FAR * spread * math.sqrt(_NOISE_TOKENS / tokens)
 
     def take(self, vector: np.ndarray, tokens: int, score: float, clock: int) -> None:
-        """Add a member."""
         self.count += 1
         self.seen = clock
         self.members.append(vector.astype(np.float32))
@@ -130,7 +131,7 @@ class Groups:
     Ids are handed out in order of founding and never used again.
     """
 
-    def __init__(self, max_groups: int = 8) -> None:
+    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
         self.max_groups = max_groups
         self.num_founded = 0
         self._clock = 0
@@ -138,7 +139,6 @@ class Groups:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Groups held, oldest first."""
         return tuple(group.id for group in self._groups)
 
     def assign(self, token_ids: Sequence[int] | np.ndarray) -> int:
@@ -196,7 +196,7 @@ class Groups:
         return group
 
     def _make_room(self, but: _Group) -> bool:
-        """Whether one more fits, after dropping an idle group other than `but`."""
+        """True if one more fits, after dropping an idle group other than `but`."""
         if len(self._groups) < self.max_groups:
             return True
         idle = [
@@ -268,7 +268,6 @@ def clear_cut(members: np.ndarray) -> np.ndarray | None:
 
 
 def _axis(rows: np.ndarray) -> tuple[np.ndarray, float] | None:
-    """Direction between two centres and the middle on it."""
     centre = rows.sum(axis=0)
     first = rows[int(np.argmin(rows @ centre))]
     pair = np.stack([first, rows[int(np.argmin(rows @ first))]])

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import secrets
 import stat
@@ -29,6 +28,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
+from vllm_tide.train.checkpoint import digest_of, sync_directory
+from vllm_tide.train.report import finite
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -54,11 +55,7 @@ class StoredHead:
     Attributes:
         tensors: By checkpoint name, as they were put.
         version: Version it had when it was served; later runs count anew.
-        fingerprint: Of target and draft shape.
         created_unix: When it was stored (s).
-        held_out: Figures of the held-out evaluation.
-        served: Figures of serving.
-        path: Of the tensors.
     """
 
     tensors: dict[str, Tensor]
@@ -75,7 +72,6 @@ def head_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
 
     Args:
         target: Fingerprint of the target (`draft.target.rows_fingerprint`).
-        draft_config: The draft's `config.json`.
     """
     kept = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
     text = json.dumps([target, kept], sort_keys=True, default=str)
@@ -87,8 +83,6 @@ class HeadStore:
 
     Args:
         directory: Made with mode 0700 if absent.
-        fingerprint: From `head_fingerprint`.
-        keep: Drafts kept, newest first.
 
     Attributes:
         refused: Why stored drafts were passed over, newest last; at most 32.
@@ -123,12 +117,6 @@ class HeadStore:
 
         Args:
             tensors: By checkpoint name; copied to the CPU.
-            version: Version it is served as.
-            held_out: Figures of the held-out evaluation.
-            served: Figures of serving.
-
-        Returns:
-            Path of the tensors.
 
         Raises:
             HeadRefused: A tensor is not finite.
@@ -149,10 +137,10 @@ class HeadStore:
             "created_unix": time.time(),
             "size": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
-            "held_out": _finite(held_out or {}),
-            "served": _finite(served or {}),
+            "held_out": finite(dict(held_out or {})),
+            "served": finite(dict(served or {})),
         }
-        text = json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1)
+        text = json.dumps({**manifest, "self_sha256": digest_of(manifest)}, indent=1)
         path = self.directory / (name + _TENSORS)
         _write(path, data)
         _write(self.directory / (name + _MANIFEST), text.encode("utf-8"))
@@ -173,7 +161,6 @@ class HeadStore:
                 self.refused = [*self.refused, str(error)][-32:]
 
     def drop(self, head: StoredHead) -> None:
-        """Remove a stored draft, for one that turned out bad."""
         self._remove(head.path.name.removesuffix(_TENSORS))
 
     @property
@@ -181,7 +168,6 @@ class HeadStore:
         return f"head-{self.fingerprint[:16]}-"
 
     def _names(self) -> list[str]:
-        """Names of our drafts, oldest first."""
         found = [
             path.name.removesuffix(_MANIFEST)
             for path in self.directory.glob(f"{self._prefix}*{_MANIFEST}")
@@ -213,7 +199,6 @@ def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
     """Read one stored draft.
 
     Args:
-        path: Of the tensors or of the manifest.
         fingerprint: What it must fit; None takes any.
 
     Raises:
@@ -228,7 +213,7 @@ def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
                 f"{where}: stored in format {manifest['format']!r}, not {FORMAT}."
             )
         claimed = manifest.pop("self_sha256")
-        if claimed != _digest(manifest):
+        if claimed != digest_of(manifest):
             raise HeadRefused(f"{where}: its manifest is damaged.")
         if fingerprint is not None and manifest["fingerprint"] != fingerprint:
             raise HeadRefused(f"{where}: made for another target or draft.")
@@ -300,24 +285,7 @@ def _write(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    text = json.dumps(manifest, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def _finite(figures: Mapping[str, Figure]) -> dict[str, Figure]:
-    """JSON has no NaN."""
-    return {
-        name: None if isinstance(v, float) and not math.isfinite(v) else v
-        for name, v in figures.items()
-    }
+    sync_directory(path.parent)
 
 
 def _number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Whether a candidate is better than the live draft: the gate before publication.
+"""The gate before publication: is a candidate better than the live draft?
 
 Sees evaluations only; who made them, and on what data, is the trainer's business.
 """
@@ -27,6 +27,11 @@ VETO_REQUESTS = 8
 _VETO_Z, _VETO_SPREAD = 3.6, 0.15
 # Errors that a group falls by, and tokens that requests differ by at least: four groups
 # that are no worse hardly ever veto in any of twenty cycles (`tests/train`).
+WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
+LEAST_RATE = 1 / 16
+"""Share of the learning rate that is kept however often a cycle does harm."""
+REGROWTH = 2.0**0.25
+"""Growth of the learning rate after a cycle that neither helped nor did harm."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,6 @@ class Evidence:
         total: Decayed sum of gains (tokens), of `weight` requests.
         squares: Decayed sum of squares of what was bet on (tokens^2).
         largest: Of what was bet on, the largest (tokens).
-        requests: Requests counted.
     """
 
     running: float = _FIRST
@@ -171,13 +175,11 @@ class Pair:
     live: Evaluation
 
     def __add__(self, other: Pair) -> Pair:
-        """Both together."""
         return Pair(
             self.samples + other.samples, self.new + other.new, self.live + other.live
         )
 
     def members(self) -> dict[int, set[int]]:
-        """Keys of the requests by group of similar ones."""
         out: dict[int, set[int]] = {}
         for sample in self.samples:
             if sample.group >= 0:
@@ -233,7 +235,7 @@ def judge(
         reason += f"; {worse}"
     else:
         # A harmful candidate is dropped, not served.
-        publish = evidence.wealth >= ENOUGH and not (config.drop_worse and harmful)
+        publish = evidence.wealth >= ENOUGH and not harmful
     return CycleResult(
         steps,
         loss,
@@ -262,7 +264,6 @@ def _moved_away(pair: Pair) -> bool:
 
 
 def _by_group(pair: Pair, min_gain: float, metric: str) -> dict[int, bool]:
-    """Whether each group with enough requests got better."""
     out = {}
     for group, keys in pair.members().items():
         if len(keys & pair.new.requests.keys()) < 2:
@@ -291,3 +292,32 @@ def _worse_group(
             said = f"{fall:+.4f} +- {error:.4f} over {count} held-out requests"
             return f"requests of group {group} got worse: {said}"
     return ""
+
+
+def cycle_lr_scale(step: int, total: int) -> float:
+    """Linear warm-up, plateau, linear decay, so that a cycle ends at a quiet point."""
+    warm = max(1, round(total * WARMUP_SHARE))
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    tail = max(1, round(total * DECAY_SHARE))
+    left = total - step
+    return 1.0 if left > tail else FLOOR + (1 - FLOOR) * left / (tail + 1)
+
+
+def next_rate(rate: float, result: CycleResult) -> float:
+    """Share of the learning rate for the next cycle.
+
+    A draft that already fits its traffic is thrown off by steps that a shift needs, and
+    takes many cycles to come back; those are cycles in which a shift is not learnt
+    either. Steps grow again with every cycle that does no harm. Not with a shift: a
+    gate that pauses after a useless cycle sees the shift again right after, and would
+    have every cycle start over with steps that are too large.
+
+    Args:
+        rate: Of the last cycle.
+        result: Of the last cycle.
+    """
+    if result.harmful:
+        return max(LEAST_RATE, 0.5 * rate)
+    helped = result.improved and result.gain > 0
+    return min(1.0, rate * (2.0 if helped else REGROWTH))

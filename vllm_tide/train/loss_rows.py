@@ -1,4 +1,10 @@
-"""Which row is taught by what, and how much it weighs.
+"""Rows of each training step, with teachers and weights.
+
+Row t, training-time-test step i predicts token x_{t+2+i} with teacher y_{t+1+i}. It is
+trained iff position t+1+i lies in the same document, has a captured teacher, and its
+token is generated (eagle3-training.md c.6). So the first trained row is P-1 (P prompt
+tokens): the first draft after prefill. The last captured position has no teacher for
+its own row.
 
     loss = sum_i gamma^i sum_terms w_term (sum_r m_r l_r) / (sum_r m_r)
 
@@ -12,19 +18,67 @@ eq. 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vllm_tide.train.loss_terms import DISCARD, NEXT_TOKEN
+from vllm_tide.draft.rows import StepRows, rows_of_steps
+from vllm_tide.train.loss_terms import DISCARD, NEXT_TOKEN, LossMix
 
 if TYPE_CHECKING:
-    from vllm_tide.train.branch_rows import BranchPlan
-    from vllm_tide.train.masks import Plan
-    from vllm_tide.train.packing import PackedBatch
+    from vllm_tide.train.packing import BranchPlan, PackedBatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of all steps.
+
+    Attributes:
+        steps: Rows computed and trained per step.
+        targets: Per step int64 [L_i], packed index of the teacher of each loss row.
+    """
+
+    steps: list[StepRows]
+    targets: list[Tensor]
+
+    @property
+    def num_loss_rows(self) -> int:
+        return sum(t.numel() for t in self.targets)
+
+
+def plan_steps(
+    valid: Tensor, doc_ids: Tensor, num_steps: int, *, complete: bool = False
+) -> Plan | None:
+    """Plan the rows of every step.
+
+    Args:
+        valid: bool [N], position may serve as teacher (generated token, captured).
+        doc_ids: int64 [N], document of each packed row, non-decreasing.
+        complete: Keep only rows trained at every step (used by evaluation).
+
+    Returns:
+        None when nothing is trained. Steps after the last trained one are left out.
+    """
+    count = valid.numel()
+    masks = []
+    for i in range(num_steps):
+        mask = torch.zeros(count, dtype=torch.bool)
+        shift = i + 1
+        if shift < count:
+            same = doc_ids[shift:] == doc_ids[:-shift]
+            mask[:-shift] = valid[shift:] & same
+        masks.append(mask)
+    if complete:
+        every = torch.stack(masks).all(0)
+        masks = [every] * num_steps
+    steps = rows_of_steps(masks)
+    if not steps:
+        return None
+    return Plan(steps, [s.active[s.loss] + 1 + i for i, s in enumerate(steps)])
+
 
 # A request with fewer trained rows than this weighs less than a full one, so that
 # equal weight per request does not hand a batch to its shortest documents.
@@ -58,7 +112,6 @@ class LossRows:
 
     @property
     def num_committed(self) -> int:
-        """Rows before the first branch row."""
         return self.branch.numel() - int(self.branch.sum())
 
     @classmethod
@@ -114,8 +167,6 @@ def gather(
 
     Args:
         outputs: Per step, the trunk's loss rows, then the branches'.
-        plan: As planned for the trunk.
-        branches: As planned for the branches.
     """
     sizes = [] if plan is None else [t.numel() for t in plan.targets]
     sizes += [0] * (len(outputs) - len(sizes))
@@ -130,10 +181,6 @@ def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
 
     Committed and branch rows are counted apart, at step 0. Documents with one key are
     one request.
-
-    Args:
-        rows: The rows.
-        keys: Request key of each document.
     """
     numbers: dict[int, int] = {}
     owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
@@ -147,7 +194,6 @@ def kind_weights(rows: LossRows, labels: Tensor, weights: Tensor) -> Tensor:
     """float64 [NUM_KINDS, L]: weight of each row, zero outside the kind.
 
     Args:
-        rows: The rows.
         labels: int64 [L], from `LossRows.labels`.
         weights: float64 [L], from `request_weights`.
     """
@@ -159,3 +205,120 @@ def sum_by_step(values: Tensor, step: Tensor, num_steps: int) -> Tensor:
     """float64 [G, num_steps]: sums of `values` [G, L] over the rows of each step."""
     out = torch.zeros(values.shape[0], num_steps, dtype=torch.float64)
     return out.index_add_(1, step, values.to(torch.float64))
+
+
+# Sums a float64 vector over all ranks.
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over all ranks for T terms and K steps.
+
+    Attributes:
+        numerators: float64 [T, K], weighted values.
+        denominators: float64 [T, K], weights; zero where a term has no row.
+    """
+
+    mix: LossMix
+    numerators: Tensor
+    denominators: Tensor
+    num_tokens: int
+    num_loss_rows: int
+    num_branch_rows: int
+
+    @property
+    def means(self) -> Tensor:
+        """float64 [T, K'], K' up to the last step with a row."""
+        some = self.denominators > 0
+        used = int(some.any(0).nonzero().max()) + 1
+        mean = self.numerators / self.denominators.masked_fill(~some, 1.0)
+        return mean[:, :used]
+
+    @property
+    def step_losses(self) -> list[float]:
+        """Per step, the weighted sum of the terms' means."""
+        means = self.means
+        weights = torch.tensor(list(self.mix.weights.values()), dtype=means.dtype)
+        return (weights @ means).tolist()
+
+    @property
+    def terms(self) -> dict[str, list[float]]:
+        return dict(zip(self.mix.names, self.means.tolist(), strict=True))
+
+
+class LossSummer:
+    """Weighs the rows of one batch; one object per step.
+
+    All on the host, where the rows were planned. One vector goes over the ranks before
+    the logits (denominators: the gradient needs them) and one after (numerators: only
+    reported). Every rank sends both, with or without rows.
+
+    Args:
+        reduce: Sums a float64 vector over ranks; None is one rank.
+    """
+
+    def __init__(
+        self, mix: LossMix, num_steps: int, decay: float, reduce: Reduce | None = None
+    ) -> None:
+        self.mix, self.num_steps, self.decay = mix, num_steps, decay
+        self.num_ranks = 1
+        self._reduce = reduce
+        self._kinds = [kind_of(name) for name in mix.names]
+        self._step: Tensor | None = None
+        self._by_term = torch.zeros(len(self._kinds), 0)
+        self._denominators = torch.zeros(NUM_KINDS, num_steps)
+        self._counts = [0, 0, 0]
+
+    def weigh(
+        self,
+        rows: LossRows | None,
+        labels: Tensor | None,
+        keys: Sequence[int],
+        num_tokens: int,
+    ) -> Tensor | None:
+        """Weight of each term at each row.
+
+        Args:
+            rows: This rank's L rows; None has none.
+
+        Returns:
+            float64 [T, L] (L = 0 without rows); None when no rank has a row that a
+            term applies to.
+        """
+        sums = torch.zeros(NUM_KINDS, self.num_steps, dtype=torch.float64)
+        counts = [1, num_tokens, 0, 0]
+        if rows is not None and labels is not None:
+            by_kind = kind_weights(rows, labels, request_weights(rows, keys))
+            sums = sum_by_step(by_kind, rows.step, self.num_steps)
+            self._by_term, self._step = by_kind[self._kinds], rows.step
+            counts[2:] = rows.branch.numel(), rows.branch.numel() - rows.num_committed
+        counted = torch.tensor(counts, dtype=torch.float64)
+        vector = self._sum(torch.cat([sums.flatten(), counted]))
+        self._denominators = vector[:-4].view_as(sums)[self._kinds]
+        self.num_ranks, *self._counts = (int(c) for c in vector[-4:].tolist())
+        if not bool((self._denominators > 0).any()):
+            return None
+        if self._step is None:
+            return self._by_term.to(torch.float64)
+        return self._by_term * self._scale()[:, self._step]
+
+    def close(self, values: Tensor | None) -> LossSums:
+        """Sum the values [T, L] of this rank (None has none) and of the others."""
+        sums = torch.zeros_like(self._denominators)
+        if values is not None and self._step is not None:
+            weighed = values.cpu() * self._by_term
+            sums = sum_by_step(weighed, self._step, self.num_steps)
+        sums = self._sum(sums.flatten()).view_as(sums)
+        return LossSums(self.mix, sums, self._denominators, *self._counts)
+
+    def _scale(self) -> Tensor:
+        """float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
+        share = self._denominators
+        weights = torch.tensor(list(self.mix.weights.values()), dtype=torch.float64)
+        decay = self.decay ** torch.arange(self.num_steps, dtype=torch.float64)
+        inverse = torch.where(share > 0, 1.0 / share, 0.0)
+        return weights[:, None] * decay * inverse
+
+    def _sum(self, vector: Tensor) -> Tensor:
+        return vector if self._reduce is None else self._reduce(vector)

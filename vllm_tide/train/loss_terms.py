@@ -55,7 +55,6 @@ class Outcomes:
     def __init__(
         self, z: Tensor, p: Tensor, plogp: Tensor, mass: Tensor | None = None
     ) -> None:
-        """Take the softmax."""
         self.z, self.p, self.plogp, self.mass = z, p, plogp, mass
         top = z.amax(-1)
         self.q = torch.softmax(z, dim=-1)
@@ -73,7 +72,6 @@ class Outcomes:
 
     @property
     def listed_p(self) -> Tensor:
-        """Columns of `p` that stand for one token each."""
         return self.p
 
     def cross_entropy(self) -> Tensor:
@@ -119,7 +117,6 @@ class BucketedOutcomes(Outcomes):
     def __init__(
         self, z: Tensor, p: Tensor, plogp: Tensor, mass: Tensor | None, ids: Tensor
     ) -> None:
-        """Gather the listed tokens and take the softmax inside the rest."""
         super().__init__(z, p, plogp, mass)
         inside = ids >= 0
         self._at = at = ids.clamp(min=0)
@@ -174,19 +171,23 @@ class Pull:
     total: Tensor | None = None
 
 
+LK_ETA = 3.0
+"""Rate at which `lk_hybrid` moves from KL to TV as acceptance grows."""
+DISCARD_TOPK = 10
+"""Teacher tokens kept by the `discard` term."""
+
+
 @dataclass(frozen=True)
 class LossMix:
     """Which terms are summed, and their knobs.
 
     Attributes:
         weights: Term to weight, all positive; `discard` comes last.
-        lk_eta: See `lk_hybrid`.
-        discard_topk: See `discard`.
     """
 
     weights: Mapping[str, float]
-    lk_eta: float = 3.0
-    discard_topk: int = 10
+    lk_eta: float = LK_ETA
+    discard_topk: int = DISCARD_TOPK
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> LossMix:
@@ -202,21 +203,18 @@ class LossMix:
                 'one term a positive weight, for example {"forward_kl": 1.0}.'
             )
         last = {n: named.pop(n) for n in (DISCARD,) if n in named}
-        return cls({**named, **last}, config.lk_eta, config.discard_topk)
+        return cls({**named, **last})
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All T terms, those of committed rows first."""
         return tuple(self.weights)
 
     @property
     def committed(self) -> tuple[str, ...]:
-        """Terms of committed rows."""
         return tuple(n for n in self.weights if n != DISCARD)
 
     @property
     def branch(self) -> tuple[str, ...]:
-        """Terms of rejected branch rows."""
         return tuple(n for n in self.weights if n == DISCARD)
 
     @property
@@ -298,8 +296,6 @@ def combine(
 
     Args:
         rows: n rows; `rows.q` is overwritten.
-        mix: Knobs.
-        names: T terms.
         weights: [T, n], weight of each term at each row, dtype of the logits.
         labels: int64 [n], draft id of the token that followed, -1 where `next_token`
             has none (value and gradient zero).

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from vllm_tide.train.sample import TopK
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
 GPU_CHUNK_BYTES = 128 << 20  # each reads the whole LM head
 HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
-
-
-class Teacher(Protocol):
-    """Target distribution over the draft vocabulary for M rows."""
-
-    def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
-        """Teacher rows `index` (int64 [n]) beside logits z [n, V_d]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,6 @@ class HiddenTeacher:
             target: Gives scale and soft cap of the logits.
             rows: [V_d, H] output rows of the draft vocabulary; with `kept`, all
                 [V_t, H] rows.
-            dtype: Dtype the probabilities are stored in.
             kept: int64 [V_d] target ids of the draft vocabulary: `mass` is wanted.
         """
         size = rows.shape[0] if kept is None else kept.numel()
@@ -87,7 +78,7 @@ class HiddenTeacher:
         return cls(probs, plogp, mass)
 
     def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
-        """Every token is an outcome of its own."""
+        """Teacher rows `index` (int64 [n]) beside logits z [n, V_d]."""
         mass = None if self.mass is None else self.mass[index]
         return Outcomes(z, self.probs[index].to(z.dtype), self.plogp[index], mass)
 
@@ -130,7 +121,6 @@ class TopKTeacher:
         return cls(ids, probs, plogp, None if vocab.is_identity else mass)
 
     def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
-        """The k listed tokens, and the rest."""
         return BucketedOutcomes(
             z,
             self.probs[index].to(z.dtype),
@@ -138,6 +128,10 @@ class TopKTeacher:
             None if self.mass is None else self.mass[index].to(z.dtype),
             self.ids[index],
         )
+
+
+Teacher = HiddenTeacher | TopKTeacher
+"""Target distribution over the draft vocabulary for M rows."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class KernelTeacher:
 
     @staticmethod
     def fits(mix: LossMix, device: torch.device) -> bool:
-        """Whether it gives on this device what `HiddenTeacher` gives."""
+        """True if it gives on this device what `HiddenTeacher` gives."""
         if device.type != "cuda" or mix.names not in (("forward_kl",), ("reverse_kl",)):
             return False
         from vllm_tide.kernels.launch import HAVE_TRITON  # slow: not on a CPU
@@ -181,7 +175,6 @@ class LossTask:
     """What is computed for each of L loss rows.
 
     Attributes:
-        mix: T terms.
         index: int64 [L], row of the teacher.
         weights: [T, L], weight of each term at each row, at least fp32.
         labels: int64 [L], draft id of the token that followed, -1 none.
@@ -223,7 +216,6 @@ class _FusedHeadLoss(torch.autograd.Function):
         teacher: Teacher | KernelTeacher,
         task: LossTask,
     ) -> tuple[Tensor, Tensor]:
-        """See `fused_head_loss`."""
         count, size = normed.shape[0], head.shape[0]
         wide = torch.promote_types(normed.dtype, torch.float32)
         values = torch.zeros_like(task.weights)
@@ -260,7 +252,6 @@ class _FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients computed in the forward pass."""
         grad_normed, grad_head = ctx.saved_tensors
         scale = grads[0]
         if grad_head is not None:
@@ -281,7 +272,6 @@ def fused_head_loss(
         normed: [L, H] output rows of the draft, compute dtype.
         master: [V_d, H] fp32 parameter that receives the gradient.
         head: [V_d, H] the same in the compute dtype, detached.
-        teacher: Teacher rows.
         task: Terms, weights and labels per row.
 
     Returns:

@@ -1,21 +1,28 @@
-"""The processes that train one draft together, and how they begin and end."""
+"""The processes that train one draft together, and the messages between them.
+
+No pickle: an order is JSON, a batch is JSON that says what follows and then the bytes
+of its tensors. Gloo carries them on the CPU, whatever device trains.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
 from vllm_tide.train.gpu import claim
-from vllm_tide.train.rank_messages import LEADER
+from vllm_tide.train.packing import BranchRows, PackedBatch
+from vllm_tide.train.sample import TopK
 from vllm_tide.transport.header import TransportError
 
 if TYPE_CHECKING:
@@ -39,7 +46,6 @@ class Ranks:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        """Join the group that torchrun describes in the environment."""
         from torch.distributed.device_mesh import init_device_mesh
 
         kind = torch.device(device)
@@ -63,16 +69,15 @@ class Ranks:
 
     @staticmethod
     def asked() -> bool:
-        """Whether torchrun started this process with more than one rank."""
+        """True if torchrun started this process with more than one rank."""
         return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank owns engines, buffers and the gate."""
+        """True if this rank owns engines, buffers and the gate."""
         return self.rank == LEADER
 
     def close(self) -> None:
-        """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -109,3 +114,97 @@ def watched() -> Iterator[None]:
             "again (torchrun --max-restarts does) and they go on from the last "
             f"checkpoint ({str(error).splitlines()[0]})"
         ) from error
+
+
+LEADER = 0
+# Dataclasses that may be in a batch: nothing else is ever built from a message.
+KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (PackedBatch, BranchRows, TopK)
+}
+
+
+def encode(value: Any) -> tuple[str, list[Tensor]]:
+    """A dataclass of tensors, numbers and lists as JSON and the tensors it names.
+
+    Raises:
+        TypeError: It holds something else.
+    """
+    tensors: list[Tensor] = []
+
+    def plain(item: Any) -> dict[str, Any]:
+        name = type(item).__name__
+        if isinstance(item, Tensor):
+            tensors.append(item.contiguous())
+            return {"tensor": len(tensors) - 1}
+        if name not in KINDS:
+            raise TypeError(f"a batch cannot carry a {name} to another rank.")
+        return {"kind": name, **vars(item)}
+
+    return json.dumps(value, default=plain), tensors
+
+
+def decode(text: str, tensors: list[Tensor]) -> Any:
+    """Inverse of `encode`.
+
+    Raises:
+        TransportError: The message names a class that is not in `KINDS`.
+    """
+
+    def made(tree: dict[str, Any]) -> Any:
+        if "tensor" in tree:
+            return tensors[tree["tensor"]]
+        name = tree.pop("kind")
+        if name not in KINDS:
+            raise TransportError(
+                f"ranks: a batch holds an unknown {name!r}; all ranks must run the "
+                "same version of vllm_tide."
+            )
+        return KINDS[name](**tree)
+
+    return json.loads(text, object_hook=made)
+
+
+def broadcast_json(value: Any = None) -> Any:
+    """Give `value` of the leader to every rank (blocks until all have it)."""
+    leads = dist.get_rank() == LEADER
+    raw = _bytes(json.dumps(value)) if leads else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([raw.numel()])
+    dist.broadcast(size, LEADER)
+    if not leads:
+        raw = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(raw, LEADER)
+    return value if leads else json.loads(raw.numpy().tobytes())
+
+
+def send(value: Any, rank: int) -> None:
+    text, tensors = encode(value)
+    shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    head = _bytes(json.dumps([text, shapes]))
+    dist.send(torch.tensor([head.numel()]), rank)
+    dist.send(head, rank)
+    for tensor in tensors:
+        if tensor.numel():
+            dist.send(_as_bytes(tensor), rank)
+
+
+def receive() -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, LEADER)
+    head = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(head, LEADER)
+    text, shapes = json.loads(head.numpy().tobytes())
+    tensors = []
+    for dtype, shape in shapes:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.numel():
+            dist.recv(_as_bytes(tensor), LEADER)
+        tensors.append(tensor)
+    return decode(text, tensors)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)  # contiguous: shares memory
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -3,13 +3,16 @@
 A request goes wholly to one side, decided by its key: a window of a held-out request
 never leaks into training. Within a side a (request, position) is trained once, by the
 document that came last, and one tenant fills at most its share.
+
+In one pass over the buffer a document of weight 1 appears once, one of weight 0.3 in
+three passes of ten, one of weight 2 twice.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.draws import draw, passes_left, weights
 from vllm_tide.train.sample import Sample, split_windows
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.tenant import NOBODY
@@ -27,12 +29,22 @@ FLOORS, FLOOR_REQUESTS = 8, 3
 tenant in each request has none."""
 TENANT_IDLE_S, GROUP_IDLE_S = 600.0, 120.0
 """A tenant or a group unseen for so long has no floor: judged is what is served."""
+HOLDOUT_TOKENS = 8192
+"""Held-out tokens kept: enough that a gain of 0.01 tokens shows, soon judged."""
+WINDOW_TOKENS = 1024
+"""Longest window of one request in a step; half a batch at most, so that none is of one
+request alone."""
+SEED = 0  # of shuffling, of the choice of what is held out and kept, of initialisation
 _MASK = (1 << 64) - 1
 
 
-def is_held_out(key: int, share: float, seed: int = 0) -> bool:
-    """Whether the request of this key is held out (SplitMix64 of key and seed)."""
-    z = (key + (seed + 1) * 0x9E3779B97F4A7C15) & _MASK
+def window_tokens(config: TrainConfig) -> int:
+    return min(WINDOW_TOKENS, config.batch_tokens // 2)
+
+
+def is_held_out(key: int, share: float) -> bool:
+    """True if the request of this key is held out (SplitMix64 of key and seed)."""
+    z = (key + (SEED + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return (z ^ (z >> 31)) < share * (_MASK + 1)
@@ -55,7 +67,6 @@ class Side:
 
     Attributes:
         windows: By serial number; oldest first.
-        tokens: Rows held.
     """
 
     def __init__(
@@ -64,7 +75,6 @@ class Side:
         tenant_share: float,
         chance: random.Random | None = None,
     ) -> None:
-        """Start empty."""
         self._chance, self._named = chance, frozenset[int]()
         self.windows: dict[int, Sample] = {}
         self.tokens = 0
@@ -79,7 +89,6 @@ class Side:
         self._next = 0
 
     def add(self, window: Sample) -> int:
-        """Store a window; its serial number."""
         serial, self._next = self._next, self._next + 1
         self.windows[serial] = window
         self._by_key[window.key][serial] = None
@@ -88,7 +97,6 @@ class Side:
         return serial
 
     def remove(self, serial: int) -> Sample:
-        """Take a window out."""
         window = self.windows.pop(serial)
         for index, name in (
             (self._by_key, window.key),
@@ -107,7 +115,6 @@ class Side:
         self._count(window, 1)
 
     def of_key(self, key: int) -> list[int]:
-        """Serial numbers of a request's windows, oldest first."""
         return list(self._by_key.get(key, ()))
 
     def over_share(self, tenant: int) -> int | None:
@@ -175,7 +182,6 @@ class SampleBuffer:
 
     Attributes:
         new_tokens: Training tokens that came since the owner last set this to 0.
-        num_samples: Windows stored so far.
         evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
     """
@@ -183,31 +189,28 @@ class SampleBuffer:
     def __init__(
         self, config: TrainConfig, clock: Callable[[], float] = steady_unix
     ) -> None:
-        """Start empty."""
         self.config = config
-        self.window = min(config.max_sample_tokens, config.batch_tokens)
+        self.window = window_tokens(config)
         self.new_tokens = self.num_samples = 0
         self.evicted: Counter[str] = Counter()
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
             "holdout": Side(
-                config.holdout_tokens,
+                HOLDOUT_TOKENS,
                 config.tenant_share,
-                random.Random(config.seed),  # noqa: S311 - not cryptographic
+                random.Random(SEED),  # noqa: S311 - not cryptographic
             ),
         }
         self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
         self._clock = clock
-        self._random = random.Random(config.seed)  # noqa: S311 - shuffling only
+        self._random = random.Random(SEED)  # noqa: S311 - shuffling only
 
     @property
     def train(self) -> list[Sample]:
-        """Training windows, oldest first."""
         return list(self._sides["train"].windows.values())
 
     @property
     def holdout(self) -> list[Sample]:
-        """Held-out windows, oldest first."""
         return list(self._sides["holdout"].windows.values())
 
     @property
@@ -227,18 +230,15 @@ class SampleBuffer:
 
     @property
     def train_tokens(self) -> int:
-        """Rows of the training side."""
         return self._sides["train"].tokens
 
     @property
     def holdout_tokens(self) -> int:
-        """Rows of the held-out side."""
         return self._sides["holdout"].tokens
 
     def add(self, sample: Sample) -> None:
-        """Store a document, cut into windows; older ones of the request yield to it."""
-        share, seed = self.config.holdout_share, self.config.seed
-        name = "holdout" if is_held_out(sample.key, share, seed) else "train"
+        held = is_held_out(sample.key, self.config.holdout_share)
+        name = "holdout" if held else "train"
         side = self._sides[name]
         if not sample.captured_unix_s:
             sample = replace(sample, captured_unix_s=self._clock())
@@ -264,7 +264,7 @@ class SampleBuffer:
         to be balanced. Wanted groups weigh alike, all others together at most as much.
         """
         held, new = self.train, {id(sample) for sample in self.fresh}
-        weight = weights(held, self.config, self._clock(), wanted_groups)
+        weight = weights(held, self.config, wanted_groups)
         self._fresh = {}
         most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
         drawn = draw(held, weight, self._random, most)
@@ -273,7 +273,6 @@ class SampleBuffer:
         return deque(drawn)
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
-        """Replace every training window by what `change` makes of it."""
         side = self._sides["train"]
         for serial, window in list(side.windows.items()):
             changed = change(window)
@@ -292,7 +291,6 @@ class SampleBuffer:
         return self._forget("expired", None, self._clock() - limit)
 
     def expired(self, sample: Sample) -> bool:
-        """Whether a window is older than `max_age_s`."""
         limit = self.config.max_age_s
         return limit is not None and sample.captured_unix_s < self._clock() - limit
 
@@ -335,3 +333,118 @@ class SampleBuffer:
             else:
                 self.evicted["duplicate"] += window.num_tokens - left.num_tokens
                 side.exchange(serial, left)
+
+
+MAX_REPEAT = 4.0
+"""Most appearances in one pass of a document whose group is small."""
+CYCLE_PASSES = 4
+"""Most appearances of a document in one cycle."""
+REST = -2
+"""Stands for all groups that are not wanted."""
+
+
+def passes_left(sample: Sample, most: int, cycle: int) -> int:
+    """Times a sample may still appear in a cycle; `most` is its `max_passes`."""
+    done = sample.trained
+    return max(0, min(most - len(done), CYCLE_PASSES - done.count(cycle)))
+
+
+def weights(
+    samples: Sequence[Sample],
+    config: TrainConfig,
+    wanted_groups: Collection[int] | None = None,
+) -> list[float]:
+    """Weight of each document.
+
+    The wanted groups weigh alike (a small one is repeated up to `MAX_REPEAT` times),
+    and all others together as much as they at most: a draft trained on a shift alone
+    forgets the rest. Then every tenant is brought down to `tenant_share`.
+    """
+    out = [1.0] * len(samples)
+    if wanted_groups is not None:
+        factors = _group_factors(samples, frozenset(wanted_groups))
+        out = [factors.get(s.group, factors[REST]) for s in samples]
+    if config.tenant_share < 1:
+        masses: defaultdict[int, float] = defaultdict(float)
+        for sample, weight in zip(samples, out, strict=True):
+            masses[sample.tenant] += weight * sample.num_tokens
+        caps = cap_factors(masses, config.tenant_share)
+        out = [w * caps.get(s.tenant, 1.0) for s, w in zip(samples, out, strict=True)]
+    return out
+
+
+def draw(
+    samples: Sequence[Sample],
+    weight: Sequence[float],
+    rng: random.Random,
+    most: Callable[[Sample], int],
+) -> list[Sample]:
+    """The documents of one pass, shuffled, each as often as `most` says at most.
+
+    Chance plays no part for whole weights: a plain pass depends on the order only.
+    """
+    out: list[Sample] = []
+    for sample, expected in zip(samples, weight, strict=True):
+        times = int(expected)
+        if expected > times and rng.random() < expected - times:
+            times += 1
+        out += [sample] * min(times, most(sample))
+    rng.shuffle(out)
+    return out
+
+
+def _group_factors(
+    samples: Sequence[Sample], wanted: frozenset[int]
+) -> dict[int, float]:
+    masses: Counter[int] = Counter()
+    rest = 0
+    for sample in samples:
+        if sample.group in wanted:
+            masses[sample.group] += sample.num_tokens
+        else:
+            rest += sample.num_tokens
+    if not masses:
+        return {REST: 0.0}
+    even = sum(masses.values()) / len(masses)
+    factors = {group: min(MAX_REPEAT, even / mass) for group, mass in masses.items()}
+    drawn = sum(factors[group] * mass for group, mass in masses.items())
+    factors[REST] = min(1.0, drawn / rest) if rest else 1.0
+    return factors
+
+
+def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:
+    """Factors that bring every tenant down to its share, so that none steers alone.
+
+    The other bound (`Side` in `reservoir`) is on what a tenant may hold of the buffer:
+    one that is not full yet would otherwise be whoever is loudest. Requests without a
+    tenant are many unknown clients and have no bound.
+
+    With the j heaviest capped at a level L and a rest R left as it is, L is the share
+    of the whole: L = share (j L + R), so L = share R / (1 - j share); j is the
+    smallest number for which no tenant of the rest exceeds L. Where nothing can fill
+    the rest (all tenants are over their share and nobody else is there) all weigh
+    alike.
+
+    Args:
+        share: Largest share of one tenant (0 to 1).
+
+    Returns:
+        A factor below 1 for each tenant that is over its share.
+    """
+    named = sorted(
+        ((mass, tenant) for tenant, mass in masses.items() if tenant != NOBODY),
+        reverse=True,
+    )
+    nobody = masses.get(NOBODY, 0.0)
+    if share >= 1 or not named:
+        return {}
+    level = named[-1][0]
+    for capped in range(len(named) + 1):
+        rest = nobody + sum(mass for mass, _ in named[capped:])
+        if rest <= 0 or capped * share >= 1:
+            break
+        bound = share * rest / (1 - capped * share)
+        if capped == len(named) or named[capped][0] <= bound:
+            level = bound
+            break
+    return {tenant: level / mass for mass, tenant in named if mass > level}

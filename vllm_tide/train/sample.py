@@ -36,7 +36,6 @@ class TopK:
     tail_logprob: Tensor
 
     def __getitem__(self, rows: slice) -> TopK:
-        """Rows of the teacher."""
         return TopK(self.ids[rows], self.logprobs[rows], self.tail_logprob[rows])
 
 
@@ -45,7 +44,6 @@ class Sample:
     """S consecutive positions `start .. start + S - 1` of one request.
 
     Attributes:
-        key: Request key.
         start: Position of row 0.
         num_prompt_tokens: Token x_t is generated iff t >= num_prompt_tokens.
         tokens: int32 [S], token at each position.
@@ -57,12 +55,10 @@ class Sample:
             means not looked up yet.
         loss_from: First position whose row may be a teacher (>= num_prompt_tokens);
             later than the prompt only in windows that repeat rows as context.
-        branches: Rejected branches inside this document.
         tenant: Id of who sent the request; 0 is nobody.
         captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
         draft_version: Version of the draft in the request's first verification.
         group: Group of similar requests it belongs to; -1 is unknown.
-        sampled: The request's temperature is above zero.
         trained: Cycle of each pass that was made over it.
     """
 
@@ -117,7 +113,6 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """S."""
         return self.tokens.numel()
 
     @property
@@ -147,7 +142,6 @@ class Sample:
 
         Args:
             positions: Integer [P], positions trained elsewhere.
-            branches: Positions whose branches are held elsewhere.
 
         Returns:
             A shorter document with the same start, or None if nothing is left to train.
@@ -167,7 +161,6 @@ class Sample:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors held."""
         total = self.tokens.nbytes + self.features.nbytes
         if self.teacher_hidden is not None:
             total += self.teacher_hidden.nbytes

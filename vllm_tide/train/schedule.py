@@ -21,9 +21,9 @@ improvement switches it off. Two things differ from the paper:
 * One average of a mixed stream dilutes the fall of one domain by its share of the
   traffic. Here each group of similar requests has its own averages.
 * A fixed epsilon is below the noise of short requests and far above that of long ones.
-  Here it is widened to three standard errors (`shift.py`); slow drift is seen as well.
+  Here it is widened to three standard errors; slow drift is seen as well.
 * A draft that is bad from the start never falls. Here a new group counts as a shift.
-* One unlucky cycle ends training. Here it takes `patience` of them, counted per group,
+* One unlucky cycle ends training. Here it takes `PATIENCE` of them, counted per group,
   and only groups not yet saturated are trained on. Soon after a shift there is too
   little to learn from, so each of these cycles waits for twice the tokens of the one
   before, and a group that was given up is tried once more whenever its requests since
@@ -34,13 +34,155 @@ Pure: no clock, no torch. Runs in the trainer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tide.config import ScheduleConfig
+from vllm_tide.train.groups import MAX_GROUPS
 from vllm_tide.train.served import ServedRequest
-from vllm_tide.train.shift import Averages, ShiftTest
+
+SIGMAS = 3.0
+"""Standard errors that chance is granted."""
+_PRIOR_VARIANCE, _PRIOR_VALUES = 0.04, 4.0  # of one request's acceptance
+
+
+class Averages:
+    """Short and long exponential average (TIDE, algorithm 1), and their noise.
+
+    How far the two differ by chance depends on how noisy the series is: both are
+    weighted sums of the same values, so the variance of their difference is the
+    variance of one value times the sum of the squared differences of the weights.
+
+    Args:
+        short_decay: Decay per value of the short one.
+        long_decay: Decay per value of the long one.
+
+    Attributes:
+        short: Short average; NaN until started.
+        long: Long average; NaN until started.
+        squares: Sums over all values of the squared weight in `short`, in `long`, and
+            of the product of both: variances and covariance in units of one value's.
+    """
+
+    def __init__(self, short_decay: float, long_decay: float, init_values: int) -> None:
+        self.short_decay, self.long_decay = short_decay, long_decay
+        self.init_values = init_values
+        self.restart()
+
+    def restart(self) -> None:
+        self.short = self.long = math.nan
+        self.count = 0
+        self._sum = 0.0
+        self.squares = (0.0, 0.0, 0.0)
+
+    @property
+    def started(self) -> bool:
+        """True if the first values are in."""
+        return self.count >= self.init_values
+
+    def add(self, value: float) -> bool:
+        """Take a value; True if it moved averages that had been started before."""
+        self.count += 1
+        if self.count <= self.init_values:
+            self._sum += value
+            if self.started:
+                self.short = self.long = self._sum / self.count
+                self.squares = (1 / self.count,) * 3
+            return False
+        keep_short, keep_long = self.short_decay, self.long_decay
+        new_short, new_long = 1.0 - keep_short, 1.0 - keep_long
+        self.short = keep_short * self.short + new_short * value
+        self.long = keep_long * self.long + new_long * value
+        short, long, both = self.squares
+        self.squares = (
+            keep_short**2 * short + new_short**2,
+            keep_long**2 * long + new_long**2,
+            keep_short * keep_long * both + new_short * new_long,
+        )
+        return True
+
+
+class ShiftTest:
+    """Watches one series of acceptances in [0, 1] for a fall.
+
+    Two tests. *Step*: the short average below the long one, as in TIDE. *Drift*: the
+    long average below the mean of the first values, which a slow fall drags along too
+    little for the first test to see. Both must exceed epsilon and `SIGMAS` standard
+    errors.
+
+    Attributes:
+        anchor: Mean of the first 1 / (1 - long_decay) values; NaN until then.
+    """
+
+    def __init__(
+        self, short_decay: float, long_decay: float, init_values: int, epsilon: float
+    ) -> None:
+        self.averages = Averages(short_decay, long_decay, init_values)
+        self.epsilon = epsilon
+        self.num_anchor = max(init_values, math.ceil(1.0 / (1.0 - long_decay)))
+        self._noise = self._noise_weight = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Learn the level anew; what is known of the noise stays."""
+        self.averages.restart()
+        self.anchor = math.nan
+        self._anchor_sum = 0.0
+        self._last: float | None = None
+
+    @property
+    def variance(self) -> float:
+        """Variance of one value around its level.
+
+        From successive differences (von Neumann 1941), which a step or a drift of the
+        level hardly touches.
+        """
+        prior = _PRIOR_VALUES * _PRIOR_VARIANCE
+        return (self._noise + prior) / (self._noise_weight + _PRIOR_VALUES)
+
+    @property
+    def step_limit(self) -> float:
+        """Fall of the short average below the long one that counts as a shift."""
+        short, long, both = self.averages.squares
+        return self._limit(short + long - 2.0 * both)
+
+    @property
+    def drift_limit(self) -> float:
+        """Fall of the long average below the anchor that counts as a shift."""
+        return self._limit(self.averages.squares[1] + 1.0 / self.num_anchor)
+
+    def add(self, value: float) -> str | None:
+        """Take a value.
+
+        Returns:
+            Why this is a shift, in words, or None. After a shift the caller restarts.
+        """
+        if self._last is not None:
+            keep = self.averages.long_decay
+            self._noise = keep * self._noise + 0.5 * (value - self._last) ** 2
+            self._noise_weight = keep * self._noise_weight + 1.0
+        self._last = value
+        moved = self.averages.add(value)
+        if self.averages.count <= self.num_anchor:
+            self._anchor_sum += value
+            if self.averages.count == self.num_anchor:
+                self.anchor = self._anchor_sum / self.num_anchor
+        if not moved:
+            return None
+        short, long = self.averages.short, self.averages.long
+        if short < long - self.step_limit:
+            return f"acceptance fell from {long:.3f} to {short:.3f}"
+        # Before that the long average still consists of the anchor's values.
+        settled = self.averages.count >= 2 * self.num_anchor
+        if settled and long < self.anchor - self.drift_limit:
+            return f"acceptance drifted from {self.anchor:.3f} to {long:.3f}"
+        return None
+
+    def _limit(self, squares: float) -> float:
+        return max(self.epsilon, SIGMAS * math.sqrt(self.variance * max(squares, 0.0)))
+
 
 NEW_GROUP_REQUESTS = 4
 """Requests that make a new group a shift: one odd request does not."""
@@ -48,6 +190,11 @@ ACTIVE_REQUESTS = 512
 """A group unseen for so many requests of the stream is not waited for."""
 MIN_TRIES = 16.0
 """First tokens, counted as equally weighted ones, that make a value of a series."""
+SHORT_DECAY, LONG_DECAY = 0.9, 0.99  # per request, of the two averages (TIDE)
+EPSILON = 0.05  # fall of the accepted share that counts as a shift (TIDE)
+INIT_REQUESTS = 16  # that set the first averages
+PATIENCE = 3
+"""Cycles without improvement after which training pauses."""
 _MAX_DOUBLINGS = 16
 
 
@@ -55,7 +202,6 @@ class Schedule:
     """Decides from served requests and from the outcome of cycles.
 
     Args:
-        config: `tide.schedule`.
         min_new_tokens: New training tokens that make a cycle (TIDE's N_threshold).
         day0: The draft is fresh: collect from the first request on.
 
@@ -63,20 +209,17 @@ class Schedule:
         averages: Averages of first-token acceptance over all requests, in every mode.
         reason: Why the state is what it is.
         shifts: Shifts seen so far, new groups included.
-        pauses: Times that training was paused.
     """
 
     def __init__(
         self, config: ScheduleConfig, min_new_tokens: int, *, day0: bool = False
     ) -> None:
         self.config, self.min_new_tokens = config, min_new_tokens
-        self.averages = Averages(
-            config.short_decay, config.long_decay, config.init_requests
-        )
+        self.averages = Averages(SHORT_DECAY, LONG_DECAY, INIT_REQUESTS)
         self._pool = FirstTokens()
         self.shifts = self.pauses = 0
         self._enabled = day0 or config.mode == "always"
-        self._gate = _GroupGate(config) if config.mode == "gated" else None
+        self._gate = _GroupGate() if config.mode == "gated" else None
         self.reason = {"always": "mode always", "tide": "no shift yet"}.get(
             config.mode, "no group of requests yet"
         )
@@ -85,7 +228,6 @@ class Schedule:
 
     @property
     def collecting(self) -> bool:
-        """Whether the engines should send full rows."""
         if self._gate is not None:
             return self._enabled or bool(self._gate.wanted())
         return self._enabled
@@ -104,7 +246,7 @@ class Schedule:
         if self.config.mode != "tide" or not moved:
             return
         short, long = self.averages.short, self.averages.long
-        if short < long - self.config.epsilon:
+        if short < long - EPSILON:
             if not self._enabled:
                 self.shifts += 1
                 self.reason = f"acceptance fell from {long:.3f} to {short:.3f}"
@@ -120,7 +262,6 @@ class Schedule:
 
     @property
     def tokens_needed(self) -> int:
-        """New training tokens that make the next cycle."""
         failures = 0 if self._gate is None else self._gate.failures()
         return self.min_new_tokens << min(failures, _MAX_DOUBLINGS)
 
@@ -155,7 +296,6 @@ class Schedule:
         return None if self._enabled else self._gate.wanted()
 
     def snapshot(self) -> dict[str, Any]:
-        """State for metrics and the status file; None where nothing is known yet."""
         started = self.averages.started
         return {
             "mode": self.config.mode,
@@ -215,8 +355,7 @@ class _Watched:
 class _GroupGate:
     """Mode `gated`."""
 
-    def __init__(self, config: ScheduleConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._clock = 0
         self._groups: dict[int, _Watched] = {}
         self._versions: dict[str, int] = {}
@@ -253,7 +392,7 @@ class _GroupGate:
         if group.wanted or not group.again or group.requests < group.again:
             return "", False
         # One cycle, with as many tokens as the last one that failed had.
-        group.wanted, group.failures = True, self._config.patience - 1
+        group.wanted, group.failures = True, PATIENCE - 1
         return f"group {request.group}: twice as many requests as at the pause", False
 
     def cycle_done(self, improved: bool, by_group: Mapping[int, bool]) -> str | None:
@@ -261,14 +400,14 @@ class _GroupGate:
         for name in sorted(self.wanted()):
             group = self._groups[name]
             group.failures = 0 if by_group.get(name, improved) else group.failures + 1
-            if group.failures >= self._config.patience:
+            if group.failures >= PATIENCE:
                 group.wanted = False
                 group.again = 2 * group.requests - group.since
                 saturated.append(name)
         if not saturated:
             return None
         names = ", ".join(map(str, saturated))
-        return f"group {names}: {self._config.patience} cycles without improvement"
+        return f"group {names}: {PATIENCE} cycles without improvement"
 
     def snapshot(self) -> list[dict[str, Any]]:
         wanted = self.wanted()
@@ -289,10 +428,9 @@ class _GroupGate:
     def _group(self, name: int) -> _Watched:
         group = self._groups.get(name)
         if group is None:
-            c = self._config
-            test = ShiftTest(c.short_decay, c.long_decay, c.init_requests, c.epsilon)
+            test = ShiftTest(SHORT_DECAY, LONG_DECAY, INIT_REQUESTS, EPSILON)
             group = self._groups[name] = _Watched(test, self._clock)
-            while len(self._groups) > c.max_groups + 1:  # one more: the unknown
+            while len(self._groups) > MAX_GROUPS + 1:  # one more: the unknown
                 others = [n for n in self._groups if n != name]
                 del self._groups[min(others, key=lambda n: self._groups[n].seen)]
         return group

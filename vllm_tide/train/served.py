@@ -33,14 +33,11 @@ class ServedRequest:
     """How one request was drafted for; it grows until the request has ended.
 
     Attributes:
-        key: Request key.
-        engine: Engine that served it.
         tenant: Id of who sent it; 0 is nobody.
         group: Group of similar requests; -1 is unknown.
         versions: Draft versions seen, in order; the first is the one it began under.
         whole: Its beginning was captured, so `first_version` is true.
         began: Place in the order in which requests began, on all engines.
-        ended: Nothing more will come.
         cached: Bucket of the share of the prompt that came from the prefix cache.
         cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
             these steps in steps without drafts (`Record.cost`). Only of steps under the
@@ -66,7 +63,6 @@ class ServedRequest:
 
     @property
     def first_version(self) -> int:
-        """Version it began under."""
         return self.versions[0]
 
 
@@ -115,7 +111,6 @@ class ServedRequests:
 
         Args:
             record: As read from the ring, full or light.
-            engine: Engine it came from.
             now: Monotonic clock (seconds).
         """
         name = (engine, record.key)

@@ -7,14 +7,13 @@ cycle. One engine's end is not the others' business; the last one's ends the pro
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import signal
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from vllm_tide.capture.switch import PAUSED, Switch
 from vllm_tide.config import TideConfig, parse_tide
@@ -24,39 +23,32 @@ from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint
-from vllm_tide.train.deployment import Deployment, as_wire
+from vllm_tide.train.deployment import Deployment
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
-from vllm_tide.train.events import EventLog
-from vllm_tide.train.feed import Feed
+from vllm_tide.train.feed_sources import Feed
 from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
-from vllm_tide.train.intake import Intake
 from vllm_tide.train.judgement import CycleResult
-from vllm_tide.train.orders import Orders
 from vllm_tide.train.ranks import Ranks
+from vllm_tide.train.report import Report, TrainerStatus, finite
 from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
-from vllm_tide.train.status import StatusFile, TrainerStatus
-from vllm_tide.train.step import has_fast_bfloat16
 from vllm_tide.train.trainer import Trainer
-from vllm_tide.transport.admin import AdminSocket
+from vllm_tide.transport.admin import AdminSocket, Answer
+from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
 from vllm_tide.transport.ring_format import Collect
-
-__all__ = [
-    "Sidecar",
-    "as_wire",
-    "describe",
-    "install_signal_handlers",
-    "stopped_by_signals",
-]
 
 logger = logging.getLogger("vllm_tide.train")
 
 IDLE_SLEEP_S = 0.05
 PURGE_PERIOD_S = 1.0
+BATCH, LIMIT_S = 256, 2.0
+TURN_ROWS = 8192
+"""Rows per turn of all engines: what makes their shares fair when all have more."""
+COMMANDS = ("status", "pause", "resume", "rollback")
 
 
 class Sidecar:
@@ -81,7 +73,6 @@ class Sidecar:
         config: TideConfig | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load, check and attach."""
         try:
             self._open(feeds, run_dir, config, ranks)
         except BaseException as error:
@@ -105,18 +96,14 @@ class Sidecar:
         self._run_dir = run_dir
         self.tide = config or parse_tide(self.manifest.tide, self.manifest.version)
         self.config = self.tide.train
-        self.config = train = with_share(self.config, self.manifest.gpu_uuid)
-        if train.compute_dtype == "bfloat16" and not has_fast_bfloat16(train.device):
-            self.config = train.model_copy(update={"compute_dtype": "float32"})
-            logger.info("this %s has no bfloat16: computing in float32", train.device)
+        self.config = with_share(self.config, self.manifest.gpu_uuid)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
-        self._file = StatusFile(run_dir, feed.id)
-        self._events = EventLog(run_dir, feed.id, open_tracing("trainer"))
+        self.report = Report(run_dir, feed.id, open_tracing("trainer"))
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self._stopping = self._purge_waits = False
         self._trained_s = 0.0
         self._cycle_began: float | None = None
-        groups = Groups(self.tide.schedule.max_groups)
+        groups = Groups()
         self._served = ServedRequests(groups)
         self.trainer = self._make_trainer(feed, ranks)
         day0 = is_fresh(self._draft_path)
@@ -125,42 +112,37 @@ class Sidecar:
         )
         self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
         self._set_collect()
-        self._intake = Intake(feeds, self.trainer, self._served)
+        self._engine, self._emptied = "", False
+        store = self._open_store()
         self.deployment = Deployment(
-            feeds,
-            self.trainer,
-            self.tide,
-            self._open_store(),
-            self._events,
-            self._served,
+            feeds, self.trainer, self.tide, store, self.report, self._served
         )
         self.deployment.adopt()
         self._resume()
-        self._operator = Orders(
-            lambda: self.status,
-            self._pause,
-            self.deployment,
-            self._events,
-            self._set_collect,
-        )
         self._admin = AdminSocket(run_dir)
 
     def stop(self) -> None:
-        """Ask the loop to end after the current step."""
+        """Makes the loop end after the current step."""
         self._stopping = True
 
     @property
     def stopping(self) -> bool:
-        """Whether it was asked to."""
+        """True if it was asked to."""
         return self._stopping
 
     @property
     def paused(self) -> bool:
-        """Whether an operator has paused training."""
+        """True if an operator has paused training."""
         return self._pause.on
 
+    @property
+    def training_seconds(self) -> float:
+        """Time in training cycles, the one that runs included (s)."""
+        began = self._cycle_began
+        return self._trained_s + (0.0 if began is None else time.monotonic() - began)
+
     def run(self, *, once: bool = False) -> str:
-        """Work until stopped, or no engine is left; returns the last state.
+        """Works until stopped, or no engine is left; returns the last state.
 
         Args:
             once: End after the first cycle, or where a pause allows none.
@@ -190,12 +172,12 @@ class Sidecar:
         now = time.monotonic()
         changes = self.feeds.poll()
         for engine in changes.joined:
-            self._events.add("joined", engine=engine)
+            self.report.add("joined", engine=engine)
         for engine, why in changes.left.items():
             self._served.forget(engine)
-            self._events.add("left", engine=engine, reason=why)
+            self.report.add("left", engine=engine, reason=why)
         collecting = self.schedule.collecting
-        for request in self._intake.drain(now):
+        for request in self._drain(now):
             self._observe(request, now)
         if self.schedule.collecting != collecting:
             self._collect_changed()
@@ -203,16 +185,61 @@ class Sidecar:
         self.deployment.tick()
         self.trainer.stepper.idle()
         self._forget(now)
-        self._admin.poll(self._operator.carry_out)
+        self._admin.poll(self.carry_out)
         self._update_status()
         return not self._stopping and len(self.feeds) > 0
+
+    def _drain(self, now: float) -> Iterator[ServedRequest]:
+        """Takes what the engines sent, for at most `LIMIT_S`; yields ended requests."""
+        until = time.monotonic() + LIMIT_S
+        self._emptied = False
+        while time.monotonic() < until:
+            taken = self.feeds.read(BATCH, TURN_ROWS)
+            if not taken:
+                self._emptied = True
+                break
+            for engine, records in taken:
+                self._engine = engine
+                for record in records:
+                    number = self.feeds.number_of(engine, record.draft_version)
+                    if number != record.draft_version:
+                        record = replace(record, draft_version=number)
+                    # First: the trainer asks for the group of the request.
+                    yield from self._served.add(record, engine, now)
+                    self.trainer.add_records((record,), now)
+        yield from self._served.flush_idle(now)
+        self.trainer.flush_idle(now)
+
+    def carry_out(self, request: dict[str, Any]) -> Answer:
+        """Carries a command of the operator out, between two steps; its answer."""
+        what = request["do"]
+        if what == "status":
+            return {"ok": True, "status": finite(asdict(self.status))}
+        if what in ("pause", "resume"):
+            return self._set_pause(what == "pause")
+        if what == "rollback":
+            try:
+                return {"ok": True, **self.deployment.go_back("ordered")}
+            except TransportError as error:
+                return {"ok": False, "error": str(error)}
+        said = f"{what!r} is no order; give one of {', '.join(COMMANDS)}"
+        return {"ok": False, "error": said}
+
+    def _set_pause(self, on: bool) -> Answer:
+        was = self._pause.on
+        volatile = self._pause.set(on)
+        if was != on:
+            self.report.add("paused" if on else "resumed", reason="ordered")
+            self._set_collect()
+        answer: Answer = {"ok": True, "paused": on, "was_paused": was}
+        return answer | ({"note": volatile} if volatile else {})
 
     def _observe(self, request: ServedRequest, now: float) -> None:
         self.status.requests += 1
         shifts = self.schedule.shifts
         self.schedule.observe(request)
         if self.schedule.shifts != shifts:
-            self._events.add("shift", reason=self.schedule.reason)
+            self.report.add("shift", reason=self.schedule.reason)
         self.deployment.observe(request)
 
     def _set_collect(self) -> None:
@@ -222,7 +249,7 @@ class Sidecar:
     def _collect_changed(self) -> None:
         self._set_collect()
         if not self.schedule.collecting:
-            self._events.add("pause", reason=self.schedule.reason)
+            self.report.add("pause", reason=self.schedule.reason)
 
     def _may_train(self) -> bool:
         if self._pause.on or self._shortage.resting(time.monotonic()):
@@ -244,7 +271,7 @@ class Sidecar:
         self._finish_cycle(result, seconds)
 
     def _tick_in_cycle(self) -> bool:
-        """Whether the cycle goes on: a pause ends it, and so does a purge.
+        """True if the cycle goes on: a pause ends it, and so does a purge.
 
         A cycle holds documents that it judges, also those that the buffer has let go.
         """
@@ -262,7 +289,7 @@ class Sidecar:
             if self.schedule.collecting != collecting:
                 self._collect_changed()
         status.last_decision = result.reason
-        self._events.add(
+        self.report.add(
             "cycle",
             cycle=self.trainer.cycles,
             steps=result.steps,
@@ -300,15 +327,15 @@ class Sidecar:
 
     def _answer(self, pending: Iterable[PurgeRequest], now: float) -> None:
         for request in pending:
-            for served in self._intake.drain(now):
+            for served in self._drain(now):
                 self._observe(served, now)
-            if not self._intake.emptied:  # what is asked about may still be in there
+            if not self._emptied:  # what is asked about may still be in there
                 return
             counts = self.trainer.purge(request.tenant)
             counts["fetched_records"] = self.feeds.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)
             self._purges.done(request, counts)
-            self._events.add("purge", **counts)
+            self.report.add("purge", **counts)
 
     def _make_trainer(self, feed: Feed, ranks: Ranks | None) -> Trainer:
         manifest, spec = feed.manifest, feed.spec
@@ -349,15 +376,13 @@ class Sidecar:
         return trainer
 
     def _group_of(self, key: int) -> int:
-        return self._served.group_of(key, self._intake.engine)
+        return self._served.group_of(key, self._engine)
 
     def _state_dir(self) -> Path:
         given = self.config.state_dir
         return Path(given).expanduser() if given else self._run_dir / "heads"
 
-    def _open_store(self) -> HeadStore | None:
-        if not self.config.keep_last_good:
-            return None
+    def _open_store(self) -> HeadStore:
         target = rows_fingerprint(self._target_path)
         return HeadStore(
             self._state_dir(), head_fingerprint(target, read_config(self._draft_path))
@@ -386,67 +411,22 @@ class Sidecar:
         except DraftError as error:
             logger.warning("not resumed: %s", error)
             return
-        self._events.add("restored", checkpoint=path.name, steps=state.steps)
+        self.report.add("restored", checkpoint=path.name, steps=state.steps)
 
     def _update_status(self, *, force: bool = False) -> None:
-        if not force and not self._file.due():
+        if not force and not self.report.due():
             return
-        status, trainer, deployment = self.status, self.trainer, self.deployment
-        status.cycles, status.steps = trainer.cycles, trainer.steps
-        status.training_seconds = self._trained_s
-        if self._cycle_began is not None:
-            status.training_seconds += time.monotonic() - self._cycle_began
-        status.loss, status.terms = trainer.last_loss, trainer.last_terms
-        status.rows_read = trainer.rows_read
-        status.samples = trainer.buffer.num_samples
-        status.train_tokens = trainer.train_tokens
-        status.packing_waste = trainer.packing_waste
-        status.out_of_memory = trainer.out_of_memory
-        status.holdout_tokens = trainer.buffer.holdout_tokens
-        status.rows_skipped = trainer.rows_skipped | self.feeds.rejected
-        status.published_version = deployment.published
-        status.installed_version = deployment.installed
-        status.publications = deployment.publications
-        status.refused_versions = deployment.refusals
-        status.last_publish_unix = deployment.last_publish_unix
-        status.rollbacks = deployment.canary.rollbacks
-        status.waiting_for = deployment.waiting_for
+        status = self.status
+        status.copy_from(self)
+        status.rows_skipped = self.trainer.rows_skipped | self.feeds.rejected
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on
         status.schedule = schedule
-        found = deployment.snapshot()
+        found = self.deployment.snapshot()
         status.canary, status.engines = found["canary"], found["engines"]
         status.feeds = self.feeds.stats()
         status.tenant_keys = sorted(self.feeds.tenant_keys)
-        status.failed_writes = self._file.failed_writes + self._events.failed_writes
-        self._file.write(status, force=True)
-
-
-def install_signal_handlers(sidecar: Sidecar) -> None:
-    """SIGTERM and SIGINT end the loop after the current step."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        sidecar.stop()
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
-
-
-@contextlib.contextmanager
-def stopped_by_signals(sidecar: Sidecar) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop; afterwards they do again what they did before.
-
-    A trainer that waits for its next engine has no loop to end.
-    """
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    install_signal_handlers(sidecar)
-    try:
-        yield
-    finally:
-        for number, handler in zip(
-            (signal.SIGTERM, signal.SIGINT), before, strict=True
-        ):
-            signal.signal(number, handler)
+        self.report.write(status)
 
 
 def describe(sidecar: Sidecar) -> str:

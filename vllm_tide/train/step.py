@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -13,10 +14,16 @@ from torch import Tensor
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft, Weights
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train.branch_rows import BranchPlan, plan_branches
 from vllm_tide.train.gpu import on_device
-from vllm_tide.train.loss_rows import LossRows, gather
-from vllm_tide.train.loss_sums import LossSummer, LossSums, Reduce
+from vllm_tide.train.loss_rows import (
+    LossRows,
+    LossSummer,
+    LossSums,
+    Plan,
+    Reduce,
+    gather,
+    plan_steps,
+)
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
@@ -26,11 +33,14 @@ from vllm_tide.train.losses import (
     TopKTeacher,
     fused_head_loss,
 )
-from vllm_tide.train.masks import Plan, plan_steps
-from vllm_tide.train.packing import PackedBatch
+from vllm_tide.train.packing import BranchPlan, PackedBatch, plan_branches
+
+logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
+GRAD_CLIP = 1.0  # largest global gradient norm, as EAGLE-3's trainers have it
+STEP_DECAY = 0.8  # weight of each further training-time-test step (EAGLE-3)
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
 _BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
 
@@ -42,10 +52,6 @@ class StepResult:
     Attributes:
         loss: Weighted sum over steps (gamma^i) and terms.
         step_losses: Per training-time-test step, the weighted sum of the terms' means.
-        grad_norm: Global norm before clipping.
-        num_tokens: Packed rows, branch rows included.
-        num_loss_rows: Rows with a loss, all steps.
-        num_branch_rows: Those of them on rejected branches.
         terms: Per term, its mean at each step (nats; tv: a probability).
     """
 
@@ -91,6 +97,12 @@ def has_fast_bfloat16(device: str = "cpu") -> bool:
     return not _FAST_BFLOAT16.isdisjoint(flags.split())
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Type of the forward pass: float32 where a CPU would emulate bfloat16."""
+    fast = torch.bfloat16 != COMPUTE_DTYPE or has_fast_bfloat16(str(device))
+    return COMPUTE_DTYPE if fast else torch.float32
+
+
 class TrainStep:
     """Holds optimizer state for one draft.
 
@@ -102,9 +114,6 @@ class TrainStep:
     Batches are planned and weighed on the host, and computed where `target` is.
 
     Args:
-        draft: Moved in place.
-        target: Output rows for hidden teachers.
-        config: Knobs.
         reduce: Sums a float64 vector (host) over ranks, called twice per step by every
             rank (once when no rank has anything to train); None is one rank.
 
@@ -119,12 +128,13 @@ class TrainStep:
         config: TrainConfig,
         reduce: Reduce | None = None,
     ) -> None:
-        """Start with empty moments."""
         self.draft, self.target, self.config = draft, target, config
-        self.dtype = _DTYPES[config.compute_dtype]
         self.mix = LossMix.from_config(config)
         self.reduce = reduce
         self.device = target.lm_head.device
+        self.dtype = compute_dtype(self.device)
+        if self.dtype != COMPUTE_DTYPE:
+            logger.info("this %s has no bfloat16: computing in float32", self.device)
         self._by_kernel = KernelTeacher.fits(self.mix, self.device)
         self._kept = None
         if not self.mix.needs_mass or draft.vocab.is_identity:
@@ -138,7 +148,7 @@ class TrainStep:
             self.parameters,
             lr=config.learning_rate,
             betas=BETAS,
-            weight_decay=config.weight_decay,
+            weight_decay=0.0,  # a draft that has seen little would forget its start
             fused=True,
         )
 
@@ -158,7 +168,6 @@ class TrainStep:
 
         Args:
             batch: This rank's documents; None has none but takes part.
-            lr_scale: Factor on the learning rate.
 
         Returns:
             None when no rank has anything to train, or the gradient is not finite.
@@ -178,7 +187,7 @@ class TrainStep:
         self.optimizer.step()
         losses = sums.step_losses
         return StepResult(
-            loss=sum(x * self.config.step_decay**i for i, x in enumerate(losses)),
+            loss=sum(x * STEP_DECAY**i for i, x in enumerate(losses)),
             step_losses=losses,
             grad_norm=norm,
             num_tokens=sums.num_tokens,
@@ -188,8 +197,7 @@ class TrainStep:
         )
 
     def clip_gradients(self) -> float:
-        """Clip, and return the global norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
         return float(norm)
 
     def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
@@ -204,7 +212,7 @@ class TrainStep:
         config = self.config
         weights = self.draft.compute_weights(self.dtype)
         outputs = None if work is None else self._forward(work, weights)
-        summer = LossSummer(self.mix, config.ttt_steps, config.step_decay, self.reduce)
+        summer = LossSummer(self.mix, config.ttt_steps, STEP_DECAY, self.reduce)
         per_row = summer.weigh(
             None if work is None else work.rows,
             None if work is None else work.labels,

@@ -23,20 +23,30 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.prune import reprune
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train.assemble import Assembler
+from vllm_tide.train.assemble import MAX_BRANCHES, Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.draws import passes_left
 from vllm_tide.train.evaluate import Evaluation, evaluate
-from vllm_tide.train.gpu import give_up_memory, lacks_memory
-from vllm_tide.train.judgement import CycleResult, Evidence, Pair, judge, unjudged
+from vllm_tide.train.gpu import Progress, Turns, Watch, give_up_memory, lacks_memory
+from vllm_tide.train.judgement import (
+    CycleResult,
+    Evidence,
+    Pair,
+    cycle_lr_scale,
+    judge,
+    next_rate,
+    unjudged,
+)
 from vllm_tide.train.packing import take_batch
-from vllm_tide.train.rates import cycle_lr_scale, next_rate
-from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.reservoir import (
+    HOLDOUT_TOKENS,
+    SEED,
+    SampleBuffer,
+    is_held_out,
+    passes_left,
+)
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.sayable import Sayable
-from vllm_tide.train.turns import Progress, Turns, Watch
-from vllm_tide.train.vocabulary import LiveVocabulary
+from vllm_tide.train.vocabulary import InVocabulary, LiveVocabulary
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
@@ -53,7 +63,6 @@ class Trainer:
     Args:
         draft: The draft being served; becomes the candidate, a copy stays as live.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
-        feature_dtype: Wire dtype of features and hidden teachers.
         metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
         draft_sample_method: vLLM's: how the engine draws drafted tokens.
         stepper: Does the steps; None steps in this process alone. It must have been
@@ -75,8 +84,7 @@ class Trainer:
         stepper: Stepper | None = None,
         group_of: GroupOf | None = None,
     ) -> None:
-        """Copy the draft as the live one."""
-        torch.manual_seed(config.seed)
+        torch.manual_seed(SEED)
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
         self.metric = metric
@@ -90,13 +98,14 @@ class Trainer:
             self._turns = Turns(share)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
+        window = self.buffer.window
         self.assembler = Assembler(
             draft.config.feature_size,
             feature_dtype,
             max_open_rows=config.buffer_tokens,
-            max_request_rows=max(4 * config.max_sample_tokens, config.batch_tokens),
-            context_rows=config.max_sample_tokens // 4,
-            max_branches=config.max_branches if self._branches else 0,
+            max_request_rows=max(4 * window, config.batch_tokens),
+            context_rows=window // 4,
+            max_branches=MAX_BRANCHES if self._branches else 0,
         )
         self.cycles = self.steps = self.train_tokens = self.rows_read = 0
         self.last_loss = math.nan
@@ -116,7 +125,7 @@ class Trainer:
         self.unscored_requests = 0  # too many came at once: no evidence
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         self.rate = 1.0
-        self._sayable = Sayable(target, self.stepper.step.dtype)
+        self._in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
 
     @property
@@ -140,7 +149,6 @@ class Trainer:
         """Take records from the ring.
 
         Args:
-            records: In ring order.
             now: Monotonic clock (seconds).
         """
         for record in records:
@@ -160,18 +168,16 @@ class Trainer:
                 continue
             if self.vocabulary is not None:
                 self.vocabulary.add(sample)
-            if not vocab.is_identity:
-                share, seed = self.config.holdout_share, self.config.seed
-                if not is_held_out(sample.key, share, seed):
-                    known = self._sayable.rows_of(sample, vocab)
-                    sample = replace(sample, in_vocab=known)
+            held = is_held_out(sample.key, self.config.holdout_share)
+            if not (held or vocab.is_identity):
+                known = self._in_vocabulary.rows_of(sample, vocab)
+                sample = replace(sample, in_vocab=known)
             if self.group_of is not None:
                 sample = replace(sample, group=self.group_of(sample.key))
             self.buffer.add(sample)
 
     @property
     def rows_skipped(self) -> dict[str, int]:
-        """Rows dropped, by reason."""
         total = self.skipped + self.assembler.skipped
         total["missing_in_holes"] += self.assembler.num_holes
         for side, count in self.buffer.evicted.items():
@@ -356,9 +362,6 @@ class Trainer:
 
         Args:
             tenant: Only this tenant's; None is everybody's.
-
-        Returns:
-            Numbers removed, by name.
         """
         self._queue = deque(
             s for s in self._queue if tenant is not None and s.tenant != tenant
@@ -377,12 +380,7 @@ class Trainer:
             self._queue = deque(s for s in self._queue if not expired(s))
 
     def save(self, directory: Path, published_version: int) -> Path:
-        """Write a checkpoint: weights, moments, counters, evidence, no captured data.
-
-        Args:
-            directory: Holds the checkpoints of this trainer.
-            published_version: Newest version published.
-        """
+        """Write a checkpoint: weights, moments, counters, evidence, no records."""
         held = {s.key for s in (*self.buffer.train, *self.buffer.holdout)}
         state = TrainState(
             steps=self.steps,
@@ -415,9 +413,8 @@ class Trainer:
 
     def _adapt_rate(self, result: CycleResult) -> None:
         """After harm: smaller steps, from the live draft again."""
-        harm = self.config.drop_worse and result.harmful
-        self.rate = next_rate(self.rate, result, harm=harm)
-        if harm:
+        self.rate = next_rate(self.rate, result)
+        if result.harmful:
             left = self.evidence.dropped()
             self.restore(self.snapshot())
             self.evidence = left
@@ -447,7 +444,7 @@ class Trainer:
         def look_up(sample: Sample) -> Sample:
             if progress is not None:
                 progress()
-            known = self._sayable.rows_of(sample, self.draft.vocab)
+            known = self._in_vocabulary.rows_of(sample, self.draft.vocab)
             return replace(sample, in_vocab=known)
 
         self.buffer.map_train(look_up)
@@ -463,7 +460,7 @@ class Trainer:
         capacity = self.config.batch_tokens
         samples = take_batch(self._queue, capacity, branches=self._branches)
         self._know(s.key for s in samples)
-        result = self.stepper.run(samples, capacity, lr_scale)
+        result = self.stepper.run(samples, lr_scale)
         for sample in samples:
             sample.trained.append(self.cycles)
         if result is None:
@@ -494,7 +491,7 @@ class Trainer:
         """
         unscored, restored = self.unscored if self._differs else [], self._restored
         most = self.config.steps_per_cycle * self.config.batch_tokens // 4
-        most = max(most, self.config.holdout_tokens)
+        most = max(most, HOLDOUT_TOKENS)
         samples: deque[Sample] = deque()
         for sample in reversed(unscored):
             most -= sample.num_tokens
@@ -524,7 +521,6 @@ class Trainer:
             del self._known[next(iter(self._known))]
 
     def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
-        """Candidate and live draft on the same documents."""
         new = self.evaluate(self.draft, progress, samples)
         live = self.evaluate(self.live, progress, samples)
         for key, row in list(live.requests.items()):

@@ -1,4 +1,4 @@
-"""Which tokens a pruned draft should know: counted while it serves.
+"""Which tokens a pruned draft should have, and which rows it can learn from.
 
 At day 0 a pruned vocabulary is a guess. The tokens that the target really says are in
 every captured document, so the guess is mended between two cycles; the next
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vllm_tide.draft.prune import better_vocab
+from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.gpu import on_device
 from vllm_tide.train.sample import Sample
 
 MIN_TOKENS = 4096
@@ -23,9 +25,6 @@ HALF_LIFE_TOKENS = 1 << 20
 class LiveVocabulary:
     """Decayed counts of what the target says.
 
-    Args:
-        vocab_size: V_t.
-
     Attributes:
         counts: float64 [V_t].
     """
@@ -35,7 +34,6 @@ class LiveVocabulary:
         self._since = 0
 
     def add(self, sample: Sample) -> None:
-        """Count the generated tokens of a document."""
         first = max(0, sample.num_prompt_tokens - sample.start)
         tokens = sample.tokens[first:].long()
         self.counts += torch.bincount(tokens, minlength=self.counts.numel())
@@ -49,3 +47,35 @@ class LiveVocabulary:
         if float(self.counts.sum()) < MIN_TOKENS:
             return None
         return better_vocab(self.counts, vocab)
+
+
+_ROWS = 256  # looked at together: their logits are [_ROWS, V]
+
+
+class InVocabulary:
+    """Rows whose best token is in the draft vocabulary; others teach it nothing."""
+
+    def __init__(self, target: TargetRows, dtype: torch.dtype) -> None:
+        self._target, self._dtype = target, dtype
+        self._rows: Tensor | None = None
+
+    def rows_of(self, sample: Sample, vocab: VocabMap) -> Tensor:
+        """Bool [S]: the target's best token is in the draft vocabulary.
+
+        Args:
+            sample: S rows; without a teacher all are False.
+        """
+        inside = vocab.t2d
+        if sample.teacher_topk is not None:
+            return inside[sample.teacher_topk.ids[:, 0].long()]
+        out = torch.zeros(sample.num_tokens, dtype=torch.bool)
+        if sample.teacher_hidden is None:
+            return out
+        if self._rows is None:  # once: they are the largest tensor there is
+            self._rows = self._target.rows_in(self._dtype)
+        rows = self._rows
+        for lo in range(0, sample.num_tokens, _ROWS):
+            hidden = on_device(sample.teacher_hidden[lo : lo + _ROWS], rows.device)
+            z = self._target.logits(hidden.to(rows.dtype), rows)
+            out[lo : lo + _ROWS] = inside[z.argmax(-1).cpu()]
+        return out

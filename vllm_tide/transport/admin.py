@@ -97,26 +97,23 @@ class AdminSocket:
         self, client: socket.socket, carry_out: Callable[[dict[str, Any]], Answer]
     ) -> None:
         came, said = self._clients[client]
+        late = time.monotonic() - came > PATIENCE_S
         try:
-            said += client.recv(MAX_LINE + 1 - len(said))
-        except BlockingIOError:
-            if time.monotonic() - came > PATIENCE_S:
+            part = client.recv(MAX_LINE + 1 - len(said))
+        except OSError as failure:
+            if late or not isinstance(failure, BlockingIOError):
                 self._drop(client)
             return
-        except OSError:
-            self._drop(client)
-            return
+        said += part
         if b"\n" in said:
             self._reply(client, _answered(said.partition(b"\n")[0], carry_out))
         elif len(said) > MAX_LINE:
             error = f"a request is one line of at most {MAX_LINE} bytes"
             self._reply(client, {"ok": False, "error": error})
-        elif said == self._clients[client][1]:  # it hung up
+        elif late or not part:  # a byte now and then is no line; or it hung up
             self._drop(client)
         else:
             self._clients[client] = (came, said)
-            if time.monotonic() - came > PATIENCE_S:  # a byte now and then is no line
-                self._drop(client)
 
     def _reply(self, client: socket.socket, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # it does not listen: its loss
@@ -154,8 +151,6 @@ def send(path: Path, request: dict[str, Any], timeout_s: float) -> Answer | None
     """Ask one trainer.
 
     Args:
-        path: Its socket.
-        request: JSON-able, with `do`.
         timeout_s: Longest wait for the answer (s): a trainer looks between two steps.
 
     Returns:
@@ -278,7 +273,6 @@ def _reachable(path: Path) -> Iterator[str]:
 
 
 def _sweep(run_dir: Path) -> None:
-    """Remove what killed trainers left."""
     for path in run_dir.glob(_STAGED):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STAGED_S:

@@ -25,6 +25,16 @@ _SPEC_BYTES = PAGE_BYTES - _SPEC_AT
 _HEADER = struct.Struct("<8sIIQQQQ")
 _CRC = struct.Struct("<I")
 
+# What JSON of the wrong shape can raise while it is read.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 class TransportError(RuntimeError):
     """A segment or run directory cannot be used; one sentence says why."""
@@ -41,10 +51,6 @@ class Header:
 
     Args:
         magic: Eight bytes naming the kind of segment.
-        format_version: Layout version of that kind.
-        size_bytes: Size of the whole segment.
-        owner: The process that created it.
-        spec: The kind's own description.
     """
 
     magic: bytes
@@ -70,9 +76,7 @@ class Header:
             self.format_version,
             len(spec),
             self.size_bytes,
-            self.owner.pid,
-            self.owner.start,
-            self.owner.namespace,
+            *self.owner,
         )
         head += _CRC.pack(_shm.crc32c(spec, _shm.crc32c(head)))
         return head.ljust(_SPEC_AT, b"\0") + spec
@@ -82,7 +86,7 @@ class Header:
         """Read page 0; None if it is not a complete, undamaged header."""
         if len(page) < PAGE_BYTES:
             return None
-        magic, version, length, size, pid, start, namespace = _HEADER.unpack_from(page)
+        magic, version, length, size, *owner = _HEADER.unpack_from(page)
         if length > _SPEC_BYTES:
             return None
         spec = page[_SPEC_AT : _SPEC_AT + length]
@@ -95,4 +99,4 @@ class Header:
             return None
         if not isinstance(fields, dict):
             return None
-        return cls(magic, version, size, Holder(pid, start, namespace), fields)
+        return cls(magic, version, size, Holder(*owner), fields)

@@ -13,9 +13,11 @@ import os
 import resource
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
 """A peer whose last heartbeat is older than this (10 s) counts as gone."""
@@ -73,6 +75,24 @@ def become_sidecar() -> None:
             wanted.write_text("800")
 
 
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`; afterwards they do again what they did before.
+
+    A process that waits for its next engine has no loop to end.
+    """
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        stop()
+
+    before = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @lru_cache(maxsize=1)
 def pid_namespace() -> int:
     """Inode of this process's pid namespace; 0 if the system does not say."""
@@ -82,14 +102,12 @@ def pid_namespace() -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """A process named in shared memory.
 
     Args:
         pid: Its process id, in its own namespace.
         start: Its start time (clock ticks since boot).
-        namespace: Inode of its pid namespace.
     """
 
     pid: int
@@ -98,7 +116,6 @@ class Holder:
 
     @classmethod
     def me(cls) -> Holder:
-        """This process."""
         return cls(os.getpid(), start_time(os.getpid()) or 0, pid_namespace())
 
     @classmethod
@@ -112,13 +129,13 @@ class Holder:
         return (self.pid & ((1 << 22) - 1)) << _START_BITS | self.start & _START_MASK
 
     def alive(self) -> bool | None:
-        """Whether it lives; None where its pid cannot be looked up from here."""
+        """True if it lives; None where its pid cannot be looked up from here."""
         if self.namespace != pid_namespace():
             return None
         return self.pid > 0 and start_time(self.pid) == self.start
 
 
 def heartbeat_is_fresh(heartbeat_ns: int) -> bool:
-    """Whether a CLOCK_MONOTONIC reading (ns) is younger than 10 s."""
+    """True if a CLOCK_MONOTONIC reading (ns) is younger than 10 s."""
     age = time.monotonic_ns() - heartbeat_ns
     return -_CLOCK_SLACK_NS <= age < HEARTBEAT_TIMEOUT_NS

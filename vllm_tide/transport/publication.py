@@ -17,12 +17,12 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import MALFORMED, TransportError
 
 FORMAT_VERSION = 1
 MAX_VERSION = 2**63 - 1
@@ -50,16 +50,6 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {code: (name, size) for name, (code, size) in _DTYPES.items()}
 
-# What JSON of the wrong shape can raise while it is read.
-_MALFORMED = (
-    ArithmeticError,
-    AttributeError,
-    KeyError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
 TensorInput = tuple[str, Sequence[int], Any]
 """dtype as torch names it, shape, and a C-contiguous buffer of its bytes."""
 
@@ -69,19 +59,19 @@ class WeightsRefused(TransportError):  # noqa: N818 - a refusal, not a fault of 
 
     Args:
         reason: A label for counters: empty, torn, truncated, format, sha256 or stale.
-        sentence: For the log.
     """
 
     def __init__(self, reason: str, sentence: str) -> None:
-        """Keep both."""
         super().__init__(sentence)
         self.reason = reason
         self.sentence = sentence
 
 
-@dataclass(frozen=True)
-class TensorBytes:
-    """One tensor: dtype as torch names it, shape, its bytes (uint8, row-major)."""
+class TensorBytes(NamedTuple):
+    """One tensor: dtype as torch names it, shape, its bytes (uint8, row-major).
+
+    It is a `TensorInput` too.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,7 +109,7 @@ def encode(
                 f"tensor {name}: {len(data)} bytes do not make {dtype} {tuple(shape)}"
             )
         kept.append(data)
-        specs[name] = _tensor_spec(dtype, list(shape), data)
+        specs[name] = tensor_spec(dtype, list(shape), data)
         digest = hashlib.sha256(data.data).hexdigest()
         described[name] = {"dtype": dtype, "shape": list(shape), "sha256": digest}
     manifest = json.dumps(
@@ -144,9 +134,6 @@ def decode(version: int, manifest_sha256: bytes, manifest: bytes, body: np.ndarr
     """Verify and read a slot.
 
     Args:
-        version: What the slot's head says.
-        manifest_sha256: What the slot's head says.
-        manifest: JSON.
         body: uint8, private copy; the tensors are views of it.
 
     Raises:
@@ -179,7 +166,7 @@ def decode(version: int, manifest_sha256: bytes, manifest: bytes, body: np.ndarr
             meta=dict(fields["meta"]),
             tensors=tensors,
         )
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise WeightsRefused(
             "format", f"version {version} cannot be read: {error}"
         ) from error
@@ -218,7 +205,8 @@ def _as_bytes(buffer: Any) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _tensor_spec(dtype: str, shape: list[int], data: np.ndarray) -> Any:
+def tensor_spec(dtype: str, shape: list[int], data: np.ndarray) -> Any:
+    """A tensor as `safetensors.serialize` takes it; holds a bare address of `data`."""
     if hasattr(safetensors, "TensorSpec"):
         return safetensors.TensorSpec(
             dtype=dtype, shape=shape, data_ptr=data.ctypes.data, data_len=data.nbytes

@@ -23,11 +23,11 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.header import MALFORMED, TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import prepare_run_dir, write_private
 from vllm_tide.transport.small_file import read_small
@@ -50,25 +50,12 @@ _GONE = ("stopped", "engine_gone")
 # It becomes part of a pattern of file names.
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 # What reading the JSON of another process can raise, whatever it says.
-_UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    KeyError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_UNREADABLE = (OSError, *MALFORMED)
 
 
 @dataclass(frozen=True, order=True)
 class Keeper:
-    """A process that holds captured data.
-
-    Args:
-        kind: What it is.
-        pid: Its process id.
-    """
+    """A process that holds captured data."""
 
     kind: str
     pid: int
@@ -82,7 +69,6 @@ class PurgeRequest:
     """One request.
 
     Args:
-        id: Random name.
         tenant: Id of the tenant whose data go; None is everybody's.
         asked_unix_s: When it was made (s).
     """
@@ -93,15 +79,9 @@ class PurgeRequest:
 
 
 class PurgeInbox:
-    """A keeper's end.
-
-    Args:
-        run_dir: Run directory.
-        kind: What the keeper is.
-    """
+    """A keeper's end."""
 
     def __init__(self, run_dir: Path, kind: KeeperKind = "trainer") -> None:
-        """Answer nothing yet."""
         self._run_dir, self._kind = run_dir, kind
         self._name = secrets.token_hex(8)
         self._seen: set[str] = set()
@@ -131,22 +111,17 @@ class PurgeInbox:
 
         Args:
             request: From :meth:`pending`.
-            counts: What was removed, by name.
         """
         self._seen.add(request.id)
         answer = {"kind": self._kind, "pid": os.getpid(), "counts": dict(counts)}
         path = self._run_dir / f"purged-{request.id}-{self._name}.json"
-        try:
-            write_private(path, json.dumps(answer))
-        except OSError as error:
-            logger.warning("cannot answer a purge in %s: %s", path, error.strerror)
+        _write(path, answer, "answer a purge in")
 
 
 def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
     """Request a purge.
 
     Args:
-        run_dir: The keepers' run directory.
         tenant: Id (`tenant.tenant_id`); None is everybody.
 
     Raises:
@@ -166,7 +141,6 @@ def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
 
 
 def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]]:
-    """Counts of every keeper that answered."""
     found = {}
     for path in run_dir.glob(f"purged-{request.id}-*.json"):
         with contextlib.suppress(*_UNREADABLE):
@@ -177,7 +151,6 @@ def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]
 
 
 def withdraw(run_dir: Path, request: PurgeRequest) -> None:
-    """Remove a request and its answers."""
     for pattern in (f"purge-{request.id}.json", f"purged-{request.id}-*.json"):
         for path in run_dir.glob(pattern):
             with contextlib.suppress(OSError):
@@ -189,12 +162,8 @@ def announce_relay(run_dir: Path, engine_id: str) -> None:
 
     A run directory that cannot be written is only logged.
     """
-    content = {**asdict(Holder.me()), "updated_unix": time.time()}
-    path = _relay_file(run_dir, engine_id)
-    try:
-        write_private(path, json.dumps(content))
-    except OSError as error:
-        logger.warning("cannot write %s: %s", path, error.strerror)
+    content = {**Holder.me()._asdict(), "updated_unix": time.time()}
+    _write(_relay_file(run_dir, engine_id), content, "write")
 
 
 def retract_relay(run_dir: Path, engine_id: str) -> None:
@@ -233,6 +202,13 @@ def live_trainers(run_dir: Path) -> dict[int, set[str]]:
     return found
 
 
+def _write(path: Path, content: dict[str, Any], verb: str) -> None:
+    try:
+        write_private(path, json.dumps(content))
+    except OSError as error:
+        logger.warning("cannot %s %s: %s", verb, path, error.strerror)
+
+
 def _relay_file(run_dir: Path, engine_id: str) -> Path:
     return run_dir / f"relay-{engine_id}-{os.getpid()}.json"
 
@@ -256,14 +232,13 @@ def _announced(path: Path) -> tuple[Holder, float]:
 
 
 def _read(path: Path, name: str) -> PurgeRequest | None:
-    if not _ID.fullmatch(name):
-        return None
     try:
         value: Any = json.loads(read_small(path))
         asked = float(value["asked_unix_s"])
         tenant = None if value["tenant"] is None else int(value["tenant"], 16)
     except _UNREADABLE:
         return None
-    if not math.isfinite(asked) or not 0 <= (tenant or 0) < 2**64:
+    sound = math.isfinite(asked) and 0 <= (tenant or 0) < 2**64
+    if not sound or not _ID.fullmatch(name):
         return None
     return PurgeRequest(name, tenant, asked)

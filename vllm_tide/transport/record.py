@@ -24,7 +24,6 @@ FORMAT_VERSION = 4
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
-    "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
 """NumPy type of each ``feature_dtype`` of a ring's header."""
@@ -38,7 +37,7 @@ _F32 = np.dtype(np.float32)
 _META = struct.Struct("<QQqqqiI4xIIIIBBBBQIff4x")
 META_BYTES = _META.size
 _FORMAT_AT = 71
-_DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
+_DTYPE_CODES = {"bfloat16": 0, "float32": 2}  # 1 was float16
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 
 _FINISHED, _HIDDEN, _TOPK, _SAMPLED = 1, 2, 4, 8
@@ -91,7 +90,6 @@ class Record:
             top k; may be -inf.
         finished: Last record of the request (one with no rows may just say so).
         tenant: u64 name of who sent the request (``tenant.tenant_id``); 0 is nobody.
-        sampled: The request's temperature is above zero.
         concurrency: Requests of the step; 0 is unknown.
         cost: Predicted seconds of the step over those of a step without drafts at the
             same batch and context; 1 where nothing is predicted, 0 where a fault keeps
@@ -125,12 +123,11 @@ class Record:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, n."""
         return len(self.token_ids)
 
     @property
     def light(self) -> bool:
-        """Whether it carries ids and counts only: no features, no teacher."""
+        """True if it carries ids and counts only: no features, no teacher."""
         return bool(self.features.shape[1] == 0)
 
 
@@ -141,7 +138,6 @@ def encode(
 
     Args:
         record: Its arrays should be C-contiguous; one that is not is copied first.
-        feature_dtype: The ring's.
 
     Returns:
         The parts to gather one after another at 8-byte steps, and their size (bytes).
@@ -240,27 +236,11 @@ def decode(body: memoryview) -> Record:
     if cursor.at != len(body):
         raise RecordError("bytes left over after the last array")
     return Record(
-        key=key,
-        phase=Phase(phase),
-        start=start,
-        num_prompt_tokens=num_prompt_tokens,
-        num_accepted=num_accepted,
-        next_token=next_token,
-        draft_version=draft_version,
-        token_ids=token_ids,
-        features=features,
-        teacher_start=teacher_start,
-        teacher_hidden=hidden,
-        teacher_topk_ids=ids,
-        teacher_topk_logprobs=logprobs,
-        teacher_tail_logprob=tail,
-        finished=bool(flags & _FINISHED),
-        tenant=tenant,
-        sampled=bool(flags & _SAMPLED),
-        concurrency=concurrency,
-        cost=cost,
-        verify_chance=verify_chance,
-    )
+        key, Phase(phase), start, num_prompt_tokens, num_accepted, next_token,
+        draft_version, token_ids, features, teacher_start, hidden, ids, logprobs, tail,
+        bool(flags & _FINISHED), tenant, bool(flags & _SAMPLED), concurrency, cost,
+        verify_chance,
+    )  # fmt: skip
 
 
 class _Cursor:

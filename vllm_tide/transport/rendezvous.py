@@ -12,22 +12,22 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import stat
 import struct
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
 from vllm_tide.config import package_version
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned, unlink_if_orphaned
-from vllm_tide.transport.small_file import read_small
+from vllm_tide.transport.small_file import read_small, written_beside
 
 RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
 
@@ -40,36 +40,49 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 KEPT = 4  # dead engines whose logs, events and status stay
 
 
+def _pathlike(text: str) -> str:
+    # What no file name can hold would be raised about where it becomes a path.
+    if b"\0" in os.fsencode(text):
+        raise ValueError("no path")
+    return text
+
+
+_Text = Annotated[str, Strict(), AfterValidator(_pathlike)]
+_Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63)]
+
+
 @dataclass
 class EngineManifest:
     """What a trainer needs to know about a live engine."""
 
-    engine_id: str  # letters, digits, dot, dash, underscore
-    pid: int  # of the worker that owns the segments
-    pid_start: int  # clock ticks since boot
-    ring: str  # names of its segments
-    weights: str
-    target_path: str  # directories of the target and of the draft it started with
-    draft_path: str
-    target_dtype: str  # as torch names it
-    hidden_size: int  # width of a hidden state
-    vocab_size: int  # the target's
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]  # layers whose input is captured
-    teacher: str  # "hidden", "topk" or "both"
-    teacher_topk: int
-    feature_dtype: str
-    num_speculative_tokens: int  # the largest draft length
+    engine_id: _Text  # letters, digits, dot, dash, underscore
+    pid: _Whole  # of the worker that owns the segments
+    pid_start: _Whole  # clock ticks since boot
+    ring: _Text  # names of its segments
+    weights: _Text
+    target_path: _Text  # directories of the target and of the draft it started with
+    draft_path: _Text
+    target_dtype: _Text  # as torch names it
+    hidden_size: _Whole  # width of a hidden state
+    vocab_size: _Whole  # the target's
+    draft_vocab_size: _Whole
+    aux_layer_ids: tuple[_Whole, ...]  # layers whose input is captured
+    teacher: _Text  # "hidden" or "topk"
+    teacher_topk: _Whole
+    feature_dtype: _Text
+    num_speculative_tokens: _Whole  # the largest draft length
     tide: dict[str, Any]  # the section of the engine's configuration
-    created_unix: float  # s
+    created_unix: Annotated[float, Strict(), Field(allow_inf_nan=False)]  # s
     # Draft tensors that are the target's own modules: neither trained nor published.
-    shared: list[str] = field(default_factory=list)
-    pid_namespace: int = field(default_factory=pid_namespace)  # inode of that of `pid`
-    model_name: str = ""  # served under; empty if it does not say
-    draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
-    tenant_key_id: str = ""  # of the key that its tenants' ids follow from
-    gpu_uuid: str = ""  # of the GPU that it serves on
-    version: str = field(default_factory=package_version)  # of who wrote it, or empty
+    shared: list[_Text] = field(default_factory=list)
+    pid_namespace: _Whole = field(
+        default_factory=pid_namespace
+    )  # inode of that of `pid`
+    model_name: _Text = ""  # served under; empty if it does not say
+    draft_sample_method: _Text = "greedy"  # vLLM's: how drafted tokens are drawn
+    tenant_key_id: _Text = ""  # of the key that its tenants' ids follow from
+    gpu_uuid: _Text = ""  # of the GPU that it serves on
+    version: _Text = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
         """True if the engine lives; None where its pid cannot be looked up.
@@ -82,7 +95,6 @@ class EngineManifest:
 
 
 def default_run_dir() -> Path:
-    """$TIDE_RUN_DIR, else $XDG_RUNTIME_DIR/vllm_tide, else under the temp dir."""
     if chosen := os.environ.get(RUN_DIR_VARIABLE):
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -136,15 +148,8 @@ def write_private(path: Path, text: str) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    # mkstemp makes it 0600, whatever the umask.
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+    with written_beside(path, text.encode()) as temporary:
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:
@@ -175,6 +180,26 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
     return sorted(found, key=lambda manifest: manifest.created_unix)
 
 
+def newest_engine(
+    run_dir: Path, engine_id: str | None, hint: str = ""
+) -> EngineManifest | None:
+    """The engine of this id, or the one that was announced last.
+
+    Args:
+        run_dir: Run directory.
+        engine_id: None is any.
+        hint: What to do where there is none.
+
+    Raises:
+        TransportError: There is none, and a hint.
+    """
+    found = [m for m in read_manifests(run_dir) if engine_id in (None, m.engine_id)]
+    if not found and hint:
+        which = f"engine {engine_id!r}" if engine_id else "engine"
+        raise TransportError(f"no live {which} in {run_dir}: {hint}")
+    return found[-1] if found else None
+
+
 def inspect_manifests(run_dir: Path) -> list[tuple[Path, EngineManifest | None]]:
     """Every manifest file, those of dead engines too; None for an unreadable one.
 
@@ -198,9 +223,6 @@ def group_of(manifest: EngineManifest) -> str:
 
 def reclaim_orphans(run_dir: Path) -> list[str]:
     """Remove what dead engines of this user left: manifests, segments, old files.
-
-    Returns:
-        Names of what was removed.
 
     Raises:
         TransportError: If the run directory is another user's.
@@ -286,51 +308,17 @@ def manifest_from(data: Any) -> EngineManifest:
         data: Parsed JSON of another process: it may be anything.
 
     Raises:
-        TypeError, ValueError, AttributeError: If a field is absent, of another type,
+        TypeError, ValueError: If a field is absent, of another type,
             or out of every range.
     """
-    known = {item.name: str(item.type) for item in fields(EngineManifest)}
-    told = {k: v for k, v in data.items() if k in known}
-    manifest = EngineManifest(**{"version": "", **told})
-    for name, kind in known.items():
-        if not _FITS[kind](getattr(manifest, name)):
-            raise TypeError(f"{name} of an engine's manifest is no {kind}")
+    manifest = TypeAdapter(EngineManifest).validate_python({"version": "", **data})
     if not _ENGINE_ID.fullmatch(manifest.engine_id):
         raise ValueError("engine_id of an engine's manifest is no name")
-    manifest.aux_layer_ids = tuple(manifest.aux_layer_ids)
     return manifest
-
-
-def _is_text(value: Any) -> bool:
-    # What no file name can hold would be raised about where it becomes a path.
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    os.fsencode(value)
-    return True
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63
-
-
-def _is_real(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "str": _is_text,
-    "int": _is_whole,
-    "float": _is_real,
-    "dict[str, Any]": lambda value: isinstance(value, dict),
-    "list[str]": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "tuple[int, ...]": lambda value: (
-        isinstance(value, (list, tuple)) and all(map(_is_whole, value))
-    ),
-}
 
 
 def _read(path: Path) -> EngineManifest | None:
     try:
         return manifest_from(json.loads(read_small(path)))
-    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+    except (OSError, RecursionError, TypeError, ValueError):
         return None

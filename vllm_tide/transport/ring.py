@@ -1,7 +1,7 @@
 """The signal ring: records of live traffic from one engine to one trainer.
 
 Written by the worker's capture thread (``RingWriter``: one producer, one thread), read
-by the sidecar (``RingReader``, in ``ring_reader``: one consumer). When it is full the
+by the sidecar (``RingReader``: one consumer). When it is full the
 newest record is dropped and counted. The writer keeps its own head and believes of the
 memory only the tail, and that only within bounds: out of bounds it drops until the
 consumer stores a sane one; a truncated ring is left alone for good. What lies in
@@ -15,13 +15,18 @@ import struct
 import time
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
+
+import numpy as np
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES
+from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
 from vllm_tide.transport.process import pid_namespace
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Record,
+    RecordError,
+    decode,
     encode,
 )
 from vllm_tide.transport.ring_format import (
@@ -33,14 +38,13 @@ from vllm_tide.transport.ring_format import (
     RingSpec,
     RingStats,
     Word,
-    consumer_alive,
+    frame_at,
     frame_length,
+    next_frame,
     pack_frame,
+    ring_stats,
 )
-from vllm_tide.transport.ring_reader import RingReader
-from vllm_tide.transport.shm import Segment
-
-__all__ = ["RingReader", "RingSpec", "RingStats", "RingWriter"]
+from vllm_tide.transport.shm import Segment, peek_words, word_of
 
 # What a record of wrong kinds can raise while it is encoded.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
@@ -50,7 +54,6 @@ class RingWriter:
     """The engine's end. Nothing here blocks or raises after :meth:`create`."""
 
     def __init__(self, segment: Segment, spec: RingSpec) -> None:
-        """Take over a fresh segment; use :meth:`create`."""
         self.spec = spec
         self.name = segment.name
         self.drops: Counter[str] = Counter()
@@ -59,7 +62,8 @@ class RingWriter:
         self.dropped_rows: Counter[str] = Counter()
         """Rows of dropped records, by the same reasons."""
         self._segment = segment
-        self._capacity = segment.header.size_bytes - DATA_AT
+        self.capacity = segment.header.size_bytes - DATA_AT
+        """Room for frames (bytes)."""
         self._head = 0
         self._tail = 0
         self._disabled = ""
@@ -75,7 +79,6 @@ class RingWriter:
         """Create a ring; it is unlinked by :meth:`close`, at the latest at exit.
 
         Args:
-            spec: Written to the header.
             capacity_bytes: Room for frames, rounded up to 64 bytes.
 
         Raises:
@@ -87,11 +90,7 @@ class RingWriter:
         return cls(segment, spec)
 
     def try_write(self, record: Record) -> bool:
-        """Append a record, or drop and count it. Never blocks, never raises.
-
-        Returns:
-            Whether it was written.
-        """
+        """Append a record, or drop and count it. Never blocks, never raises."""
         num_rows = 0
         try:
             num_rows = len(record.token_ids)
@@ -138,14 +137,9 @@ class RingWriter:
         return self._head, self._tail
 
     @property
-    def capacity(self) -> int:
-        """Room for frames (bytes)."""
-        return self._capacity
-
-    @property
     def max_rows(self) -> int:
         """Rows from which on a record is split: many of them must fit at once."""
-        return max(self._capacity // 16 // self.spec.row_bytes, 1)
+        return max(self.capacity // 16 // self.spec.row_bytes, 1)
 
     @property
     def lost(self) -> bool:
@@ -174,23 +168,18 @@ class RingWriter:
 
     def stats(self) -> RingStats:
         """Counters as of now. Looks the consumer up in /proc: not for every step."""
-        used = corrupt = 0
-        alive = False
+        own = {
+            Word.HEAD: self._head,
+            Word.WRITTEN_RECORDS: self._written_records,
+            Word.WRITTEN_ROWS: self._written_rows,
+            Word.DROPPED_RECORDS: self.drops.total(),
+            Word.DROPPED_ROWS: self.dropped_rows.total(),
+        }
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
-                used = self._head - self._segment.load(Word.TAIL)
-                corrupt = self._segment.load(Word.CORRUPT)
-                alive = consumer_alive(self._segment)
-        return RingStats(
-            capacity_bytes=self._capacity,
-            used_bytes=min(max(used, 0), self._capacity),
-            written_records=self._written_records,
-            written_rows=self._written_rows,
-            dropped_records=self.drops.total(),
-            dropped_rows=self.dropped_rows.total(),
-            corrupt_records=corrupt,
-            consumer_alive=alive,
-        )
+                return ring_stats(self._segment.load, self.capacity, own)
+        own[Word.TAIL] = self._head
+        return ring_stats(_nothing, self.capacity, own)
 
     def close(self) -> None:
         """Unmap and unlink. Idempotent; later writes are dropped and counted."""
@@ -221,7 +210,7 @@ class RingWriter:
         if reason := self._make_room(length):
             return reason
         begin = self._head
-        at = DATA_AT + begin % self._capacity + FRAME_BYTES
+        at = DATA_AT + begin % self.capacity + FRAME_BYTES
         crc = _shm.gather(self._segment.buf, at, parts)
         self._put(begin, pack_frame(RECORD, begin, length, body, crc))
         self._publish(begin + length)
@@ -229,7 +218,7 @@ class RingWriter:
 
     def _make_room(self, length: int) -> str:
         """See that a frame fits at the end; why it does not, else empty."""
-        capacity = self._capacity
+        capacity = self.capacity
         if length > capacity:
             return "too_large"
         if not self._tail_is_sane():
@@ -255,9 +244,198 @@ class RingWriter:
         return True
 
     def _put(self, position: int, frame: bytes) -> None:
-        start = DATA_AT + position % self._capacity
+        start = DATA_AT + position % self.capacity
         self._segment.buf[start : start + FRAME_BYTES] = frame
 
     def _publish(self, head: int) -> None:
         self._head = head
         self._segment.store(Word.HEAD, self._head)
+
+
+def _nothing(_word: int) -> int:
+    """Load a word of a ring that cannot be read."""
+    return 0
+
+
+_BLANK = memoryview(bytes(1 << 16))
+
+
+class RingReader:
+    """The trainer's end. After :meth:`attach` nothing here raises."""
+
+    def __init__(self, segment: Segment, spec: RingSpec) -> None:
+        self.spec = spec
+        self.name = segment.name
+        self._segment = segment
+        self.capacity = segment.header.size_bytes - DATA_AT
+        self._corrupt = segment.load(Word.CORRUPT)
+        self._tail = segment.load(Word.TAIL)
+        # End of the last sound frame: the true head is never before it.
+        self._floor = -1
+        self._bad_head: int | None = None
+        self._lost = False
+        # A pause holds until this consumer knows better.
+        nothing = segment.load(Word.COLLECT) == Collect.NOTHING
+        self._collect = Collect.NOTHING if nothing else Collect.FULL
+        self.heartbeat()
+
+    @classmethod
+    def attach(cls, name: str) -> RingReader:
+        """Become the consumer of a ring; goes on where a dead one stopped.
+
+        It asks for full rows until :meth:`set_collect` says otherwise, but for nothing
+        where the one before did.
+
+        Raises:
+            TransportError: One sentence: absent, foreign, damaged, another version, or
+                another live consumer.
+        """
+        segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
+        try:
+            spec = RingSpec.from_fields(segment.header.spec)
+            capacity = segment.header.size_bytes - DATA_AT
+            if capacity < LINE_BYTES or capacity % LINE_BYTES:
+                raise ValueError(f"{capacity} bytes hold no whole lines")
+            segment.claim(Word.CONSUMER, "trainer")
+        except (ValueError, TypeError, KeyError) as error:
+            segment.close()
+            raise TransportError(f"segment {name} is not a ring: {error}") from error
+        except TransportError:
+            segment.close()
+            raise
+        return cls(segment, spec)
+
+    def read(self) -> Record | None:
+        """Take the next record out; None if there is none now.
+
+        Its arrays are private to the caller. Damaged bytes are skipped and counted.
+        """
+        if self._lost or not self._segment.intact():
+            return None
+        head = self._segment.load(Word.HEAD)
+        if not self._plausible(head):
+            return None
+        record = None
+        while record is None and self._tail < head:
+            record = self._take(head)
+        self._segment.store(Word.TAIL, self._tail)
+        return record
+
+    def heartbeat(self) -> None:
+        """Say that the trainer lives; also repairs words damaged in memory."""
+        if not self._segment.intact():
+            return
+        try:
+            self._segment.hold(Word.CONSUMER, "trainer")
+        except TransportError:
+            self._lost = True  # another process took over: it owns the tail now
+            return
+        if self._lost:
+            self._lost = False
+            self._tail = self._segment.load(Word.TAIL)
+        self._segment.store(Word.TAIL, self._tail)
+        self._segment.store(Word.COLLECT, int(self._collect))
+
+    def set_collect(self, wanted: Collect) -> None:
+        """Ask the engine for full rows, for light records, or for nothing.
+
+        Holds from the engine's next step on, also when this consumer goes. What was
+        written before stays as it is.
+        """
+        self._collect = wanted
+        if not self._lost and self._segment.intact():
+            self._segment.store(Word.COLLECT, int(wanted))
+
+    @property
+    def lost(self) -> bool:
+        """True if the ring was cut short or lost its name."""
+        return not self._segment.intact() or self._segment.lost()
+
+    def producer_alive(self) -> bool:
+        """True if the engine that owns the ring lives."""
+        return self._segment.owner_alive(Word.PRODUCER_BEAT)
+
+    def stats(self) -> RingStats:
+        """Counters as of now; the engine's are as it last stored them."""
+        load = self._segment.load if self._segment.intact() else _nothing
+        own = {Word.TAIL: self._tail, Word.CORRUPT: self._corrupt}
+        return ring_stats(load, self.capacity, own)
+
+    def close(self) -> None:
+        """Give up the claim and unmap. Idempotent."""
+        if self._segment.intact() and not self._lost:
+            self._segment.release(Word.CONSUMER)
+        self._segment.close()
+
+    def _count_corrupt(self) -> None:
+        # What an earlier consumer counted came from memory: it may be any number.
+        self._corrupt = (self._corrupt + 1) % 2**64
+        self._segment.store(Word.CORRUPT, self._corrupt)
+
+    def _plausible(self, head: int) -> bool:
+        """Check a head read from memory.
+
+        A tail that stands right behind a sound frame is certain: a head that does not
+        fit it is ignored until the engine repairs it. A tail that does not (it came
+        from memory, or skipped damage) may itself be what is wrong, and starts over
+        at the head.
+        """
+        fits = 0 <= head - self._tail <= self.capacity
+        if fits and not head % LINE_BYTES and not self._tail % LINE_BYTES:
+            self._bad_head = None
+            return True
+        if head != self._bad_head:  # each bad value counts once
+            self._bad_head = head
+            self._count_corrupt()
+        if self._tail != self._floor <= head and not head % LINE_BYTES:
+            self._tail = head
+        self._segment.store(Word.TAIL, self._tail)
+        return False
+
+    def _take(self, head: int) -> Record | None:
+        """Move past the frame at the tail; its record if it holds a good one."""
+        buf, capacity = self._segment.buf, self.capacity
+        frame = frame_at(buf, capacity, self._tail, head)
+        if frame is None:
+            self._count_corrupt()
+            end = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
+            self._blank(self._tail, end)
+            self._tail = end
+            return None
+        begin, start = self._tail, DATA_AT + self._tail % capacity + FRAME_BYTES
+        self._tail = self._floor = begin + frame.length
+        if frame.kind == PAD:
+            self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
+            return None
+        # Checked and decoded as a private copy: the memory may change at any time.
+        copy = np.empty(frame.body, np.uint8)
+        crc = _shm.gather(copy, 0, (buf[start : start + frame.body],))
+        # A pad first: who goes on here after a kill finds no damage.
+        buf[start - FRAME_BYTES : start] = pack_frame(PAD, begin, frame.length)
+        self._blank(begin + FRAME_BYTES, self._tail)
+        try:
+            if crc != frame.crc:
+                raise RecordError("checksum")
+            record = decode(copy.data)
+            self.spec.check(record)
+        except RecordError:
+            self._count_corrupt()
+            return None
+        return record
+
+    def _blank(self, begin: int, end: int) -> None:
+        """Overwrite from one position to another; both before the producer's room."""
+        while begin < end:
+            offset = begin % self.capacity
+            size = min(end - begin, self.capacity - offset, len(_BLANK))
+            start = DATA_AT + offset
+            self._segment.buf[start : start + size] = _BLANK[:size]
+            begin += size
+
+
+def peek_ring(name: str) -> RingStats | None:
+    """Counters of a ring; None if it is gone, another user's or damaged."""
+    found = peek_words(name, MAGIC)
+    if found is None:
+        return None
+    return ring_stats(partial(word_of, found[1]), found[0].size_bytes - DATA_AT)

@@ -8,7 +8,7 @@ of an earlier lap are never taken for a record.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,15 +17,14 @@ import numpy as np
 
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES
-from vllm_tide.transport.process import heartbeat_is_fresh
+from vllm_tide.transport.process import Holder, heartbeat_is_fresh
 from vllm_tide.transport.record import (
     FEATURE_DTYPES,
     Record,
     RecordError,
 )
-from vllm_tide.transport.shm import Segment
 
-Teacher = Literal["hidden", "topk", "both"]
+Teacher = Literal["hidden", "topk"]
 
 MAGIC = b"VTIDERNG"
 _MAX_NUMBER = 2**31 - 1
@@ -63,13 +62,8 @@ class RingSpec:
     """What every record of a ring has in common; written to its header.
 
     Args:
-        engine_id: The engine's own random name.
-        hidden_size: Width of a hidden state.
         aux_layer_ids: Layers whose input is captured, in feature order.
-        vocab_size: The target's.
-        feature_dtype: "bfloat16", "float16" or "float32".
-        teacher: Which teacher rows carry.
-        teacher_topk: k of a top-k teacher.
+        feature_dtype: "bfloat16" or "float32".
     """
 
     engine_id: str
@@ -118,9 +112,9 @@ class RingSpec:
     def row_bytes(self) -> int:
         """Most bytes of a row with all that it carries."""
         item = FEATURE_DTYPES[self.feature_dtype].itemsize
-        hidden = 0 if self.teacher == "topk" else self.hidden_size
-        topk = 0 if self.teacher == "hidden" else 8 * self.teacher_topk + 4
-        return (self.feature_width + hidden) * item + topk + 4
+        if self.teacher == "topk":
+            return self.feature_width * item + 8 * self.teacher_topk + 8
+        return (self.feature_width + self.hidden_size) * item + 4
 
     def check(self, record: Record) -> None:
         """Compare a record's widths and teacher with this spec.
@@ -164,12 +158,31 @@ class RingStats:
     consumer_alive: bool
 
 
-def consumer_alive(segment: Segment) -> bool:
-    """Whether a live process reads the ring."""
-    return (
-        segment.load(Word.CONSUMER) != 0
-        and segment.holder_alive(Word.CONSUMER)
-        and heartbeat_is_fresh(segment.load(Word.CONSUMER_BEAT))
+def consumer_alive(load: Callable[[int], int]) -> bool:
+    """True if a process with a fresh heartbeat holds a ring, by a look at its words."""
+    holder = Holder.from_word(load(Word.CONSUMER), load(Word.CONSUMER_NAMESPACE))
+    fresh = heartbeat_is_fresh(load(Word.CONSUMER_BEAT))
+    return holder.pid > 0 and holder.alive() is not False and fresh
+
+
+def ring_stats(
+    load: Callable[[int], int], capacity: int, own: Mapping[Any, int] | None = None
+) -> RingStats:
+    """Counters of a ring, of the words in memory but for those in `own`."""
+    known = own or {}
+
+    def look(word: Word) -> int:
+        return known[word] if word in known else load(word)
+
+    return RingStats(
+        capacity,
+        min(max(look(Word.HEAD) - look(Word.TAIL), 0), capacity),
+        look(Word.WRITTEN_RECORDS),
+        look(Word.WRITTEN_ROWS),
+        look(Word.DROPPED_RECORDS),
+        look(Word.DROPPED_ROWS),
+        look(Word.CORRUPT),
+        consumer_alive(load),
     )
 
 
@@ -191,7 +204,6 @@ class Frame(NamedTuple):
 
 
 def frame_length(body: int) -> int:
-    """Bytes a frame with such a body takes."""
     return -(-(FRAME_BYTES + body) // LINE_BYTES) * LINE_BYTES
 
 

@@ -20,6 +20,7 @@ import secrets
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_tide import _shm
@@ -44,7 +45,6 @@ class Segment:
     """A mapped segment. Use :meth:`create` or :meth:`attach`."""
 
     def __init__(self, name: str, fd: int, header: Header, owned: bool) -> None:
-        """Map `header.size_bytes` of `fd`, which this object takes over."""
         self.name = name
         self.header = header
         self._fd = fd
@@ -78,9 +78,7 @@ class Segment:
         Args:
             kind: Part of the name: ``vllm_tide_<kind>_<16 hex>``.
             magic: Eight bytes.
-            version: Layout version.
             spec: JSON-able description for page 0.
-            data_bytes: Room after the two header pages.
 
         Raises:
             TransportError: If the memory is not to be had.
@@ -132,7 +130,7 @@ class Segment:
             raise
 
     def intact(self) -> bool:
-        """Whether every mapped byte still has memory behind it (one fstat)."""
+        """True if every mapped byte still has memory behind it (one fstat)."""
         if self.closed:
             return False
         try:
@@ -159,9 +157,12 @@ class Segment:
         """Store word number `word` of page 1 (release)."""
         _shm.store(self.buf, WORDS_AT + word * LINE_BYTES, value)
 
-    def owner_alive(self) -> bool | None:
-        """Whether the creator lives; None where its pid cannot be looked up."""
-        return self.header.owner.alive()
+    def owner_alive(self, beat: int) -> bool:
+        """True if the creator lives, as `holder_alive`; `beat` is its heartbeat."""
+        alive = self.header.owner.alive()
+        if alive is None:
+            return self.intact() and heartbeat_is_fresh(self.load(beat))
+        return alive
 
     def claim(self, word: int, what: str) -> None:
         """Become the single `what` of the segment.
@@ -256,43 +257,75 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
 
 
 def is_segment_name(name: object) -> bool:
-    """Whether it can be the name of a segment; it may come from a file."""
+    """True if it can be the name of a segment; it may come from a file."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
+@contextlib.contextmanager
+def looked_at(name: str) -> Iterator[tuple[int, Header | None]]:
+    """Descriptor and sound header of a segment of this user, which is not mapped.
+
+    Raises:
+        OSError: It is gone, another user's or none.
+    """
+    if not is_segment_name(name):
+        raise FileNotFoundError(name)
+    # Every user may put a pipe there, and opening one waits for its other end.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(f"{SHM_DIR}/{name}", flags)
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            raise PermissionError(name)
+        yield fd, Header.decode(os.pread(fd, PAGE_BYTES, 0))
+    finally:
+        os.close(fd)
+
+
+def peek_header(name: str) -> Header | None:
+    """Header of a segment: kind and owner; None if it cannot be read."""
+    with contextlib.suppress(OSError), looked_at(name) as (_, header):
+        return header
+    return None
+
+
+def peek_words(name: str, magic: bytes) -> tuple[Header, bytes] | None:
+    """Header and page of words of a segment of one kind, for tools that look on.
+
+    Nothing is claimed and nothing is mapped, so a watched segment lives no longer than
+    its engine, and one that shrinks cannot hurt the watcher.
+    """
+    with contextlib.suppress(OSError), looked_at(name) as (fd, header):
+        words = os.pread(fd, PAGE_BYTES, WORDS_AT)
+        if header is None or header.magic != magic or len(words) < PAGE_BYTES:
+            return None
+        return (header, words) if header.size_bytes >= DATA_AT else None
+    return None
+
+
+def word_of(words: bytes, word: int) -> int:
+    """Word number `word` of a copy of page 1."""
+    return int.from_bytes(words[word * LINE_BYTES :][:8], "little")
+
+
 def orphaned(name: str) -> bool:
-    """Whether a segment of this user was left behind by a dead owner.
+    """True if a segment of this user was left behind by a dead owner.
 
     Never maps it. Its owner's lock is asked first: a pid says nothing in another pid
     namespace, and a header may be damaged. One without a valid header counts once it
     is a minute old: its owner may not have come to the lock yet.
     """
-    if not is_segment_name(name):
-        return False
-    # Every user may put a pipe there, and opening one waits for its other end.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        fd = os.open(f"{SHM_DIR}/{name}", flags)
-    except OSError:
-        return False
-    try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-            return False
-        header = Header.decode(os.pread(fd, PAGE_BYTES, 0))
+    with contextlib.suppress(OSError), looked_at(name) as (fd, header):
         if header is None:
-            old = time.time() - status.st_mtime > _UNFINISHED_SECONDS
+            old = time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
             return old and not _locked(fd)
         # A forked child may hold the lock of a parent that is dead.
         return not _locked(fd) or header.owner.alive() is False
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+    return False
 
 
 def _locked(fd: int) -> bool:
-    """Whether the creator of a segment, which locked it, still lives."""
+    """True if the creator of a segment, which locked it, still lives."""
     try:
         # Shared: two that look at once do not take each other for the owner.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

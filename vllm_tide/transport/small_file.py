@@ -6,11 +6,14 @@ file of any size. The JSON of a run directory is a few KiB.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_BYTES = 1 << 20
 """The most that a file of a run directory may hold (bytes)."""
@@ -56,7 +59,41 @@ def _refuse_special(status: os.stat_result, path: Path | str) -> None:
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
 
+def write_once(path: Path, data: bytes) -> None:
+    """Makes a file, mode 0600; of two that start at once, the first one's stays."""
+    with written_beside(path, data) as temporary, contextlib.suppress(FileExistsError):
+        os.link(temporary, path)  # not renamed: that would replace it
+
+
+@contextlib.contextmanager
+def written_beside(path: Path, data: bytes) -> Iterator[str]:
+    """A new file beside a path that lasts as long as this, unless it is renamed."""
+    # mkstemp makes it 0600, whatever the umask.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        yield temporary
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
 def make_private(folder: Path) -> None:
     """Make a directory and what is missing above it, each of mode 0700."""
     for level in reversed((folder, *folder.parents)):
         level.mkdir(mode=0o700, exist_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """`value` in Python's own types and vLLM's range: others would hang its encoder."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(entry) for entry in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, tensors
+        return plain(value.tolist())
+    if isinstance(value, int):
+        return min(max(int(value), -(2**63)), 2**64 - 1)
+    return float(value) if isinstance(value, float) else str(value)

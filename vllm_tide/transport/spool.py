@@ -24,11 +24,12 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, TypeVar
 
-from vllm_tide.transport.header import TransportError, said
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+
+from vllm_tide.transport.header import MALFORMED, TransportError, said
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
@@ -44,6 +45,11 @@ BEAT_S = 2.0
 DEAD_S = 20.0
 """One not heard of for this long (s) counts as gone; storage may be slow."""
 
+# Of shards, rows or versions: what is larger is damage.
+_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+_Number = Annotated[float, Strict(), Field(gt=-1e18, lt=1e18)]
+_Flag = Annotated[bool, Strict()]
+_Label = Annotated[str, Strict(), AfterValidator(said)]  # it comes into a log
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MADE = {
     "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
@@ -53,15 +59,6 @@ MADE = {
     "": re.compile(r"(engine|state)\.json"),
 }
 """What this package puts into each part of an engine's folder, the folder last."""
-# What JSON of the wrong shape can raise while it is read.
-MALFORMED = (
-    ArithmeticError,
-    AttributeError,
-    KeyError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -77,31 +74,31 @@ class EngineEntry:
 class EngineState:
     """What a relay says again and again."""
 
-    unix: float = 0.0  # s, the relay's clock; readers look whether it changes
-    running: bool = True  # engine and relay live; False is the last word
-    first_shard: int = 1  # the oldest that may still be there
-    last_shard: int = 0  # the newest complete one; 0 if there is none
-    published_version: int = 0  # newest head in the engine's weights segment
-    installed_version: int = 0  # serves now
-    refused_version: int = 0  # the last one, 0 if none
-    refused_reason: str = ""
-    swap_pause_ms: float = 0.0  # how long the last installation held serving up
-    rows: int = 0  # written to the spool by this relay
-    dropped_rows: int = 0  # by the engine: the ring was full
+    unix: _Number = 0.0  # s, the relay's clock; readers look whether it changes
+    running: _Flag = True  # engine and relay live; False is the last word
+    first_shard: _Count = 1  # the oldest that may still be there
+    last_shard: _Count = 0  # the newest complete one; 0 if there is none
+    published_version: _Count = 0  # newest head in the engine's weights segment
+    installed_version: _Count = 0  # serves now
+    refused_version: _Count = 0  # the last one, 0 if none
+    refused_reason: _Label = ""
+    swap_pause_ms: _Number = 0.0  # how long the last installation held serving up
+    rows: _Count = 0  # written to the spool by this relay
+    dropped_rows: _Count = 0  # by the engine: the ring was full
 
 
 @dataclass(frozen=True)
 class ReaderState:
     """What a trainer says about one engine."""
 
-    instance: str  # see `this_instance`
-    unix: float = 0.0  # s, the trainer's clock
-    running: bool = True  # False is the last word
-    collect: bool = True  # wants full rows, else light records
-    paused: bool = False  # wants nothing; its last word holds
-    publishes: bool = True  # sends heads to this engine
-    shard: int = 1  # reads it next
-    index: int = 0  # records of it taken already
+    instance: _Label  # see `this_instance`
+    unix: _Number = 0.0  # s, the trainer's clock
+    running: _Flag = True  # False is the last word
+    collect: _Flag = True  # wants full rows, else light records
+    paused: _Flag = False  # wants nothing; its last word holds
+    publishes: _Flag = True  # sends heads to this engine
+    shard: _Count = 1  # reads it next
+    index: _Count = 0  # records of it taken already
 
 
 _State = TypeVar("_State", EngineState, ReaderState)
@@ -116,11 +113,9 @@ class EngineFolder:
         self._at = f"{ENGINES}/{checked_name(engine_id, 'engine')}"
 
     def path(self, *names: str) -> str:
-        """Name in the store of a file of this engine."""
         return "/".join((self._at, *filter(None, names)))
 
     def write_json(self, name: str, value: dict[str, Any], durable: bool) -> None:
-        """Replace a small file."""
         text = json.dumps(value, separators=(",", ":"))
         self.store.write(self.path(name), text.encode(), durable=durable)
 
@@ -128,8 +123,12 @@ class EngineFolder:
         """Read a small file; None if it is not there, or not whole."""
         return parse_json(self.store.read(self.path(name), MAX_JSON_BYTES + 1))
 
+    def read_sized(self, name: str, told: object) -> bytes | None:
+        """Read a file of which a manifest tells the size, which may be anything."""
+        most = max(told, 0) + 1 if type(told) is int else 0
+        return self.store.read(self.path(name), most)
+
     def write_engine(self, entry: EngineEntry) -> None:
-        """Announce the engine."""
         value = {
             "format": FORMAT_VERSION,
             "manifest": asdict(entry.manifest),
@@ -157,12 +156,11 @@ class EngineFolder:
             return None
 
     def write_state(self, state: EngineState) -> None:
-        """Replace the engine's state."""
         self.write_json("state.json", asdict(state), durable=False)
 
     def read_state(self) -> EngineState | None:
         """The engine's state; None if there is none, or not whole."""
-        return _read(EngineState, self.read_json("state.json"))
+        return self._told(EngineState, "state.json")
 
     def write_reader(self, name: str, state: ReaderState) -> None:
         """Replace a trainer's word; it carries the cursor, so it is kept safe."""
@@ -170,10 +168,14 @@ class EngineFolder:
 
     def read_reader(self, name: str) -> ReaderState | None:
         """A trainer's word; None if there is none, or not whole."""
-        return _read(ReaderState, self.read_json(f"readers/{name}.json"))
+        return self._told(ReaderState, f"readers/{name}.json")
+
+    def _told(self, kind: type[_State], name: str) -> _State | None:
+        with contextlib.suppress(ValidationError):
+            return TypeAdapter(kind).validate_python(self.read_json(name))
+        return None
 
     def read_readers(self) -> dict[str, ReaderState]:
-        """Every trainer's word, by reader name."""
         found = {}
         for file in self.store.sizes(self.path("readers")):
             name = file.removesuffix(".json")
@@ -197,14 +199,13 @@ class Freshness:
         """Whether it changed since it was first seen."""
 
     def look(self, word: object) -> None:
-        """Note what the word is now."""
         if word != self._seen:
             self.moved = self._seen is not None
             self._seen, self._changed = word, time.monotonic()
 
     @property
     def fresh(self) -> bool:
-        """Whether it changed, or was first seen, within the timeout."""
+        """True if it changed, or was first seen, within the timeout."""
         return time.monotonic() - self._changed < self._timeout_s
 
 
@@ -230,7 +231,7 @@ def this_instance() -> str:
 
 
 def instance_gone(instance: str) -> bool:
-    """Whether a process is surely dead; False where that cannot be known from here."""
+    """True if a process is surely dead; False where that cannot be known from here."""
     try:
         boot, namespace, pid, start = instance.split(":")
         holder = Holder(int(pid), int(start), int(namespace))
@@ -257,31 +258,3 @@ def _boot_id() -> str:
     ):
         return file.read().strip()
     return "unknown"
-
-
-def _read(kind: type[_State], value: dict[str, Any] | None) -> _State | None:
-    """A dataclass of plain numbers, of a file that anyone may have written."""
-    if value is None:
-        return None
-    try:
-        # Every field has a type of one word, and its value must be of that type.
-        told = {}
-        for item in fields(kind):
-            if item.name in value:
-                if not _FITS[str(item.type)](value[item.name]):
-                    return None
-                told[item.name] = value[item.name]
-                if item.type == "str":  # it comes into a log
-                    told[item.name] = said(value[item.name])
-        return kind(**told)
-    except MALFORMED:
-        return None
-
-
-_MAX_COUNT = 2**63 - 1  # of shards, rows or versions: what is larger is damage
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "int": lambda value: type(value) is int and 0 <= value <= _MAX_COUNT,
-    "float": lambda value: type(value) in (int, float) and abs(value) < 1e18,
-    "bool": lambda value: type(value) is bool,
-    "str": lambda value: type(value) is str,
-}

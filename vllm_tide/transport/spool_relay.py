@@ -37,9 +37,12 @@ from vllm_tide.transport.spool import (
     EngineState,
     Freshness,
 )
-from vllm_tide.transport.spool_heads import as_input, latest_head, read_head
 from vllm_tide.transport.spool_identity import identity_of
-from vllm_tide.transport.spool_models import upload_models
+from vllm_tide.transport.spool_models import (
+    latest_head,
+    read_head,
+    upload_models,
+)
 from vllm_tide.transport.spool_store import Store
 from vllm_tide.transport.spool_writer import SpoolWriter
 from vllm_tide.transport.weights import WeightsRefused, WeightsWriter
@@ -233,7 +236,7 @@ class Relay:
             raise
         try:
             self._weights.publish(
-                as_input(head),
+                head.tensors,
                 version=version,
                 parent_version=head.parent_version,
                 meta=head.meta,

@@ -1,4 +1,4 @@
-"""A shard of a spool: encoded records in one safetensors file.
+"""A shard of a spool: encoded records in one safetensors file, and its reader.
 
 Two tensors: ``records``, the bytes of all records one after another, and ``offsets``
 (int64 [n + 1]), where each begins. Any safetensors reader opens it. A record's bytes
@@ -7,14 +7,19 @@ are those of the ring (``record.encode``), so nothing is converted on the way.
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, deserialize, serialize
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import said
+from vllm_tide.transport.header import MALFORMED, said
+from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Record,
@@ -23,10 +28,16 @@ from vllm_tide.transport.record import (
     encode,
 )
 from vllm_tide.transport.ring_format import RingSpec
-from vllm_tide.transport.spool import MALFORMED
+from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.tenant import NOBODY
 
-_ALIGN = 8
+logger = logging.getLogger("vllm_tide.spool")
+
+RECORDS = "records"
+# Names are read from manifests and listings: they may say anything.
+SHARD_FILE = re.compile(r"([0-9]{12})(?:-([0-9]{1,20}))?\.(json|safetensors)")
+# A shared file system may show the state before the shard: look again a few times.
+_ATTEMPTS = 3
 
 
 class ShardDamaged(ValueError):  # noqa: N818 - says what it is
@@ -38,17 +49,13 @@ class ShardBuilder:
 
     def __init__(self, spec: RingSpec) -> None:
         self._spec = spec
-        self._bodies: list[np.ndarray] = []
-        self._rows: list[int] = []
-        self._tenants: list[int] = []
+        self._held: list[tuple[np.ndarray, int, int]] = []  # bytes, rows, tenant
         self.num_bytes = 0
-        self.num_rows = 0
         self.began = time.monotonic()
 
     @property
     def num_records(self) -> int:
-        """Records collected."""
-        return len(self._bodies)
+        return len(self._held)
 
     def add(self, record: Record) -> None:
         """Copy a record; RecordError if it contradicts itself or the spec."""
@@ -56,75 +63,44 @@ class ShardBuilder:
         parts, size = encode(record, self._spec.feature_dtype)
         body = np.empty(size, np.uint8)
         _shm.gather(body, 0, parts)
-        if not self._bodies:
+        if not self._held:
             self.began = time.monotonic()
-        self._bodies.append(body)
-        self._rows.append(record.num_rows)
-        self._tenants.append(record.tenant)
+        self._held.append((body, record.num_rows, record.tenant))
         self.num_bytes += size
-        self.num_rows += record.num_rows
 
     def drop(self, tenant: int | None) -> int:
         """Forget the records of a tenant, or with None all of them; how many."""
         before = self.num_records
-        kept = [
-            index
-            for index, owner in enumerate(self._tenants)
-            if tenant is not None and owner != tenant
-        ]
-        self._bodies = [self._bodies[index] for index in kept]
-        self._rows = [self._rows[index] for index in kept]
-        self._tenants = [self._tenants[index] for index in kept]
-        self.num_bytes = sum(len(body) for body in self._bodies)
-        self.num_rows = sum(self._rows)
-        return before - len(kept)
+        self._held = [h for h in self._held if tenant is not None and h[2] != tenant]
+        self.num_bytes = sum(len(body) for body, *_ in self._held)
+        return before - self.num_records
 
-    def build(
-        self, number: int, created_unix: float
-    ) -> tuple[dict[str, Any], list[bytes | np.ndarray]]:
-        """The shard's manifest, and the parts of its file.
+    def build(self, number: int, created_unix: float) -> tuple[dict[str, Any], bytes]:
+        """The shard's manifest, and its file.
 
         The manifest names the tenants (as the numbers records carry) so that one can
         be purged without reading the shards.
         """
-        offsets = np.zeros(len(self._bodies) + 1, np.int64)
-        np.cumsum([len(body) for body in self._bodies], out=offsets[1:])
-        total = int(offsets[-1])
-        header = json.dumps(
-            {
-                "__metadata__": {"format": "vllm_tide records"},
-                "offsets": {
-                    "dtype": "I64",
-                    "shape": [len(offsets)],
-                    "data_offsets": [0, offsets.nbytes],
-                },
-                "records": {
-                    "dtype": "U8",
-                    "shape": [total],
-                    "data_offsets": [offsets.nbytes, offsets.nbytes + total],
-                },
-            },
-            separators=(",", ":"),
-        ).encode()
-        header = header.ljust(-(-len(header) // _ALIGN) * _ALIGN)
-        prefix = len(header).to_bytes(8, "little") + header
-        parts: list[bytes | np.ndarray] = [prefix, offsets.view(np.uint8)]
-        parts += self._bodies
-        crc = 0
-        for part in parts:
-            crc = _shm.crc32c(part, crc)
+        bodies = [body for body, *_ in self._held]
+        offsets = np.cumsum([0, *map(len, bodies)], dtype=np.int64)
+        records = np.concatenate(bodies)
+        tensors = {
+            "offsets": tensor_spec("int64", [len(offsets)], offsets),
+            "records": tensor_spec("uint8", [len(records)], records),
+        }
+        file = bytes(serialize(tensors, {"format": "vllm_tide records"}))
         manifest = {
             "shard": number,
             "file": f"{number:012d}-{int(created_unix)}.safetensors",
             "record_format": FORMAT_VERSION,
-            "bytes": sum(len(part) for part in parts),
-            "crc32c": crc,
-            "records": len(self._bodies),
-            "rows": self.num_rows,
+            "bytes": len(file),
+            "crc32c": _shm.crc32c(file),
+            "records": len(bodies),
+            "rows": sum(rows for _, rows, _ in self._held),
             "created_unix": created_unix,
-            "tenants": sorted(set(self._tenants) - {NOBODY}),
+            "tenants": sorted({tenant for *_, tenant in self._held} - {NOBODY}),
         }
-        return manifest, parts
+        return manifest, file
 
 
 def read_shard(
@@ -156,7 +132,7 @@ def read_shard(
             raise ShardDamaged("its offsets do not rise")
     except ShardDamaged:
         raise
-    except MALFORMED as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise ShardDamaged(f"it cannot be read ({said(error)})") from error
     records: list[Record] = []
     unfit = 0
@@ -172,14 +148,101 @@ def read_shard(
 
 
 def _tensors(body: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets (int64) and records (uint8) as views of a safetensors file."""
-    length = int.from_bytes(body[:8], "little")
-    header = json.loads(body[8 : 8 + length])
-    data = np.frombuffer(body, np.uint8)[8 + length :]
-    begin, end = header["offsets"]["data_offsets"]
-    offsets = data[begin:end].copy().view(np.int64)
-    begin, end = header["records"]["data_offsets"]
-    records = data[begin:end]
+    """Offsets (int64) and records (uint8) of a safetensors file."""
+    found = dict(deserialize(body))  # type: ignore[no-untyped-call]
+    offsets = np.frombuffer(found["offsets"]["data"], np.int64)
+    records = np.frombuffer(found["records"]["data"], np.uint8)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(records):
         raise ShardDamaged("its offsets do not cover its records")
     return offsets, records
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard as it was read: its number and its records."""
+
+    number: int
+    records: list[Record]
+
+
+class SpoolReader:
+    """Reads one engine's shards.
+
+    Attributes:
+        next_shard: Number of the shard that :meth:`fetch` gives next.
+        skipped: Shards passed over: "removed" and "damaged"; "unfit" counts records.
+    """
+
+    def __init__(
+        self, folder: EngineFolder, spec: RingSpec, next_shard: int = 1
+    ) -> None:
+        self._folder, self._spec = folder, spec
+        self.next_shard = next_shard
+        self.skipped: Counter[str] = Counter()
+        self._failed = 0
+
+    def fetch(self, state: EngineState) -> Shard | None:
+        """The next shard by the state read last; None if there is none now."""
+        if self.next_shard < state.first_shard:
+            self._skip_to(min(state.first_shard, state.last_shard + 1))
+        if self.next_shard > state.last_shard:
+            return None
+        number = self.next_shard
+        manifest = self._folder.read_json(manifest_name(number))
+        body = None
+        if manifest is not None:
+            name = str(manifest.get("file"))
+            if shard_number(name) == number:  # it may say anything
+                told = manifest.get("bytes")
+                body = self._folder.read_sized(f"{RECORDS}/{name}", told)
+        if manifest is None or body is None:
+            self._failure("", state)
+            return None
+        try:
+            records, unfit = read_shard(manifest, body, self._spec)
+        except ShardDamaged as error:
+            self._failure(str(error), state)
+            return None
+        self._failed = 0
+        self.skipped["unfit"] += unfit
+        self.next_shard = number + 1
+        return Shard(number, records)
+
+    def _failure(self, damage: str, state: EngineState) -> None:
+        self._failed += 1
+        if self._failed < _ATTEMPTS:
+            return
+        self._failed = 0
+        if damage:
+            logger.warning(
+                "engine %s: shard %d is passed over: %s",
+                self._folder.engine_id,
+                self.next_shard,
+                damage,
+            )
+            self.skipped["damaged"] += 1
+            self.next_shard += 1
+            return
+        # Removed meanwhile, and perhaps many more with it: one look at what is left.
+        names = self._folder.store.sizes(self._folder.path(RECORDS))
+        left = [
+            number
+            for name in names
+            if name.endswith(".json")
+            and (number := shard_number(name)) > self.next_shard
+        ]
+        self._skip_to(min(left, default=state.last_shard + 1))
+
+    def _skip_to(self, number: int) -> None:
+        self.skipped["removed"] += max(number - self.next_shard, 0)
+        self.next_shard = max(number, self.next_shard)
+
+
+def manifest_name(number: int) -> str:
+    return f"{RECORDS}/{number:012d}.json"
+
+
+def shard_number(name: str) -> int:
+    """Number of the shard a file belongs to; 0 if it is no shard's file."""
+    known = SHARD_FILE.fullmatch(name)
+    return int(known[1]) if known else 0

@@ -15,16 +15,12 @@ import posixpath
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
+from typing import Any
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.small_file import make_private, open_plain
-
-Buffer = bytes | bytearray | memoryview | np.ndarray
 
 _TEMPORARY = re.compile(r"\.[a-z0-9_]{1,16}\.tmp")
 _TEMPORARY_SECONDS = 3600.0
@@ -37,7 +33,6 @@ _FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Some back ends make room for all that is asked for, whatever there is.
 _MOST_RANGE = 1 << 28
 _USER_INFO = re.compile(r"://[^/@]*@")
-_Result = TypeVar("_Result")
 
 
 class StoreError(TransportError):
@@ -46,33 +41,6 @@ class StoreError(TransportError):
 
 class NotOurs(StoreError):  # noqa: N818 - says what it is
     """What is to be removed is another user's, or no plain file: it is left."""
-
-
-class Store(Protocol):
-    """A flat set of files under slash-separated names; anything may raise StoreError.
-
-    `url` is for a user's eyes: it has no password.
-    """
-
-    url: str
-
-    def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
-        """Make or replace a file, whole or not at all; `durable`: synced, too."""
-
-    def read(self, name: str, most: int | None = None) -> bytes | None:
-        """A file's bytes, `most` of them; None if there is none."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """The files of a folder and their sizes (bytes); empty if there is none."""
-
-    def folders(self, folder: str) -> list[str]:
-        """The folders of a folder, sorted."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
-
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder; fine if it is gone, or if something is in it."""
 
 
 def open_store(url: str) -> Store:
@@ -90,6 +58,9 @@ def open_store(url: str) -> Store:
 class LocalStore:
     """A directory, on a disk or a shared file system; made where it is not.
 
+    A store is a flat set of files under slash-separated names; anything may raise
+    StoreError. `url` is for a user's eyes: it has no password.
+
     Raises:
         StoreError: If it cannot be used, or is open to every user.
     """
@@ -97,11 +68,9 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.url = str(root)
         self._root = root
-        try:
+        with self._using("opened"):
             make_private(root)
             status = root.stat()
-        except OSError as error:
-            raise self._failed("opened", error) from error
         # A shared file system may give all that anyone writes to one user.
         self._ours = {os.geteuid(), status.st_uid}
         if status.st_mode & 0o007:
@@ -110,47 +79,43 @@ class LocalStore:
                 f"requests: chmod o-rwx {root}"
             )
 
-    def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
-        """See :class:`Store`."""
+    def write(self, name: str, *parts: bytes, durable: bool = True) -> None:
+        """Make or replace a file, whole or not at all; `durable`: synced, too."""
         folder, _, plain = name.rpartition("/")
         temporary = f".{secrets.token_hex(8)}.tmp"
-        buffers = [p.data if isinstance(p, np.ndarray) else p for p in parts]
-        try:
-            with self._folder(folder, make=True) as at:
-                fd = os.open(temporary, _NEW, 0o600, dir_fd=at)
-                try:
-                    with os.fdopen(fd, "wb") as file:
-                        file.writelines(buffers)
-                        if durable:
-                            file.flush()
-                            os.fsync(file.fileno())
-                    os.replace(temporary, plain, src_dir_fd=at, dst_dir_fd=at)
-                except BaseException:
-                    with contextlib.suppress(OSError):
-                        os.unlink(temporary, dir_fd=at)
-                    raise
-                if durable:  # the rename too, where the system can
-                    with contextlib.suppress(OSError):
-                        os.fsync(at)
-        except OSError as error:
-            raise self._failed("written", error) from error
+        with self._using("written"), self._folder(folder, make=True) as at:
+            fd = os.open(temporary, _NEW, 0o600, dir_fd=at)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.writelines(parts)
+                    if durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(temporary, plain, src_dir_fd=at, dst_dir_fd=at)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=at)
+                raise
+            if durable:  # the rename too, where the system can
+                with contextlib.suppress(OSError):
+                    os.fsync(at)
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """See :class:`Store`."""
+        """A file's bytes, `most` of them; None if there is none."""
         folder, _, plain = name.rpartition("/")
-        try:
-            with self._folder(folder) as at, open_plain(plain, at) as file:
-                size = os.fstat(file.fileno()).st_size
-                return file.read(size if most is None else min(most, size))
-        except ValueError:  # no name of a file at all
-            return None
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                return None
-            raise self._failed("read", error) from error
+        # ValueError: no name of a file at all.
+        with (
+            contextlib.suppress(ValueError),
+            self._using("read", *_NO_FILE),
+            self._folder(folder) as at,
+            open_plain(plain, at) as file,
+        ):
+            size = os.fstat(file.fileno()).st_size
+            return file.read(size if most is None else min(most, size))
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See :class:`Store`. Removes what writers that died left half done."""
+        """Files of a folder and their bytes; removes what dead writers left."""
         return {
             name: status.st_size
             for name, status in self._list(folder)
@@ -158,30 +123,21 @@ class LocalStore:
         }
 
     def folders(self, folder: str) -> list[str]:
-        """See :class:`Store`."""
+        """The folders of a folder, sorted."""
         found = self._list(folder)
         return sorted(n for n, status in found if stat.S_ISDIR(status.st_mode))
 
     def remove(self, name: str) -> None:
-        """See :class:`Store`."""
+        """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
         folder, _, plain = name.rpartition("/")
-        try:
-            with self._folder(folder) as at:
-                self._unlink(plain, at)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise self._failed("cleaned up", error) from error
+        with self._using("cleaned up", errno.ENOENT), self._folder(folder) as at:
+            self._unlink(plain, at)
 
     def remove_folder(self, folder: str) -> None:
-        """See :class:`Store`."""
+        """Remove a folder; fine if it is gone, or if something is in it."""
         above, _, plain = folder.rpartition("/")
-        try:
-            with self._folder(above) as at:
-                os.rmdir(plain, dir_fd=at)
-        except OSError as error:
-            if error.errno not in _FILLED:
-                raise self._failed("cleaned up", error) from error
+        with self._using("cleaned up", *_FILLED), self._folder(above) as at:
+            os.rmdir(plain, dir_fd=at)
 
     @contextlib.contextmanager
     def _folder(self, folder: str, *, make: bool = False) -> Iterator[int]:
@@ -204,23 +160,22 @@ class LocalStore:
 
     def _list(self, folder: str) -> list[tuple[str, os.stat_result]]:
         found: list[tuple[str, os.stat_result]] = []
-        try:
-            with self._folder(folder) as at, os.scandir(at) as entries:
-                changed = os.fstat(at).st_mtime  # by the storage's clock, as theirs
-                for entry in entries:
-                    # One removed since the scan began is simply not listed.
-                    with contextlib.suppress(FileNotFoundError, NotOurs):
-                        status = entry.stat(follow_symlinks=False)
-                        if not entry.name.startswith("."):
-                            found.append((entry.name, status))
-                        elif _TEMPORARY.fullmatch(entry.name) and (
-                            changed - status.st_mtime > _TEMPORARY_SECONDS
-                        ):
-                            self._unlink(entry.name, at)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise self._failed("read", error) from error
+        with (
+            self._using("read", errno.ENOENT),
+            self._folder(folder) as at,
+            os.scandir(at) as entries,
+        ):
+            changed = os.fstat(at).st_mtime  # by the storage's clock, as theirs
+            for entry in entries:
+                # One removed since the scan began is simply not listed.
+                with contextlib.suppress(FileNotFoundError, NotOurs):
+                    status = entry.stat(follow_symlinks=False)
+                    if not entry.name.startswith("."):
+                        found.append((entry.name, status))
+                    elif _TEMPORARY.fullmatch(entry.name) and (
+                        changed - status.st_mtime > _TEMPORARY_SECONDS
+                    ):
+                        self._unlink(entry.name, at)
         return found
 
     def _unlink(self, name: str, at: int) -> None:
@@ -232,11 +187,18 @@ class LocalStore:
             )
         os.unlink(name, dir_fd=at)
 
-    def _failed(self, verb: str, error: OSError) -> StoreError:
-        return StoreError(
-            f"tide.spool.url: {self.url} cannot be {verb} ({error.strerror or error}): "
-            "check that it exists, is yours and has room"
-        )
+    @contextlib.contextmanager
+    def _using(self, verb: str, *fine: int) -> Iterator[None]:
+        """Raises StoreError for an OSError, but for errors that end a use as well."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in fine:
+                raise StoreError(
+                    f"tide.spool.url: {self.url} cannot be {verb} "
+                    f"({error.strerror or error}): check that it exists, is yours and "
+                    "has room"
+                ) from error
 
 
 class FsspecStore:
@@ -257,99 +219,74 @@ class FsspecStore:
                 "a directory"
             ) from error
         try:
-            self._fs, self._root = self._call("opened", lambda: url_to_fs(url))
+            with self._using("opened"):
+                self._fs, self._root = url_to_fs(url)
         except StoreError as error:
             # A package that is missing, an unknown protocol: time mends neither.
             if isinstance(error.__cause__, ImportError | ValueError):
                 raise TransportError(str(error)) from error.__cause__
             raise
 
-    def write(self, name: str, *parts: Buffer, durable: bool = True) -> None:
-        """See :class:`Store`; always durable."""
+    def write(self, name: str, *parts: bytes, durable: bool = True) -> None:
         del durable
         path = self._at(name)
-        data = b"".join(bytes(part) for part in parts)
-
-        def put() -> None:
+        with self._using("written"):
             self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            self._fs.pipe_file(path, data)
-
-        self._call("written", put)
+            self._fs.pipe_file(path, b"".join(parts))
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """See :class:`Store`."""
         path = self._at(name)
-
-        def get() -> bytes | None:
-            try:
-                if most is None or most > _MOST_RANGE:
-                    return bytes(self._fs.cat_file(path)[:most])
-                return bytes(self._fs.cat_file(path, start=0, end=most))
-            except FileNotFoundError:
-                return None
-
-        return self._call("read", get)
+        with self._using("read"), contextlib.suppress(FileNotFoundError):
+            if most is None or most > _MOST_RANGE:
+                return bytes(self._fs.cat_file(path)[:most])
+            return bytes(self._fs.cat_file(path, start=0, end=most))
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See :class:`Store`."""
-        found = self._list(folder)
         return {
             posixpath.basename(entry["name"]): int(entry.get("size") or 0)
-            for entry in found
+            for entry in self._list(folder)
             if entry["type"] == "file"
         }
 
     def folders(self, folder: str) -> list[str]:
-        """See :class:`Store`."""
-        found = self._list(folder)
         return sorted(
             posixpath.basename(entry["name"].rstrip("/"))
-            for entry in found
+            for entry in self._list(folder)
             if entry["type"] == "directory"
         )
 
     def remove(self, name: str) -> None:
-        """See :class:`Store`."""
-        path = self._at(name)
-
-        def drop() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(path)
-
-        self._call("cleaned up", drop)
+        with self._using("cleaned up"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name))
 
     def remove_folder(self, folder: str) -> None:
-        """See :class:`Store`."""
-        path = self._at(folder)
-
-        def drop() -> None:
-            with contextlib.suppress(OSError):  # something is in it
-                self._fs.rmdir(path)
-
-        self._call("cleaned up", drop)
+        # OSError: something is in it.
+        with self._using("cleaned up"), contextlib.suppress(OSError):
+            self._fs.rmdir(self._at(folder))
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         path = self._at(folder)
-
-        def look() -> list[dict[str, Any]]:
+        with self._using("read"), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()  # others write to it too
-            try:
-                return list(self._fs.ls(path, detail=True))
-            except FileNotFoundError:
-                return []
-
-        # Object stores list a folder's own marker among its files.
-        return [e for e in self._call("read", look) if e["name"].rstrip("/") != path]
+            found = self._fs.ls(path, detail=True)
+            # Object stores list a folder's own marker among its files.
+            return [entry for entry in found if entry["name"].rstrip("/") != path]
+        return []
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
 
-    def _call(self, verb: str, function: Callable[[], _Result]) -> _Result:
+    @contextlib.contextmanager
+    def _using(self, verb: str) -> Iterator[None]:
         try:
-            return function()
+            yield
         except Exception as error:  # noqa: BLE001 - back ends raise what they like
             raise StoreError(
                 f"tide.spool.url: {self.url} cannot be {verb} "
                 f"({type(error).__name__}: {error}): check the address, the access "
                 "rights and that the protocol's package is installed"
             ) from error
+
+
+Store = LocalStore | FsspecStore

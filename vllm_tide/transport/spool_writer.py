@@ -7,7 +7,6 @@ takes no more records meanwhile, so the ring fills and the engine drops and coun
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from typing import Any
 
@@ -17,10 +16,15 @@ from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.record import Record, RecordError
 from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
-from vllm_tide.transport.spool_shard import ShardBuilder
+from vllm_tide.transport.spool_shard import (
+    RECORDS,
+    SHARD_FILE,
+    ShardBuilder,
+    manifest_name,
+    shard_number,
+)
 from vllm_tide.transport.spool_store import NotOurs, Store
 
-RECORDS = "records"
 ENFORCE_S = 60.0
 GRACE_S = 5.0
 """A shard's manifest follows its body within this (s), where the writer lives."""
@@ -28,9 +32,8 @@ GRACE_S = 5.0
 # spool for every shard.
 _KEEP_SHARE = 0.95
 
-# Names are read from manifests and listings: they may say anything.
-_SHARD_FILE = re.compile(r"([0-9]{12})(?:-[0-9]{1,20})?\.(?:json|safetensors)")
-_SECONDS = re.compile(r"[0-9]{1,20}")
+SHARD_MIB = 16  # size at which a shard is closed: few requests to the storage
+SHARD_SECONDS = 5.0  # age at which it is: the trainer may be waiting for it
 
 
 class SpoolWriter:
@@ -59,27 +62,20 @@ class SpoolWriter:
 
     @property
     def blocked(self) -> bool:
-        """Whether the storage has something to make up for: add nothing now."""
+        """True if the storage has something to make up for: add nothing now."""
         return self._closed is not None or bool(self._remains)
 
     def add(self, record: Record) -> None:
-        """Put a record into the open shard; one that is malformed is counted."""
         try:
             self._open.add(record)
         except (RecordError, TypeError, ValueError, AttributeError):
             self.invalid += 1
 
     def due(self) -> bool:
-        """Whether the open shard is large or old enough, or one waits."""
         held = self._open
-        if self.blocked:
-            return True
-        if not held.num_records:
-            return False
-        return (
-            held.num_bytes >= self._config.shard_mib * MIB
-            or time.monotonic() - held.began >= self._config.shard_seconds
-        )
+        large = held.num_bytes >= SHARD_MIB * MIB
+        old = time.monotonic() - held.began >= SHARD_SECONDS
+        return self.blocked or (held.num_records > 0 and (large or old))
 
     def flush(self) -> int:
         """Close the open shard and write it; its number, 0 if there was nothing.
@@ -98,8 +94,7 @@ class SpoolWriter:
         # Another relay may have come while the storage held this one up: before the
         # body, whose name may be the same, and before the manifest, which is.
         self._refuse_used(closed)
-        body = folder.path(RECORDS, closed.manifest["file"])
-        folder.store.write(body, *closed.parts)
+        folder.store.write(folder.path(RECORDS, closed.manifest["file"]), closed.body)
         self._refuse_used(closed)
         # From here on the shard exists.
         folder.write_json(manifest_name(closed.number), closed.manifest, durable=True)
@@ -157,7 +152,6 @@ class SpoolWriter:
         return [number for name in names if (number := shard_number(name)) > 0]
 
     def keep_bounds(self, *, now: bool = False) -> None:
-        """Remove the oldest shards of all engines where the bounds say so."""
         if now or self._bounds.due():
             oldest = self._bounds.enforce(self._folder.engine_id)
             self.first = self.last + 1 if oldest == 0 else oldest
@@ -168,7 +162,7 @@ class _Closed:
 
     def __init__(self, builder: ShardBuilder, number: int, created: float) -> None:
         self.builder, self.number, self.created = builder, number, created
-        self.manifest, self.parts = builder.build(number, created)
+        self.manifest, self.body = builder.build(number, created)
 
 
 class Bounds:
@@ -183,11 +177,9 @@ class Bounds:
         self._words: dict[str, Freshness] = {}
 
     def note(self, num_bytes: int) -> None:
-        """A shard of so many bytes was added."""
         self._held += num_bytes
 
     def due(self) -> bool:
-        """Whether a bound may be exceeded."""
         return self._held > self._max_bytes or time.monotonic() >= self._next
 
     def enforce(self, engine_id: str) -> int:
@@ -288,7 +280,7 @@ def purge_records(
 def _doomed(
     folder: EngineFolder, name: str, tenant: int | None, before_unix: float | None
 ) -> bool | None:
-    """Whether a purge takes a body; None if no manifest names it."""
+    """True if a purge takes a body; None if no manifest names it."""
     if before_unix is not None and (_created(name) or 0) < before_unix:
         return True
     manifest = folder.read_json(manifest_name(shard_number(name)))
@@ -298,7 +290,6 @@ def _doomed(
 
 
 def _remove(folder: EngineFolder, name: str) -> None:
-    """Remove a body, and the manifest that names it."""
     manifest = manifest_name(shard_number(name))
     found = folder.read_json(manifest)
     if found is None or found.get("file") == name:
@@ -306,20 +297,7 @@ def _remove(folder: EngineFolder, name: str) -> None:
     folder.store.remove(folder.path(RECORDS, name))
 
 
-def manifest_name(number: int) -> str:
-    """Name of a shard's manifest in its engine's folder."""
-    return f"{RECORDS}/{number:012d}.json"
-
-
-def shard_number(name: str) -> int:
-    """Number of the shard a file belongs to; 0 if it is no shard's file."""
-    known = _SHARD_FILE.fullmatch(name)
-    return int(known[1]) if known else 0
-
-
 def _created(name: str) -> int | None:
     """Unix time (s) in the name of a shard's file; None for other files."""
-    if not name.endswith(".safetensors"):
-        return None
-    _, dash, rest = name.removesuffix(".safetensors").partition("-")
-    return int(rest) if dash and _SECONDS.fullmatch(rest) else None
+    known = SHARD_FILE.fullmatch(name)
+    return int(known[2]) if known and known[2] and known[3] == "safetensors" else None

@@ -9,16 +9,15 @@ from an id nor an id from a name.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import prepare_run_dir
+from vllm_tide.transport.small_file import write_once
 
 logger = logging.getLogger("vllm_tide")
 
@@ -43,7 +42,6 @@ def tenant_id(name: str, key: bytes) -> int:
 
 
 def key_id(key: bytes) -> str:
-    """Short name of a key, recorded beside what carries its ids."""
     return hashlib.blake2b(key, digest_size=4, person=b"tide_key_id").hexdigest()
 
 
@@ -55,7 +53,6 @@ def tenant_key(
     Args:
         run_dir: Run directory: a key that lies there is moved, and where
             `state_dir` or the user's home cannot be written it stays.
-        state_dir: `tide.train.state_dir`.
         create: Make it when it is not there.
 
     Raises:
@@ -95,19 +92,10 @@ def tenant_key(
 
 
 def _provide(path: Path, before: Path) -> None:
-    """See that there is a key, at first the one that lay elsewhere."""
     if os.path.exists(path):  # Path's raises in a folder that cannot be searched
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     moved = before.read_bytes() if before.exists() else b""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(moved or secrets.token_hex(KEY_BYTES).encode())
-        # A link, not a rename: of two that start at once, the first one's key stays.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.unlink(temporary)
+    write_once(path, moved or secrets.token_hex(KEY_BYTES).encode())
     if moved and path.read_bytes() == moved:
         before.unlink(missing_ok=True)

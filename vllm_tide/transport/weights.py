@@ -12,7 +12,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -36,7 +36,7 @@ from vllm_tide.transport.publication import (
     TensorInput,
     WeightsRefused,
 )
-from vllm_tide.transport.shm import Segment
+from vllm_tide.transport.shm import Segment, peek_words, word_of
 
 __all__ = [
     "Publication",
@@ -72,7 +72,6 @@ class WeightsFeedback:
     """What the engine did with the publications.
 
     Args:
-        installed_version: The version that serves now.
         refused_version: The last one refused, 0 if none.
         refused_reason: Why, empty if none.
         engine_alive: Whether the engine that owns the segment lives.
@@ -84,6 +83,20 @@ class WeightsFeedback:
     refused_reason: str
     engine_alive: bool
     swap_pause_ms_last: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPeek:
+    """State of a weights segment.
+
+    Attributes:
+        latest_version: Newest publication; 0 if there is none.
+        feedback: What the engine reported, alive by its heartbeat; None while it is
+            being written.
+    """
+
+    latest_version: int
+    feedback: WeightsFeedback | None
 
 
 def _slot_bytes(segment: Segment) -> int:
@@ -107,7 +120,6 @@ class WeightsSegment:
     """
 
     def __init__(self, segment: Segment) -> None:
-        """Take over a segment; use :meth:`create` or :meth:`attach`."""
         self.name = segment.name
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
@@ -161,11 +173,28 @@ class WeightsSegment:
             WeightsRefused: empty, torn, truncated, format, sha256 or stale.
         """
         try:
-            return self._read()
+            for _ in range(_READ_ATTEMPTS):
+                version = self.latest_version()
+                if not self._segment.intact():
+                    raise WeightsRefused(
+                        "truncated", f"segment {self.name} is closed or was truncated"
+                    )
+                if version == 0:
+                    raise WeightsRefused("empty", "nothing has been published yet")
+                if version < self._last_read:
+                    raise WeightsRefused(
+                        "stale", f"version {version} is older than {self._last_read}"
+                    )
+                for slot in (0, 1):
+                    found = self._read_slot(slot, version)
+                    if found is not None:
+                        self._last_read = version
+                        return found
         except ValueError as error:  # closed by another thread meanwhile
             raise WeightsRefused(
                 "truncated", f"segment {self.name} was closed: {error}"
             ) from error
+        raise WeightsRefused("torn", f"version {version} is in no undamaged slot")
 
     def read_version(self, version: int) -> Publication | None:
         """Copy a version out, the latest or not; None if no slot holds it whole.
@@ -179,26 +208,6 @@ class WeightsSegment:
                 if found is not None:
                     return found
         return None
-
-    def _read(self) -> Publication:
-        for _ in range(_READ_ATTEMPTS):
-            version = self.latest_version()
-            if not self._segment.intact():
-                raise WeightsRefused(
-                    "truncated", f"segment {self.name} is closed or was truncated"
-                )
-            if version == 0:
-                raise WeightsRefused("empty", "nothing has been published yet")
-            if version < self._last_read:
-                raise WeightsRefused(
-                    "stale", f"version {version} is older than {self._last_read}"
-                )
-            for slot in (0, 1):
-                found = self._read_slot(slot, version)
-                if found is not None:
-                    self._last_read = version
-                    return found
-        raise WeightsRefused("torn", f"version {version} is in no undamaged slot")
 
     def report(
         self,
@@ -225,7 +234,6 @@ class WeightsSegment:
                 self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
 
     def writer_alive(self) -> bool:
-        """Whether a live trainer holds the segment."""
         with contextlib.suppress(ValueError):  # as in latest_version
             return (
                 self._segment.intact()
@@ -235,7 +243,6 @@ class WeightsSegment:
         return False
 
     def close(self) -> None:
-        """Unmap, and unlink if created here. Idempotent."""
         self._segment.close()
 
     def _read_slot(self, slot: int, version: int) -> Publication | None:
@@ -271,7 +278,6 @@ class WeightsWriter:
     """The trainer's end; raises :class:`TransportError`."""
 
     def __init__(self, segment: Segment) -> None:
-        """Take over a claimed segment; use :meth:`attach`."""
         self.name = segment.name
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
@@ -320,8 +326,6 @@ class WeightsWriter:
         Args:
             tensors: By name: dtype as torch names it, shape, and its bytes.
             version: Greater than every version before it.
-            parent_version: The version it was trained from.
-            meta: JSON-able facts for the log.
 
         Raises:
             TransportError: If the segment is gone, too small, or ahead of `version`.
@@ -372,18 +376,10 @@ class WeightsWriter:
         """
         self._require_intact()
         segment = self._segment
+        alive = segment.owner_alive(_Word.ENGINE_BEAT)
         raw = bytes(segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + _FEEDBACK.size])
-        installed, refused, pause, label, crc = _FEEDBACK.unpack(raw)
-        last = self._feedback
-        if crc != _shm.crc32c(raw[:-4]):
-            installed, refused = last.installed_version, last.refused_version
-            reason, pause = last.refused_reason, last.swap_pause_ms_last
-        else:
-            reason = label.rstrip(b"\0").decode("ascii", "replace")
-        alive = segment.owner_alive()
-        if alive is None:
-            alive = heartbeat_is_fresh(segment.load(_Word.ENGINE_BEAT))
-        self._feedback = WeightsFeedback(installed, refused, reason, alive, pause)
+        last = replace(self._feedback, engine_alive=alive)
+        self._feedback = _told(raw, alive) or last
         return self._feedback
 
     def heartbeat(self) -> None:
@@ -396,7 +392,6 @@ class WeightsWriter:
             self._segment.hold(_Word.WRITER, "trainer")
 
     def close(self) -> None:
-        """Give up the claim and unmap. Idempotent."""
         if self._segment.intact():
             self._segment.release(_Word.WRITER)
         self._segment.close()
@@ -414,24 +409,21 @@ class WeightsWriter:
             )
 
 
-def onlooker(words: bytes) -> tuple[int, WeightsFeedback | None]:
-    """What page 1 says to one who only looks on.
-
-    Args:
-        words: The page.
-
-    Returns:
-        The newest version published, and what the engine reported, alive by its
-        heartbeat; None while it is being written.
-    """
+def peek_weights(name: str) -> WeightsPeek | None:
+    """State of a weights segment; None if it is gone, another user's or damaged."""
+    found = peek_words(name, MAGIC)
+    if found is None:
+        return None
+    words = found[1]
     raw = words[_FEEDBACK_AT - WORDS_AT :][: _FEEDBACK.size]
+    alive = heartbeat_is_fresh(word_of(words, _Word.ENGINE_BEAT))
+    return WeightsPeek(word_of(words, _Word.LATEST), _told(raw, alive))
+
+
+def _told(raw: bytes, alive: bool) -> WeightsFeedback | None:
+    """Unpacks what the engine reported; None while it is being written."""
     installed, refused, pause, label, crc = _FEEDBACK.unpack(raw)
-    latest, beat = (
-        int.from_bytes(words[word * LINE_BYTES :][:8], "little")
-        for word in (_Word.LATEST, _Word.ENGINE_BEAT)
-    )
     if crc != _shm.crc32c(raw[:-4]):
-        return latest, None
+        return None
     reason = label.rstrip(b"\0").decode("ascii", "replace")
-    alive = heartbeat_is_fresh(beat)
-    return latest, WeightsFeedback(installed, refused, reason, alive, pause)
+    return WeightsFeedback(installed, refused, reason, alive, pause)

@@ -1,0 +1,13 @@
+"""Drives real `vllm serve` processes over HTTP and measures what they do.
+
+Runs outside the server, as an ordinary client: nothing here imports vLLM, and nothing
+here runs in a serving process. An experiment is one module of `bench.suites`.
+
+* `options`, `session`: what a suite is asked for; its report, clock and arms;
+* `models`, `arms`, `server`: what is served; arms, and their servers;
+* `stream`, `client`, `measure`, `arm`: what is sent, and how;
+* `scrape`, `trainers`: the server's metrics, the trainers' status and events;
+* `summary`, `ratios`, `identity`: figures; between arms; are the outputs the same;
+* `samples`: captures a stream, and trains on it offline;
+* `html` (`report.html.jinja`), `plots`: what a person gets.
+"""

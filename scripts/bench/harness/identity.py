@@ -1,0 +1,278 @@
+"""Token by token comparison of the greedy outputs of two arms.
+
+Batches differ between arms, so sums are rounded differently, and where two tokens have
+practically the same logit the argmax may fall either way. A first difference is
+therefore re-scored: the target is run over the common prefix once in the served type
+and once in a wider one. The largest deviation between the two over the vocabulary is
+the rounding error of this very row. An arm that falls the other way has both candidates
+off by at most that much, in opposite directions, hence the factor 2. A difference whose
+candidates are closer than that to the best logit is a near tie; any other is a wrong
+output. After its first difference a request is not compared further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness.client import RequestResult
+
+# Two candidates, each off by one rounding error.
+TOLERANCE_ERRORS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """First place where a request's outputs in two arms differ."""
+
+    arms: tuple[str, str]
+    index: int  # of the request in the stream
+    position: int  # of the output token, 0 is the first
+    tokens: tuple[int, int]
+    prefix: tuple[int, ...]  # prompt and the common output before the difference
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """A difference with what the target says about its two candidates."""
+
+    difference: Difference
+    logit_gap: float  # between the two candidates, in the wider type
+    below_best: float  # of the lower candidate, to the row's largest logit
+    rounding_error: float  # of the served type at this row, over the vocabulary
+    near_tie: bool
+
+    def summary(self) -> dict[str, object]:
+        record = asdict(self)
+        del record["difference"]
+        d = self.difference
+        return {
+            "arms": list(d.arms),
+            "request": d.index,
+            "position": d.position,
+            **record,
+        }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """First position where two outputs differ; None if they are equal."""
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return position
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def compare(
+    names: tuple[str, str],
+    left: Sequence[RequestResult],
+    right: Sequence[RequestResult],
+) -> list[Difference]:
+    """Compares two arms; requests that failed are counted elsewhere and left out."""
+    if [r.index for r in left] != [r.index for r in right]:
+        raise ValueError(f"arms {names[0]} and {names[1]} ran different streams")
+    found = []
+    for a, b in zip(left, right, strict=True):
+        if not (a.ok and b.ok):
+            continue
+        if a.prompt_token_ids != b.prompt_token_ids:
+            raise ValueError(f"request {a.index} was tokenised differently")
+        position = first_difference(a.token_ids, b.token_ids)
+        if position is None:
+            continue
+        if position >= min(len(a.token_ids), len(b.token_ids)):
+            raise ValueError(f"request {a.index} is shorter in one arm")
+        tokens = (a.token_ids[position], b.token_ids[position])
+        prefix = (*a.prompt_token_ids, *a.token_ids[:position])
+        found.append(Difference(names, a.index, position, tokens, prefix))
+    return found
+
+
+def compare_arms(arms: Mapping[str, Sequence[RequestResult]]) -> list[Difference]:
+    """Compares every arm with the first one."""
+    names = list(arms)
+    found: list[Difference] = []
+    for name in names[1:]:
+        found += compare((names[0], name), arms[names[0]], arms[name])
+    return found
+
+
+# Returns one row of logits in the served type and in the wider one.
+Scorer = Callable[[Sequence[int]], tuple[Sequence[float], Sequence[float]]]
+
+
+def rescore(difference: Difference, scorer: Scorer) -> Rescored:
+    """Decides if a difference is a near tie."""
+    served, wide = scorer(difference.prefix)
+    error = max(abs(a - b) for a, b in zip(served, wide, strict=True))
+    first, second = (wide[token] for token in difference.tokens)
+    below = max(wide) - min(first, second)
+    # Both candidates must be at the top: a gap between two losers excuses nothing.
+    near = below <= TOLERANCE_ERRORS * error
+    return Rescored(difference, abs(first - second), below, error, near)
+
+
+def transformers_scorer(target: Path, dtype: str) -> Scorer:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wide_type = torch.float64 if dtype == "float32" else torch.float32
+    kinds = (getattr(torch, dtype), wide_type)
+    models = [AutoModelForCausalLM.from_pretrained(target, dtype=k) for k in kinds]
+
+    def score(prefix: Sequence[int]) -> tuple[list[float], list[float]]:
+        ids = torch.tensor([list(prefix)])
+        with torch.no_grad():
+            rows = [m(ids, use_cache=False).logits[0, -1].double() for m in models]
+        return rows[0].tolist(), rows[1].tolist()
+
+    return score
+
+
+def rescore_all(
+    differences: Sequence[Difference], target: Path, dtype: str
+) -> list[Rescored]:
+    """Re-scores differences; the target is loaded only if there are any."""
+    if not differences:
+        return []
+    scorer = transformers_scorer(target, dtype)
+    return [rescore(difference, scorer) for difference in differences]
+
+
+BASELINE = "none"
+# Re-scoring runs the target in two types; so many differences of one arm are plenty.
+MOST_RESCORED = 40
+
+
+@dataclass
+class ArmVerdict:
+    """Comparison of an arm with the baseline."""
+
+    requests: int = 0
+    tokens: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    near_ties: int = 0
+    wrong: int = 0
+    rescored: list[dict[str, object]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        pending = len(self.differences)
+        identical: bool | None = not (self.wrong or self.errors)
+        if self.requests == 0 or (pending and identical):
+            identical = None
+        return {
+            "identical": identical,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "near_ties": self.near_ties,
+            "wrong": self.wrong,
+            "not_rescored": pending,
+            "errors": self.errors,
+            "differences": self.rescored,
+        }
+
+
+@dataclass
+class OutputBook:
+    """Outputs of one target, compared as soon as both sides are there."""
+
+    verdicts: dict[str, ArmVerdict] = field(default_factory=dict)
+    # (cell, repeat) -> arm -> results, until arm `none` has been there.
+    _waiting: dict[object, dict[str, list[RequestResult]]] = field(default_factory=dict)
+    _baseline: dict[object, list[RequestResult]] = field(default_factory=dict)
+
+    def add(self, place: object, arm: str, results: Sequence[RequestResult]) -> None:
+        kept = [result for result in results if result.ok]
+        if arm == BASELINE:
+            self._baseline[place] = kept
+            for other, waiting in self._waiting.pop(place, {}).items():
+                self._compare(place, other, waiting)
+        elif place in self._baseline:
+            self._compare(place, arm, kept)
+        else:
+            self._waiting.setdefault(place, {})[arm] = kept
+
+    def _compare(self, place: object, arm: str, results: list[RequestResult]) -> None:
+        verdict = self.verdicts.setdefault(arm, ArmVerdict())
+        base = {result.index: result for result in self._baseline[place]}
+        other = {result.index: result for result in results}
+        both = sorted(base.keys() & other.keys())
+        verdict.requests += len(both)
+        verdict.tokens += sum(len(base[index].token_ids) for index in both)
+        try:
+            verdict.differences += compare(
+                (BASELINE, arm), [base[i] for i in both], [other[i] for i in both]
+            )
+        except ValueError as error:
+            verdict.errors.append(f"{place}: {error}")
+
+    def rescore(self, target: Path, dtype: str) -> None:
+        """Re-scores the differences found so far; loads the target."""
+        for verdict in self.verdicts.values():
+            chosen = verdict.differences[:MOST_RESCORED]
+            for item in rescore_all(chosen, target, dtype):
+                verdict.near_ties += item.near_tie
+                verdict.wrong += not item.near_tie
+                verdict.rescored.append(item.summary())
+            del verdict.differences[:MOST_RESCORED]
+
+    def to_json(self) -> dict[str, Any]:
+        return {arm: verdict.to_json() for arm, verdict in self.verdicts.items()}
+
+
+MAX_SHOWN = 50
+Rescore = Callable[[Sequence[Difference], Path, str], list[Rescored]]
+
+
+def identity_of(
+    arms: Mapping[str, Sequence[RequestResult]],
+    target: Path,
+    dtype: str,
+    rescore: Rescore = rescore_all,
+) -> dict[str, Any]:
+    """Compares every arm with the first one, on the requests that both ran."""
+    given = {name: results for name, results in arms.items() if results}
+    if len(given) < 2:
+        return {"compared_with": None, "arms": {}, "differences": []}
+    first, *others = given
+    found: list[Difference] = []
+    compared: dict[str, int] = {}
+    for name in others:
+        left, right = _common(given[first], given[name])
+        compared[name] = sum(a.ok and b.ok for a, b in zip(left, right, strict=True))
+        found += compare((first, name), left, right)
+    rescored = rescore(found, target, dtype)
+    verdicts = {}
+    for name in others:
+        mine = [item for item in rescored if item.difference.arms[1] == name]
+        wrong = sum(not item.near_tie for item in mine)
+        verdicts[name] = {
+            "compared": compared[name],
+            "identical": not wrong and compared[name] > 0,
+            "near_ties": len(mine) - wrong,
+            "wrong": wrong,
+        }
+    shown = [item.summary() for item in rescored][:MAX_SHOWN]
+    return {"compared_with": first, "arms": verdicts, "differences": shown}
+
+
+def identity_problems(identity: Mapping[str, Any], where: str = "") -> list[str]:
+    """Sentence for each arm whose outputs differ."""
+    return [
+        f"{where}{name}: outputs differ from {identity['compared_with']} "
+        f"({verdict['wrong']} not near ties)"
+        for name, verdict in identity["arms"].items()
+        if not verdict["identical"]
+    ]
+
+
+def _common(
+    left: Sequence[RequestResult], right: Sequence[RequestResult]
+) -> tuple[list[RequestResult], list[RequestResult]]:
+    both = {r.index for r in left} & {r.index for r in right}
+    return tuple(  # type: ignore[return-value]
+        sorted((r for r in side if r.index in both), key=lambda r: r.index)
+        for side in (left, right)
+    )

@@ -1,0 +1,435 @@
+"""Real `vllm serve` processes: start, wait, pin, sample, stop; and a pool of them.
+
+A server starts unpinned (loading uses every core it may), then every thread of the
+engine is put on the engine's cores and the API server's on the client's. The worker's
+OpenMP threads are bound by vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other
+threads, and the scheduler's process, are not, which is why `misplaced_threads` looks at
+every thread.
+
+A pool keeps the servers of several arms alive, one of them running: arms that take
+turns on one machine see the same drifts of it. Servers that wait are stopped with
+SIGSTOP: an idle vLLM polls its queues and would take some percent of a core from the
+one being measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from bench.harness.arms import Arm
+from bench.harness.common import ServerError
+
+SERVED_NAME = "demo"
+SHUTDOWN_TIMEOUT_S = 15
+_ENGINE_TITLES = ("VLLM::EngineCor", "VLLM::Worker")
+_TRAINER_MARKS = ("vllm-tide train", "vllm_tide train", "vllm_tide.train")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of one server process."""
+
+    venv: Path
+    model: Path
+    log_path: Path
+    speculative_config: str | None = None  # JSON, or the path of a file
+    dtype: str = "float32"
+    engine_cpus: tuple[int, ...] = (0,)
+    other_cpus: tuple[int, ...] = (1,)  # API server; the trainer pins itself
+    kv_cache_gib: int = 1
+    kv_cache_bytes: int | None = None  # instead of kv_cache_gib
+    max_model_len: int = 1024
+    max_num_seqs: int = 8
+    enforce_eager: bool = True
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def vllm_command(venv: Path) -> list[str]:
+    """Command of `vllm`: by module where this Python has no such command."""
+    command = venv / "bin" / "vllm"
+    if not command.exists() and venv == Path(sys.prefix) and find_spec("vllm"):
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    return [str(command)]
+
+
+def command_line(options: ServerOptions, port: int) -> list[str]:
+    o = options
+    command = [*vllm_command(o.venv), "serve", str(o.model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", SERVED_NAME, "--dtype", o.dtype]
+    command += ["--max-model-len", str(o.max_model_len)]
+    command += ["--max-num-seqs", str(o.max_num_seqs)]
+    command += ["--disable-uvicorn-access-log"]
+    # Without a timeout vLLM kills its worker with SIGKILL as soon as it is asked to
+    # stop, and nothing in the worker can clean up.
+    command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    if o.enforce_eager:
+        command.append("--enforce-eager")
+    if o.kv_cache_bytes is not None:
+        command += ["--kv-cache-memory-bytes", str(o.kv_cache_bytes)]
+    if o.speculative_config is not None:
+        command += ["--speculative-config", o.speculative_config]
+    return [*command, *o.extra_args]
+
+
+def environment(options: ServerOptions) -> dict[str, str]:
+    """Server's environment: offline, bound, Intel OpenMP preloaded."""
+    env = dict(os.environ)
+    env["PATH"] = f"{options.venv / 'bin'}:{env.get('PATH', '')}"
+    env["VIRTUAL_ENV"] = str(options.venv)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.engine_cpus))
+    if options.kv_cache_bytes is None:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
+    else:  # the variable would win over the argument
+        env.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    env["VLLM_NO_USAGE_STATS"] = env["DO_NOT_TRACK"] = "1"
+    env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
+    env["OMP_NUM_THREADS"] = str(len(options.engine_cpus))
+    library = options.venv / "lib" / "libiomp5.so"
+    if library.exists() and "libiomp" not in env.get("LD_PRELOAD", ""):
+        env["LD_PRELOAD"] = ":".join(
+            filter(None, [str(library), env.get("LD_PRELOAD")])
+        )
+    return env | dict(options.extra_env)
+
+
+def role_of(title: str, is_root: bool) -> str:
+    """`api`, `engine`, `trainer` or `other` from a process title."""
+    if is_root:
+        return "api"
+    if title.startswith(_ENGINE_TITLES):
+        return "engine"
+    return "trainer" if any(mark in title for mark in _TRAINER_MARKS) else "other"
+
+
+def _status_mib(pid: int, fields: Sequence[str]) -> dict[str, float]:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    kib = {
+        k: v.split()[0]
+        for k, _, v in (line.partition(":") for line in lines)
+        if v.split()
+    }
+    return {name: int(kib[name]) / 1024 for name in fields}
+
+
+class VllmServer:
+    """A server process and its children.  Use as a context manager."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.startup_s = 0.0
+        self.peak_mib: dict[str, dict[str, float]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> VllmServer:
+        self.options.log_path.parent.mkdir(parents=True, exist_ok=True)
+        own = os.sched_getaffinity(0)
+        # The child inherits our cores; it needs all of its own from the start, or
+        # OpenMP ignores the core it is told to bind to.
+        os.sched_setaffinity(0, {*self.options.engine_cpus, *self.options.other_cpus})
+        try:
+            with self.options.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command_line(self.options, self.port),
+                    env=environment(self.options),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        finally:
+            os.sched_setaffinity(0, own)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.pid
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        text = self.options.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-num_lines:])
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(
+        self, progress: Callable[[float], None], timeout_s: float = 300.0
+    ) -> None:
+        began = time.monotonic()
+        while not self._healthy():
+            self.startup_s = time.monotonic() - began
+            if not self.alive() or self.startup_s > timeout_s:
+                why = "is not ready in time" if self.alive() else "ended"
+                raise ServerError(
+                    f"the server {why} after {self.startup_s:.0f} s; "
+                    f"{self.options.log_path} ends with:\n{self.log_tail()}"
+                )
+            progress(self.startup_s)
+            time.sleep(0.5)
+        self.startup_s = time.monotonic() - began
+        self.pin()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=2) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        roles: dict[str, list[psutil.Process]] = {}
+        try:
+            root = psutil.Process(self.pid)
+            family = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return roles
+        for process in family:
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            self._seen[process.pid] = process
+            role = role_of(title, process.pid == self.pid)
+            roles.setdefault(role, []).append(process)
+        return roles
+
+    def _cpus_of(self, role: str) -> tuple[int, ...]:
+        o = self.options
+        return o.engine_cpus if role == "engine" else o.other_cpus
+
+    def pin(self) -> None:
+        """Puts every thread of the server on its cores (the trainer pins itself).
+
+        A thread already on fewer of them stays: vLLM binds each OpenMP thread of the
+        worker to one core.
+        """
+        for role, processes in self.processes().items():
+            cpus = self._cpus_of(role)
+            for process in processes if role != "trainer" else []:
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    for thread in process.threads():
+                        if not os.sched_getaffinity(thread.id) <= set(cpus):
+                            os.sched_setaffinity(thread.id, cpus)
+
+    def misplaced_threads(self) -> list[str]:
+        wrong = []
+        for role, processes in self.processes().items():
+            allowed = set(self._cpus_of(role))
+            for process in processes:
+                try:
+                    threads = process.threads()
+                except psutil.NoSuchProcess:  # it has ended since it was listed
+                    continue
+                for thread in threads:
+                    try:
+                        cpus = os.sched_getaffinity(thread.id)
+                    except ProcessLookupError:
+                        continue
+                    if not cpus <= allowed:
+                        wrong.append(
+                            f"{role} pid {process.pid} on cores {sorted(cpus)}"
+                        )
+        return sorted(set(wrong))
+
+    def memory_mib(self) -> dict[str, dict[str, float]]:
+        fields = ("VmRSS", "RssAnon", "RssShmem")
+        now: dict[str, dict[str, float]] = {}
+        for role, processes in self.processes().items():
+            total = dict.fromkeys(fields, 0.0)
+            for process in processes:
+                try:
+                    mib = _status_mib(process.pid, fields)
+                except (OSError, KeyError):
+                    continue
+                total = {name: total[name] + mib[name] for name in fields}
+            now[role] = total
+            peak = self.peak_mib.setdefault(role, dict.fromkeys(fields, 0.0))
+            for name in fields:
+                peak[name] = max(peak[name], total[name])
+        return now
+
+    def stop(self, grace_s: float = 30.0) -> bool:
+        if self._process is None:
+            return True
+        self.processes()  # remember the children before they lose their parent
+        if self.alive():
+            self._process.send_signal(signal.SIGTERM)
+        _, left = psutil.wait_procs(list(self._seen.values()), timeout=grace_s)
+        for process in left:
+            if process.is_running():
+                process.kill()
+        self._process.wait(timeout=grace_s)
+        self._process = None
+        return not left
+
+
+MIB = 1 << 20
+# Left for the client, the page cache and whatever else runs.
+RESERVE_MIB = 1500
+
+
+def available_mib() -> float:
+    """Memory that can be had without swapping."""
+    return float(psutil.virtual_memory().available) / MIB
+
+
+@dataclass
+class ServerPool:
+    """Servers by arm.  Use as a context manager."""
+
+    options_of: Callable[[Arm], ServerOptions]  # how to start an arm's server
+    # Called with a server that has just become ready.
+    on_ready: Callable[[VllmServer], None]
+    say: Callable[[str], None]  # progress, one line
+    expected_mib: float  # memory a server is expected to take, until one was seen
+    # Most servers alive at once; None: as many as memory permits.
+    most: int | None = None
+    startup_s: dict[str, float] = field(default_factory=dict)
+    memory_mib: dict[str, float] = field(default_factory=dict)
+    _servers: dict[str, VllmServer] = field(default_factory=dict)  # oldest use first
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_all()
+
+    @property
+    def need_mib(self) -> float:
+        seen = max(self.memory_mib.values(), default=0.0)
+        # A server grows while it serves: by a quarter was seen at batch 48.
+        return 1.3 * seen if seen else self.expected_mib
+
+    def fits(self, count: int) -> bool:
+        if self.most is not None:
+            return count <= self.most
+        more = count - len(self._servers)
+        return more * self.need_mib <= available_mib() - RESERVE_MIB
+
+    def seconds_to_start(self, arms: Sequence[Arm]) -> float:
+        if not self.startup_s:
+            return 0.0
+        up = list(self._servers)
+        starts = 0
+        for key in (arm.server_key for arm in arms):
+            if key not in up:
+                starts += 1
+                # Without room for all, the one just left makes room.
+                up = [*up, key] if self.fits(len(up) + 1) else [key]
+        return starts * sum(self.startup_s.values()) / len(self.startup_s)
+
+    def get(self, arm: Arm) -> VllmServer:
+        """Arm's server, running, with every other one stopped."""
+        key = arm.server_key
+        if key in self._servers and not self._servers[key].alive():
+            self.drop(arm)
+        for other, server in self._servers.items():
+            if other != key:
+                _signal_server(server, stop=True)
+        if key not in self._servers:
+            self._make_room()
+            self._start(arm)
+        server = self._servers.pop(key)
+        self._servers[key] = server  # latest use last
+        _signal_server(server, stop=False)
+        return server
+
+    def drop(self, arm: Arm) -> None:
+        server = self._servers.pop(arm.server_key, None)
+        if server is not None:
+            _stop_server(server)
+
+    def stop_all(self) -> None:
+        while self._servers:
+            _, server = self._servers.popitem()
+            _stop_server(server)
+
+    def _make_room(self) -> None:
+        def is_full() -> bool:
+            if self.most is not None:
+                return len(self._servers) >= self.most
+            return available_mib() - RESERVE_MIB < self.need_mib
+
+        while self._servers and is_full():
+            oldest = next(iter(self._servers))
+            _stop_server(self._servers.pop(oldest))
+
+    def _start(self, arm: Arm) -> None:
+        self.say(f"starting the server of {arm.name}")
+        before = available_mib()
+        server = VllmServer(self.options_of(arm))
+        try:
+            server.__enter__()
+            server.wait_ready(lambda _: None)
+            self.on_ready(server)
+        except BaseException:
+            server.stop()
+            raise
+        self._servers[arm.server_key] = server
+        self.startup_s[arm.name] = round(server.startup_s, 1)
+        rss = sum(part["VmRSS"] for part in server.memory_mib().values())
+        # Resident sizes count shared libraries once per server, the difference in
+        # available memory counts what others did meanwhile: the truth is between.
+        taken = max(0.0, before - available_mib())
+        self.memory_mib[arm.name] = round(min(rss, max(taken, 0.6 * rss)), 1)
+        self.say(
+            f"{arm.name}: ready after {server.startup_s:.0f} s, "
+            f"{self.memory_mib[arm.name] / 1024:.1f} GiB"
+        )
+
+
+def _signal_server(server: VllmServer, *, stop: bool) -> None:
+    for processes in server.processes().values():
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if stop:
+                    process.suspend()
+                elif process.status() == psutil.STATUS_STOPPED:
+                    process.resume()
+
+
+def _stop_server(server: VllmServer) -> None:
+    _signal_server(server, stop=False)
+    server.stop()
+
+
+# What a visit may raise when its server is at fault.
+BROKEN = (ServerError, RuntimeError, OSError, aiohttp.ClientError, ExceptionGroup)
+
+
+def sentence(error: BaseException) -> str:
+    """Error's text on one line, of a group its first error's."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

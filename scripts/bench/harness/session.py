@@ -1,0 +1,440 @@
+"""A run of a suite: its report, complete after every step, its target, clock and arms.
+
+An arm that fails is a problem in the report, and the suite goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import shutil
+import signal
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness.arm import NO_HOOKS, ArmOptions, ArmRun, Hooks, run_arm
+from bench.harness.client import RequestResult
+from bench.harness.common import (
+    BenchError,
+    OutOfTimeError,
+    Progress,
+    StoppedError,
+    clock_text,
+    commit,
+    environment,
+    read_json,
+    write_json,
+)
+from bench.harness.identity import identity_of, identity_problems
+from bench.harness.models import Target, targets_of
+from bench.harness.options import CommonOptions, SuiteOptions
+from bench.harness.server import BROKEN, ServerOptions, sentence
+from bench.harness.stream import StreamRequest, stretches
+from bench.harness.summary import learning_figures
+from bench.harness.trainers import TrainerWatch
+from vllm_tide.speculative import merged
+
+SCHEMA = 1
+ARM_LIMIT_S = 3600.0
+MAX_SEQS = 8
+_UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
+
+
+class Document:
+    """The JSON report while it grows; `write` replaces the file as a whole."""
+
+    def __init__(
+        self, path: Path, suite: str, options: dict[str, Any], body: dict[str, Any]
+    ) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "suite": suite,
+            "complete": False,
+            "stopped": None,
+            **body,
+            "problems": [],
+            "options": options,
+            "environment": {},
+        }
+
+    def problem(self, text: str) -> None:
+        if text not in self.data["problems"]:
+            self.data["problems"].append(text)
+
+    def write(self) -> None:
+        write_json(self.path, self.data)
+
+
+class SuiteDocument(Document):
+    """The report of a suite that learns; `resumed` if it has an earlier run's results.
+
+    An earlier run is resumed only if what identifies its measurement is the same.
+    """
+
+    def __init__(self, options: SuiteOptions) -> None:
+        identity = {"suite": options.suite, **options.identity()}
+        given = json.loads(json.dumps(options.to_json()))
+        super().__init__(options.json, options.suite, given, {"results": {}})
+        before = (read_json(self.path) if options.resume else None) or {}
+        self.resumed = before.get("identity") == json.loads(json.dumps(identity))
+        if self.resumed:
+            self.data["results"] = before.get("results", {})
+        self.data["identity"] = identity
+
+    @property
+    def results(self) -> dict[str, Any]:
+        results: dict[str, Any] = self.data["results"]
+        return results
+
+    def section(self, name: str) -> dict[str, Any]:
+        section: dict[str, Any] = self.results.setdefault(name, {})
+        return section
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        data = json.loads(_UNPACK.get(path.suffix, bytes)(raw))
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read ({error.strerror or error})") from None
+    except (ValueError, EOFError, RecursionError, lzma.LZMAError, zlib.error) as error:
+        raise BenchError(f"{path} is not JSON ({error})") from None
+    if not _is_report(data):
+        raise BenchError(
+            f"{path} is not what `bench/run.py --json` writes; only that can be "
+            "shown as HTML"
+        )
+    report: dict[str, Any] = data
+    return report
+
+
+def _is_report(data: Any) -> bool:
+    if not isinstance(data, dict) or not isinstance(data.get("environment"), dict):
+        return False
+    cells = data.get("cells")
+    if isinstance(cells, list):
+        return all(isinstance(cell, dict) and "arm" in cell for cell in cells)
+    return isinstance(data.get("results"), dict) and "suite" in data
+
+
+_KEPT = ("index", "segment", "start_s", "ttft_s", "end_s", "error")
+
+
+class Outputs:
+    """Token ids of every arm, in files of `folder`, so that a later run can compare."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, name: str, results: Sequence[RequestResult]) -> None:
+        rows = [
+            {
+                **{key: getattr(r, key) for key in _KEPT},
+                "prompt": r.prompt_token_ids,
+                "tokens": r.token_ids,
+            }
+            for r in results
+        ]
+        write_json(self._folder / f"{name}.json", {"requests": rows})
+
+    def load(self, name: str) -> list[RequestResult]:
+        data = read_json(self._folder / f"{name}.json") or {}
+        return [
+            RequestResult(
+                prompt_token_ids=row["prompt"],
+                token_ids=row["tokens"],
+                **{key: row[key] for key in _KEPT},
+            )
+            for row in data.get("requests", ())
+        ]
+
+
+def draft_config(
+    options: SuiteOptions,
+    model: str,
+    tide: Mapping[str, Any] | None = None,
+    num_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Object for `--speculative-config`; without `tide` it is plain vLLM's."""
+    config: dict[str, Any] = {
+        "method": "eagle3",
+        "model": model,
+        "num_speculative_tokens": num_tokens or options.num_speculative_tokens,
+    }
+    return config if tide is None else {**config, "tide": dict(tide)}
+
+
+def trained_section(
+    options: SuiteOptions, run_dir: Path, changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`tide` section of an arm that is trained; the user's own knobs come last."""
+    section: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "train": {
+            "cpus": list(options.other_cpus),
+            "batch_tokens": 1024,
+            "min_new_tokens": 512,
+            "steps_per_cycle": 12,
+            "holdout_share": 0.15,
+        },
+    }
+    return merged(merged(section, changes or {}), options.tide)
+
+
+def server_options(
+    options: SuiteOptions,
+    target: Path,
+    name: str,
+    config: Mapping[str, Any] | None,
+    engine_cpus: tuple[int, ...] | None = None,
+    other_cpus: tuple[int, ...] | None = None,
+) -> ServerOptions:
+    """Server options of an arm; its configuration is kept in the work folder."""
+    path: Path | None = None
+    if config is not None:
+        path = options.work / "configs" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return ServerOptions(
+        venv=options.venv,
+        model=target,
+        log_path=options.work / "logs" / f"server-{name}.log",
+        speculative_config=None if path is None else str(path),
+        dtype=options.dtype,
+        engine_cpus=engine_cpus or options.engine_cpus,
+        other_cpus=other_cpus or options.other_cpus,
+        max_model_len=options.max_model_len,
+        max_num_seqs=max(MAX_SEQS, *options.concurrency),
+        enforce_eager=not options.compile,
+        extra_args=options.serve_args,
+    )
+
+
+@contextlib.contextmanager
+def private_run_dir(kept: Path) -> Iterator[Path]:
+    """A run directory of mode 0700 with a short path; copied to `kept` at the end."""
+    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_bench_"))
+    try:
+        yield run_dir
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(run_dir, kept)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def all_cores(options: SuiteOptions) -> Iterator[None]:
+    """Lets this process use the engine's cores as well, while no server runs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {*options.engine_cpus, *options.other_cpus})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@dataclass
+class Session:
+    """One run of a suite that learns: `outputs` has the token ids of every arm."""
+
+    options: SuiteOptions
+    target: Target
+    document: SuiteDocument
+    progress: Progress
+    outputs: Outputs
+    began_s: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
+    def time_left_s(self) -> float:
+        if self.options.max_minutes is None:
+            return ARM_LIMIT_S
+        return self.began_s + 60 * self.options.max_minutes - time.monotonic()
+
+    def left_s(self) -> float:
+        left = self.time_left_s()
+        if left <= 0:
+            raise OutOfTimeError(f"--max-minutes {self.options.max_minutes:g} is over")
+        return left
+
+    def run_dir(self, name: str) -> contextlib.AbstractContextManager[Path]:
+        return private_run_dir(self.options.work / "run" / name)
+
+    def arm(
+        self,
+        name: str,
+        config: Mapping[str, Any] | None,
+        stream: Sequence[StreamRequest],
+        *,
+        run_dir: Path | None = None,
+        trained: bool = False,
+        hooks: Hooks = NO_HOOKS,
+        target: Path | None = None,
+    ) -> ArmRun | None:
+        """Serves a stream; None if that failed, which is noted as a problem."""
+        limit_s = self.left_s()
+        self.say(f"arm {name}: {len(stream)} requests")
+        server = server_options(self.options, target or self.target.path, name, config)
+        arm = ArmOptions(name, server, run_dir, limit_s, trained)
+        try:
+            return run_arm(arm, stream, hooks)
+        except TimeoutError:
+            self.document.problem(f"{name}: cut off, {clock_text(limit_s)} are over")
+        except BROKEN as error:
+            self.document.problem(f"{name}: {sentence(error)}")
+        return None
+
+    def measured(self, section: str, name: str) -> bool:
+        """True if an earlier run has the arm's figures."""
+        known = name in self.document.section(section)
+        if known:
+            where = "" if section == "arms" else f"{section}, "
+            self.say(f"{where}{name}: measured before")
+        return known
+
+    def keep(
+        self,
+        section: str,
+        name: str,
+        run: ArmRun,
+        stream: Sequence[StreamRequest],
+        watch: TrainerWatch,
+        window_s: float,
+    ) -> dict[str, Any]:
+        """Puts the figures of an arm into the report, its outputs beside it."""
+        figures = learning_figures(run, stream, stretches(stream), watch, window_s)
+        self.outputs.save(run.name, run.results)
+        self.document.section(section)[name] = figures
+        self.document.write()
+        return figures
+
+    def compare(
+        self, section: str, names: Sequence[str], prefix: str = "", where: str = ""
+    ) -> dict[str, Any]:
+        """Compares outputs with the first arm's, and notes what went wrong in each."""
+        arms = self.document.section(section)
+        outputs = {name: self.outputs.load(prefix + name) for name in names}
+        with all_cores(self.options):
+            identity = identity_of(outputs, self.target.path, self.options.dtype)
+        for problem in identity_problems(identity, where):
+            self.document.problem(problem)
+        for name in names:
+            if failed := arms[name]["failed_requests"]:
+                self.document.problem(f"{where}{name}: {failed} requests failed")
+            for problem in arms[name]["problems"]:
+                self.document.problem(f"{where}{name}: {problem}")
+        return identity
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def conduct(
+    document: Document,
+    options: CommonOptions,
+    facts: Callable[[], dict[str, Any]],
+    measure: Callable[[], None],
+    say: Callable[[str], None],
+    verdict: Callable[[], Sequence[str]] = tuple,
+) -> int:
+    """Runs `measure` and keeps the report; returns the exit status.
+
+    Args:
+        document: Written before, after, and by `measure` itself.
+        options: Of the suite.
+        facts: Of the environment section.
+        measure: May raise StoppedError, which ends the run early.
+        say: Progress, one line.
+        verdict: Further lines that make the run a failure.
+    """
+    began = time.monotonic()
+
+    def note() -> None:
+        seconds = round(time.monotonic() - began, 1)
+        told = {**commit(), **facts(), "wall_clock_s": seconds}
+        document.data["environment"] |= environment(told)
+        document.write()
+
+    note()
+    # The client shares the cores given to it; the engine's own are left alone.
+    os.sched_setaffinity(0, options.other_cpus)
+    # Servers must not outlive a run that is told to end, stopped ones least of all.
+    signal.signal(signal.SIGTERM, _interrupt)
+    status = 0
+    try:
+        measure()
+        document.data["complete"] = True
+    except StoppedError as error:
+        document.data["stopped"] = str(error)
+    except KeyboardInterrupt:
+        document.data["stopped"] = "interrupted"
+        status = 130
+    except BenchError as error:
+        document.data["stopped"] = str(error)
+        raise
+    finally:
+        note()
+    if status:
+        return status
+    wrong = [*verdict(), *(f"problem: {text}" for text in document.data["problems"])]
+    if document.data["stopped"]:
+        wrong.append(f"stopped early: {document.data['stopped']}")
+    for line in wrong:
+        say(line)
+    cells = (
+        f"{len(document.data['cells'])} cells in " if "cells" in document.data else ""
+    )
+    say(f"{cells}{clock_text(time.monotonic() - began)}: {document.path}")
+    return int(bool(wrong))
+
+
+def run_suite(
+    options: SuiteOptions,
+    measure: Callable[[Session], None],
+    close: Callable[[Session], None] = lambda _: None,
+) -> int:
+    """Runs a suite that learns; `close` follows what was measured, also in part."""
+    options.check()
+    began = time.monotonic()
+    document, progress = SuiteDocument(options), Progress()
+    (target,) = targets_of(
+        options.target, options.model_sizes, options.work / "models", progress.say
+    )
+    outputs = Outputs(options.work / "outputs")
+    session = Session(options, target, document, progress, outputs, began)
+    if options.resume:
+        session.say("resuming" if document.resumed else "nothing to resume: new run")
+
+    def facts() -> dict[str, Any]:
+        return {
+            "target": {"name": target.name, **target.facts},
+            "target_dtype": options.dtype,
+            "draft": options.draft.name,
+            "engine_cpus": list(options.engine_cpus),
+            "client_api_trainer_cpus": list(options.other_cpus),
+            "enforce_eager": not options.compile,
+            "prefix_caching": "as vLLM has it; off where documents are captured",
+            "seed": options.seed,
+        }
+
+    def measure_and_close() -> None:
+        try:
+            measure(session)
+        except StoppedError:
+            close(session)
+            raise
+        close(session)
+
+    return conduct(document, options, facts, measure_and_close, progress.say)

@@ -1,0 +1,293 @@
+"""The requests of a run: which prompts, in which order, at which concurrency.
+
+Pure and deterministic: every arm of a run replays exactly the same stream. A *segment*
+is a stretch that is drained before the next one starts, so that the server's counters
+can be read at its edges without a request in flight. Streams of several domains come
+one after the other or mixed and hold the same requests (Aurora's two traffic patterns;
+the first is TIDE's figure 9).
+
+Closed loops and traces send token ids, not text: a prompt cut or joined to a length
+then has exactly that length, and the API server has no text to tokenise while it shares
+the engine's cores.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.harness.common import BenchError, StreamError
+
+if TYPE_CHECKING:
+    from bench.harness.options import SuiteOptions
+
+BEFORE_SHIFT = "before_shift"
+AFTER_SHIFT = "after_shift"
+# The last quarter of the after-shift phase, reported as "final" as well.
+FINAL_SHARE = 0.25
+# Number of requests in flight, one entry per block of requests, then again.
+CONCURRENCY_CYCLE = (1, 2, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """One request of the stream."""
+
+    index: int
+    phase: str  # BEFORE_SHIFT or AFTER_SHIFT
+    final: bool  # in the last quarter of the after-shift phase
+    domain: str
+    prompt: str
+    max_tokens: int
+    concurrency: int  # most requests in flight when this one is admitted
+
+    @property
+    def segment(self) -> str:
+        return "final" if self.final else self.phase
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Options of a stream with one shift of domain."""
+
+    before_domain: str = "python"
+    after_domain: str = "c"
+    num_before: int = 16
+    num_after: int = 96
+    max_tokens: int = 128
+    concurrency_cycle: tuple[int, ...] = CONCURRENCY_CYCLE
+    block_requests: int = 4
+    seed: int = 0
+
+
+def read_prompts(folder: Path, domain: str) -> list[str]:
+    for path in (folder / f"{domain}.jsonl.gz", folder / f"{domain}.jsonl"):
+        if path.exists():
+            data = path.read_bytes()
+            text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+            rows = [json.loads(line) for line in text.splitlines() if line]
+            return [str(row["prompt"]) for row in rows]
+    raise StreamError(f"no prompts of domain {domain!r} in {folder}")
+
+
+def choose_prompts(
+    prompts: Sequence[str], count: int, domain: str, seed: int
+) -> list[tuple[str, str]]:
+    """`count` distinct prompts with their domain, in an order by the seed."""
+    distinct = list(dict.fromkeys(prompts))
+    if len(distinct) < count:
+        raise StreamError(
+            f"domain {domain!r} has {len(distinct)} distinct prompts, the stream "
+            f"wants {count}; ask for fewer requests"
+        )
+    rng = random.Random(f"{seed}:{domain}")
+    rng.shuffle(distinct)
+    return [(domain, prompt) for prompt in distinct[:count]]
+
+
+def build_stream(
+    before: Sequence[str], after: Sequence[str], options: StreamOptions
+) -> list[StreamRequest]:
+    """Stream: `num_before` requests, the shift, `num_after` more."""
+    o = options
+    chosen = choose_prompts(before, o.num_before, o.before_domain, o.seed)
+    chosen += choose_prompts(after, o.num_after, o.after_domain, o.seed)
+    first_final = len(chosen) - max(1, round(o.num_after * FINAL_SHARE))
+    requests = []
+    for index, (domain, prompt) in enumerate(chosen):
+        # Blocks are counted from the start of the phase, so that both phases
+        # begin at the same place of the cycle.
+        place = index if index < o.num_before else index - o.num_before
+        block = place // o.block_requests
+        requests.append(
+            StreamRequest(
+                index=index,
+                phase=BEFORE_SHIFT if index < o.num_before else AFTER_SHIFT,
+                final=index >= first_final,
+                domain=domain,
+                prompt=prompt,
+                max_tokens=o.max_tokens,
+                concurrency=o.concurrency_cycle[block % len(o.concurrency_cycle)],
+            )
+        )
+    return requests
+
+
+def segments(stream: Sequence[StreamRequest]) -> list[list[StreamRequest]]:
+    """Splits the stream where it is drained, in order."""
+    parts: list[list[StreamRequest]] = []
+    for request in stream:
+        if not parts or parts[-1][0].segment != request.segment:
+            parts.append([])
+        parts[-1].append(request)
+    return parts
+
+
+SHIFT, MIXED = "shift", "mixed"
+TRAFFIC = (SHIFT, MIXED)
+BLOCK_REQUESTS = 4
+MIXED_PARTS = 4
+"""Drained stretches of a mixed stream, so that a change over time is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One drained stretch of a stream."""
+
+    name: str  # segment name of its requests
+    domain: str  # its one domain, or `mixed`
+    shifted: bool  # it comes after a shift of domain; the whole of a mixed stream does
+
+
+def read_domains(folder: Path, domains: Sequence[str]) -> dict[str, list[str]]:
+    try:
+        return {domain: read_prompts(folder, domain) for domain in domains}
+    except StreamError as error:
+        raise BenchError(f"{error}; give --prompts the folder that has it") from None
+
+
+def shift_stream(
+    prompts: Mapping[str, Sequence[str]],
+    counts: Sequence[int],
+    max_tokens: int,
+    concurrency: Sequence[int],
+    seed: int,
+) -> list[StreamRequest]:
+    """Domains of `prompts` one after the other."""
+    requests: list[StreamRequest] = []
+    for place, (domain, count) in enumerate(zip(prompts, counts, strict=True)):
+        try:
+            chosen = choose_prompts(prompts[domain], count, domain, seed)
+        except StreamError as error:
+            raise BenchError(f"--requests: {error}") from None
+        name = segment_name(place, domain)
+        for index, (_, prompt) in enumerate(chosen):
+            requests.append(
+                StreamRequest(
+                    index=len(requests),
+                    phase=name,
+                    final=False,
+                    domain=domain,
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    concurrency=_in_flight(concurrency, index),
+                )
+            )
+    return requests
+
+
+def shift_stream_of(options: SuiteOptions) -> list[StreamRequest]:
+    """Stream of a suite's domains, one after the other."""
+    return shift_stream(
+        read_domains(options.prompts, options.domains),
+        options.counts(),
+        options.output_tokens,
+        options.concurrency,
+        options.seed,
+    )
+
+
+def mixed_stream(
+    shifted: Sequence[StreamRequest], concurrency: Sequence[int], seed: int
+) -> list[StreamRequest]:
+    """Requests of a stream shuffled, in `MIXED_PARTS` stretches."""
+    order = list(shifted)
+    random.Random(f"{seed}:{MIXED}").shuffle(order)
+    size = -(-len(order) // MIXED_PARTS)
+    return [
+        replace(
+            request,
+            index=index,
+            phase=segment_name(index // size, MIXED),
+            concurrency=_in_flight(concurrency, index % size),
+        )
+        for index, request in enumerate(order)
+    ]
+
+
+def stretches(stream: Sequence[StreamRequest]) -> list[Stretch]:
+    found: dict[str, Stretch] = {}
+    for request in stream:
+        name = request.segment
+        if name not in found:
+            domain = name.partition(" ")[2]
+            found[name] = Stretch(name, domain, domain == MIXED or bool(found))
+    return list(found.values())
+
+
+def segment_name(place: int, domain: str) -> str:
+    """Name of a stretch, unique although a domain may come again."""
+    return f"{place} {domain}"
+
+
+def _in_flight(concurrency: Sequence[int], index: int) -> int:
+    return concurrency[index // BLOCK_REQUESTS % len(concurrency)]
+
+
+# What the demo's draft was trained on, and what it was not.
+DOMAIN_FILES: Mapping[str, str] = {"matched": "python", "unmatched": "c"}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request of a closed loop or of a trace."""
+
+    index: int  # place in the cell's sequence; the same request in every arm
+    segment: str  # domain
+    prompt: tuple[int, ...]  # token ids
+    max_tokens: int  # output tokens, exactly
+    arrival_s: float = 0.0  # seconds after the trace's start; 0 in a closed loop
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPool:
+    """Tokenised prompts by domain."""
+
+    prompts: Mapping[str, Sequence[tuple[int, ...]]]
+
+    def sequence(self, domain: str, seed: str) -> Sequence[tuple[int, ...]]:
+        chosen = list(self.prompts[domain])
+        random.Random(f"{seed}:{domain}").shuffle(chosen)
+        return chosen
+
+
+def load_pool(folder: Path, target: Path, domains: Sequence[str]) -> PromptPool:
+    """Reads and tokenises the prompts of some domains."""
+    from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+    path = target / "tokenizer.json"
+    if not path.exists():
+        raise BenchError(
+            f"{target} has no tokenizer.json; give --target a model folder"
+        )
+    tokenizer = Tokenizer.from_file(str(path))
+    prompts: dict[str, list[tuple[int, ...]]] = {}
+    for domain in domains:
+        try:
+            texts = dict.fromkeys(
+                read_prompts(folder, DOMAIN_FILES.get(domain, domain))
+            )
+        except StreamError as error:
+            raise BenchError(
+                f"{error}; give --prompts the folder that has it"
+            ) from None
+        encoded = [tuple(e.ids) for e in tokenizer.encode_batch(list(texts))]
+        prompts[domain] = [ids for ids in encoded if ids]
+    return PromptPool(prompts)
+
+
+def joined_prompt(
+    prompts: Sequence[tuple[int, ...]], start: int, num_tokens: int
+) -> tuple[int, ...]:
+    """Consecutive prompts joined and cut to exactly `num_tokens`."""
+    ids: list[int] = []
+    place = start
+    while len(ids) < num_tokens:
+        ids.extend(prompts[place % len(prompts)])
+        place += 1
+    return tuple(ids[:num_tokens])

@@ -1,0 +1,193 @@
+"""Trainers of a run directory: status files, event logs, and a process started here.
+
+Read tolerantly: a field that is missing, or of another type, is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness.common import number, total
+from bench.harness.options import SuiteOptions
+from bench.harness.scrape import Scrape
+
+EVENT_KEYS = (
+    "unix",
+    "event",
+    "version",
+    "reason",
+    "holdout_new",
+    "holdout_live",
+    "steps",
+    "seconds",
+)
+_STATUS_KEYS = (
+    "state",
+    "cycles",
+    "steps",
+    "train_tokens",
+    "rows_read",
+    "training_seconds",
+    "publications",
+    "rollbacks",
+    "refused_versions",
+    "published_version",
+    "installed_version",
+    "holdout_acceptance_new",
+    "holdout_acceptance_live",
+    "last_decision",
+    "packing_waste",
+    "schedule",
+    "canary",
+    "engines",
+    "rows_skipped",
+    "peak_rss_bytes",
+)
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Events of all trainers, oldest first; damaged lines are left out."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(run_dir.glob("events-*.jsonl")):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:  # the last line may still be being written
+                continue
+            if isinstance(event, dict):
+                found.append({key: event.get(key) for key in EVENT_KEYS} | event)
+    return sorted(found, key=lambda event: number(event["unix"]) or 0.0)
+
+
+def training_seconds(
+    statuses: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()
+) -> float | None:
+    """Seconds all trainers trained; None if nobody says."""
+    told = total([number(status.get("training_seconds")) for status in statuses])
+    if told is not None:
+        return told
+    cycles = [event for event in events if event.get("event") == "cycle"]
+    return total([number(event.get("seconds")) for event in cycles])
+
+
+def trainer_facts(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Part that a report keeps of each trainer's last status."""
+    return [{key: status.get(key) for key in _STATUS_KEYS} for status in statuses]
+
+
+def engine_versions(statuses: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Published, installed and refused version of each engine."""
+    found: dict[str, dict[str, Any]] = {}
+    for status in statuses:
+        engines = status.get("engines")
+        for name, entry in engines.items() if isinstance(engines, Mapping) else ():
+            if isinstance(entry, Mapping):
+                found[str(name)] = {
+                    key: entry.get(key) for key in ("published", "installed", "refused")
+                }
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Trainers' status at one moment."""
+
+    t_s: float  # seconds since the run's start
+    training_s: float | None  # seconds trained until then
+    engines: dict[str, dict[str, Any]]  # versions by engine
+
+
+@dataclass
+class TrainerWatch:
+    """Looks at the trainers whenever the server's metrics are read."""
+
+    run_dir: Path | None
+    looks: list[Look] = field(default_factory=list)
+    _offset_s: float | None = None
+
+    def on_sample(self, sample: Scrape) -> None:
+        lag = time.time() - sample.t_s
+        # A reading is noted a little after its time, never before.
+        self._offset_s = lag if self._offset_s is None else min(self._offset_s, lag)
+        if self.run_dir is not None:
+            statuses = trainer_statuses(self.run_dir)
+            told = training_seconds(statuses)
+            self.looks.append(Look(sample.t_s, told, engine_versions(statuses)))
+
+    def training_s(self, t_s: float) -> float | None:
+        seen = [look.training_s for look in self.looks if look.t_s <= t_s]
+        return seen[-1] if seen else None
+
+    def events(self) -> list[dict[str, Any]]:
+        out = []
+        for event in read_events(self.run_dir) if self.run_dir else ():
+            out.append({"t_s": self.seconds_of(number(event["unix"])), **event})
+        return out
+
+    def seconds_of(self, unix: float | None) -> float | None:
+        if unix is None or self._offset_s is None:
+            return None
+        return round(unix - self._offset_s, 2)
+
+
+STOP_S = 20.0
+# What binds the engine's threads would bind the trainer's too.
+_ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
+
+
+@contextlib.contextmanager
+def trainer_process(
+    options: SuiteOptions,
+    name: str,
+    section: Mapping[str, Any],
+    run_dir: Path,
+    module: Sequence[str] = ("-m", "vllm_tide", "train"),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a trainer for every engine of a run directory; stops it at the end."""
+    config = options.work / "configs" / f"{name}-trainer.json"
+    log = options.work / "logs" / f"{name}-trainer.log"
+    for path in (config, log):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"tide": dict(section)}, indent=2)
+    config.write_text(text + "\n", encoding="utf-8")
+    command = [str(options.venv / "bin" / "python"), *module]
+    command += ["--run-dir", str(run_dir), "--config", str(config)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def trainer_statuses(run_dir: Path | None) -> list[dict[str, Any]]:
+    """Reads the trainers' status files; one being replaced is skipped this time."""
+    found = []
+    for path in sorted(run_dir.glob("trainer-*.json")) if run_dir else ():
+        try:
+            status = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(status, dict):
+            found.append(status)
+    return found

@@ -1,0 +1,358 @@
+"""Three arms on one stream: no speculation, a frozen draft, TIDE.
+
+Run by `scripts/quickstart.sh`; every arm gets the same prompts in the same order, the
+same number of tokens, the same cores. Exit status 0 only if the run was sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.config import parse_tide
+from vllm_tide.speculative import merged
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+from bench.harness.arm import ArmOptions, ArmRun, run_arm
+from bench.harness.common import ServerError, cell_text, columns_text, environment
+from bench.harness.identity import Rescored, compare_arms, rescore_all
+from bench.harness.options import json_object, list_of
+from bench.harness.plots import draw
+from bench.harness.server import ServerOptions
+from bench.harness.stream import (
+    StreamOptions,
+    StreamRequest,
+    build_stream,
+    read_prompts,
+)
+from bench.harness.summary import (
+    arm_figures,
+    capture_figures,
+    first_swap_after_shift_s,
+    swap_figures,
+)
+
+ARMS = ("none", "frozen", "tide")
+
+
+def build_report(
+    runs: Mapping[str, ArmRun], rescored: Sequence[Rescored], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Documented JSON object (with a few keys more)."""
+    run = runs.get("tide", ArmRun("tide", [], [], 0.0))
+    tide = run.samples
+    failed = sum(not r.ok for run in runs.values() for r in run.results)
+    compared = len(runs) > 1 and all(run.results for run in runs.values())
+    return {
+        "arms": {name: arm_figures(run) for name, run in runs.items()},
+        "swaps": swap_figures(tide),
+        "first_swap_after_shift_s": first_swap_after_shift_s(run),
+        "rollbacks": len(run.rollbacks),
+        "rolled_back": run.rollbacks,
+        "capture": capture_figures(tide),
+        "failed_requests": failed,
+        "outputs_identical": compared
+        and not failed
+        and all(item.near_tie for item in rescored),
+        "near_ties": sum(item.near_tie for item in rescored),
+        "differences": [item.summary() for item in rescored],
+        "gain": gains(runs),
+        "environment": environment(facts),
+    }
+
+
+def gains(runs: Mapping[str, ArmRun]) -> dict[str, Any]:
+    """TIDE against the frozen draft in the final quarter, for a reader."""
+    if not {"frozen", "tide"} <= set(runs):
+        return {}
+    figures: dict[str, Any] = {name: arm_figures(runs[name]) for name in runs}
+    result: dict[str, Any] = {}
+    new, old = (figures[n]["acceptance_length"]["final"] for n in ("tide", "frozen"))
+    if new is not None and old is not None:
+        result["final_acceptance_length_over_frozen"] = round(new - old, 4)
+    for name in ("frozen", "none"):
+        if name not in figures:
+            continue
+        key = "output_tokens_per_s_by_phase"
+        new, old = (figures[n][key]["final"] for n in ("tide", name))
+        if new and old:
+            result[f"final_tokens_per_s_speedup_over_{name}"] = round(new / old, 4)
+        key = "mean_e2e_s_by_phase"
+        new, old = (figures[n][key]["final"] for n in ("tide", name))
+        if new and old:
+            result[f"final_latency_speedup_over_{name}"] = round(old / new, 4)
+    return result
+
+
+def problems(
+    report: Mapping[str, Any], runs: Mapping[str, ArmRun], min_swaps: int = 1
+) -> list[str]:
+    """Reasons for which the run is not sound."""
+    found = [f"arm {name} is missing" for name in ARMS if name not in runs]
+    for name, run in runs.items():
+        found += [f"{name}: {problem}" for problem in run.problems]
+        if run.segments and not run.results:
+            found.append(f"{name}: no request ran")
+    if report["failed_requests"]:
+        found.append(f"{report['failed_requests']} requests failed")
+    if len(runs) < 2:
+        found.append("outputs were not compared")
+    elif not report["outputs_identical"]:
+        wrong = sum(not d["near_tie"] for d in report["differences"])
+        found.append(f"outputs differ between arms ({wrong} not near ties)")
+    for name in ("frozen", "tide"):
+        figures = report["arms"].get(name)
+        if not figures or None not in figures["acceptance_length"].values():
+            continue
+        # Control may find that no draft pays; it counts the rounds it leaves out.
+        if not any(s.value("vllm_tide:off_rounds") for s in runs[name].samples[-1:]):
+            found.append(f"{name}: nothing was drafted in some phase")
+    if "tide" in runs:
+        if report["swaps"]["count"] < min_swaps:
+            found.append(
+                f"{report['swaps']['count']} swaps, at least {min_swaps} wanted"
+            )
+        if report["capture"]["rows"] == 0:
+            found.append("nothing was captured")
+        if report["capture"].get("faults"):
+            found.append(
+                f"{report['capture']['faults']} faults in the engine's tide code"
+            )
+    return found
+
+
+def table(report: Mapping[str, Any]) -> str:
+    figures = list(report["arms"].values())
+    rows = {
+        "output tokens/s": [f["output_tokens_per_s"] for f in figures],
+        "  final quarter": [
+            f["output_tokens_per_s_by_phase"]["final"] for f in figures
+        ],
+        "mean end-to-end latency, s": [f["mean_e2e_s"] for f in figures],
+        "TPOT, ms": [f["tpot_ms"] for f in figures],
+        **{
+            f"acceptance length, {phase}": [
+                f["acceptance_length"][phase] for f in figures
+            ]
+            for phase in ("before_shift", "after_shift", "final")
+        },
+        "failed requests": [f["failed_requests"] for f in figures],
+        "server start-up, s": [f["startup_s"] for f in figures],
+    }
+    lines = [columns_text(34, list(report["arms"]), rows)]
+    swaps, capture = report["swaps"], report["capture"]
+    lines += [f"rolled back: {event}" for event in report["rolled_back"]]
+    lines += [
+        "",
+        f"swaps {swaps['count']}, pause p50 {cell_text(swaps['pause_ms_p50'])} ms, "
+        f"max {cell_text(swaps['pause_ms_max'])} ms; captured rows {capture['rows']}, "
+        f"dropped {capture['dropped']}",
+        f"outputs identical: {report['outputs_identical']} "
+        f"(near ties: {report['near_ties']})",
+    ]
+    lines += [f"{name}: {value}" for name, value in report["gain"].items()]
+    return "\n".join(lines)
+
+
+def speculative_config(draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
+    """Configuration that the frozen and the TIDE arm share."""
+    return {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+
+
+def tide_section(run_dir: Path) -> dict[str, Any]:
+    """Demo's `tide` section: the full mode, sized for a short stream."""
+    return {
+        "run_dir": str(run_dir),
+        "train": {
+            "batch_tokens": 1024,
+            # A new cycle as soon as a few requests came; few steps, since more of them
+            # on so few requests only cost the core that the client needs too.
+            "min_new_tokens": 512,
+            "steps_per_cycle": 12,
+            "holdout_share": 0.15,
+            # The stream is short and public: what is learnt by heart harms nobody.
+            "max_passes": 24,
+        },
+    }
+
+
+def mode_of(section: Mapping[str, Any]) -> str:
+    """Returns "full" if a `tide` section leaves every part as it is by default."""
+    tide, full = parse_tide(dict(section)), parse_tide({})
+    parts = ("capture.enabled", "train.autostart", "deploy.canary", "swap.enabled")
+    same = all(attrgetter(p)(tide) == attrgetter(p)(full) for p in parts)
+    return "full" if same and tide.control == full.control else "changed"
+
+
+def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
+    config: str | None = None
+    run_dir: Path | None = None
+    spec = speculative_config(args.draft, args.num_speculative_tokens)
+    if name == "frozen":
+        config = json.dumps(spec)
+    elif name == "tide":
+        # Short: also a place for sockets; private: mode 0700.
+        run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
+        section = tide_section(run_dir)
+        path = args.work / "tide.json"
+        text = json.dumps({**spec, "tide": merged(section, args.tide)}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
+        print(f"{path}:\n{text}", flush=True)
+        config = str(path)
+    server = ServerOptions(
+        venv=args.venv,
+        model=args.target,
+        log_path=args.work / f"server-{name}.log",
+        speculative_config=config,
+        dtype=args.dtype,
+        engine_cpus=args.engine_cpus,
+        other_cpus=args.other_cpus,
+        enforce_eager=not args.compile,
+    )
+    return ArmOptions(name, server, run_dir, args.time_limit_s, name == "tide")
+
+
+def _keep_logs(run_dir: Path | None, work: Path) -> None:
+    if run_dir is None or not run_dir.exists():
+        return
+    kept = work / "tide-run"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(run_dir, kept)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _run_arms(
+    args: argparse.Namespace, stream: Sequence[StreamRequest]
+) -> dict[str, ArmRun]:
+    runs: dict[str, ArmRun] = {}
+    deadline = time.monotonic() + args.total_limit_s
+    for name in args.arms:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            print(f"[{name:>6}] left out: the time limit is over", flush=True)
+            continue
+        options = _arm_options(args, name)
+        options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
+        try:
+            runs[name] = run_arm(options, stream)
+        except (ServerError, TimeoutError, RuntimeError, OSError) as error:
+            what = str(error) or f"longer than {options.time_limit_s:.0f} s"
+            print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
+        finally:
+            _keep_logs(options.run_dir, args.work)
+    return runs
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="quickstart", description=__doc__.split("\n")[0])
+    p.add_argument("--venv", type=Path, default=Path(sys.prefix), help="patched vLLM")
+    p.add_argument("--target", type=Path, required=True, help="served (inflated) model")
+    p.add_argument("--draft", type=Path, required=True, help="EAGLE-3 draft folder")
+    p.add_argument("--prompts", type=Path, required=True, help="<domain>.jsonl.gz")
+    p.add_argument("--work", type=Path, required=True, help="logs and configuration")
+    p.add_argument("--json", type=Path, help="write the report here")
+    p.add_argument("--picture", type=Path, help="write the PNG here")
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    p.add_argument("--min-swaps", type=int, default=1, help="fewer are not sound")
+    d = StreamOptions()
+    p.add_argument("--before-domain", default=d.before_domain)
+    p.add_argument("--after-domain", default=d.after_domain)
+    p.add_argument("--num-before", type=int, default=d.num_before, help="requests")
+    p.add_argument("--num-after", type=int, default=d.num_after, help="requests")
+    p.add_argument("--max-tokens", type=int, default=d.max_tokens)
+    p.add_argument(
+        "--concurrency",
+        type=list_of(int),
+        default=d.concurrency_cycle,
+        help="as in 1,2,4",
+    )
+    p.add_argument("--seed", type=int, default=d.seed)
+    p.add_argument("--num-speculative-tokens", type=int, default=3)
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--engine-cpus", type=list_of(int), default=(0,))
+    p.add_argument(
+        "--other-cpus", type=list_of(int), default=(1,), help="API, client, trainer"
+    )
+    p.add_argument("--compile", action="store_true", help="no --enforce-eager")
+    p.add_argument(
+        "--tide", type=json_object, default={}, help="JSON merged into the tide section"
+    )
+    p.add_argument("--time-limit-s", type=float, default=600.0, help="of a stream")
+    p.add_argument("--total-limit-s", type=float, default=1800.0, help="of all arms")
+    return p
+
+
+def _stream(args: argparse.Namespace) -> tuple[list[StreamRequest], dict[str, Any]]:
+    options = StreamOptions(
+        before_domain=args.before_domain,
+        after_domain=args.after_domain,
+        num_before=args.num_before,
+        num_after=args.num_after,
+        max_tokens=args.max_tokens,
+        concurrency_cycle=args.concurrency,
+        seed=args.seed,
+    )
+    before, after = (
+        read_prompts(args.prompts, domain)
+        for domain in (options.before_domain, options.after_domain)
+    )
+    return build_stream(before, after, options), asdict(options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    stream, stream_facts = _stream(args)
+    began = time.monotonic()
+    # The engine's cores are left to the engine: the client belongs with the rest.
+    os.sched_setaffinity(0, args.other_cpus)
+    runs = _run_arms(args, stream)
+    differences = compare_arms({name: run.results for name, run in runs.items()})
+    print(f"comparing outputs: {len(differences)} first differences", flush=True)
+    rescored = rescore_all(differences, args.target, args.dtype)
+    inflated = args.target / "inflated.json"
+    facts = environment(
+        {
+            "target_dtype": args.dtype,
+            "target_inflation": json.loads(inflated.read_text())
+            if inflated.exists()
+            else None,
+            "engine_cpus": args.engine_cpus,
+            "client_api_trainer_cpus": args.other_cpus,
+            "enforce_eager": not args.compile,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            "stream": stream_facts,
+            "wall_clock_s": round(time.monotonic() - began, 1),
+        }
+    )
+    report = {"mode": mode_of(args.tide), **build_report(runs, rescored, facts)}
+    reasons = problems(report, runs, args.min_swaps)
+    report["sound"], report["problems"] = not reasons, reasons
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.picture and runs:
+        title = f"Traffic shifts from {args.before_domain} to {args.after_domain}"
+        draw(list(runs.values()), args.picture, title)
+    print(table(report) if runs else "no arm ran")
+    for reason in reasons:
+        print(f"NOT SOUND: {reason}")
+    return int(bool(reasons))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

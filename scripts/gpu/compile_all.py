@@ -1,0 +1,276 @@
+"""Compile every kernel for every supported GPU, without having one.
+
+    scripts/gpu/compile_all.py [--target cuda:90 ...] [--json FILE]
+
+Triton's compilers for CUDA and ROCm come with it, so a machine with no GPU can say
+whether a kernel still compiles for an MI300X, how many registers it takes and whether
+it spills. Nothing is kept: the cache is a folder that is removed.
+
+Registers and spills of CUDA are what ptxas says of the kernel; those of ROCm are in the
+metadata of its assembly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.kernels import (
+    gather_step,
+    kl_loss,
+    pack_rows,
+    select_tokens,
+    topk_teacher,
+)
+from vllm_tide.kernels.launch import HAVE_TRITON, INTERPRETED, Variant, triton
+
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "cuda:90": ("cuda", 90, 32),  # H100, H200
+    "cuda:100": ("cuda", 100, 32),  # B200
+    "hip:gfx942": ("hip", "gfx942", 64),  # MI300X
+}
+"""Back end, architecture and threads of a warp of each target."""
+
+_OPS = (pack_rows, gather_step, topk_teacher, select_tokens, kl_loss)
+_REASON_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a kernel takes of a GPU; None where the tool chain does not say.
+
+    Attributes:
+        registers: Of a thread (ROCm: vector registers).
+        scalar_registers: Of a warp; ROCm only.
+        spills: CUDA: bytes stored to and loaded from local memory. ROCm: vector
+            registers.
+    """
+
+    registers: int | None = None
+    scalar_registers: int | None = None
+    spills: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel on one target.
+
+    Attributes:
+        kernel: Its name.
+        variant: Its types and sizes.
+        target: A key of `TARGETS`.
+        compiled: Whether it did.
+        reason: Why not.
+        seconds: What compiling took.
+        num_warps: Of a program.
+        shared_memory: Of a program (bytes).
+        registers: See `Usage`, as are the next two.
+    """
+
+    kernel: str
+    variant: str
+    target: str
+    compiled: bool
+    reason: str = ""
+    seconds: float = 0.0
+    num_warps: int | None = None
+    shared_memory: int | None = None
+    registers: int | None = None
+    scalar_registers: int | None = None
+    spills: int | None = None
+
+
+def all_variants() -> list[Variant]:
+    """Every kernel of the package in its main dtypes and sizes."""
+    return [variant for op in _OPS for variant in op.variants()]
+
+
+def cuda_usage(log: str) -> Usage:
+    """From what `ptxas -v` prints."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return Usage(
+        registers=int(registers[1]) if registers else None,
+        spills=sum(map(int, spills)) if spills else None,
+    )
+
+
+def hip_usage(assembly: str) -> Usage:
+    """From the metadata at the end of AMD's assembly."""
+
+    def field(name: str) -> int | None:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
+        return int(found[1]) if found else None
+
+    return Usage(field("vgpr_count"), field("sgpr_count"), field("vgpr_spill_count"))
+
+
+def compile_variant(variant: Variant, target: str) -> Row:
+    """Compile one kernel; a failure is in the row, not raised."""
+    row = Row(variant.kernel_name, variant.name, target, compiled=False)
+    began = time.perf_counter()
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            done = _compile(variant, target)
+    except _faults() as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return _with(row, reason=why[-_REASON_CHARS:])
+    assembly = done.asm.get("amdgcn")
+    usage = cuda_usage(log.getvalue()) if assembly is None else hip_usage(assembly)
+    return _with(
+        row,
+        compiled=True,
+        seconds=round(time.perf_counter() - began, 2),
+        num_warps=done.metadata.num_warps,
+        shared_memory=done.metadata.shared,
+        **asdict(usage),
+    )
+
+
+def _compile(variant: Variant, target: str) -> Any:
+    """Triton's compiled kernel."""
+    from triton.backends.compiler import (  # type: ignore[import-untyped,import-not-found]
+        GPUTarget,
+    )
+    from triton.compiler import (  # type: ignore[import-untyped,import-not-found]
+        ASTSource,
+    )
+
+    names = variant.kernel.arg_names
+    signature = {n: variant.types.get(n, "constexpr") for n in names}
+    # Tensors of Torch start at multiples of 16 bytes, and `triton.jit` tells the
+    # compiler so when it launches.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
+    source = ASTSource(
+        fn=variant.kernel,
+        signature=signature,
+        constexprs=dict(variant.constants),
+        attrs=aligned,
+    )
+    options = {"num_warps": variant.num_warps, "enable_fp_fusion": variant.fp_fusion}
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What a compiler that rejects a kernel raises."""
+    from triton.errors import (  # type: ignore[import-untyped,import-not-found]
+        TritonError,
+    )
+
+    return (TritonError, RuntimeError, ValueError, TypeError, AssertionError, OSError)
+
+
+def _with(row: Row, **changes: Any) -> Row:
+    return Row(**{**asdict(row), **changes})
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """Compile afresh, in a folder of our own, and let ptxas say what it used."""
+    knobs = triton.knobs
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm_tide_kernels_") as folder,
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+    ):
+        knobs.cache.dir = folder
+        knobs.nvidia.dump_ptxas_log = True
+        yield
+
+
+def compile_all(targets: Sequence[str], kernel: str = "") -> list[Row]:
+    """Compile what matches.
+
+    Args:
+        targets: Keys of `TARGETS`.
+        kernel: Part of a kernel's name; all of them when empty.
+
+    Returns:
+        One row per kernel, variant and target.
+    """
+    rows = []
+    with _own_cache():
+        for variant in all_variants():
+            if kernel in variant.kernel_name:
+                rows += [compile_variant(variant, target) for target in targets]
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for a reader."""
+    lines = [
+        f"{'kernel':<24}{'variant':<24}{'target':<12}{'regs':>6}{'shared':>8}"
+        f"{'spills':>8}{'s':>7}"
+    ]
+    for r in rows:
+        shown = [
+            "-" if x is None else str(x)
+            for x in (r.registers, r.shared_memory, r.spills)
+        ]
+        last = f"{r.seconds:7.2f}" if r.compiled else "  FAILED"
+        lines.append(
+            f"{r.kernel:<24}{r.variant:<24}{r.target:<12}"
+            f"{shown[0]:>6}{shown[1]:>8}{shown[2]:>8}{last}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 1 if a kernel does not compile."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu/compile_all.py",
+        description="Compile every kernel ahead of time; needs no GPU.",
+    )
+    parser.add_argument(
+        "--target",
+        action="append",
+        choices=sorted(TARGETS),
+        help="only this target (may be repeated)",
+    )
+    parser.add_argument(
+        "--kernel", default="", help="only kernels with this in their name"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args(argv)
+    if not HAVE_TRITON:
+        print("compile_all: Triton is not installed, so nothing can be compiled.")
+        return 1
+    if INTERPRETED:
+        print("compile_all: unset TRITON_INTERPRET; kernels are not compiled with it.")
+        return 1
+    rows = compile_all(args.target or list(TARGETS), args.kernel)
+    if args.json is not None:
+        document = {"triton": triton.__version__, "rows": [asdict(r) for r in rows]}
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+    failed = [r for r in rows if not r.compiled]
+    if not rows:
+        print(f"compile_all: no kernel has {args.kernel!r} in its name.")
+        return 1
+    if failed:
+        first = failed[0]
+        print(
+            f"compile_all: {len(failed)} of {len(rows)} did not compile, the first is "
+            f"{first.kernel} ({first.variant}) for {first.target}: {first.reason}"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

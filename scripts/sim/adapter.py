@@ -1,0 +1,243 @@
+"""Between the simulated engine and a policy, as `engine.control_v1` on vLLM's runner.
+
+After each target step, in order: observe, plan, one `go_on` per draft pass (the last
+one too: its confidence counts), choose. What a step without drafting leaves out is
+missing in the draft's KV cache, and is caught up in one pass before the draft runs
+again. The clairvoyant policy alone (it has `reveal`) does not pay for that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sim import state as col
+from sim.acceptance import Process
+from sim.audit import Audit
+from sim.state import Server, Step
+from sim.truth import Truth
+from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.costs import PROBE_REQUESTS
+from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.policies import Policy
+from vllm_tide.control.slo import SloBook
+
+# As the engine's adapter: a shadow probe must be cheap, not precise.
+PROBE_ROWS = 256
+
+Probe = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Adapter:
+    """Drives one policy.
+
+    Args:
+        policy: Who decides. Besides the protocol it may have `reveal(survival,
+            emitting)`, to be shown the truth, and `fresh`, to run the draft's first
+            pass in every step.
+        process: What the draft gets right.
+        truth: Seconds as they pass.
+        server: Limits of the engine.
+        audit: Judges some of the rounds; None judges none.
+
+    Attributes:
+        drafted: Draft tokens drafted so far.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        process: Process,
+        truth: Truth,
+        server: Server,
+        audit: Audit | None,
+    ) -> None:
+        self._policy, self._process, self._truth = policy, process, truth
+        self._audit = audit
+        self._reveal = getattr(policy, "reveal", None)
+        self._fresh = bool(getattr(policy, "fresh", False))
+        self._slo_seconds = server.slo_seconds
+        self._slo = None
+        if server.slo_seconds is not None:
+            self._slo = SloBook(server.max_num_seqs)
+        self._began = np.zeros(server.max_num_seqs, bool)
+        # Views of these serve every batch.
+        self._no = np.zeros(server.max_num_seqs, bool)
+        self._none = np.zeros(server.max_num_seqs, np.int64)
+        self._unlimited = np.full(server.max_num_seqs, np.inf)
+        self._sample: RoundSample | None = None
+        self._probed: Probe | None = None
+        self.drafted = 0
+
+    def add(self, slot: int, now: float) -> None:
+        """A request begins."""
+        self._began[slot] = False
+        if self._slo is not None:
+            self._slo.add(slot, self._slo_seconds)
+        self._policy.add(slot, False, now)
+
+    def drop(self, slot: int) -> None:
+        """A request has ended."""
+        if self._slo is not None:
+            self._slo.finish(slot)
+        self._policy.drop(slot)
+
+    def after_target(self, state: np.ndarray, step: Step, now: float) -> float:
+        """Let the policy act on a step whose tokens are known.
+
+        Args:
+            state: [8, n] running requests; drafts sent and missed are written.
+            step: What the target did.
+            now: Simulated seconds.
+
+        Returns:
+            Seconds that drafting took, and everything else until the next step.
+        """
+        slots = state[col.SLOT]
+        limit = self._limit(slots, step, now)
+        self._policy.observe(
+            Outcome(
+                slots=slots,
+                verified=state[col.SENT].copy(),
+                accepted=step.accepted,
+                emitted=step.emitted,
+                now=now,
+                sample=self._sample,
+                probe=self._probed,
+            )
+        )
+        self._probed = None
+        missing = state[col.MISSING]
+        batch = Batch(
+            slots=slots,
+            context=state[col.CACHED].copy(),
+            room=self._room(state, step),
+            sampled=self._no[: step.requests],
+            limit=limit,
+            first_rows=step.rows,
+            catchup_rows=int(missing.sum()),
+            prefill=0,  # the engine's worker does not know what is scheduled next
+        )
+        audited = self._audit is not None and self._audit.due()
+        survival = None
+        if audited or self._reveal is not None:
+            survival = self._survival(state, batch.room)
+        if self._reveal is not None:
+            self._reveal(survival, step.emitting)
+        plan = self._policy.plan(batch, now)
+        if plan.steps > 0:
+            steps, lengths, late_s, first_s, next_s = self._draft(
+                state, batch, plan.steps
+            )
+        else:
+            steps, lengths, first_s, next_s = 0, self._none[: step.requests], 0.0, 0.0
+            late_s = self._skip(state, step, batch, plan.probe)
+        state[col.SENT] = lengths
+        host_s = self._truth.model.overhead(step.requests)
+        if audited and self._audit is not None and survival is not None:
+            self._audit.look(batch, survival, step.emitting, steps, lengths, late_s)
+        self._sample = self._measure(step, steps, first_s, next_s, host_s)
+        return late_s + first_s + next_s + host_s
+
+    def slo_counts(self) -> dict[str, int]:
+        """Requests that met their limit and that missed it; empty without a limit."""
+        if self._slo is None:
+            return {}
+        return {"slo_met": int(self._slo.met), "slo_missed": int(self._slo.missed)}
+
+    def _draft(
+        self, state: np.ndarray, batch: Batch, most: int
+    ) -> tuple[int, np.ndarray, float, float, float]:
+        """Steps run, drafts sent [n], seconds: catching up, first pass, the others."""
+        truth, cached = self._truth, int(batch.context.sum())
+        late_s = 0.0
+        if batch.catchup_rows and self._reveal is None:
+            late = state[col.MISSING] > 0
+            late_s = truth.model.catchup_seconds(
+                batch.catchup_rows, int(batch.context[late].sum())
+            )
+        state[col.MISSING] = 0
+        confidence = self._process.confidence[state[col.AT]]
+        steps, more = 0, True
+        while more and steps < most:
+            steps += 1
+            more = self._policy.go_on(steps, confidence[:, steps - 1])
+        lengths = np.minimum(self._policy.choose(), batch.room)
+        requests = len(batch.slots)
+        self.drafted += steps * requests
+        first_s = truth.draft_first(requests, cached, batch.first_rows)
+        return (
+            steps,
+            lengths,
+            late_s,
+            first_s,
+            truth.draft_next(requests, cached, steps - 1),
+        )
+
+    def _skip(self, state: np.ndarray, step: Step, batch: Batch, probe: bool) -> float:
+        """A step without drafts: seconds of what the draft does all the same."""
+        if self._fresh:
+            cached = int(batch.context.sum())
+            return self._truth.draft_first(step.requests, cached, batch.first_rows)
+        state[col.MISSING] += step.committed
+        return self._shadow(state, step) if probe else 0.0
+
+    def _shadow(self, state: np.ndarray, step: Step) -> float:
+        """Draft one token for a few requests that the target will not verify."""
+        missing = state[col.MISSING]
+        able = np.nonzero((step.emitted > 0) & (missing > 0))[0]
+        able = able[np.argsort(missing[able], kind="stable")][:PROBE_REQUESTS]
+        able = able[np.cumsum(missing[able]) <= max(PROBE_ROWS, int(missing.max()))]
+        rows = int(missing[able].sum())
+        context = int(state[col.CACHED, able].sum())
+        state[col.MISSING, able] = 0
+        # A request that has just ended is not there to say whether the draft was right.
+        able = able[state[col.LEFT, able] > 0]
+        at = state[col.AT, able]
+        self._probed = (
+            state[col.SLOT, able],
+            self._process.confidence[at, 0],
+            self._process.run[at] > 0,
+        )
+        return self._truth.model.catchup_seconds(rows, context)
+
+    def _limit(self, slots: np.ndarray, step: Step, now: float) -> np.ndarray:
+        if self._slo is None:
+            return self._unlimited[: step.requests]
+        first = (step.emitted > 0) & ~self._began[slots]
+        for slot in slots[first].tolist():
+            self._began[slot] = True
+            self._slo.first_token(slot, now)
+        self._slo.advance(slots, step.emitted - first, now)
+        return np.asarray(self._slo.limits(slots, now))
+
+    def _room(self, state: np.ndarray, step: Step) -> np.ndarray:
+        room: np.ndarray = np.minimum(state[col.LEFT] - 1, self._process.top)
+        if step.ended or step.emitting < step.requests:
+            room[(step.emitted == 0) | (room < 0)] = 0
+        return room
+
+    def _survival(self, state: np.ndarray, room: np.ndarray) -> np.ndarray:
+        survival: np.ndarray = self._process.survival[state[col.AT]]
+        top = self._process.top
+        if int(room.min()) < top:
+            survival[np.arange(top) >= room[:, None]] = 0.0
+        return survival
+
+    def _measure(
+        self, step: Step, steps: int, first_s: float, next_s: float, host_s: float
+    ) -> RoundSample:
+        truth = self._truth
+        return RoundSample(
+            requests=step.requests,
+            context=step.context,
+            verified=step.verified,
+            prefill=step.rows - step.requests - step.verified,
+            steps=steps,
+            first_rows=step.rows if steps else 0,
+            target_s=truth.measured(step.target_s),
+            draft_first_s=truth.measured(first_s) if steps else math.nan,
+            draft_next_s=truth.measured(next_s) if steps > 1 else math.nan,
+            host_s=truth.measured(host_s) if step.continues else math.nan,
+        )

@@ -1,0 +1,252 @@
+"""Compares policies on simulated engines.
+
+scripts/sim/run.py --suite published --json FILE --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from json_text import json_text
+from sim.acceptance import REGIMES
+from sim.arrivals import MAX_INPUT, SimError, Trace, load_folder
+from sim.arrivals import load as load_trace
+from sim.state import Server
+from sim.suite import (
+    ARMS,
+    Options,
+    options_json,
+    run_cells,
+    suite_cells,
+    synthetic_traces,
+)
+from sim.table import markdown, ratios, summary
+from sim.truth import Mismatch
+from vllm_tide.control.profile_store import load as load_profile
+from vllm_tide.control.time_model import TimeModel
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="run.py",
+        description="Replays traces on a model of continuous batching that runs the "
+        "engine's own control code, and compares every policy with the best that "
+        "could be done.",
+    )
+    parser.add_argument(
+        "--suite",
+        default="published",
+        help="published (the TIDE paper's four models; default) or quick",
+    )
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--table", action="store_true", help="print a Markdown table")
+    parser.add_argument(
+        "--traces", type=Path, help="folder with trace1*, trace2* and trace3* CSV files"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        help="CSV file (arrival_s,input_tokens,output_tokens), .gz or not; repeatable; "
+        "without this and --traces three synthetic patterns",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        help="file of `vllm-tide profile` in place of the published models; repeatable",
+    )
+    parser.add_argument(
+        "--regime", action="append", help="low, high or shifting; repeatable"
+    )
+    parser.add_argument("--arm", action="append", help="run only this arm; repeatable")
+    parser.add_argument(
+        "--seconds", type=_positive, default=600.0, help="length of traces (600)"
+    )
+    parser.add_argument(
+        "--rate", type=_positive, default=5.0, help="requests/s of synthetic traces (5)"
+    )
+    parser.add_argument(
+        "--pace",
+        choices=("progress", "time"),
+        default="progress",
+        help="requests arrive once as many tokens are written as plain decoding had "
+        "written at their time (progress: all arms meet the same load), or at their "
+        "exact times (time: for latencies and limits)",
+    )
+    parser.add_argument(
+        "--thin", type=_positive, default=1.0, help="share of requests kept (1)"
+    )
+    parser.add_argument(
+        "--max-input",
+        type=_count,
+        help="clip prompts to this many tokens (1024)",
+    )
+    parser.add_argument("--max-num-seqs", type=_count, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=_count, default=2048)
+    parser.add_argument("--num-speculative-tokens", type=_count, default=7)
+    parser.add_argument(
+        "--slo-tpot-ms", type=_positive, help="limit on a request's time per token"
+    )
+    parser.add_argument(
+        "--wrong-target",
+        type=_positive,
+        default=1.0,
+        help="the policy's model of the target's time over the true time (1)",
+    )
+    parser.add_argument(
+        "--wrong-draft", type=_positive, default=1.0, help="the same of the draft (1)"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="relative noise of measured times (0)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=_count, default=1)
+    try:
+        return _run(parser.parse_args(argv))
+    except SimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+
+    if args.json is not None and not args.json.parent.is_dir():
+        raise SimError(f"cannot write {args.json}: no folder {args.json.parent}")
+    if args.max_num_batched_tokens < args.max_num_seqs:
+        raise SimError("--max-num-batched-tokens must be at least --max-num-seqs")
+    options = Options(
+        seed=args.seed,
+        top=args.num_speculative_tokens,
+        server=Server(
+            args.max_num_seqs,
+            args.max_num_batched_tokens,
+            args.slo_tpot_ms / 1e3 if args.slo_tpot_ms else None,
+        ),
+        by_progress=args.pace == "progress",
+        mismatch=Mismatch(args.wrong_target, args.wrong_draft, args.noise),
+    )
+    cells = suite_cells(
+        args.suite, _traces(args), _models(args.profile), args.regime or tuple(REGIMES)
+    )
+    progress = _Progress(len(cells))
+    rows = []
+    arms = args.arm or ARMS
+    for row in run_cells(cells, arms, options, args.processes, progress.arm):
+        rows.append(row)
+        progress.row(row)
+    result: dict[str, Any] = {
+        "suite": args.suite,
+        "options": options_json(options),
+        "summary": {m: summary(rows, m) for m in ("throughput", "speed")},
+        "rows": rows,
+    }
+    if args.json is not None:
+        args.json.write_text(json_text(_rounded(result)), encoding="utf-8")
+    if args.table:
+        print(markdown(rows))
+    elif args.json is None:
+        print(json.dumps(result["summary"], indent=1))
+    return 0
+
+
+def _traces(args: argparse.Namespace) -> list[Trace]:
+
+    if args.trace:
+        traces = [load_trace(path) for path in args.trace]
+    elif args.traces is not None:
+        if not args.traces.is_dir():
+            raise SimError(f"no folder {args.traces}")
+        traces = load_folder(args.traces)
+    else:
+        traces = synthetic_traces(args.seconds, args.rate, args.seed)
+    kept = []
+    for trace in traces:
+        trace = trace.clipped(args.max_input or MAX_INPUT).window(args.seconds)
+        if args.thin < 1.0:
+            trace = trace.thinned(args.thin, args.seed)
+        if not len(trace):
+            raise SimError(f"trace {trace.name} has no request left to replay")
+        kept.append(trace)
+    return kept
+
+
+def _models(paths: list[Path] | None) -> dict[str, TimeModel] | None:
+    if not paths:
+        return None
+
+    models = {}
+    for path in paths:
+        try:
+            models[path.stem] = load_profile(path).model
+        except OSError as error:
+            raise SimError(f"cannot read profile {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise SimError(f"{path} is not a profile: {error}") from error
+    return models
+
+
+class _Progress:
+    """Says on standard error what is done and how long the rest will take."""
+
+    def __init__(self, cells: int) -> None:
+        self._cells = cells
+        self._done = 0
+        self._began = time.monotonic()
+
+    def arm(self, what: str) -> None:
+        if sys.stderr.isatty():
+            print(
+                f"\r\033[K[{self._done}/{self._cells}] {what}", end="", file=sys.stderr
+            )
+            sys.stderr.flush()
+
+    def row(self, row: dict[str, Any]) -> None:
+
+        self._done += 1
+        passed = time.monotonic() - self._began
+        left = passed / self._done * (self._cells - self._done)
+        found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
+        start = "\r\033[K" if sys.stderr.isatty() else ""
+        print(
+            f"{start}[{self._done}/{self._cells}] {row['model']} {row['trace']} "
+            f"{row['regime']}: {', '.join(found) or 'done'} ({passed:.0f} s, about "
+            f"{left:.0f} s left)",
+            file=sys.stderr,
+        )
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+
+
+def _count(text: str) -> int:
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+
+
+def _rounded(value: Any) -> Any:
+    """With five digits: the seed decides about the rest."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Everything that servers and trainers expose: names, types, texts, labels, values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+
+from vllm_tide import metrics
+from vllm_tide.metrics import TideProm, increments
+from vllm_tide.train.report import StatusCollector, TrainerStatus
+
+PAGES = Path(__file__).parent / "metrics_pages"
+
+
+def full_report(time: int) -> dict[str, object]:
+    """A worker's report with every key; numbers grow with time."""
+    totals = (
+        "rows", "requests", "swaps", "rounds", "draft_steps", "drafted_tokens",
+        "verified_tokens", "accepted_tokens", "trimmed_tokens", "probes",
+        "hole_tokens", "slo_misses", "plain_seconds", "round_seconds",
+        "malformed_slo", "limits_left_out",
+    )  # fmt: skip
+    labelled = (
+        "dropped", "refused", "faults", "off_rounds", "rounds_by_length",
+        "slo_requests", "prefix_verified", "prefix_accepted",
+    )  # fmt: skip
+    gauges = (
+        "draft_version", "draft_installed_unix", "ring_used_bytes",
+        "ring_capacity_bytes", "consumer_alive", "capture_on", "control_suspended_s",
+        "capture_suspended_s", "draft_length", "predicted_step_s", "measured_step_s",
+        "time_error", "calibration_error", "throughput_ratio",
+    )  # fmt: skip
+    return {
+        **{key: time * (number + 1.5) for number, key in enumerate(totals)},
+        **{
+            key: {"one": time * (number + 1), 2: time, "none": 0}
+            for number, key in enumerate(labelled)
+        },
+        **{key: time + number / 8 for number, key in enumerate(gauges)},
+        "swap_seconds": [0.02 / time, 0.004],
+    }
+
+
+def full_status() -> TrainerStatus:
+    """A trainer's status with a number in every field that takes one."""
+    values = {
+        field.name: number + (0.5 if "float" in str(field.type) else 0)
+        for number, field in enumerate(fields(TrainerStatus))
+        if str(field.type) in ("int", "float", "float | None")
+    }
+    return TrainerStatus(
+        **values,
+        model_name="m",
+        schedule={
+            "collecting": True, "short": 0.625, "long": 0.75, "shifts": 3, "pauses": 2,
+        },
+        engines={"a": {"installed": 5}, "b": {"installed": 4}},
+    )  # fmt: skip
+
+
+def page_of(registry) -> str:
+    """What a scrape gets, of ours, without the times at which counters began."""
+    text = generate_latest(registry).decode()
+    blocks = re.split(r"^(?=# HELP)", text, flags=re.MULTILINE)
+    ours = [b for b in blocks if "vllm_tide:" in b and "_created " not in b]
+    return "".join(sorted(ours))
+
+
+def engine_page() -> str:
+    tide = TideProm({0: ["m", "0"], 1: ["m", "1"]})
+    seen: dict[object, float] = {}
+    for time in (1, 3):
+        tide.observe(increments(full_report(time), seen), 0)
+    return page_of(REGISTRY)
+
+
+def trainer_page(status: TrainerStatus) -> str:
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: status))
+    return page_of(registry)
+
+
+def test_an_engines_page_is_what_it_was():
+    assert engine_page() == (PAGES / "engine.txt").read_text("utf-8")
+
+
+def test_a_trainers_page_is_what_it_was():
+    assert trainer_page(full_status()) == (PAGES / "trainer.txt").read_text("utf-8")
+    assert trainer_page(TrainerStatus()) == (PAGES / "waiting.txt").read_text("utf-8")
+
+
+def test_the_reference_has_every_metric_once():
+    table = "\n".join(metrics.reference())
+    for metric in (*metrics.ENGINE, *metrics.TRAINER):
+        assert table.count(f"| {metric.text} |") == 1, metric
+        (first, *_) = metrics.samples_of(metric)
+        assert (
+            table.count(f"| `{first.removesuffix('_bucket')}` | {metric.kind} |") == 1
+        )
+    assert len(table.splitlines()) == 2 + len(metrics.ENGINE) + len(metrics.TRAINER)

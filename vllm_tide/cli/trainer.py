@@ -1,0 +1,287 @@
+"""Commands to running trainers: status, pause, resume, capture, rollback and purge."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_tide.cli import fail
+from vllm_tide.transport import purge
+from vllm_tide.transport.admin import ask_all
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.rendezvous import (
+    default_run_dir,
+    prepare_run_dir,
+    read_manifests,
+)
+
+if TYPE_CHECKING:
+    from vllm_tide.transport.spool_store import Store
+
+Counts = dict[purge.Keeper, Counter[str]]
+
+EXIT_REFUSED, EXIT_ERROR = 1, 2
+MOST_SECONDS = 86400
+POLL_S = 0.2
+# Name: text and epilog of the help.
+COMMANDS = {
+    "status": (
+        "say what the running trainers do",
+        "The trainer itself answers, so its loop turns. `top` watches engines and "
+        "servers too.",
+    ),
+    "rollback": (
+        "serve the head before the newest one again",
+        "The canary does this by itself when served acceptance falls. Training goes on "
+        "from the older head after two cycles; `pause` keeps it "
+        "from publishing another.",
+    ),
+    "pause": (
+        "stop training and capture until `resume`",
+        "Nothing leaves the engine then, token ids neither, so a head on trial is "
+        "judged after `resume`. The pause outlives a restart.",
+    ),
+    "resume": ("train and capture again after `pause`", ""),
+    "capture": (
+        "switch capture on or off in every engine of a run directory",
+        "They follow within a second, with or without a trainer, and so do those that "
+        "start later.",
+    ),
+    "purge": ("make the running trainers and relays forget captured data", ""),
+}
+TENANT = "of this tenant (vllm_xargs: tide_tenant)"
+TENANT_ID = """the same by id, for a trainer on another host: the id is printed by
+    `purge --tenant` on the engine's"""
+STATE_DIR = "tide.train.state_dir, where it is set and no engine runs"
+SPOOL = "directory or fsspec URL: also remove the shards that hold such data"
+PROBE = "exit 0 as well while no engine is there: a trainer that waits is healthy"
+
+
+def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
+    """Adds one of the commands to the command line."""
+    text, epilog = COMMANDS[name]
+    about = None if name == "purge" else text[0].upper() + text[1:] + "."
+    parser = subparsers.add_parser(name, help=text, description=about, epilog=epilog)
+    parser.set_defaults(run=run, command=name)
+    add = parser.add_argument
+    if name == "purge":
+        whose = parser.add_mutually_exclusive_group().add_argument
+        whose("--tenant", metavar="NAME", help=TENANT)
+        whose("--tenant-id", metavar="HEX", help=TENANT_ID)
+        whose("--all", action="store_true", help="everybody's")
+    add("--run-dir", type=Path, help="run directory of the engines")
+    if name == "purge":
+        add("--state-dir", help=STATE_DIR)
+        add("--spool", help=SPOOL)
+        patience = "seconds to wait for the answers"
+        add("--timeout", type=float, default=60.0, help=patience)
+    else:
+        patience = "seconds to wait for an answer"
+        add("--timeout", type=_seconds, default=30.0, help=patience)
+    if name == "capture":
+        add("wanted", choices=("on", "off"), metavar="on|off")
+    if name == "status":
+        add("--json", action="store_true", help="all figures, as JSON")
+        add("--probe", action="store_true", help=PROBE)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MOST_SECONDS:
+        said = f"give seconds, more than 0 and at most {MOST_SECONDS}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait; {said}")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a command; 1 when a trainer refused or was silent, 2 when none is there."""
+    run_dir = args.run_dir or default_run_dir()
+    runners = {"status": _status, "capture": _switch_capture, "purge": _purge}
+    try:
+        if runner := runners.get(args.command):
+            return runner(args, run_dir)
+        return _ask_trainers(run_dir, args, _outcome)
+    except TransportError as error:
+        status = fail(error)
+        if getattr(args, "probe", False) and _no_engine(run_dir):
+            print("no engine is there either: a trainer would be waiting for one")
+            return 0
+        return status
+
+
+def _ask_trainers(
+    run_dir: Path, args: argparse.Namespace, words: Callable[[Any], str]
+) -> int:
+    answers = ask_all(run_dir, {"do": args.command}, args.timeout)
+    for name, answer in sorted(answers.items()):
+        if answer.get("ok"):
+            print(f"{name}: {words(answer)}")
+        else:
+            print(f"{name}: error: {answer.get('error')}", file=sys.stderr)
+    return 0 if all(a.get("ok") for a in answers.values()) else EXIT_REFUSED
+
+
+def _outcome(answer: dict[str, Any]) -> str:
+    if "served_as" in answer:
+        return (
+            f"from version {answer['version']} back to {answer['to']}, which is served "
+            f"as version {answer['served_as']} as soon as the engines have it"
+        )
+    was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
+    if answer["paused"]:
+        return ("was paused" if was else "paused") + note
+    return ("resumed" if was else "was not paused") + note
+
+
+def _status(args: argparse.Namespace, run_dir: Path) -> int:
+    from vllm_tide.capture.switch import why_off
+
+    def words(answer: dict[str, Any]) -> str:
+        status = answer["status"]
+        if args.json:
+            return json.dumps(status, sort_keys=True)
+        waiting = f", waits for {why}" if (why := status["waiting_for"]) else ""
+        return (
+            f"{status['state']}, {len(status['engines'])} engines, {status['cycles']} "
+            f"cycles, {status['publications']} heads published, {status['rollbacks']} "
+            f"rolled back, version {status['installed_version']} served{waiting}"
+        )
+
+    try:
+        return _ask_trainers(run_dir, args, words)
+    finally:
+        if not args.json and (why := why_off(run_dir)):
+            print(f"capture is off ({why})")
+
+
+def _no_engine(run_dir: Path) -> bool:
+    try:
+        return not read_manifests(run_dir)
+    except TransportError:  # the directory is another user's: no trainer runs there
+        return False
+
+
+def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
+    from vllm_tide.capture.switch import OFF, Switch, why_off
+
+    if why := Switch(prepare_run_dir(run_dir), OFF).set(args.wanted == "off"):
+        raise TransportError(why)
+    paused = args.wanted == "on" and why_off(run_dir)
+    note = ", but paused: `vllm-tide resume`" if paused else ""
+    print(f"capture is {args.wanted} in {run_dir}{note}")
+    return 0
+
+
+def _purge(args: argparse.Namespace, run_dir: Path) -> int:
+    """Purges keepers, then the spool, then the trainers once more.
+
+    A relay may have written what it held a moment before it answered, and a trainer may
+    have read it a moment before that.
+    """
+    from vllm_tide.transport.spool_store import open_store
+    from vllm_tide.transport.spool_writer import purge_records
+
+    if not args.all and args.tenant is None and args.tenant_id is None:
+        raise TransportError(
+            "purge: whose data? give --tenant NAME, --tenant-id HEX, or --all"
+        )
+    store = None if args.spool is None else open_store(args.spool)
+    tenant = _tenant(args, run_dir, store)
+    print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
+    counts: Counts = {}
+    missing = _ask_keepers(run_dir, tenant, args.timeout, counts)
+    if store is not None:
+        # Everything: clocks of two hosts may differ.
+        before = math.inf if tenant is None else None
+        removed = purge_records(store, tenant=tenant, before_unix=before)
+        print(f"spool: removed {removed} shards")
+        if not missing and any(keeper.kind == "trainer" for keeper in counts):
+            missing = _ask_keepers(run_dir, tenant, args.timeout, counts)
+    for keeper, found in sorted(counts.items()):
+        said = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
+        print(f"{keeper}: removed {said or 'nothing'}")
+    if missing:
+        print(missing, file=sys.stderr)
+        return EXIT_REFUSED
+    if all(keeper.kind == "relay" for keeper in counts):
+        which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
+        print(f"next, where a trainer reads the spool: vllm-tide purge {which}")
+    return 0
+
+
+def _ask_keepers(
+    run_dir: Path, tenant: int | None, timeout_s: float, counts: Counts
+) -> str:
+    """Asks all once, and adds up what they removed; who is missing, empty if nobody."""
+    request, deadline = purge.ask(run_dir, tenant), time.monotonic() + timeout_s
+    while True:
+        live = purge.live_keepers(run_dir)
+        answered = purge.answers(run_dir, request)
+        silent = live - set(answered)
+        if not silent or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    for keeper, found in answered.items():
+        counts.setdefault(keeper, Counter()).update(found)
+    if silent:
+        return (
+            f"{min(silent)} has not answered; the request stays for it, or for the "
+            "next one: purge again then, what it holds may get further"
+        )
+    if not answered:
+        return (
+            f"no trainer is running in {run_dir}, and no relay; the request stays for "
+            "the next one"
+        )
+    purge.withdraw(run_dir, request)
+    return ""
+
+
+def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int | None:
+    """Id of the tenant that is named; None for everybody."""
+    if args.tenant is not None:
+        return _named(args, run_dir, store)
+    if args.tenant_id is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 <= (tenant := int(args.tenant_id, 16)) < 1 << 64:
+            return tenant
+    raise TransportError(
+        f"--tenant-id: {args.tenant_id!r} is no id of 64 bits in hexadecimal; it is "
+        "what `vllm-tide purge --tenant NAME` prints"
+    )
+
+
+def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
+    from vllm_tide.transport import tenant
+    from vllm_tide.transport.spool import EngineFolder, engine_ids
+
+    live = read_manifests(run_dir)
+    told = [m.tide.get("train", {}).get("state_dir") for m in live]
+    state_dir = args.state_dir or next(filter(None, told), None)
+    key = tenant.tenant_key(run_dir, state_dir, create=False)
+    name, mine = tenant.tenant_id(args.tenant, key), tenant.key_id(key)
+    known = {m.tenant_key_id for m in live}
+    known.update(*purge.live_trainers(run_dir).values())
+    for folder in [EngineFolder(store, i) for i in engine_ids(store)] if store else []:
+        held = folder.store.sizes(folder.path("records"))
+        if held and (entry := folder.read_engine()):
+            known.add(entry.manifest.tenant_key_id)
+    if others := known - {"", mine}:
+        raise TransportError(
+            f"--tenant: the tenants' key is another one ({mine}; there are data of "
+            f"{', '.join(sorted(others))}), so nothing was removed: purge by "
+            f"--tenant-id (by this key {name:016x}) or --all"
+        )
+    return name

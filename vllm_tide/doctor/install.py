@@ -1,0 +1,233 @@
+"""Checks of the installation: versions, patches, extension, preloaded libraries."""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import os
+import platform
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_tide import patching
+from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
+from vllm_tide.patching import SUPPORTED, PatchError, load_series, patches_root
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+_WORDS = {"cpu": "CPU build", "cuda": "CUDA build", "rocm": "ROCm build"}
+_TORCH_FIELD = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*=(.*)$", re.MULTILINE)
+_CRC_INPUT, _CRC = b"123456789", 0xE3069283  # the published check value of CRC-32C
+
+_INSTALL = "Install again with scripts/install.sh, or the named version with pip."
+_REINSTALL = "Reinstall vLLM, then run 'vllm-tide patch apply'."
+_APPLY = "Run 'vllm-tide patch apply' before the server is started again."
+_BUILD = "scripts/install.sh builds it (needs g++); or 'pip install .' in the checkout."
+_PRELOAD = "'. scripts/env.sh' before 'vllm serve'"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """torch's own `version.py`; `cuda` and `hip` are None where it is built without."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+
+    def __str__(self) -> str:
+        if self.cuda:
+            return f"CUDA {self.cuda}"
+        return f"ROCm (HIP {self.hip})" if self.hip else "CPU"
+
+
+def torch_build() -> TorchBuild | None:
+    """The installed torch's build, read without importing it; None without torch."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        values = {
+            name: ast.literal_eval(value.strip())
+            for name, value in _TORCH_FIELD.findall(text)
+        }
+        return TorchBuild(values["__version__"], values.get("cuda"), values.get("hip"))
+    except (LookupError, OSError, SyntaxError, ValueError):
+        return None
+
+
+def vllm_distribution() -> metadata.Distribution | None:
+    """The installed vLLM, under either of its names."""
+    return _distribution(*patching.DISTRIBUTIONS)
+
+
+def _distribution(*names: str) -> metadata.Distribution | None:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.distribution(name)
+    return None
+
+
+def vllm_device() -> str:
+    """Device vLLM will choose: "cpu", "cuda" or "rocm"; empty if that is not known."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return "cpu"
+    vllm, torch = vllm_distribution(), torch_build()
+    if vllm is None:
+        return ""
+    if "cpu" in f"{vllm.metadata['Name']} {vllm.version}":
+        return "cpu"
+    if torch is None:
+        return ""
+    return "cuda" if torch.cuda else "rocm" if torch.hip else ""
+
+
+@check("versions")
+def versions(subject: Subject) -> Iterator[Finding]:
+    """Compares Python, vLLM and packages with what vLLM and vllm-tide require."""
+    required = _requirements()
+    version = platform.python_version()
+    if required["python"].contains(version, prereleases=True):
+        yield ok(f"{version}.", name="Python")
+    else:
+        yield failed(
+            f"{version}, but vLLM asks for {required['python']}.",
+            "Make the environment with such a Python (scripts/install.sh --venv DIR).",
+            "Python",
+        )
+    try:
+        patching.find_target()
+    except PatchError as error:
+        advice = "scripts/install.sh installs and patches it."
+        yield failed(str(error), advice, "vLLM")
+    else:
+        vllm, build = vllm_distribution(), _WORDS.get(vllm_device(), "build not known")
+        yield ok(f"{vllm.version if vllm else SUPPORTED}, {build}.", name="vLLM")
+    for name in ("torch", "triton", "safetensors", "numpy", "prometheus-client"):
+        yield replace(_package(name, required[name]), name=name)
+
+
+def _requirements() -> defaultdict[str, SpecifierSet]:
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
+
+    required = defaultdict(SpecifierSet, python=SpecifierSet(">=3.11"))
+    for package in (vllm_distribution(), _distribution("vllm-tide")):
+        if package is None:  # a checkout on the path
+            continue
+        if "Requires-Python" in package.metadata:
+            required["python"] &= package.metadata["Requires-Python"]
+        for line in package.requires or ():
+            with suppress(InvalidRequirement):
+                wanted = Requirement(line)
+                if not wanted.marker or wanted.marker.evaluate({"extra": ""}):
+                    required[canonicalize_name(wanted.name)] &= wanted.specifier
+    return required
+
+
+def _package(name: str, required: SpecifierSet) -> Finding:
+    package = _distribution(name)
+    if package is None:
+        if name == "triton" and vllm_device() in ("cpu", ""):
+            return skipped("Not installed; the CPU backend does without.")
+        return failed("Not installed.", _INSTALL)
+    build = torch_build() if name == "torch" else None
+    text = f"{package.version}, {build} build" if build else package.version
+    if not required.contains(package.version, prereleases=True):
+        return failed(f"{text}, but vLLM asks for {required}.", _INSTALL)
+    return ok(f"{text}.")
+
+
+@check("patches")
+def patches(subject: Subject) -> Finding:
+    return patch_state()
+
+
+def patch_state(site: Path | None = None, root: Path | None = None) -> Finding:
+    """Judges the vLLM in a site-packages folder by a patch folder; ours by default."""
+    try:
+        root = root or patches_root()
+        status = patching.status(site, root)
+        if status.state is patching.PatchState.APPLIED:
+            return ok(status.sentence)
+        vllm = patching.find_target(site)
+        missing = ", ".join(_missing_patches(status.files, vllm, root))
+    except PatchError as error:
+        return failed(str(error), _REINSTALL)
+    which = f" Not in place: {missing}." if missing else ""
+    foreign = status.state is patching.PatchState.FOREIGN
+    return failed(
+        f"{status.state}: {status.sentence}{which}", _REINSTALL if foreign else _APPLY
+    )
+
+
+def _missing_patches(files: Mapping[str, str], vllm: Path, root: Path) -> Iterator[str]:
+    lines = {
+        path: set((vllm / path).read_bytes().splitlines(keepends=True))
+        if kind != "missing"
+        else set()
+        for path, kind in files.items()
+        if kind != "patched"
+    }
+    for patch in load_series(root):
+        if any(path in lines and line not in lines[path] for path, line in patch.added):
+            yield patch.name.removesuffix(".patch")
+
+
+@check("extension")
+def extension(subject: Subject) -> Finding:
+    """Tries the C++ functions that rings and weights segments rest on."""
+    try:
+        from vllm_tide import _shm
+    except ImportError as error:
+        return failed(f"vllm_tide._shm does not load: {error}.", _BUILD)
+    with mmap.mmap(-1, mmap.PAGESIZE) as shared, memoryview(shared) as words:
+        _shm.store(words, 64, 5)
+        steps = (
+            ("load", _shm.load(words, 64) == 5),
+            ("fetch_add", _shm.fetch_add(words, 64, 2) == 5),
+            ("compare_exchange", bool(_shm.compare_exchange(words, 64, 7, 9))),
+            ("compare_exchange", not _shm.compare_exchange(words, 64, 7, 1)),
+            ("store", _shm.load(words, 64) == 9 and _shm.load(words, 0) == 0),
+            ("crc32c", _shm.crc32c(_CRC_INPUT) == _CRC),
+        )
+    wrong = sorted({name for name, correct in steps if not correct})
+    if wrong:
+        return failed(f"Wrong results from {', '.join(wrong)}.", _BUILD)
+    how = "in hardware" if _shm.crc32c_is_hardware() else "by table"
+    return ok(f"Loads; atomics work, CRC-32C {how}.")
+
+
+@check("preload")
+def preload(subject: Subject) -> Finding:
+    """Judges LD_PRELOAD, which a server started from this shell inherits."""
+    if vllm_device() != "cpu":
+        return skipped("Only the CPU backend needs one.")
+    if platform.machine() != "x86_64":
+        return skipped("Intel OpenMP is for x86-64.")
+    names = re.split(r"[: ]", os.environ.get("LD_PRELOAD", ""))
+    libraries = [Path(name) for name in names if name]
+    gone = [str(lib) for lib in libraries if lib.is_absolute() and not lib.is_file()]
+    if gone:
+        return warning(
+            f"LD_PRELOAD names {', '.join(gone)}, which does not exist.",
+            f"Correct it, or run {_PRELOAD}.",
+        )
+    if not any(lib.name.startswith(("libiomp", "libomp")) for lib in libraries):
+        installed = (Path(sys.prefix) / "lib" / "libiomp5.so").is_file()
+        first = "" if installed else "pip install intel-openmp, then "
+        return warning(
+            "Intel OpenMP is not preloaded: the engine's kernels run slower.",
+            f"{first}{_PRELOAD}.",
+        )
+    tcmalloc = any("tcmalloc" in library.name for library in libraries)
+    return ok(f"Intel OpenMP is preloaded{'' if tcmalloc else '; tcmalloc is not'}.")

@@ -1,0 +1,232 @@
+"""Checks of the configuration and of the models it names.
+
+Checkpoints are read as far as their headers; no weight is read and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm_tide.config import ConfigError
+from vllm_tide.doctor.install import vllm_device
+from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped
+
+if TYPE_CHECKING:
+    from vllm_tide.draft.config import Eagle3Config
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
+_ITEM_BYTES = {"float32": 4, "float64": 8}
+
+_KNOBS = "'vllm-tide config reference' lists every knob, 'config example' whole files."
+_OTHER_DRAFT = (
+    'Use a draft trained for this target, or \'"model": "fresh"\' to begin with a '
+    "new one."
+)
+
+
+def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
+    """Directory of a model on this machine; None if it would have to be fetched."""
+    from vllm_tide.engine.facts import local_dir
+
+    try:
+        return local_dir(str(Path(name).expanduser()), revision)
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def model_config(directory: Path) -> dict[str, Any]:
+    """The `config.json` of a model, or a ConfigError."""
+    path = directory / "config.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}).") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object.")
+    return value
+
+
+def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type ("BF16") and shape of each tensor of a directory, or a ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{directory} holds no .safetensors file.")
+    tensors = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as archive:
+                for name in archive.keys():  # noqa: SIM118 - not a mapping
+                    part = archive.get_slice(name)
+                    tensors[name] = part.get_dtype(), tuple(part.get_shape())
+        except (OSError, SafetensorError) as error:
+            text = f"{path} is no whole safetensors file ({error})."
+            raise ConfigError(text) from None
+    return tensors
+
+
+def draft_bytes(subject: Subject) -> int | None:
+    """Bytes of the draft's tensors; None if the draft is not known or not here."""
+    fresh = subject.draft == "fresh"
+    source = subject.model if fresh else subject.draft
+    revision = None if fresh else subject.revision
+    folder = source and local_checkpoint(source, revision)
+    if not folder or (fresh and not subject.usable):
+        return None
+    try:
+        if fresh:
+            return _fresh_bytes(subject, model_config(folder))
+        tensors = stored_tensors(folder)
+    except ConfigError:  # the check of the fit reports it
+        return None
+    return sum(
+        # "BF16" is two bytes, "F8_E4M3" and "BOOL" are one.
+        math.prod(shape) * int((re.findall(r"\d+", dtype) or [8])[0]) // 8
+        for name, (dtype, shape) in tensors.items()
+        if name != "t2d"  # as the server: vLLM ignores it
+    )
+
+
+def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
+    from vllm_tide.draft.eagle3 import parameter_shapes
+
+    config = _fresh_config(subject, target)
+    text = target.get("text_config") or target
+    dtype = text.get("dtype") or text.get("torch_dtype") or ""
+    parameters = sum(map(math.prod, parameter_shapes(config).values()))
+    parameters += config.draft_vocab_size * config.hidden_size
+    return parameters * _ITEM_BYTES.get(dtype, 2) + 8 * config.draft_vocab_size
+
+
+@check("configuration")
+def configuration(subject: Subject) -> Iterator[Finding]:
+    """Reports each mistake in the sentence that the server itself would print."""
+    tide = subject.tide
+    if subject.error:
+        for sentence in subject.error.splitlines():
+            yield failed(sentence, _KNOBS)
+    elif subject.source is None:
+        yield skipped("No --config given: the defaults are examined.")
+    else:
+        started = "with the server" if tide.train.autostart else "by hand"
+        trainer = "behind a spool" if tide.spool.url else f"started {started}"
+        capture = tide.capture
+        ring = f"ring {capture.ring_mib} MiB" if capture.enabled else "no capture"
+        swaps = "" if tide.swap.enabled else ", no swaps"
+        yield ok(
+            f"Valid: control {tide.control.policy}, {ring}, trainer {trainer}{swaps}."
+        )
+
+
+@check("device")
+def device(subject: Subject) -> Finding:
+    """Asks the server's own check about the device that vLLM was built for."""
+    from vllm_tide.engine.arguments import check_device
+
+    name = vllm_device()
+    if not name:
+        return skipped("vLLM's build is not known.")
+    try:
+        # V2 on a GPU as a plain `vllm serve` has it; ROCm is "cuda" to vLLM.
+        check_device("cpu" if name == "cpu" else "cuda", v2=name != "cpu")
+    except ConfigError as error:
+        return failed(str(error), "See README, 'What works in this version'.")
+    return ok(f"{name} is supported.")
+
+
+@check("draft fit", configured=True)
+def fit(subject: Subject) -> Finding:
+    """Compares the configured draft with the target by the product's own checks."""
+    if subject.source is None:
+        return skipped("No --config given, so no draft is known.")
+    if subject.draft is None:
+        return skipped("The configuration names no draft.")
+    if subject.model is None:
+        return skipped("No --model given, so the target is not known.")
+    elsewhere = "is not on this machine; vllm serve fetches and checks it."
+    target = local_checkpoint(subject.model)
+    if target is None:
+        return skipped(f"The target {subject.model!r} {elsewhere}")
+    try:
+        raw = model_config(target)
+        shape = _target_shape(raw)
+    except ConfigError as error:
+        return skipped(f"{error} vllm serve compares them.")
+    if subject.draft == "fresh":
+        try:
+            _fresh_config(subject, raw)
+        except ConfigError as error:
+            text = f"No fresh head can be built: {error}"
+            return failed(text, "Name a draft in 'model'.")
+        return ok("The server builds a fresh head for this target.")
+    draft = local_checkpoint(subject.draft, subject.revision)
+    if draft is None:
+        return skipped(f"The draft {subject.draft!r} {elsewhere}")
+    return _fit_of_checkpoint(subject, draft, shape, target)
+
+
+def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.draft.fresh import fresh_config
+
+    try:
+        return fresh_config(target, subject.tide.fresh)
+    except DraftError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _target_shape(raw: dict[str, Any]) -> SimpleNamespace:
+    """The part of vLLM's `ModelConfig` that the server's check asks for."""
+    text = raw.get("text_config")
+    text = text if isinstance(text, dict) else raw
+    names = ("hidden_size", "vocab_size", "num_hidden_layers")
+    for name in names:
+        if not isinstance(text.get(name), int) or text[name] <= 0:
+            raise ConfigError(f"The target's config.json has no {name}.")
+    hidden, vocab, layers = (text[name] for name in names)
+    return SimpleNamespace(
+        get_hidden_size=lambda: hidden,
+        get_vocab_size=lambda: vocab,
+        get_total_num_hidden_layers=lambda: layers,
+        enforce_eager=False,
+    )
+
+
+def _fit_of_checkpoint(
+    subject: Subject, draft: Path, shape: SimpleNamespace, target: Path
+) -> Finding:
+    import torch
+
+    from vllm_tide.draft.checkpoint import canonical_name, check_tensors
+    from vllm_tide.draft.config import DraftError, Eagle3Config
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    try:
+        check_speculative_config({**subject.speculative, "model": str(draft)}, shape)
+    except ConfigError as error:
+        return failed(str(error), _OTHER_DRAFT)
+    try:
+        config = Eagle3Config.from_json(model_config(draft), model_config(target))
+        # Tensors without memory: only their types and shapes are examined.
+        tensors = {
+            canonical_name(name): torch.empty(
+                shape, dtype=getattr(torch, _DTYPES.get(dtype, "uint8")), device="meta"
+            )
+            for name, (dtype, shape) in stored_tensors(draft).items()
+        }
+        check_tensors(config, tensors)
+    except (ConfigError, DraftError) as error:
+        return failed(f"The trainer cannot take the draft: {error}", _OTHER_DRAFT)
+    return ok(
+        f"{draft.name} fits {target.name}: hidden {config.target_hidden_size}, layers "
+        f"{list(config.aux_layer_ids)}, {config.draft_vocab_size} of "
+        f"{config.vocab_size} tokens."
+    )

@@ -1,0 +1,203 @@
+"""Runs the checks of `vllm-tide doctor` on a subject; reports their findings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.speculative import mistakes, read_json_object
+
+# Functions by their module of this package, in the order of the report. A module is
+# imported with its first check, so that a broken installation hides no other module.
+CHECKS = {
+    "versions": "install",
+    "device": "models",
+    "patches": "install",
+    "extension": "install",
+    "configuration": "models",
+    "fit": "models",
+    "shared_memory": "machine",
+    "run_directory": "machine",
+    "cores": "machine",
+    "preload": "install",
+    "gpus": "machine",
+    "ports": "machine",
+    "profile": "state",
+    "state_directory": "state",
+    "spool": "state",
+}
+
+
+class Status(StrEnum):
+    """Result of a check."""
+
+    OK = "ok"
+    WARNING = "warning"  # works, but not as well as it could, or not for long
+    FAILED = "failed"  # a server or trainer started now would not work
+    SKIPPED = "skipped"  # not examined; the sentence says why
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; `advice` is the remedy, empty if none is needed."""
+
+    status: Status
+    sentence: str
+    advice: str = ""
+    name: str = ""
+
+
+ok = partial(Finding, Status.OK)
+warning = partial(Finding, Status.WARNING)
+failed = partial(Finding, Status.FAILED)
+skipped = partial(Finding, Status.SKIPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The configuration and the place that every check examines."""
+
+    run_dir: Path
+    port: int = 8000  # of the server
+    source: str | None = None  # the --config argument
+    error: str = ""  # mistakes of the configuration, a line each
+    speculative: Mapping[str, Any] = field(default_factory=dict)
+    # Its section; the defaults without one, or if it is not usable.
+    tide: TideConfig = field(default_factory=lambda: TideConfig.model_validate({}))
+    usable: bool = True
+    model: str | None = None  # the target, a directory or a hub name
+
+    @property
+    def draft(self) -> str | None:
+        name = self.speculative.get("model")
+        return name if isinstance(name, str) and name else None
+
+    @property
+    def revision(self) -> str | None:
+        value = self.speculative.get("revision")
+        return value if isinstance(value, str) else None
+
+
+_Examine = Callable[[Subject], Finding | Iterable[Finding]]
+
+
+def make_subject(
+    source: str | None, model: str | None, run_dir: Path | None, port: int
+) -> Subject:
+    """Reads a file or inline JSON; its mistakes become part of the subject.
+
+    Without a run directory it is the configuration's, else where a server would put it.
+    """
+    from vllm_tide.transport.rendezvous import default_run_dir
+
+    speculative: dict[str, Any] = {}
+    tide: TideConfig | None = None
+    error = ""
+    try:
+        if source is None:
+            tide = TideConfig.model_validate({})
+        else:
+            speculative = read_json_object(source)
+            if speculative.get("tide") is None:
+                raise ConfigError(f"tide: {source!r} has no tide section.")
+            error = "\n".join(mistakes(speculative, whole=True))
+            tide = parse_tide(speculative["tide"])
+    except ConfigError as reason:
+        error = error or str(reason)
+    if run_dir is None:
+        configured = tide.run_dir if tide is not None else None
+        run_dir = Path(configured) if configured else default_run_dir()
+    usable = tide is not None
+    tide = tide or TideConfig.model_validate({})
+    return Subject(run_dir, port, source, error, speculative, tide, usable, model)
+
+
+def check(name: str, *, configured: bool = False) -> Callable[[_Examine], _Examine]:
+    """Makes a check of a function: `name` is for findings that carry none.
+
+    A `configured` one is skipped if the configuration cannot be used.
+    """
+
+    def decorate(function: _Examine) -> _Examine:
+        def named(subject: Subject) -> Iterator[Finding]:
+            if configured and not subject.usable:
+                yield skipped("The configuration cannot be used.", name=name)
+                return
+            findings = function(subject)
+            for finding in [findings] if isinstance(findings, Finding) else findings:
+                yield replace(finding, name=finding.name or name)
+
+        return named
+
+    return decorate
+
+
+def examine(subject: Subject, checks: Iterable[str] = CHECKS) -> Iterator[Finding]:
+    """Findings of the checks; one that breaks is itself a finding."""
+    for name in checks:
+        try:
+            module = import_module(f"vllm_tide.doctor.{CHECKS[name]}")
+            yield from getattr(module, name)(subject)
+        except Exception as error:  # noqa: BLE001 - must not hide the other checks
+            yield failed(
+                f"Cannot be examined ({type(error).__name__}: {error}).",
+                "Repair the installation (scripts/install.sh) and look again; if the "
+                "rest is fine, report this.",
+                name=name.replace("_", " "),
+            )
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """Status of the whole: failed, warning or ok."""
+    statuses = {finding.status for finding in findings}
+    ranked = (Status.FAILED, Status.WARNING)
+    return next((status for status in ranked if status in statuses), Status.OK)
+
+
+def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
+    """2 if something failed; 1 for warnings if `strict`."""
+    return {Status.FAILED: 2, Status.WARNING: int(strict)}.get(worst(findings), 0)
+
+
+def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
+    """Findings for scripts: status, exit code, version of vllm-tide, checks."""
+    fields = ("name", "status", "sentence", "advice")
+    report = {
+        "status": worst(findings),
+        "exit_code": code,
+        "vllm_tide": version,
+        "checks": [{key: getattr(f, key) for key in fields} for f in findings],
+    }
+    return json.dumps(report, indent=1)
+
+
+def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
+    """Findings for people: a block each, advice behind an arrow, a line of counts."""
+    width = columns or shutil.get_terminal_size().columns
+    width = min(max(width, 60), 110)
+    wrapper = textwrap.TextWrapper(
+        width, break_long_words=False, break_on_hyphens=False
+    )
+    longest = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (9 + longest + 2)
+    lines = []
+    for finding in findings:
+        wrapper.initial_indent = f"{finding.status:<9}{finding.name:<{longest}}  "
+        wrapper.subsequent_indent = indent
+        lines += wrapper.wrap(finding.sentence)
+        wrapper.initial_indent = f"{indent}-> "
+        wrapper.subsequent_indent = f"{indent}   "
+        lines += wrapper.wrap(finding.advice)
+    counts = Counter(finding.status for finding in findings)
+    lines.append(", ".join(f"{counts[status]} {status}" for status in Status))
+    return "\n".join(lines)

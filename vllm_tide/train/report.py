@@ -1,0 +1,276 @@
+"""What a trainer tells: its status, its events, and its own page of metrics.
+
+Serving is seen on the server's `/metrics`, training here (`tide.train.metrics_port`):
+the trainer may be on another host, and outlives servers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS
+from vllm_tide.tracing import Tracing
+from vllm_tide.transport.header import said
+from vllm_tide.transport.rendezvous import write_private
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+logger = logging.getLogger("vllm_tide.train")
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+PERIOD_S = 1.0
+"""The status file is written at most this often (s)."""
+MAX_BYTES = 4 << 20
+"""At this size the older half of the events is dropped."""
+
+
+def _of(source: str, default: Any = 0) -> Any:
+    """A field that is copied from this attribute of the sidecar."""
+    metadata = {"source": source}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class TrainerStatus:
+    """Fields of `trainer-<engine_id>.json`.
+
+    Attributes:
+        state: "starting", "waiting", "training", "stopped" or "engine_gone".
+        model_name: Name that the first engine serves the target under.
+        holdout_acceptance_new: Expected tokens per verify step of the candidate at the
+            last evaluation; `holdout_acceptance_live` of the draft served then.
+        refused_versions: Publications that no engine took.
+        training_seconds: Time spent in training cycles, evaluations included.
+        waiting_for: Why a better draft would not be published now; empty if it would.
+        schedule: `Schedule.snapshot()`.
+        canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
+            in tokens per step without drafts, `change`, its `error`, `requests`.
+        tenant_keys: Ids of the keys that tenants of its data were named by.
+        engines: Per engine: version published, installed, refused.
+        feeds: Per engine: counters of its feed.
+        terms: Mean of each loss term over the last step.
+        out_of_memory: Cycles that the trainer's device had no memory for.
+        failed_writes: Status files and events that could not be written.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    state: str = "starting"
+    model_name: str = ""
+    cycles: int = _of("trainer.cycles")
+    steps: int = _of("trainer.steps")
+    loss: float | None = _of("trainer.last_loss", None)
+    rows_read: int = _of("trainer.rows_read")
+    samples: int = _of("trainer.buffer.num_samples")
+    train_tokens: int = _of("trainer.train_tokens")
+    packing_waste: float = _of("trainer.packing_waste", 0.0)
+    holdout_tokens: int = _of("trainer.buffer.holdout_tokens")
+    holdout_acceptance_new: float | None = None
+    holdout_acceptance_live: float | None = None
+    last_decision: str = ""
+    published_version: int = _of("deployment.published")
+    installed_version: int = _of("deployment.installed")
+    refused_versions: int = _of("deployment.refusals")
+    publications: int = _of("deployment.publications")
+    rollbacks: int = _of("deployment.canary.rollbacks")
+    training_seconds: float = _of("training_seconds", 0.0)
+    waiting_for: str = _of("deployment.waiting_for", "")
+    requests: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)
+    canary: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    feeds: dict[str, dict[str, int]] = field(default_factory=dict)
+    terms: dict[str, float] = _of("trainer.last_terms", dict)
+    tenant_keys: list[str] = field(default_factory=list)
+    last_publish_unix: float | None = _of("deployment.last_publish_unix", None)
+    rows_skipped: dict[str, int] = field(default_factory=dict)
+    out_of_memory: int = _of("trainer.out_of_memory")
+    failed_writes: int = _of("report.failed_writes")
+    peak_rss_bytes: int = 0
+    updated_unix: float = 0.0
+
+    def copy_from(self, sidecar: Any) -> None:
+        """Takes over what trainer and deployment count themselves."""
+        for each in fields(self):
+            if source := each.metadata.get("source"):
+                setattr(self, each.name, attrgetter(source)(sidecar))
+
+
+class Report:
+    """Writes status file and events, mode 0600; a full disk never stops training.
+
+    Events are one JSON object a line, of numbers and fixed words only: nothing of any
+    request.
+
+    Args:
+        run_dir: Run directory.
+        name: Engine the trainer reports under.
+        tracing: Every event becomes a span as well; see `open_tracing`.
+    """
+
+    def __init__(
+        self, run_dir: Path, name: str, tracing: Tracing | None = None
+    ) -> None:
+        self.path = run_dir / f"events-{name}.jsonl"
+        self.status_path = run_dir / f"trainer-{name}.json"
+        self.failed_writes = 0
+        self._tracing = tracing
+        self._next = 0.0
+
+    def due(self) -> bool:
+        """True if a second has passed since the status was written."""
+        return time.monotonic() >= self._next
+
+    def write(self, status: TrainerStatus) -> None:
+        """Replaces the status file."""
+        self._next = time.monotonic() + PERIOD_S
+        status.updated_unix = time.time()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        status.peak_rss_bytes = usage.ru_maxrss * 1024
+        values = finite(asdict(status))
+        try:
+            write_private(self.status_path, json.dumps(values, indent=1))
+        except OSError:
+            self.failed_writes += 1
+
+    def add(self, event: str, **facts: Any) -> None:
+        """Appends one event.
+
+        Args:
+            event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
+                joined, left, restored, purge, paused or resumed.
+            facts: JSON-able; a number that is not finite becomes null.
+        """
+        line = {"unix": round(time.time(), 3), "event": event}
+        line |= finite(facts)
+        if self._tracing is not None:
+            self._tracing.span(event, facts.get("seconds", 0.0), facts)
+        shown = (f"{k}={said(v)}" for k, v in line.items() if k != "unix")
+        logger.info("%s", " ".join(shown))
+        try:
+            if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:
+                self._halve()
+        except OSError:
+            self.failed_writes += 1
+
+    def _append(self, line: bytes) -> int:
+        """Appends a whole line or nothing; the file's size then.
+
+        Raises:
+            OSError: The disk took nothing, or only a part, which is taken back: the
+                next line would be glued to it.
+        """
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            if os.write(fd, line) < len(line):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        return size + len(line)
+
+    def _halve(self) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_private(self.path, "".join(lines[len(lines) // 2 :]))
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None: JSON has none."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class StatusCollector(Collector):
+    """Turns a status into metric families when it is scraped.
+
+    Args:
+        status: Gives the current one.
+    """
+
+    def __init__(self, status: Callable[[], TrainerStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Family]:
+        """One family per metric of `metrics.TRAINER`."""
+        status = self._status()
+        model = status.model_name
+        for metric in TRAINER:
+            counts = metric.kind == "counter"
+            kind: type[Family] = CounterMetricFamily if counts else GaugeMetricFamily
+            labels = [*TRAINER_LABELS, *filter(None, [metric.label])]
+            family = kind(PREFIX + metric.name, metric.text, labels=labels)
+            name, _, key = metric.source.partition(".")
+            value = getattr(status, name)
+            if metric.label:  # dictionaries are replaced by the trainer's thread
+                for label, figures in dict(value).items():
+                    family.add_metric([model, label], figures[key])
+            else:
+                if key:
+                    value = value.get(key, 0 if counts else None)
+                if value is not None:
+                    family.add_metric([model], float(value))
+            yield family
+
+
+def open_metrics(
+    port: int, status: Callable[[], TrainerStatus], host: str = "127.0.0.1"
+) -> None:
+    """Serves `/metrics` from a daemon thread; port 0 does nothing."""
+    if not port:
+        return
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(status))
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        logger.error(
+            "tide.train.metrics_port: %d cannot be opened on tide.train.metrics_host "
+            "%s (%s); choose another.",
+            port,
+            host,
+            error.strerror,
+        )
+        return
+    app = server.get_app()
+    if app is not None:
+        server.set_app(plain_text(app))
+
+
+def plain_text(app: WSGIApplication) -> WSGIApplication:
+    """`app` in Prometheus' text format, whatever its reader prefers.
+
+    Prometheus prefers OpenMetrics, in which prometheus_client 0.26 writes an underscore
+    for the colon of a sample's name. vLLM's own `/metrics` is plain text too.
+    """
+
+    def plain(
+        environ: WSGIEnvironment, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        environ["HTTP_ACCEPT"] = "text/plain"
+        return app(environ, start_response)
+
+    return plain
