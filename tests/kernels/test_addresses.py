@@ -7,6 +7,8 @@ on Python's integers.
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -21,6 +23,13 @@ def anchor(dtype):
 
 def anchors(*dtypes):
     return [anchor(dtype) for dtype in dtypes]
+
+
+def mapped(tensor):
+    """The tensor in pages of its own: on the heap, an address computed from an anchor
+    may fall into it and be taken for real."""
+    pages = mmap.mmap(-1, tensor.numel() * tensor.element_size())
+    return torch.frombuffer(pages, dtype=tensor.dtype).copy_(tensor)
 
 
 def recorder(monkeypatch, program, *real):
@@ -53,7 +62,7 @@ def test_pack_rows(monkeypatch):
 
     row, part, width, stride = 200_000, 7, 8192, 24_576
     a, b, c, out = anchors(*[torch.int16] * 4)
-    rows = torch.full((row + 1,), row, dtype=torch.int32)
+    rows = mapped(torch.full((row + 1,), row, dtype=torch.int32))
     seen = recorder(monkeypatch, (row, part), rows)
     _pack_rows_kernel[(1,)](
         *(a, b, c, stride, stride + 1, stride + 2, rows, out, width),
@@ -149,7 +158,7 @@ def test_kl_loss(monkeypatch, reverse):
     row, vocab, stride = 20_000, 30_000, 262_144
     z, t, grad = anchors(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     weights, values = anchors(torch.float32, torch.float32)
-    ids = torch.arange(vocab) * 6  # real: the teacher has 180,000 tokens
+    ids = mapped(torch.arange(vocab) * 6)  # real: the teacher has 180,000 tokens
     seen = recorder(monkeypatch, (row,), ids)
     _kl_kernel[(1,)](
         *(z, stride, t, stride + 1, ids, weights, values, grad, stride + 2, vocab),
