@@ -41,7 +41,7 @@ class _Section(BaseModel):
 
 
 class CaptureConfig(_Section):
-    """What the engine copies out of live traffic, and how much."""
+    """Rows that the engine copies out of live traffic, and how many."""
 
     enabled: bool = Field(True, description="Copy rows of live traffic to the ring.")
     sample_rate: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -209,7 +209,7 @@ class SpoolConfig(_Section):
 
 
 class ControlConfig(_Section):
-    """How many tokens are drafted and verified, request by request."""
+    """Choice of how many tokens are drafted and verified, request by request."""
 
     policy: Literal["static", "adaspec", "threshold", "tide_gate"] = Field(
         "adaspec",
@@ -248,7 +248,7 @@ class ControlConfig(_Section):
 
 
 class SwapConfig(_Section):
-    """How a published draft is installed."""
+    """Installation of a published draft."""
 
     enabled: bool = Field(True, description="Install published drafts.")
 

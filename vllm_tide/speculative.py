@@ -1,4 +1,4 @@
-"""What `--speculative-config` is given: read, and judged as a whole.
+"""Reads what `--speculative-config` is given, and judges it as a whole.
 
 vLLM's own keys are judged by what its source declares, without importing it.
 """

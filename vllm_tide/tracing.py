@@ -63,7 +63,7 @@ class Tracing:
 
 @lru_cache(maxsize=1)
 def open_tracing(process: str) -> Tracing | None:
-    """What this process sends spans with; None where no endpoint is configured.
+    """Tracer that this process sends spans with; None where no endpoint is configured.
 
     vLLM's own provider where it set one up in this process, so that spans of both come
     from one resource; else one of ours.

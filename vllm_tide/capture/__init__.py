@@ -1,4 +1,4 @@
-"""What of live traffic leaves the engine: rows to records, and who may be captured.
+"""Rows of live traffic that leave the engine as records, and who may be captured.
 
 Runs in the vLLM worker, on the thread that runs the model. It never blocks and never
 raises into serving: `guard.py` is the one boundary that catches everything.

@@ -33,7 +33,7 @@ TEACHERS = (
 
 @dataclass(slots=True)
 class StepRows:
-    """What a step computed, in wire types.
+    """Rows that a step computed, in wire types.
 
     Attributes:
         features: [>= rows, num_aux * H]; any number of rows and 0 columns while

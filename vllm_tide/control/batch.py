@@ -1,4 +1,4 @@
-"""What a control policy is told and what it answers: plain arrays, one set per round.
+"""Input and output of a control policy: plain arrays, one set per round.
 
 A *round* is: plan, some draft steps, choose, then one target step that verifies what
 was chosen. The engine adapter and the simulator both speak exactly these types, so a
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do before the first draft step.
+    """Decision before the first draft step.
 
     Attributes:
         steps: Most draft steps; 0: do not draft.
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a round, once the target has sampled.
+    """Outcome of a round, once the target has sampled.
 
     Attributes:
         slots: int64 [n].

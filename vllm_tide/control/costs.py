@@ -1,4 +1,4 @@
-"""What each choice of one round costs in seconds: AdaSpec eq. 1, T = draft + target.
+"""Seconds of each choice of one round: AdaSpec eq. 1, T = draft + target.
 
 The time model is asked once per round; every decision of the round reads the arrays.
 """

@@ -29,7 +29,7 @@ _LONGEST_QUERY = 16
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """How well one part of a round is predicted.
+    """Errors of the prediction of one part of a round.
 
     Attributes:
         r2: Share of the variance of the fitted samples that is explained.

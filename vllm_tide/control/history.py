@@ -1,4 +1,4 @@
-"""What confidences to expect before they exist.
+"""Expected confidences of tokens not drafted yet.
 
 AdaSpec extends every request by one lifetime average. Two things it misses decide
 lengths: requests differ, and the *spread* of the next confidences has value of its own,

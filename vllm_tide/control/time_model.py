@@ -1,4 +1,4 @@
-"""What a round of speculative decoding costs, in seconds, before it is run.
+"""Predicted seconds of a round of speculative decoding.
 
 Source: AdaSpec (arXiv 2503.05096) eq. 1-5. One forward costs
 `alpha * context + gamma * tokens + delta`. Two changes to the paper's form:

@@ -51,7 +51,7 @@ def rows_of_steps(masks: Sequence[Tensor]) -> list[StepRows]:
 
 @dataclass(frozen=True)
 class BranchInputs:
-    """What `Eagle3Draft.forward_ttt` needs of the branches.
+    """Inputs of `Eagle3Draft.forward_ttt` for the branches.
 
     Attributes:
         tokens: int64 [M], drafted target ids b_1..b_m of each branch. Row j of a branch

@@ -25,7 +25,7 @@ CAST_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the trainer needs of the target.
+    """Parts of the target that the trainer needs.
 
     Attributes:
         embed_tokens: [V, H] input embedding, checkpoint dtype.

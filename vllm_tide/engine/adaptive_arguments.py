@@ -1,4 +1,4 @@
-"""What vLLM's adaptive verification cannot be combined with, a sentence for each.
+"""Combinations that vLLM's adaptive verification excludes, a sentence for each.
 
 vLLM refuses most of it by itself, before it asks us about the whole configuration, and
 ends in a traceback. So what shows early is refused here, in our words, and what vLLM

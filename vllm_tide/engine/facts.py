@@ -1,4 +1,4 @@
-"""What a profile holds for (all of a worker that changes its timing), and a trainer.
+"""Facts that a profile holds for (all that changes a worker's timing), or a trainer.
 
 The doctor compares the parts that need neither torch nor vLLM.
 """

@@ -22,7 +22,7 @@ from vllm_tide.engine.timers import Reading
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine allows.
+    """Limits of the engine.
 
     Attributes:
         length: Most tokens of a request, with room for drafts.

@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.tide")
 
 
 class Order(TypedDict):
-    """What a step's workers are told (`SchedulerOutput.tide`).
+    """Orders to a step's workers (`SchedulerOutput.tide`).
 
     Attributes:
         install: Version of the draft to install before the step.

@@ -1,4 +1,4 @@
-"""What the server's log says of TIDE: below vLLM's logger, so as its own lines."""
+"""Lines of TIDE in the server's log: below vLLM's logger, so as its own lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTS = ("rows", "rounds", "draft_steps", "dropped", "prefix_verified")
 
 
 def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
-    """What is captured, from whom, where it goes and how to end it; what learns."""
+    """Logs what is captured, of whom, where it goes, how to end it, and what learns."""
     capture, everybody = config.capture, config.capture.consent == "opt_out"
     if not capture.enabled or capture.consent == "off":
         logger.info("vllm_tide: captures nothing (tide.capture).")

@@ -1,4 +1,4 @@
-"""What a step of Model Runner V2 decided, brought to the host without waiting for it.
+"""Decisions of a step of Model Runner V2, copied to the host without waiting for it.
 
 On V2 tokens, verdicts and confidences live on the device, and the host runs ahead of
 it. A step's numbers are copied to pinned memory behind the step itself; they are read
@@ -115,7 +115,7 @@ class Place:
 
 @dataclass(slots=True)
 class Timing:
-    """What a clock says of a step.
+    """Times of a step by one clock.
 
     Attributes:
         continues: Whether the engine cannot have idled since the step before.

@@ -1,4 +1,4 @@
-"""What the worker owns: ring, weights segment, capture, swapper, trainer process.
+"""TIDE's part of the worker: ring, weights segment, capture, swapper, trainer process.
 
 Made once per worker after the models are loaded (`make_worker`). Hot-path calls:
 `begin_step` before a step, the capture's hooks inside it, `end_step` after it.

@@ -1,4 +1,4 @@
-"""What the worker owns on Model Runner V2: `WorkerTide` with V2's seams.
+"""TIDE's part of the worker on Model Runner V2: `WorkerTide` with V2's seams.
 
 Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
 `on_logits`, `_open`, `on_draft_logits` in each draft step

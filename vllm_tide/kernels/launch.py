@@ -1,4 +1,4 @@
-"""What every kernel file shares: Triton if there is one, and who runs an op."""
+"""Shared by every kernel file: Triton if there is one, and who runs an op."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def beat(ranks: Ranks) -> None:
 def setup_of(
     target_path: str, draft_path: str, shared: Sequence[str], config: TrainConfig
 ) -> dict[str, Any]:
-    """What the other ranks need to load the same target and draft shape."""
+    """Setup with which the other ranks load the same target and draft shape."""
     return {
         "target_path": target_path,
         "draft_path": draft_path,

@@ -70,7 +70,7 @@ class EngineVersions:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look at the engines found."""
+    """Engines and sources that came or went since the last look."""
 
     joined: tuple[str, ...]
     left: dict[str, str]  # and why

@@ -158,7 +158,7 @@ class BucketedOutcomes(Outcomes):
 
 @dataclass(frozen=True)
 class Pull:
-    """What a term gives for n rows.
+    """Values and pseudo targets of a term for n rows.
 
     Attributes:
         value: [n], nats (tv: a probability).

@@ -172,7 +172,7 @@ class KernelTeacher:
 
 @dataclass(frozen=True)
 class LossTask:
-    """What is computed for each of L loss rows.
+    """Inputs and options of each of L loss rows.
 
     Attributes:
         index: int64 [L], row of the teacher.

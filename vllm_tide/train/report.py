@@ -1,4 +1,4 @@
-"""What a trainer tells: its status, its events, and its own page of metrics.
+"""Reports of a trainer: its status, its events, and its own page of metrics.
 
 Serving is seen on the server's `/metrics`, training here (`tide.train.metrics_port`):
 the trainer may be on another host, and outlives servers.

@@ -1,4 +1,4 @@
-"""What every request was served: steps, drafts, acceptance, put together from records.
+"""Requests as they were served: steps, drafts, acceptance, put together from records.
 
 Reads ids and counts only, so light records are as good as full ones. Memory is bounded:
 open requests are limited in number and in tokens kept. No torch.
@@ -30,7 +30,7 @@ of the prompt's cached share (0: none, 1: less than half, 2: the rest)."""
 
 @dataclass(slots=True)
 class ServedRequest:
-    """How one request was drafted for; it grows until the request has ended.
+    """Drafts of one request; it grows until the request has ended.
 
     Attributes:
         tenant: Id of who sent it; 0 is nobody.

@@ -47,7 +47,7 @@ _BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, over all ranks.
+    """Results of one step, over all ranks.
 
     Attributes:
         loss: Weighted sum over steps (gamma^i) and terms.

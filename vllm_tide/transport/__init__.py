@@ -1,4 +1,4 @@
-"""What passes between the engine and the trainer, and how it cannot hurt serving.
+"""Transport between the engine and the trainer that cannot hurt serving.
 
 Owns the signal ring (rows of live traffic, engine to trainer), the weights segment
 (drafts, trainer to engine) and the run directory where the two find each other.

@@ -47,7 +47,7 @@ def said(value: object) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What page 0 says.
+    """Fields of page 0.
 
     Args:
         magic: Eight bytes naming the kind of segment.

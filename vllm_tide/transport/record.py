@@ -46,7 +46,7 @@ _ALIGN = 8
 
 
 class Phase(IntEnum):
-    """What the rows of a record are."""
+    """Kind of the rows of a record."""
 
     PREFILL = 0
     """Rows of the prompt, or recomputed tokens."""

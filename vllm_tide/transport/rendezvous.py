@@ -53,7 +53,7 @@ _Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63)]
 
 @dataclass
 class EngineManifest:
-    """What a trainer needs to know about a live engine."""
+    """Facts about a live engine that a trainer needs."""
 
     engine_id: _Text  # letters, digits, dot, dash, underscore
     pid: _Whole  # of the worker that owns the segments

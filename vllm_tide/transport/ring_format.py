@@ -1,4 +1,4 @@
-"""What lies in a ring: its spec, its words, its frames.
+"""Layout of a ring: its spec, its words, its frames.
 
 Frames start at multiples of 64 bytes and never wrap: what does not fit before the end
 is preceded by a pad frame. A frame carries its own absolute position, so stale bytes
@@ -49,7 +49,7 @@ class Word(IntEnum):
 
 
 class Collect(IntEnum):
-    """What the consumer wants of live traffic."""
+    """Kinds of rows that the consumer wants of live traffic."""
 
     NOTHING = 0
     FULL = 1
@@ -59,7 +59,7 @@ class Collect(IntEnum):
 
 @dataclass(frozen=True)
 class RingSpec:
-    """What every record of a ring has in common; written to its header.
+    """Facts that all records of a ring share; written to its header.
 
     Args:
         aux_layer_ids: Layers whose input is captured, in feature order.

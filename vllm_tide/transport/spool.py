@@ -72,7 +72,7 @@ class EngineEntry:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What a relay says again and again."""
+    """State of an engine, which its relay repeats."""
 
     unix: _Number = 0.0  # s, the relay's clock; readers look whether it changes
     running: _Flag = True  # engine and relay live; False is the last word
@@ -89,7 +89,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class ReaderState:
-    """What a trainer says about one engine."""
+    """State of a trainer towards one engine."""
 
     instance: _Label  # see `this_instance`
     unix: _Number = 0.0  # s, the trainer's clock

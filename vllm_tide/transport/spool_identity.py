@@ -36,7 +36,7 @@ _SAYS = {
 
 
 def identity_of(manifest: EngineManifest) -> dict[str, str]:
-    """What another engine must have in common with one of this host, part by part.
+    """Facts that another engine must share with one of this host, part by part.
 
     Raises:
         TransportError: If a directory cannot be read.

@@ -1,4 +1,4 @@
-"""What a trainer on another host needs of the models, carried by the spool.
+"""Models for a trainer on another host, carried by the spool.
 
 The embedding and output rows of the target (not the target), once per target, and the
 draft each engine started with. Files first, then ``files.json`` with their SHA-256.

@@ -40,7 +40,7 @@ class StoreError(TransportError):
 
 
 class NotOurs(StoreError):  # noqa: N818 - says what it is
-    """What is to be removed is another user's, or no plain file: it is left."""
+    """The file to remove is another user's, or no plain file: it is left."""
 
 
 def open_store(url: str) -> Store:

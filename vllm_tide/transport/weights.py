@@ -69,7 +69,7 @@ _FEEDBACK_AT = WORDS_AT + _Word.FEEDBACK * LINE_BYTES
 
 @dataclass(frozen=True)
 class WeightsFeedback:
-    """What the engine did with the publications.
+    """Counts of what the engine did with the publications.
 
     Args:
         refused_version: The last one refused, 0 if none.
