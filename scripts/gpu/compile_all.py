@@ -29,7 +29,6 @@ from vllm_tide.kernels import (
     gather_step,
     kl_loss,
     pack_rows,
-    select_tokens,
     topk_teacher,
 )
 from vllm_tide.kernels.launch import HAVE_TRITON, INTERPRETED, Variant, triton
@@ -41,7 +40,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 }
 """Back end, architecture and threads of a warp of each target."""
 
-_OPS = (pack_rows, gather_step, topk_teacher, select_tokens, kl_loss)
+_OPS = (pack_rows, gather_step, topk_teacher, kl_loss)
 _REASON_CHARS = 400
 
 
@@ -162,7 +161,7 @@ def _compile(variant: Variant, target: str) -> Any:
         constexprs=dict(variant.constants),
         attrs=aligned,
     )
-    options = {"num_warps": variant.num_warps, "enable_fp_fusion": variant.fp_fusion}
+    options = {"num_warps": variant.num_warps}
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm_tide.kernels.kl_loss import kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
-from vllm_tide.kernels.select_tokens import select_tokens
 from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
 
 ROUNDS = 30
@@ -154,32 +153,8 @@ def _kl_rows(place: Place) -> Case:
     )
 
 
-def _select_tokens(place: Place) -> Case:
-    requests, steps = (3, 2) if place.cpu else (256, 7)
-    chance = _draw(place, requests, steps, dtype=torch.float32).sigmoid()
-    table = 1.0 + 0.05 * (torch.arange(requests * (steps + 1) + 1) // 32).float()
-    here = table.to(place.device)
-
-    def ours() -> list[Tensor]:
-        found = select_tokens(chance, here, requests)
-        return [found.lengths, found.total]
-
-    def reference() -> list[Tensor]:
-        from vllm_tide.kernels import select_tokens as module
-
-        before, module.runs_triton = module.runs_triton, lambda *_: False
-        try:
-            found = select_tokens(chance.cpu(), table, requests)
-        finally:
-            module.runs_triton = before
-        return [found.lengths, found.total]
-
-    return Case(ours, reference, chance.numel() * 4 + here.numel() * 4, exact=True)
-
-
 CASES = {
     "pack_rows": _pack_rows,
     "topk_teacher": _topk_teacher,
     "kl_rows": _kl_rows,
-    "select_tokens": _select_tokens,
 }

@@ -186,7 +186,7 @@ def test_kernels_run_in_the_interpreter_and_are_not_measured_twice(tmp_path):
     assert done.returncode == 0, done.stdout
     whole = json.loads((tmp_path / "out" / "call3" / "kernels.json").read_text())
     assert whole["complete"] and whole["chip"] == "no GPU (--cpu)"
-    names = ["copy", "pack_rows", "topk_teacher", "kl_rows", "select_tokens"]
+    names = ["copy", "pack_rows", "topk_teacher", "kl_rows"]
     assert list(whole["parts"]) == names
     again = run(tmp_path, "3", "--only", "kernels", "--cpu")
     assert again.returncode == 0 and "has passed before" in again.stdout

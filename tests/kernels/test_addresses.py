@@ -133,24 +133,6 @@ def test_topk_teacher(monkeypatch):
     )
 
 
-def test_survivals(monkeypatch):
-    from vllm_tide.kernels.select_tokens import _survival_kernel
-
-    program, requests, stride, steps = 20_000, 3_000_000, 1000, 3
-    chance, survival, drafted = anchors(torch.float32, torch.float32, torch.int64)
-    first = program * 128
-    assert first * stride > LIMIT
-    seen = recorder(monkeypatch, (program,))
-    sizes = (requests, steps)
-    _survival_kernel[(1,)](chance, stride, drafted, survival, *sizes, BLOCK=128)
-    mine = range(first, first + 128)
-    assert seen.addresses == touched(
-        (drafted, mine),
-        *((chance, [r * stride + j for r in mine]) for j in range(steps)),
-        *((survival, [j * requests + r for r in mine]) for j in range(steps)),
-    )
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_kl_loss(monkeypatch, reverse):
     from vllm_tide.kernels.kl_loss import _kl_kernel

@@ -22,13 +22,12 @@ from vllm_tide.kernels import (
     gather_step,
     kl_loss,
     pack_rows,
-    select_tokens,
     topk_teacher,
 )
 from vllm_tide.kernels.launch import HAVE_TRITON
 
 ROOT = Path(__file__).parents[2]
-OPS = (pack_rows, gather_step, topk_teacher, select_tokens, kl_loss)
+OPS = (pack_rows, gather_step, topk_teacher, kl_loss)
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="needs triton")
 
 PTXAS = """ptxas info    : 0 bytes gmem

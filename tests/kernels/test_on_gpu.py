@@ -8,7 +8,6 @@ import torch
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss, kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
-from vllm_tide.kernels.select_tokens import select_tokens
 from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
 
 pytestmark = [
@@ -62,23 +61,6 @@ def test_topk_teacher_beyond_two_gigaelements():
     logits[-1] = draw(VOCAB, dtype=torch.bfloat16)
     last = topk_teacher(logits, 8).ids[-1].cpu()
     assert torch.equal(last, topk_teacher_reference(logits[-1:].cpu(), 8).ids[0])
-
-
-@pytest.mark.parametrize("barred", [False, True], ids=["ratio", "bar"])
-@pytest.mark.parametrize(("requests", "steps"), [(1, 1), (37, 5), (512, 8)])
-def test_select_tokens(requests, steps, barred):
-    random = torch.Generator().manual_seed(requests)
-    chance = torch.rand(requests, steps, generator=random) ** 0.3
-    chance[::3] = 0.5  # ties
-    tokens = torch.arange(requests * (steps + 1) + 1)
-    seconds = 1.0 + 0.05 * (tokens // 32).float()
-    bar = 1.2 * requests if barred else None
-    found = select_tokens(chance.cuda(), seconds.cuda(), requests, bar=bar)
-    wanted = select_tokens(chance, seconds, requests, bar=bar)
-    assert torch.equal(found.lengths.cpu(), wanted.lengths)
-    assert found.total.item() == wanted.total.item()
-    assert found.seconds.item() == wanted.seconds.item()
-    assert found.tokens.item() == pytest.approx(wanted.tokens.item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -18,7 +18,6 @@ from gpu import compile_all
 from vllm_tide.kernels import launch
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss
 from vllm_tide.kernels.pack_rows import pack_rows
-from vllm_tide.kernels.select_tokens import select_tokens
 from vllm_tide.kernels.topk_teacher import topk_teacher
 
 assert not launch.HAVE_TRITON and not launch.runs_triton(torch.zeros(1))
@@ -26,7 +25,6 @@ block = torch.zeros(3, 12, dtype=torch.bfloat16)
 pack_rows([torch.ones(3, 4)] * 3, torch.arange(3, dtype=torch.int32), block)
 assert block.eq(1).all()
 assert topk_teacher(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids.tolist() == [[1, 2]]
-assert select_tokens(torch.ones(2, 1), torch.ones(3), 0).lengths.tolist() == [1, 1]
 teacher = KLTeacher(torch.ones(2, 3), torch.ones(4, 3))
 logits = torch.zeros(2, 4, requires_grad=True)
 loss, values = kl_loss(logits, teacher, torch.ones(2))

@@ -73,7 +73,6 @@ class Variant:
         name: Tells it from the kernel's other variants.
         types: Type of each argument that is no constant ("*fp32", "i64", ...).
         num_warps: Warps of a program, 32 or 64 threads each.
-        fp_fusion: Whether a product and a sum may become one operation.
     """
 
     kernel: Any
@@ -81,7 +80,6 @@ class Variant:
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int
-    fp_fusion: bool = True
 
     @property
     def kernel_name(self) -> str:
