@@ -213,5 +213,6 @@ case $action in
     import) import_tree ;;
     export) export_tree ;;
     rebase) rebase_series ;;
-    *) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+       case ${1:-} in -h | --help) exit 0 ;; esac; exit 2 ;;
 esac

@@ -16,7 +16,8 @@ fast=0
 case ${1:-} in
     --fast) fast=1 ;;
     '') ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+       case ${1:-} in -h | --help) exit 0 ;; esac; exit 2 ;;
 esac
 cd "$here"
 exec < /dev/null

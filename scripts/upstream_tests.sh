@@ -27,7 +27,8 @@ while [ $# -gt 0 ]; do
         --subset | --all) which=${1#--} ;;
         --record-baseline) record=(--record) ;;
         --group) [ $# -gt 1 ] || die "--group needs a name"; groups+=(--group "$2"); shift ;;
-        *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+        *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+           case $1 in -h | --help) exit 0 ;; esac; exit 2 ;;
     esac
     shift
 done

@@ -32,6 +32,7 @@ NAMES = ("patch", "doctor/", "top/", "cli/", "metrics", "config", "bench/", "sim
 # The longest prefix counts. Where nothing is said: the tests of the same folder.
 TESTS = {
     "scripts/bench/": "bench",
+    "scripts/fetch_vllm": "patches",
     "scripts/patches": "patches",
     "scripts/sim/": "sim",
     "tests/": "bench sim faults",

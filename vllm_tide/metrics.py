@@ -208,13 +208,13 @@ TRAINER = (
     ),
     _gauge(
         "trainer_holdout_acceptance_live",
-        "Held-out acceptance length of the head served then (tokens).",
+        "Held-out acceptance length of the draft served then (tokens).",
         "holdout_acceptance_live",
     ),
-    _gauge("trainer_published_version", "Newest head published.", "published_version"),
+    _gauge("trainer_published_version", "Newest draft published.", "published_version"),
     _gauge(
         "trainer_installed_version",
-        "Newest head that an engine serves.",
+        "Newest draft that an engine serves.",
         "installed_version",
     ),
     _gauge(

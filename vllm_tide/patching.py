@@ -165,11 +165,9 @@ def revert(folder: Path | None = None, root: Path | None = None) -> Status:
 
 def read_pristine(target: Path, manifest: Manifest, path: str) -> bytes:
     """Reads a file as upstream ships it, whether or not the series is installed."""
-    try:
-        return _original(target, manifest, path)
-    except PatchError:
-        # A file that the current manifest does not name yet.
+    if path not in manifest["files"] and path not in _recorded(target):
         return read_file(target, path)
+    return _original(target, manifest, path)
 
 
 def read_file(target: Path, path: str) -> bytes:

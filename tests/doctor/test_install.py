@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import vllm_tide
-from tests.doctor.samples import examined
+from tests.doctor.samples import examined, make_subject
 from tests.patches.world import World
 from vllm_tide import _shm
 from vllm_tide.doctor import install
@@ -30,8 +30,9 @@ def plant(monkeypatch, folder, name, version, *more):
     monkeypatch.setattr(install, "vllm_distribution", lambda: planted)
 
 
-def versions():
-    return {finding.name: finding for finding in examine(None, ("versions",))}
+def versions(**train):
+    subject = make_subject(Path("unused"), {"train": train})
+    return {finding.name: finding for finding in examine(subject, ("versions",))}
 
 
 def test_a_package_that_fits_is_ok(monkeypatch, tmp_path):
@@ -54,6 +55,14 @@ def test_a_version_that_does_not_fit_is_named_with_what_is_asked_for(
     assert found["numpy"].status is Status.FAILED
     assert "vLLM asks for ==0.1" in found["numpy"].sentence
     assert found["safetensors"].status is Status.OK
+
+
+def test_xformers_is_asked_for_where_the_trainer_is_told_to_use_it(monkeypatch):
+    monkeypatch.setattr(install.util, "find_spec", lambda name: None)
+    assert "xformers" not in versions()
+    found = versions(attention="xformers")["xformers"]
+    assert found.status is Status.FAILED
+    assert "tide.train.attention is xformers" in found.sentence
 
 
 def test_a_missing_package_fails(monkeypatch):

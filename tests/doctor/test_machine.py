@@ -273,10 +273,10 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    def judge(build):
+def gpus(monkeypatch, tmp_path):
+    def judge(build, **train):
         monkeypatch.setattr(machine, "torch_build", lambda: build)
-        return examined(None, "gpus")
+        return examined(make_subject(tmp_path, {"train": train}), "gpus")
 
     return judge
 
@@ -323,7 +323,11 @@ def test_amd_gpus_are_read_from_the_driver_s_files(tmp_path, monkeypatch, gpus):
 
 
 def test_a_cpu_build_is_skipped(gpus):
-    assert gpus(TorchBuild("2.13.0+cpu", None, None)).status is Status.SKIPPED
+    build = TorchBuild("2.13.0+cpu", None, None)
+    assert gpus(build).status is Status.SKIPPED
+    found = gpus(build, device="cuda:1")
+    assert found.status is Status.FAILED
+    assert found.sentence.startswith("tide.train.device is cuda:1 and torch is built")
 
 
 def ports(subject):

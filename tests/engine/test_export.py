@@ -225,8 +225,8 @@ def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
         (("--from", engine.manifest.draft_path), "give --target"),
         ((*run, "--num-speculative-tokens", 0), "at least 1"),
         ((*run, "--state-dir", tmp_path / "none"), "no directory"),
-        ((*run, "--state-dir", tmp_path), "keeps no usable head"),
-        (("--state-dir", tmp_path, "--from", tmp_path), "--target: kept heads"),
+        ((*run, "--state-dir", tmp_path), "keeps no usable draft"),
+        (("--state-dir", tmp_path, "--from", tmp_path), "--target: kept drafts"),
     ]
     for words, sentence in cases:
         assert run_export(tmp_path / "out", *words) == 2

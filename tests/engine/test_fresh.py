@@ -89,7 +89,7 @@ def test_a_head_that_cannot_be_built_is_one_sentence(target, cache):
     from vllm_tide.config import ConfigError
 
     tide = {"fresh": {"draft_vocab_size": 100000}}
-    with pytest.raises(ConfigError, match=r"model: no fresh head .*draft_vocab_size"):
+    with pytest.raises(ConfigError, match=r"model: no fresh draft .*draft_vocab_size"):
         checked({"model": "fresh", "tide": tide}, target)
     with pytest.raises(ConfigError, match="set it to 'eagle3'"):
         checked({"model": "fresh", "method": "ngram", "tide": {}}, target)

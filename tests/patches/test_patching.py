@@ -324,12 +324,18 @@ def test_reinstalled_package_is_absent_again(world: World) -> None:
     assert world.apply() is PatchState.APPLIED
 
 
-def test_lost_originals_are_one_sentence(world: World) -> None:
+def test_lost_originals_are_one_sentence(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.apply()
     shutil.rmtree(world.site / patching.STATE_DIR)
     assert world.status() is PatchState.APPLIED
     with pytest.raises(PatchError, match="reinstall vLLM"):
         world.revert()
+    places = ["--target", str(world.site), "--patches", str(world.patches)]
+    assert main(["patch", "check", *places]) != 0
+    said = capsys.readouterr()
+    assert "saved original of vllm/a.py is gone" in said.out + said.err
 
 
 def test_hard_linked_package_cache_is_not_written_through(world: World) -> None:

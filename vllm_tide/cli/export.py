@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="write a trained draft as a directory that vLLM serves",
         description="Writes weights, configuration and a model card of measured "
         "figures. Without --engine, --from and --state-dir the newest running engine's "
-        "live draft is taken. Kept heads carry no configuration: with --state-dir it "
+        "live draft is taken. Kept drafts carry no configuration: with --state-dir it "
         "is read from the running engine's draft, or from --from and --target.",
     )
     add = parser.add_argument
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     source("--engine", help="id of a running engine")
     text = "draft directory of either form"
     source("--from", dest="source", type=Path, help=text)
-    text = "heads kept by a trainer; the newest good one"
+    text = "drafts kept by a trainer; the newest good one"
     add("--state-dir", type=Path, help=text)
     add("--run-dir", type=Path, help="where engines announce themselves")
     add("--target", help="hub name, written down, or directory")
@@ -75,7 +75,7 @@ def _read(args: argparse.Namespace) -> ExportedDraft:
         return from_directory(args.source, read_config(args.target) if local else None)
     if args.source is not None:
         if not local:
-            said = "kept heads are checked against their target; give its directory"
+            said = "kept drafts are checked against their target; give its directory"
             raise ConfigError(f"--target: {said} with --state-dir and --from.")
         return from_state_dir(args.state_dir, args.source, args.target)
     run_dir = args.run_dir or default_run_dir()
@@ -147,11 +147,11 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
     head = store.newest()
     if head is None:
         why = f" ({store.refused[-1]})" if store.refused else ""
-        said = f"{str(folder)!r} keeps no usable head for this target and draft{why}."
+        said = f"{str(folder)!r} keeps no usable draft for this target and draft{why}."
         raise DraftError(f"--state-dir: {said}")
     config = Eagle3Config.from_json(raw, read_config(target_dir))
     verifier, figures = read_verifier(raw), {**head.held_out, **head.served}
-    source = "a trainer's kept heads"
+    source = "a trainer's kept drafts"
     return ExportedDraft(
         config, head.tensors, verifier, head.version, source, figures, True
     )

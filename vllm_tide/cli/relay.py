@@ -1,4 +1,4 @@
-"""`vllm-tide relay`: an engine's records into a spool, a trainer's heads out of it."""
+"""`vllm-tide relay`: an engine's records into a spool, a trainer's drafts out of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    text = "carry records and heads between an engine and a spool"
+    text = "carry records and drafts between an engine and a spool"
     parser = subparsers.add_parser("relay", help=text)
     add = parser.add_argument
     text = "directory or fsspec URL; the engine's tide.spool.url if absent"

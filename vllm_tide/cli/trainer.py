@@ -39,14 +39,14 @@ COMMANDS = {
         "servers too.",
     ),
     "rollback": (
-        "serve the head before the newest one again",
+        "serve the draft before the newest one again",
         "The canary does this by itself when served acceptance falls. Training goes on "
-        "from the older head after two cycles; `pause` keeps it "
+        "from the older draft after two cycles; `pause` keeps it "
         "from publishing another.",
     ),
     "pause": (
         "stop training and capture until `resume`",
-        "Nothing leaves the engine then, token ids neither, so a head on trial is "
+        "Nothing leaves the engine then, token ids neither, so a draft on trial is "
         "judged after `resume`. The pause outlives a restart.",
     ),
     "resume": ("train and capture again after `pause`", ""),
@@ -152,10 +152,13 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         if args.json:
             return json.dumps(status, sort_keys=True)
         waiting = f", waits for {why}" if (why := status["waiting_for"]) else ""
+        decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
+        engines = len(status["engines"])
         return (
-            f"{status['state']}, {len(status['engines'])} engines, {status['cycles']} "
-            f"cycles, {status['publications']} heads published, {status['rollbacks']} "
-            f"rolled back, version {status['installed_version']} served{waiting}"
+            f"{status['state']}, {engines} engine{'s' * (engines != 1)}, "
+            f"{status['cycles']} cycles, {status['publications']} drafts published, "
+            f"{status['rollbacks']} rolled back, version "
+            f"{status['installed_version']} served{waiting}{decided}"
         )
 
     try:

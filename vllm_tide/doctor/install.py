@@ -113,6 +113,11 @@ def versions(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{vllm.version if vllm else SUPPORTED}, {build}.", name="vLLM")
     for name in ("torch", "triton", "safetensors", "numpy", "prometheus-client"):
         yield replace(_package(name, required[name]), name=name)
+    wanted = subject.tide.train.attention
+    if wanted == "xformers" and util.find_spec("xformers") is None:
+        said = "not installed, and tide.train.attention is xformers."
+        advice = "pip install 'vllm_tide[xformers]', or leave it at auto."
+        yield failed(said, advice, "xformers")
 
 
 def _requirements() -> defaultdict[str, SpecifierSet]:

@@ -258,6 +258,11 @@ def gpus(subject: Subject) -> Finding:
     """Lists the GPUs by the driver: a CUDA context would take memory."""
     build = torch_build()
     if build is None or not (build.cuda or build.hip):
+        if (device := subject.tide.train.device) != "cpu":
+            return failed(
+                f"tide.train.device is {device} and torch is built for the CPU.",
+                "Set it to cpu, or install the GPU builds of torch and vLLM.",
+            )
         return skipped("torch is built for the CPU.")
     try:
         names = _amd_gpus() if build.hip else _nvidia_gpus()

@@ -164,9 +164,9 @@ def fit(subject: Subject) -> Finding:
         try:
             _fresh_config(subject, raw)
         except ConfigError as error:
-            text = f"No fresh head can be built: {error}"
+            text = f"No fresh draft can be built: {error}"
             return failed(text, "Name a draft in 'model'.")
-        return ok("The server builds a fresh head for this target.")
+        return ok("The server builds a fresh draft for this target.")
     draft = local_checkpoint(subject.draft, subject.revision)
     if draft is None:
         return skipped(f"The draft {subject.draft!r} {elsewhere}")

@@ -51,19 +51,19 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
         where = weights_dir(target.model, target.revision)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model: a fresh head needs the target's weights and {target.model!r} is "
+            f"model: a fresh draft needs the target's weights and {target.model!r} is "
             f"not to be had ({type(error).__name__}); fetch it first."
         ) from None
     try:
         folder = fresh_directory(where, tide.fresh, target.dtype)
     except DraftError as error:
         raise ConfigError(
-            f"model: no fresh head can be built for {target.model!r}: {error}"
+            f"model: no fresh draft can be built for {target.model!r}: {error}"
         ) from None
     config["model"] = str(folder)
     config["method"] = "eagle3"
     logger.info(
-        "tide: serving a fresh head from %s under policy %r",
+        "tide: serving a fresh draft from %s under policy %r",
         folder,
         tide.control.policy,
     )
