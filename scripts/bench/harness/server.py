@@ -294,6 +294,7 @@ class VllmServer:
 
 
 MIB = 1 << 20
+START_LIMIT_S = 900.0
 # Left for the client, the page cache and whatever else runs.
 RESERVE_MIB = 1500
 
@@ -366,7 +367,7 @@ class ServerPool:
         server = VllmServer(self.options_of(arm))
         try:
             server.__enter__()
-            server.wait_ready(lambda _: None)
+            server.wait_ready(lambda _: None, START_LIMIT_S)
             self.on_ready(server)
         except BaseException:
             server.stop()
