@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench.harness.arms import TIDE_MAX_TOKENS
 from bench.harness.blocks import (
     MIXED,
     NONE,
@@ -26,11 +29,11 @@ from bench.harness.blocks import (
     plan,
     verdict,
 )
-from bench.harness.common import BenchError, clock_text, read_json
+from bench.harness.common import BenchError, clock_text, read_json, write_json
 from bench.harness.measure import WARM_UP_SHARE, ClosedPlan, measure_closed
 from bench.harness.models import DEMO
 from bench.harness.options import option
-from bench.harness.server import BROKEN, ServerPool, sentence
+from bench.harness.server import BROKEN, ServerPool, environment, sentence
 from bench.harness.session import Document
 from bench.suites.serving import (
     KNOWN_DOMAINS,
@@ -45,9 +48,11 @@ ARMS = ("none", "static1", "static3", "static5", "vllm_dynamic", "adaspec")
 MINUTES = 75.0
 # Expected before anything was measured: a server's start with its share of the
 # calibration, what a visit takes beside its window, and the shortest window.
-START_S, BESIDE_S, LEAST_S = 75.0, 4.0, 2.0
+START_S, BESIDE_S, LEAST_S = 60.0, 4.0, 2.0
 # The draft arms can be slower than `none`, after which windows are sized.
 SLACK = 0.92
+# Of a default run, for each cell: to record control's decisions.
+RECORD_S, RECORD = 12.0, Path(__file__).parents[1] / "record.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +112,22 @@ class ControlOptions(PolicyOptions):
         return 60 * MINUTES * max(1.0, share)
 
     @property
+    def record_s(self) -> float:
+        """Seconds to record control's decisions after the last block."""
+        if "adaspec" not in self.arm_names:
+            return 0.0
+        return START_S + RECORD_S * len(self.cells) * self.limit_s / (60 * MINUTES)
+
+    @property
     def visit_s(self) -> float:
         """Seconds for a visit, window and what is beside it."""
-        left = SLACK * self.limit_s - START_S * len(self.arm_names)
+        left = SLACK * self.limit_s - START_S * len(self.arm_names) - self.record_s
         return max(LEAST_S + BESIDE_S, left / self.num_visits)
 
     @property
     def size(self) -> str:
         seconds = self.num_visits * self.visit_s + START_S * len(self.arm_names)
+        seconds += self.record_s
         return (
             f"{len(self.cells)} cells x {self.num_blocks} blocks x "
             f"{len(self.arm_names) + 1} visits of {self.visit_s:.1f} s; expected "
@@ -230,12 +243,70 @@ class ControlRun(PolicyRun):
             data["identity"][self.target.name] = self.book.to_json()
             self.doc.write()
 
+    def run(self) -> None:
+        super().run()
+        if "adaspec" in self.options.arm_names:
+            self._record()
+
+    def _record(self) -> None:
+        """Records control in an engine of its own, once the servers have ended."""
+        options, work = self.options, self.options.work
+        cells = [
+            {
+                "cell": cell.name,
+                "batch": cell.batch,
+                "prompts": [
+                    requests(index, None).prompt
+                    for requests in [
+                        closed_requests(options, self.pool, cell.domain, "")
+                    ]
+                    for index in range(128)
+                ],
+            }
+            for cell in options.cells
+            if cell.batch != RAMP
+        ]
+        control = next(arm for arm in self.arms if arm.name == "adaspec").control
+        length = str(options.max_model_len)
+        arguments = ["--max-model-len", length, "--max-num-seqs", str(options.num_seqs)]
+        arguments += ["--dtype", options.dtype, *options.serve_args]
+        arguments += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
+        plan_file, out = work / "record.json", work / "recorded.json"
+        write_json(
+            plan_file,
+            {
+                "cells": cells,
+                "control": control,
+                "most": TIDE_MAX_TOKENS,
+                "seconds": RECORD_S * options.limit_s / (60 * MINUTES),
+                "arguments": arguments + ["--enforce-eager"] * (not options.compile),
+            },
+        )
+        self.progress.say("recording control's decisions")
+        python = options.venv / "bin" / "python"
+        command = [str(python), str(RECORD), "--model", str(self.target.path)]
+        command += ["--draft", str(options.draft), "--requests", str(plan_file)]
+        with (work / "logs" / "record.log").open("wb") as log:
+            subprocess.run(
+                [*command, "--json", str(out)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.server_options(self.arms[0])),
+                timeout=20 * options.limit_s,
+                check=False,
+            )
+        found = read_json(out) or {"left_on_the_table": []}
+        self.doc.data["left_on_the_table"] = found["left_on_the_table"]
+        if len(found["left_on_the_table"]) < len(cells):
+            self.doc.problem(f"not every cell was recorded: {work}/logs/record.log")
+        self.doc.write()
+
     def _window_tokens(
         self, rates: Mapping[int, float], spent_s: float
     ) -> dict[str, int]:
         """Output tokens that a visit of each batch counts."""
         options = self.options
-        left = 0.95 * options.limit_s - spent_s
+        left = 0.95 * (options.limit_s - options.record_s) - spent_s
         visit_s = max(LEAST_S + BESIDE_S, left / options.num_visits)
         beside = {
             row["batch"]: row["beside_s"]

@@ -216,39 +216,41 @@ class PolicyRun:
             self.doc.write()
 
     def _pool(self) -> ServerPool:
-        options, target = self.options, self.target
-        kv_bytes = kv_cache_bytes(
-            read_config(target.path),
-            options.num_seqs,
-            options.max_model_len,
-            ELEMENT_BYTES[options.dtype],
-        )
-
-        def options_of(arm: Arm) -> ServerOptions:
-            # Arms that share a server share its folder.
-            own = self.run_dir / f"{zlib.crc32(arm.server_key.encode()):08x}"
-            own.mkdir(mode=0o700, exist_ok=True)
-            config = speculative_config(arm, options.draft, own, self.schedule)
-            return ServerOptions(
-                venv=options.venv,
-                model=target.path,
-                log_path=options.work / "logs" / f"{target.name}-{arm.name}.log",
-                speculative_config=config,
-                dtype=options.dtype,
-                engine_cpus=options.engine_cpus,
-                other_cpus=options.other_cpus,
-                kv_cache_bytes=kv_bytes,
-                max_model_len=options.max_model_len,
-                max_num_seqs=options.num_seqs,
-                enforce_eager=not options.compile,
-                extra_args=options.serve_args,
-            )
-
+        target = self.target
         weights = sum(f.stat().st_size for f in target.path.glob("*.safetensors"))
         # Checkpoints are 16 bit.
-        weights_mib = weights / MIB * ELEMENT_BYTES[options.dtype] / 2
-        expected_mib = SERVER_MIB + 1.2 * weights_mib + kv_bytes / MIB
-        return ServerPool(options_of, self._warm_up, self.progress.say, expected_mib)
+        weights_mib = weights / MIB * ELEMENT_BYTES[self.options.dtype] / 2
+        expected_mib = SERVER_MIB + 1.2 * weights_mib + self.kv_bytes / MIB
+        say = self.progress.say
+        return ServerPool(self.server_options, self._warm_up, say, expected_mib)
+
+    @property
+    def kv_bytes(self) -> int:
+        options = self.options
+        config, size = read_config(self.target.path), ELEMENT_BYTES[options.dtype]
+        return kv_cache_bytes(config, options.num_seqs, options.max_model_len, size)
+
+    def server_options(self, arm: Arm) -> ServerOptions:
+        options = self.options
+        # Arms that share a server share its folder.
+        own = self.run_dir / f"{zlib.crc32(arm.server_key.encode()):08x}"
+        own.mkdir(mode=0o700, exist_ok=True, parents=True)
+        return ServerOptions(
+            venv=options.venv,
+            model=self.target.path,
+            log_path=options.work / "logs" / f"{self.target.name}-{arm.name}.log",
+            speculative_config=speculative_config(
+                arm, options.draft, own, self.schedule
+            ),
+            dtype=options.dtype,
+            engine_cpus=options.engine_cpus,
+            other_cpus=options.other_cpus,
+            kv_cache_bytes=self.kv_bytes,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.num_seqs,
+            enforce_eager=not options.compile,
+            extra_args=options.serve_args,
+        )
 
     def _warm_up(self, server: VllmServer) -> None:
         requests = closed_requests(self.options, self.pool, MIXED, "-2")
