@@ -44,8 +44,9 @@ def test_wrong_chances_are_lost_to_calibration(bias):
 
 def test_wrong_times_are_lost_to_times():
     wrong = 0.02 + 0.01 * np.arange(N * K + 1)
-    lost = analyse(recording(own_target=wrong))["lost_to"]
-    assert lost["times"] > 0.03
+    found = analyse(recording(own_target=wrong))
+    assert found["lost_to"]["times"] > 0.03 and found["time_error"] > 1.0
+    assert analyse(recording())["time_error"] == 0.0
 
 
 def test_what_nothing_explains_is_overhead():

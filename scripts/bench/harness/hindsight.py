@@ -11,7 +11,8 @@ verdict is known for every length. On measured times, from the best down:
 * as it served (`realised`): the rest, *overhead*: depths chosen before confidences
   are known, probes and trials, time of its decisions, being off or on too long.
 
-Each is a rate, and maximises tokens less seconds at that same rate.
+Each is a rate, and maximises tokens less seconds at that same rate. `time_error`: how
+much longer the controller expects the longest step to take than it takes.
 """
 
 from __future__ import annotations
@@ -160,10 +161,12 @@ def analyse(recording: Recording) -> dict[str, Any]:
         realised,
     ]
     lost = [(a - b) / best for a, b in zip(ladder, ladder[1:], strict=False)]
+    predicted = np.median([step.target_s[-1] + step.draft_s[-1] for step in steps])
     return {
         "realised": round(realised, 2),
         "best_uniform": round(rate(uniform), 2),
         "best_per_request": round(best, 2),
         "lost_to": {k: round(v, 4) for k, v in zip(CAUSES, lost, strict=True)},
+        "time_error": round(float(predicted / (target[-1] + beside[-1])) - 1.0, 4),
         "steps": len(steps),
     }
