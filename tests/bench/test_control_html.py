@@ -36,6 +36,7 @@ def test_controls_page_says_the_verdict_first_and_shows_where_it_is_beaten(tmp_p
             "best or within noise of the best in 4 of 4 cells",
             "3 draft tokens</th>",
             'title="1.000 to 1.000"><b>1.000</b>',
+            "differs from the first by at most 2.0%",
             "What was left on the table",
             "lost to, prediction",
             "<details><summary>All figures",
