@@ -151,6 +151,9 @@ def test_a_closed_loop_keeps_the_batch_in_flight_and_counts_the_work_asked_for()
 def test_a_visit_may_be_ended_by_time():
     run = closed(FakeServer(0.02), ClosedPlan(batch=2, seconds=0.2))
     assert run.duration_s >= 0.15 and run.tokens > 2
+    # However slow, there is a step in it.
+    run = closed(FakeServer(0.3), ClosedPlan(batch=1, seconds=0.01))
+    assert run.duration_s > 0 and run.tokens >= 1
 
 
 class TwoKinds(FakeServer):
