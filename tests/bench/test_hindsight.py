@@ -9,7 +9,7 @@ TARGET_S = 0.02 + 0.0004 * np.arange(N * K + 1)
 BESIDE_S = 0.002 + 0.003 * np.arange(K + 1)
 
 
-def recording(bias=0.0, own_target=TARGET_S, rate=None, seed=0):
+def recording(bias=0.0, own_target=TARGET_S, rate=None, seed=0, clock=1.0):
     """Steps whose chances are the confidences; the controller's are off by `bias`."""
     rng, steps = np.random.default_rng(seed), []
     for _ in range(RNG_STEPS):
@@ -22,6 +22,8 @@ def recording(bias=0.0, own_target=TARGET_S, rate=None, seed=0):
     times = [(N * d, TARGET_S[N * d], d, BESIDE_S[d]) for d in (0, 1, 3, K)]
     found = Recording(N, K, steps, times * 2)
     found.tokens, found.seconds = rate or 400.0, 1.0
+    for step in steps:
+        step.draft_s = step.draft_s * clock
     return found
 
 
@@ -47,6 +49,11 @@ def test_wrong_times_are_lost_to_times():
     found = analyse(recording(own_target=wrong))
     assert found["lost_to"]["times"] > 0.03 and found["time_error"] > 1.0
     assert analyse(recording())["time_error"] == 0.0
+
+
+def test_a_clock_that_is_wrong_by_a_factor_costs_nothing():
+    lost = analyse(recording(own_target=3 * TARGET_S, clock=3.0))["lost_to"]
+    assert abs(lost["times"]) < 0.001
 
 
 def test_what_nothing_explains_is_overhead():

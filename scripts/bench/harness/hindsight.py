@@ -137,8 +137,8 @@ def analyse(recording: Recording) -> dict[str, Any]:
 
         return choose
 
-    def rate(choose: Choose) -> float:
-        bar, reached = n / (target[0] + beside[0]), 0.0
+    def rate(choose: Choose, own_times: bool = False) -> float:
+        bar = reached = 0.0
         for _ in range(8):
             chosen = [choose(at, bar) for at in range(len(steps))]
             tokens = sum(
@@ -146,8 +146,13 @@ def analyse(recording: Recording) -> dict[str, Any]:
                 for (lengths, _), step in zip(chosen, steps, strict=True)
             )
             spent = sum(target[lengths.sum()] + beside[d] for lengths, d in chosen)
-            bar = tokens / spent
-            reached = max(reached, bar)
+            reached = tokens / spent
+            # What time is worth is known to the controller by its own clock.
+            believed = sum(
+                step.target_s[lengths.sum()] + step.draft_s[d]
+                for (lengths, d), step in zip(chosen, steps, strict=True)
+            )
+            bar = tokens / (believed if own_times else spent)
         return float(reached)
 
     own = [step.survival for step in steps]
@@ -157,7 +162,7 @@ def analyse(recording: Recording) -> dict[str, Any]:
         best,
         rate(selecting(fitted, own_times=False)),
         rate(selecting(own, own_times=False)),
-        rate(selecting(own, own_times=True)),
+        rate(selecting(own, own_times=True), own_times=True),
         realised,
     ]
     lost = [(a - b) / best for a, b in zip(ladder, ladder[1:], strict=False)]

@@ -175,8 +175,10 @@ async def run_closed(
         end = time.perf_counter() + plan.seconds
         # On a slow machine a step may take longer than the seconds.
         await until(
-            lambda: arrived() >= opened + plan.tokens
-            or (arrived() > opened and time.perf_counter() >= end)
+            lambda: (
+                arrived() >= opened + plan.tokens
+                or (arrived() > opened and time.perf_counter() >= end)
+            )
         )
         close_s = await step_end()
         tokens, cpu = arrived() - int(opened), cpu_s() - cpu
