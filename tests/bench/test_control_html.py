@@ -34,6 +34,7 @@ def test_controls_page_says_the_verdict_first_and_shows_where_it_is_beaten(tmp_p
         text.index(part)
         for part in (
             "best or within noise of the best in 4 of 4 cells",
+            "scripts/bench/run.py --suite control, complete",
             "3 draft tokens</th>",
             'title="1.000 to 1.000"><b>1.000</b>',
             "differs from the first by at most 2.0%",
