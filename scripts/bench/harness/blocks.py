@@ -79,7 +79,7 @@ def t_975(df: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term / df**power for power, term in enumerate(terms, 1))
+    return z + math.fsum(term / df**power for power, term in enumerate(terms, 1))
 
 
 def ratio_of(logs: Sequence[float], *others: Sequence[float]) -> Ratio:

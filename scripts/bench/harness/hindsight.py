@@ -65,7 +65,7 @@ def _curve(points: Iterable[tuple[int, float]], count: int) -> np.ndarray:
             by_place.setdefault(place, []).append(seconds)
     places = sorted(by_place)
     medians = np.maximum.accumulate([np.median(by_place[p]) for p in places])
-    return np.interp(np.arange(count), places, medians)
+    return np.asarray(np.interp(np.arange(count), places, medians))
 
 
 def fitted_survival(steps: Sequence[Step]) -> list[np.ndarray]:

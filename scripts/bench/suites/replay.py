@@ -39,7 +39,9 @@ class ReplayDocument(Document):
 
     def __init__(self, options: RunOptions) -> None:
         lists: dict[str, Any] = {name: [] for name in ("cells", "calibration")}
-        maps = {name: {} for name in ("summary", "identity", "schedules")}
+        maps: dict[str, Any] = {
+            name: {} for name in ("summary", "identity", "schedules")
+        }
         super().__init__(
             options.json, options.suite, options.to_json(), {**lists, **maps}
         )
