@@ -1,22 +1,36 @@
-"""A small report of a run, made up: two targets' worth of every kind of cell."""
+"""Small reports of runs, made up."""
 
-from bench.harness.ratios import summarise
+from bench.harness.blocks import cell_rows, verdict
 
 RATES = {"none": 100.0, "static1": 120.0, "static3": 130.0, "adaspec": 150.0}
 
 
-def closed_cell(arm, batch, domain, repeat, rate, target="90m"):
-    return {
-        "batch": batch,
-        "domain": domain,
-        "arm": arm,
-        "target": target,
-        "repeat": repeat,
-        "trace": None,
-        "output_tokens_per_s": rate,
-        "mean_e2e_s": 100 / rate,
-        "failed": 0,
-    }
+def visits(blocks):
+    """Visits of control's cells; the machine is 10% faster with each block."""
+    return [
+        {
+            "batch": batch,
+            "domain": domain,
+            "arm": arm,
+            "block": block,
+            "output_tokens_per_s": RATES[arm] * 1.1**block * (1 + 0.02 * (place == 4)),
+            "tokens": RATES[arm],
+            "cpu_s": 1.0,
+            "acceptance_length": None if arm == "none" else 2.0,
+        }
+        for block in range(1, blocks + 1)
+        for batch in (1, 4)
+        for domain in ("matched", "mixed")
+        for place, arm in enumerate([*RATES, "none"])
+    ]
+
+
+def old_cells():
+    """Cells of the control suite as they were: visits, by repeat."""
+    return [
+        {**visit, "target": "90m", "trace": None, "repeat": visit.pop("block") - 1}
+        for visit in visits(2)
+    ]
 
 
 def trace_cell(arm, trace, repeat, e2e_s, tpots_ms, target="90m"):
@@ -46,13 +60,6 @@ def trace_cell(arm, trace, repeat, e2e_s, tpots_ms, target="90m"):
 
 def report():
     cells = [
-        closed_cell(arm, batch, domain, repeat, rate / batch**0.5 * (1 + repeat / 100))
-        for repeat in range(2)
-        for domain in ("matched", "unmatched")
-        for batch in (1, 4)
-        for arm, rate in RATES.items()
-    ]
-    cells += [
         trace_cell(arm, trace, 0, 1000 / rate, (10 * 100 / rate, 12 * 100 / rate))
         for trace in ("trace1", "trace2")
         for arm, rate in RATES.items()
@@ -62,15 +69,28 @@ def report():
     verdict |= {"wrong": 0, "not_rescored": 0, "errors": [], "differences": []}
     return {
         "schema": 1,
-        "suite": "control",
+        "suite": "traces",
         "complete": True,
         "stopped": None,
         "cells": cells,
-        "summary": summarise(cells),
+        "summary": {},
         "identity": {"90m": {"adaspec": verdict}},
         "calibration": [],
         "schedules": {"90m": [[1, 2, 3], [3, 48, 0]]},
         "problems": ["90m, batch 4, <b>static1</b>: broke"],
         "options": {"slo_scales": [0.8, 0.9, 1.0]},
         "environment": {"commit": "0" * 40, "cpu": "AMD", "num_cpus": 2},
+    }
+
+
+def control_report():
+    rows = cell_rows(visits(3))
+    lost = {"prediction": 0.03, "calibration": 0.01, "times": 0.0, "overhead": 0.02}
+    left = {"cell": "batch 4, mixed", "realised": 100.0, "best_uniform": 104.0}
+    return report() | {
+        "suite": "control",
+        "visits": visits(3),
+        "cells": rows,
+        "verdict": verdict(rows),
+        "left_on_the_table": [{**left, "best_per_request": 110.0, "lost_to": lost}],
     }

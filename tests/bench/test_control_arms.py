@@ -13,14 +13,9 @@ from bench.harness.arms import (
     speculative_config,
 )
 from bench.harness.common import BenchError
-from bench.suites.control import RunOptions
-from bench.suites.turns import (
-    Cell,
-    best_lengths,
-    calibration_plan,
-    schedule_of,
-    visit_order,
-)
+from bench.suites.replay import turn
+from bench.suites.serving import best_lengths, schedule_of
+from bench.suites.traces import RunOptions
 from vllm_tide.config import parse_tide
 
 
@@ -90,22 +85,8 @@ def test_bad_arms_get_one_sentence(names, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_best_length_is_over_domains_and_the_shorter_of_equals():
-    rates = {
-        (1, "a", 0): 10,
-        (1, "b", 0): 10,
-        (1, "a", 3): 30,
-        (1, "b", 3): 8,
-        (1, "a", 7): 40,  # not measured in domain b
-        (8, "a", 0): 100,
-        (8, "b", 0): 100,
-        (8, "a", 3): 110,
-        (8, "b", 3): 80,
-        (48, "a", 0): 5,
-        (48, "b", 0): 5,
-        (48, "a", 3): 5,
-        (48, "b", 3): 5,
-    }
+def test_the_best_length_is_the_shorter_of_equals():
+    rates = {(1, 0): 10, (1, 3): 30, (8, 0): 100, (8, 3): 80, (48, 0): 5, (48, 3): 5}
     assert best_lengths(rates) == {1: 3, 8: 0, 48: 0}
 
 
@@ -119,54 +100,11 @@ def test_the_schedule_covers_all_sizes_and_joins_equal_neighbours():
     assert schedule_of({4: 2}, 8) == [(1, 8, 2)]
 
 
-def test_the_calibration_measures_what_is_needed():
-    arms = make_arms(["none", "static1", "adaspec"])
-    assert calibration_plan(arms, arms[0], 32, tuned=False) == [(arms[0], 32)]
-    plan = calibration_plan(arms, arms[0], 32, tuned=True)
-    assert {arm.name for arm, _ in plan} == {"none", "static1"}
-    assert [batch for arm, batch in plan if arm.name == "none"] == [1, 2, 4, 8, 16, 32]
-
-
-def names(visits):
-    return [(v.repeat, v.cell.batch, v.arm.name) for v in visits]
-
-
-def test_arms_take_turns_in_alternating_order_after_none_has_opened_the_cell():
+def test_arms_take_turns_in_alternating_order_after_none_has_opened_a_trace():
     arms = make_arms(["static1", "none", "static3"])
-    cells = [Cell("m", batch=1), Cell("m", batch=2)]
-    order = names(visit_order(cells, arms, 2, interleaved=True, defer_dynamic=True))
-    assert order == [
-        (0, 1, "none"),
-        (0, 1, "static1"),
-        (0, 1, "static3"),
-        (0, 2, "none"),
-        (0, 2, "static3"),
-        (0, 2, "static1"),
-        (1, 1, "static3"),
-        (1, 1, "none"),
-        (1, 1, "static1"),
-        (1, 2, "static1"),
-        (1, 2, "none"),
-        (1, 2, "static3"),
-    ]
-
-
-def test_the_dynamic_arm_comes_after_the_first_repeats_static_arms():
-    arms = make_arms(["none", "vllm_dynamic", "static3"])
-    cells = [Cell("m", batch=1), Cell("m", batch=2)]
-    for interleaved in (True, False):
-        order = names(
-            visit_order(cells, arms, 2, interleaved=interleaved, defer_dynamic=True)
-        )
-        assert order[4:6] == [(0, 1, "vllm_dynamic"), (0, 2, "vllm_dynamic")]
-        assert len(order) == len(set(order)) == 12
-
-
-def test_without_memory_every_arm_sweeps_alone():
-    arms = make_arms(["none", "static3"])
-    cells = [Cell("m", batch=1), Cell("m", batch=2)]
-    order = names(visit_order(cells, arms, 1, interleaved=False, defer_dynamic=True))
-    assert [arm for _, _, arm in order] == ["none", "none", "static3", "static3"]
+    order = [[arm.name for arm in turn(arms, *place)] for place in ((0, 0), (0, 1))]
+    assert order == [["none", "static1", "static3"], ["none", "static3", "static1"]]
+    assert [arm.name for arm in turn(arms, 1, 0)] == ["static3", "none", "static1"]
 
 
 def test_adaptive_verification_is_in_arms_that_have_to_be_asked_for(tmp_path):
@@ -215,7 +153,7 @@ def test_an_engine_without_adaptive_verification_is_refused_before_it_starts(
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     options = RunOptions(
-        suite="control",
+        suite="traces",
         json=tmp_path / "f.json",
         work=tmp_path,
         venv=tmp_path,

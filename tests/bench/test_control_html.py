@@ -4,7 +4,7 @@ import pytest
 
 import bench.report
 import bench.run
-from tests.bench.control_report import report
+from tests.bench.control_report import control_report, old_cells, report
 
 pytest.importorskip("matplotlib")
 
@@ -20,12 +20,38 @@ def written(tmp_path, data):
 
 def test_a_report_is_one_file_with_its_plots_inside(tmp_path):
     text = written(tmp_path, report())
-    # Sweep; trace speed-ups; two lengths over time; attainment.
-    assert text.count("<svg") == 5
+    # Trace speed-ups; two lengths over time; attainment.
+    assert text.count("<svg") == 4
     assert not re.search(r"(?:src|href)=\"https?:", text)
     assert "SLO attainment" in text and "1.500" in text
     assert "adaspec, given the limit" in text
     assert "1 to 2: 3, 3 to 48: 0" in text
+
+
+def test_controls_page_says_the_verdict_first_and_shows_where_it_is_beaten(tmp_path):
+    text = written(tmp_path, control_report())
+    places = [
+        text.index(part)
+        for part in (
+            "best or within noise of the best in 4 of 4 cells",
+            "scripts/bench/run.py --suite control, complete",
+            "3 draft tokens</th>",
+            'title="1.000 to 1.000"><b>1.000</b>',
+            "differs from the first by at most 2.0%",
+            "What was left on the table",
+            "lost to, prediction",
+            "<details><summary>All figures",
+            "<details><summary>Raw JSON",
+            "ratio_to_best",
+        )
+    ]
+    assert places == sorted(places)
+    assert "vllm_tide&#39;s control" in text and "hsl(0 70% 82%)" in text
+
+
+def test_an_old_report_of_control_is_still_shown(tmp_path):
+    text = written(tmp_path, report() | {"suite": "control", "cells": old_cells()})
+    assert "90m: adaspec: best or within noise of the best in 4 of 4 cells" in text
 
 
 def test_text_of_the_run_is_escaped(tmp_path):
@@ -83,7 +109,9 @@ def test_bad_input_gets_one_sentence(tmp_path, capsys, name, content, message):
         (["--suite", "control", "--arms", "nope"], "no arm 'nope'"),
         (["--suite", "control", "--target", "/nonexistent"], "--target"),
         (["--suite", "control", "--venv", "/nonexistent"], "--venv"),
-        (["--suite", "control", "--repeats", "0"], "--repeats"),
+        (["--suite", "traces", "--repeats", "0"], "--repeats"),
+        (["--suite", "control", "--blocks", "-1"], "--blocks"),
+        (["--suite", "control", "--arms", "adaspec"], "needs none and another"),
         (["--suite", "control", "--output-tokens", "9999"], "--max-model-len"),
         (["--suite", "control", "--max-num-seqs", "2"], "--max-num-seqs"),
         (["--suite", "traces", "--keep", "2"], "--keep"),

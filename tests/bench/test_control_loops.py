@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import time
 
 import pytest
@@ -10,10 +11,12 @@ from bench.harness.measure import (
     ClosedPlan,
     dispatch,
     first_wave_tokens,
+    in_flight,
     replay_open,
     run_closed,
 )
 from bench.harness.scrape import parse_metrics
+from bench.harness.server import sentence
 from bench.harness.stream import BenchRequest
 
 
@@ -112,7 +115,7 @@ async def no_counters():
 
 def closed(fake, plan):
     def request_at(index, max_tokens):
-        return BenchRequest(index, "matched", (1, 2), max_tokens or 6)
+        return BenchRequest(index, f"kind {index % 2}", (1, 2), max_tokens or 6)
 
     def job(session, url):
         origin_s = time.perf_counter()
@@ -124,38 +127,94 @@ def closed(fake, plan):
             plan,
             no_counters,
             origin_s=origin_s,
+            cpu_s=time.monotonic,
             extra={"vllm_xargs": {"tide_slo_tpot_ms": 30.0}},
         )
 
     return asyncio.run(with_server(fake, job))
 
 
-def test_a_closed_loop_keeps_the_batch_in_flight_and_measures_the_work_asked_for():
-    fake = FakeServer(0.003)
-    run = closed(fake, ClosedPlan(batch=3, seconds=60.0, num_measured=5))
+def test_a_closed_loop_keeps_the_batch_in_flight_and_counts_the_work_asked_for():
+    fake = FakeServer(0.02)
+    run = closed(fake, ClosedPlan(batch=3, tokens=30))
     assert fake.most == 3
-    assert [result.index for result in run.measured] == [3, 4, 5, 6, 7]
-    assert all(len(result.token_ids) == 6 for result in run.measured)
-    assert run.failed == 0
-    # The measured work, less what came before the window, more of what follows it.
-    assert 6 < run.tokens <= 8 * 6
-    assert 0 < run.open_s < run.close_s
+    indices = [result.index for result in run.finished]
+    assert indices == sorted(indices) and len(indices) >= 4
+    assert run.tokens >= 30
+    assert run.failed == 0 and 0 < run.open_s < run.close_s
+    assert run.cpu_s > 0
     assert fake.bodies[0]["prompt"] == [1, 2]
     assert fake.bodies[0]["vllm_xargs"] == {"tide_slo_tpot_ms": 30.0}
     assert sorted(body["max_tokens"] for body in fake.bodies[:3]) == [2, 4, 6]
 
 
-def test_the_first_visit_settles_the_work_by_time_and_by_one_generation_at_least():
-    run = closed(FakeServer(0.002), ClosedPlan(batch=2, seconds=0.2))
-    assert run.duration_s >= 0.2
-    assert len(run.measured) > 2
-    run = closed(FakeServer(0.002), ClosedPlan(batch=4, seconds=0.001))
-    assert len(run.measured) == 4
+def test_a_visit_may_be_ended_by_time():
+    run = closed(FakeServer(0.02), ClosedPlan(batch=2, seconds=0.2))
+    assert run.duration_s >= 0.15 and run.tokens > 2
+    # However slow, there is a step in it.
+    run = closed(FakeServer(0.3), ClosedPlan(batch=1, seconds=0.01))
+    assert run.duration_s > 0 and run.tokens >= 1
 
 
-def test_a_visit_that_hangs_is_given_up():
+class TwoKinds(FakeServer):
+    """Serves one kind of requests much faster; notes how many of each are there."""
+
+    def __init__(self):
+        super().__init__(0.001)
+        self.flying, self.uneven, self.kinds = [0, 0], 0, []
+
+    async def completions(self, request):
+        place = len(self.bodies)
+        kind = (await request.json())["prompt"][0]
+        self.kinds.append(kind)
+        self.flying[kind] += 1
+        if place >= 4:
+            self.uneven += max(self.flying) > 2
+        self.step_s = 0.03 if kind else 0.003
+        try:
+            return await super().completions(request)
+        finally:
+            self.flying[kind] -= 1
+
+
+def test_of_mixed_requests_each_kind_has_its_share_in_flight():
+    fake = TwoKinds()
+
+    def request_at(index, max_tokens):
+        return BenchRequest(index, "m", (index % 2,), max_tokens or 6)
+
+    def job(session, url):
+        plan, begin = ClosedPlan(batch=4, tokens=200, kinds=2), time.perf_counter()
+        return run_closed(
+            session, url, "demo", request_at, plan, no_counters, origin_s=begin
+        )
+
+    asyncio.run(with_server(fake, job))
+    assert fake.uneven == 0 and fake.most <= 4
+    assert {0, 1} == set(fake.kinds)
+
+
+def test_a_ramp_goes_up_to_the_batch_and_back():
+    plan = ClosedPlan(batch=9, tokens=100, ramp=True)
+    shares = [-math.inf, 0.0, 0.25, 0.5, 0.75, 1.0, 1.2]
+    assert [in_flight(plan, share) for share in shares] == [1, 1, 5, 9, 5, 1, 1]
+    assert in_flight(ClosedPlan(batch=9), 0.0) == 9
+    fake = FakeServer(0.01)
+    run = closed(fake, ClosedPlan(batch=6, tokens=150, ramp=True))
+    assert fake.most >= 4 and run.tokens >= 150
+
+
+def test_a_visit_that_hangs_or_fails_is_given_up():
     with pytest.raises(TimeoutError):
-        closed(FakeServer(5.0), ClosedPlan(1, 1.0, num_measured=1, limit_s=0.2))
+        closed(FakeServer(5.0), ClosedPlan(1, tokens=1, limit_s=0.2))
+
+    class Broken(FakeServer):
+        async def completions(self, request):
+            raise web.HTTPInternalServerError
+
+    with pytest.raises(ExceptionGroup, match="TaskGroup") as caught:
+        closed(Broken(0.0), ClosedPlan(1, tokens=1))
+    assert "requests fail: HTTP 500" in sentence(caught.value)
 
 
 def replay(fake, arrivals, drain_s):

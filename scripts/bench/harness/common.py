@@ -33,12 +33,10 @@ class Progress:
     """Counts visits and estimates what is left from those that are done."""
 
     plan: Sequence[Hashable] = ()  # the cell of every visit ahead, first to last
-    others_like_this: int = 0  # further plans of the same length (other model sizes)
     deadline_s: float | None = None  # `clock` value at which the run stops; None: never
     out: TextIO = field(default_factory=lambda: sys.stderr)
     clock: Callable[[], float] = time.monotonic
     num_done: int = 0
-    further_s: float = 0.0  # known to come beside the visits: server starts
     _began_s: float | None = None
     _seconds: dict[Hashable, list[float]] = field(default_factory=dict)
 
@@ -53,8 +51,8 @@ class Progress:
         self.out.write(f"[{elapsed}{count}{eta}] {text}\n")
         self.out.flush()
 
-    def start(self, plan: Sequence[Hashable], others_like_this: int) -> None:
-        self.plan, self.others_like_this = plan, others_like_this
+    def start(self, plan: Sequence[Hashable]) -> None:
+        self.plan = plan
         self.num_done = 0
         self._seconds = {}
 
@@ -70,12 +68,9 @@ class Progress:
 
     def left_s(self) -> float | None:
         ahead = [self.expected_s(cell) for cell in self.plan[self.num_done :]]
-        every = [self.expected_s(cell) for cell in self.plan]
-        if not every or None in every:
+        if not self.plan or None in ahead:
             return None
-        known = [seconds for seconds in ahead if seconds is not None]
-        further = sum(seconds for seconds in every if seconds is not None)
-        return sum(known) + self.further_s + self.others_like_this * further
+        return sum(seconds for seconds in ahead if seconds is not None)
 
     def out_of_time(self, cell: Hashable) -> bool:
         if self.deadline_s is None:

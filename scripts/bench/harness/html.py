@@ -12,7 +12,8 @@ from markupsafe import Markup, escape
 
 from bench.harness import plots
 from bench.harness.arms import STATIC
-from bench.harness.ratios import summarise
+from bench.harness.blocks import cell_rows, verdict
+from bench.harness.ratios import trace_summary, trace_verdict
 
 Json = Mapping[str, Any]
 Row = Sequence[Any]
@@ -47,6 +48,13 @@ _ARMS = {
     "planted": "a good draft with bad ones between",
 }
 _VERDICT = ("identical", "requests", "tokens", "near_ties", "wrong")
+_LABELS = {
+    "none": "no speculation",
+    "vllm_dynamic": "vLLM's dynamic schedule",
+    "vllm_adaptive": "vLLM's adaptive verification",
+    "adaspec": "vllm_tide's control",
+}
+_RAW = ("verdict", "left_on_the_table", "environment", "options")
 # Long, and of use to a program only.
 _LEFT_OUT = ("jobs", "offline", "trainer")
 _COLUMNS = (
@@ -95,25 +103,66 @@ def _ratio(value: Json | None) -> str:
     return f"{mean} ({value['min']:.3f} to {value['max']:.3f})"
 
 
-def _least(value: Json | None) -> str:
-    return f"{value['ratio']:.3f} at {value['cell']}" if value else "-"
+def label(arm: str) -> str:
+    """Name of an arm in a table's head."""
+    static = STATIC.match(arm)
+    if static:
+        return f"{static[1]} draft token{'s' * (static[1] != '1')}"
+    return _LABELS.get(arm, arm)
 
 
-def sweep_rows(found: Json) -> Iterator[Row]:
-    for arm, f in found["arms"].items():
-        ratios = [_ratio(f[f"over_{other}"]) for other in ("best_static", "none")]
-        least = [_least(f.get(f"least_over_{other}")) for other in ("best", "none")]
-        yield (arm, f["geomean_tokens_per_s"], *ratios, *least)
+def heat(row: Json) -> Markup:
+    """Ratio to the best arm with its interval, on red (0.85 and less) to green (1)."""
+    ratio, low, high = (row[k] for k in ("ratio_to_best", "best_low", "best_high"))
+    hue = round(120 * min(1.0, max(0.0, (ratio - 0.85) / 0.15)))
+    within = "no interval" if low is None else f"{low:.3f} to {high:.3f}"
+    best = Markup("<b>{}</b>") if row["arm"] == row["best_arm"] else Markup("{}")
+    return Markup('<td style="background: hsl({} 70% 82%)" title="{}">{}</td>').format(
+        hue, within, best.format(f"{ratio:.3f}")
+    )
 
 
-def rate_rows(found: Json) -> Iterator[Row]:
-    for row in found["cells"]:
-        rates = {
-            arm: cell(row["arms"].get(arm, {}).get("output_tokens_per_s"), 1)
-            for arm in found["arms"]
-        }
-        rates[row["best_arm"]] = Markup("<b>{}</b>").format(rates[row["best_arm"]])
-        yield (row["domain"], row["batch"], *rates.values())
+def control_rows(data: Json) -> dict[str, list[Json]]:
+    """Rows of the closed loops by target; of an old report they are made here."""
+    if "visits" in data:
+        return {str(data.get("verdict")): data["cells"]}
+    closed = [c for c in data.get("cells", ()) if c.get("trace") is None]
+    found = {}
+    for target in dict.fromkeys(c.get("target") for c in closed):
+        rows = cell_rows(
+            [{**c, "block": c["repeat"] + 1} for c in closed if c["target"] == target]
+        )
+        found[f"{target}: {verdict(rows)}"] = rows
+    return found
+
+
+def heat_rows(rows: Sequence[Json]) -> Iterator[tuple[str, list[Json | None]]]:
+    """Rows of the heat map, an entry for every arm."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    cells: dict[str, dict[str, Json]] = {}
+    for row in rows:
+        place = f"batch {row['batch']}, {row['domain']}"
+        cells.setdefault(place, {})[row["arm"]] = row
+    for place, by_arm in cells.items():
+        yield place, [by_arm.get(arm) for arm in arms]
+
+
+def figure_rows(rows: Sequence[Json]) -> Iterator[Row]:
+    for row in rows:
+        low, high = row["ratio_low"], row["ratio_high"]
+        within = "-" if low is None else f"{low:.3f} to {high:.3f}"
+        cpu = row["cpu_s_per_token"]
+        yield (
+            f"batch {row['batch']}, {row['domain']}",
+            label(row["arm"]),
+            cell(row["output_tokens_per_s"], 1),
+            cell(row["ratio_to_none"], 3),
+            within,
+            cell(cpu and 1e3 * cpu, 2),
+            row["acceptance_length"],
+            row["verified_per_request_round"],
+            row["blocks"],
+        )
 
 
 def trace_rows(found: Json) -> Iterator[Row]:
@@ -187,8 +236,8 @@ def _arms_of(traces: Mapping[str, Json]) -> list[str]:
 
 
 _FILTERS = (
-    cell, told, sweep_rows, rate_rows, trace_rows, attainment_head, attainment_rows,
-    sections, curves, records, arm_table, flat,
+    cell, told, label, heat, heat_rows, figure_rows, trace_rows, attainment_head,
+    attainment_rows, sections, curves, records, arm_table, flat,
 )  # fmt: skip
 
 
@@ -199,7 +248,7 @@ def html(data: Json) -> str:
         "complete" if data.get("complete") else f"NOT complete: {data.get('stopped')}"
     )
     cells = data.get("cells", [])
-    summary = summarise(cells, options.get("slo_scales"))
+    traces = trace_summary(cells, options.get("slo_scales"))
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -220,8 +269,10 @@ def html(data: Json) -> str:
         problems=data.get("problems", ()),
         plots=plots,
         cells=cells,
-        sweeps=summary.get("control", {}),
-        traces=summary.get("traces", {}),
+        sweeps=control_rows(data),
+        left=data.get("left_on_the_table", ()),
+        traces=traces,
+        trace_verdict=trace_verdict(traces),
         results=None if "cells" in data else data["results"],
         identity=[
             (f"{target}: {arm}", *(verdict[key] for key in _VERDICT))
@@ -234,7 +285,14 @@ def html(data: Json) -> str:
             (target, ", ".join(f"{a} to {b}: {k}" for a, b, k in ranges))
             for target, ranges in data.get("schedules", {}).items()
         ],
-        record=json.dumps({"environment": environment, "options": options}, indent=1),
+        record=json.dumps(
+            {
+                k: data[k]
+                for k in (*_RAW, *(["cells"] * ("visits" in data)))
+                if k in data
+            },
+            indent=1,
+        ),
     )
 
 

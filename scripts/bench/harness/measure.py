@@ -1,13 +1,12 @@
 """Visits to a ready server: a closed loop with a window, or a trace in an open loop.
 
-Closed: exactly B requests in flight. A first wave of B requests, whose lengths are
-spread from short to full so that requests neither start nor end together afterwards,
-is the warm-up; the window opens when it has ended. The B requests then in flight, and
-those that follow, are the measured ones. The first visit of a cell lasts for the
-seconds asked for and settles how many are measured; every other arm and repeat then
-does the same work. The window closes when the last of them ends; until then requests
-beyond keep B in flight. Throughput counts the tokens that arrived inside the window,
-whoever's they are.
+Closed: exactly B requests in flight. The lengths of the first B are spread from short
+to full, so that requests neither start nor end together. The window opens when each of
+them has a token and a share of the window's tokens has passed, and closes when as many
+tokens as asked for have arrived in it, so that every arm does the same work. Its edges
+lie in the pauses between the tokens of two steps. Where requests are of several kinds,
+each kind has its share of the requests in flight. In a ramp the number of requests in
+flight follows the tokens: from 1 to B and back to 1.
 
 Open: every request is sent at its own time, whatever the server does. Send times are
 computed from the start of the run, so an oversleep delays one request and is not handed
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -54,16 +54,24 @@ SETTLE_S = 0.3
 IDLE_LIMIT_S = 20.0
 SAMPLE_PERIOD_S = 0.5
 WARM_UP_TOKENS = 24
+# Of a window's tokens, before it opens.
+WARM_UP_SHARE = 0.15
+POLL_S = 0.01
+# No token for so long: a step's are all there. Looked for no longer than the next.
+QUIET_S = 0.01
+MOST_QUIET_S = 0.25
 CLIENT_NICE = -10
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedPlan:
-    """`batch` requests in flight; `num_measured` is settled by `seconds` when None."""
+    """`batch` requests in flight until `tokens` or `seconds` have passed."""
 
     batch: int
-    seconds: float
-    num_measured: int | None = None
+    tokens: float = math.inf
+    seconds: float = math.inf
+    kinds: int = 1  # of requests: index modulo this
+    ramp: bool = False
     limit_s: float = 600.0  # a visit longer than this has failed
 
 
@@ -71,10 +79,11 @@ class ClosedPlan:
 class ClosedRun:
     """Outcome of a visit; times in seconds since the visit's start."""
 
-    measured: list[RequestResult]  # in order of the sequence
+    finished: list[RequestResult]  # in order of the sequence
     open_s: float
     close_s: float
     tokens: int  # that arrived inside the window
+    cpu_s: float  # of the engine, inside the window
     before: Scrape
     after: Scrape
     failed: int  # of all requests of the visit, cancelled ones apart
@@ -89,6 +98,13 @@ def first_wave_tokens(place: int, batch: int, max_tokens: int) -> int:
     return max(1, -(-max_tokens * (place + 1) // batch))
 
 
+def in_flight(plan: ClosedPlan, share: float) -> int:
+    """Requests in flight when a share of the window's tokens has arrived."""
+    if not plan.ramp:
+        return plan.batch
+    return 1 + round((plan.batch - 1) * max(0.0, 1 - abs(2 * share - 1)))
+
+
 async def run_closed(
     session: aiohttp.ClientSession,
     url: str,
@@ -98,22 +114,30 @@ async def run_closed(
     read: Callable[[], Awaitable[Scrape]],
     *,
     origin_s: float,
+    cpu_s: Callable[[], float] = lambda: 0.0,
     extra: Extra = None,
 ) -> ClosedRun:
-    """Runs a visit; `read` reads the counters, at both edges of the window.
+    """Runs a visit; `read` reads the counters, `cpu_s` the clock of the engine.
 
     Raises:
         TimeoutError: It took too long.
+        RuntimeError: Requests fail.
     """
     started: dict[int, RequestResult] = {}
-    ended: set[int] = set()
-    changed = asyncio.Event()
-    places = iter(range(1 << 62))
+    kinds = min(plan.kinds, plan.batch)
+    places = [itertools.count(kind, kinds) for kind in range(kinds)]
+    opened = math.inf  # tokens that had arrived when the window opened
 
-    async def worker() -> None:
-        for index in places:
+    def arrived() -> int:
+        return sum(len(result.token_ids) for result in started.values())
+
+    async def worker(slot: int) -> None:
+        while True:
+            while slot >= in_flight(plan, (arrived() - opened) / plan.tokens):
+                await asyncio.sleep(POLL_S)
+            index = next(places[slot % kinds])
             request = request_at(index, None)
-            if index < plan.batch:
+            if index < plan.batch and not plan.ramp:
                 length = first_wave_tokens(index, plan.batch, request.max_tokens)
                 request = request_at(index, length)
 
@@ -121,40 +145,51 @@ async def run_closed(
                 started[index] = result
 
             result = await send(session, url, model, request, origin_s, extra, note)
-            ended.add(index)
-            changed.set()
             if result.error is not None:
                 await asyncio.sleep(0.2)  # a dead server is not asked in a tight loop
 
-    async def until_ended(first: int, last: int) -> None:
-        while not all(index in ended for index in range(first, last)):
-            changed.clear()
-            await changed.wait()
+    async def until(reached: Callable[[], bool]) -> None:
+        while not reached():
+            failed = [r.error for r in started.values() if r.error is not None]
+            if len(failed) > plan.batch:
+                raise RuntimeError(f"requests fail: {failed[-1]}")
+            await asyncio.sleep(POLL_S)
+
+    async def step_end() -> float:
+        last, deadline = -1, time.perf_counter() + MOST_QUIET_S
+        while arrived() != last and time.perf_counter() < deadline:
+            last = arrived()
+            await asyncio.sleep(QUIET_S)
+        return max(r.chunks[-1][0] for r in started.values() if r.chunks)
 
     async def watch() -> ClosedRun:
-        await until_ended(0, plan.batch)
+        nonlocal opened
+        first = 1 if plan.ramp else plan.batch
+        await until(lambda: sum(bool(r.token_ids) for r in started.values()) >= first)
+        if math.isfinite(plan.tokens) and not plan.ramp:
+            warm = arrived() + WARM_UP_SHARE * plan.tokens
+            await until(lambda: arrived() >= warm)
         before = await read()
-        open_s = time.perf_counter() - origin_s
-        wanted = plan.num_measured
-        if wanted is None:
-            await asyncio.sleep(plan.seconds)
-            wanted = 0
-            while plan.batch + wanted in ended:
-                wanted += 1
-            # A full generation per place in the batch at least; the window ends when
-            # a request does, as it will in the visits that are given the number.
-            wanted = max(plan.batch, wanted + 1)
-        last = plan.batch + wanted
-        await until_ended(plan.batch, last)
-        close_s = time.perf_counter() - origin_s
+        open_s = await step_end()
+        opened, cpu = arrived(), cpu_s()
+        end = time.perf_counter() + plan.seconds
+        # On a slow machine a step may take longer than the seconds.
+        await until(
+            lambda: (
+                arrived() >= opened + plan.tokens
+                or (arrived() > opened and time.perf_counter() >= end)
+            )
+        )
+        close_s = await step_end()
+        tokens, cpu = arrived() - int(opened), cpu_s() - cpu
         after = await read()
-        everything = list(started.values())
-        chunks = (chunk for result in everything for chunk in result.chunks)
+        everything = [started[index] for index in sorted(started)]
         return ClosedRun(
-            measured=[started[index] for index in range(plan.batch, last)],
+            finished=[r for r in everything if r.end_s is not None],
             open_s=open_s,
             close_s=close_s,
-            tokens=sum(count for t_s, count in chunks if open_s < t_s <= close_s),
+            tokens=tokens,
+            cpu_s=cpu,
             before=before,
             after=after,
             failed=sum(not result.ok for result in everything),
@@ -162,7 +197,7 @@ async def run_closed(
 
     # The group ends the visit when a worker breaks.
     async with asyncio.timeout(plan.limit_s), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(worker()) for _ in range(plan.batch)]
+        tasks = [group.create_task(worker(slot)) for slot in range(plan.batch)]
         run = await watch()
         for task in tasks:
             task.cancel()
@@ -289,7 +324,9 @@ def measure_closed(
 
     Raises:
         TimeoutError: It took too long.
+        RuntimeError: Requests fail.
     """
+    engine = server.processes().get("engine", [])
 
     async def visit() -> ClosedRun:
         async with make_session() as session:
@@ -303,6 +340,7 @@ def measure_closed(
                 plan,
                 lambda: scraper.read(session),
                 origin_s=scraper.origin_s,
+                cpu_s=lambda: sum(sum(p.cpu_times()[:2]) for p in engine),
                 extra=extra,
             )
             await _until_idle(session, scraper)
@@ -311,12 +349,15 @@ def measure_closed(
     with _prompt_client():
         run = asyncio.run(visit())
     record = {
-        **request_figures(run.measured, run.duration_s, run.tokens, run.failed),
+        "output_tokens_per_s": round(run.tokens / run.duration_s, 3),
+        "tokens": run.tokens,
+        "duration_s": round(run.duration_s, 4),
+        "cpu_s": round(run.cpu_s, 3),
+        "failed": run.failed,
         **speculation(run.before, run.after),
-        "num_measured": len(run.measured),
         "tide": tide_values(run.before, run.after),
     }
-    return Measured(record, run.measured)
+    return Measured(record, run.finished)
 
 
 def measure_open(

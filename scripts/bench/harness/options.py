@@ -155,6 +155,22 @@ class CommonOptions:
             for key, value in asdict(self).items()
         }
 
+    def identity(self) -> dict[str, Any]:
+        """Fields that must be equal for an earlier run's results to be kept."""
+        mine = self.to_json()
+        for key, value in asdict(self).items():
+            if isinstance(value, Path):  # which folder, without saying where it is
+                digest = hashlib.sha256(str(value.resolve()).encode()).hexdigest()
+                mine[key] = f"{value.name} {digest[:12]}"
+        mine |= commit()
+        for key in ("json", "work", "resume", "max_minutes", *self.may_differ()):
+            mine.pop(key, None)
+        return mine
+
+    def may_differ(self) -> tuple[str, ...]:
+        """Further fields in which two runs of one measurement may differ."""
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(CommonOptions):
@@ -214,19 +230,3 @@ class SuiteOptions(CommonOptions):
     @property
     def size(self) -> str:
         return f"{sum(self.counts())} requests of {self.output_tokens} tokens"
-
-    def identity(self) -> dict[str, Any]:
-        """Fields that must be equal for an earlier run's results to be kept."""
-        mine = self.to_json()
-        for key, value in asdict(self).items():
-            if isinstance(value, Path):  # which folder, without saying where it is
-                digest = hashlib.sha256(str(value.resolve()).encode()).hexdigest()
-                mine[key] = f"{value.name} {digest[:12]}"
-        mine |= commit()
-        for key in ("json", "work", "resume", "max_minutes", *self.may_differ()):
-            mine.pop(key, None)
-        return mine
-
-    def may_differ(self) -> tuple[str, ...]:
-        """Further fields in which two runs of one measurement may differ."""
-        return ()

@@ -85,34 +85,6 @@ def _numbers(values: Sequence[float | None], scale: float = 1.0) -> list[float]:
     return [math.nan if value is None else scale * value for value in values]
 
 
-def speedup_by_batch(summary: Json) -> str:
-    """Output rate over arm `none`, by batch size; a panel per domain."""
-    rows = summary["cells"]
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
-    figure, axes = _figure(1, len(domains), (5.2 * len(domains), 3.8), sharey=True)
-    for axis, domain in zip(axes[0], domains, strict=True):
-        here = [row for row in rows if row["domain"] == domain]
-        batches = sorted({row["batch"] for row in here})
-        for arm in summary["arms"]:
-            points = [
-                (batches.index(row["batch"]), row["arms"][arm]["over_none"])
-                for row in sorted(here, key=lambda row: row["batch"])
-                if arm in row["arms"] and row["arms"][arm]["over_none"]
-            ]
-            if points:
-                means, errors = _means([ratio for _, ratio in points])
-                look = {"capsize": 2, "elinewidth": 0.8, **_style(arm)}
-                places = [place for place, _ in points]
-                axis.errorbar(places, means, yerr=errors, label=arm, **look)
-        axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-        axis.set_title(domain)
-        axis.set_xlabel("requests in flight")
-        axis.axhline(1.0, **_NONE)
-        axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("output tokens/s over no speculation")
-    return _svg(figure)
-
-
 def length_over_time(cells: Sequence[Json]) -> str | None:
     """Requests running and tokens verified over a trace (the paper's figure 13)."""
     first: dict[str, Json] = {}

@@ -1,4 +1,4 @@
-"""Ratios between arms with their spread, and SLO attainment, from the cells of a run.
+"""Ratios between arms over traces with their spread, and SLO attainment.
 
 A ratio is taken repeat by repeat, visits of the same cell and repeat being neighbours
 in time, and given as `{"mean", "min", "max", "n"}`; the mean is geometric.
@@ -64,7 +64,7 @@ def attainment(
 
 
 Cells = Sequence[Mapping[str, Any]]
-RATE, LATENCY = "output_tokens_per_s", "mean_e2e_s"
+LATENCY = "mean_e2e_s"
 _SPECULATION = (
     "drafted_per_request_round",
     "verified_per_request_round",
@@ -114,98 +114,12 @@ def _means(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     return {arm: geometric_mean(by.values()) for arm, by in values.items()}
 
 
-def control_summary(cells: Cells) -> dict[str, Any]:
-    """Summary of the closed-loop cells, by target."""
-    return {
-        str(target): _control_of_target(group)
-        for (target,), group in _by(cells, "target").items()
-    }
-
-
-def _control_of_target(cells: Cells) -> dict[str, Any]:
-    rows = []
-    rates: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
-    for (domain, batch), group in _by(cells, "domain", "batch").items():
-        values = _values(group, RATE)
-        rates[domain, batch] = values
-        means = _means(values)
-        if not means:
-            continue
-        best = max(means, key=lambda arm: means[arm])
-        rows.append(
-            {
-                "domain": domain,
-                "batch": batch,
-                "best_arm": best,
-                "arms": {
-                    arm: {
-                        RATE: round(means[arm], 3),
-                        "over_none": spread(_ratios(by, values.get("none", {}))),
-                        "over_best": spread(_ratios(by, values[best])),
-                    }
-                    for arm, by in values.items()
-                },
-            }
-        )
-    # In the order of their first visits.
-    arms = dict.fromkeys(arm for values in rates.values() for arm in values)
-    scores = {arm: _over_cells(rates, arm) for arm in arms}
-    static = {arm: s for arm, s in scores.items() if STATIC.match(arm) and s}
-    best_static = max(static, key=lambda arm: static[arm]) if static else None
-    return {
-        "cells": rows,
-        "best_static": best_static,
-        "arms": {
-            arm: {
-                "geomean_tokens_per_s": round(scores[arm], 3) if scores[arm] else None,
-                "over_best_static": _over_arm(rates, arm, best_static),
-                "over_none": _over_arm(rates, arm, "none"),
-                **_least(rows, arm),
-            }
-            for arm in arms
-        },
-    }
-
-
-def _over_cells(
-    rates: Mapping[tuple[Any, ...], Mapping[str, Mapping[int, float]]], arm: str
-) -> float:
-    if any(arm not in values for values in rates.values()):
-        return 0.0
-    return geometric_mean(geometric_mean(v[arm].values()) for v in rates.values())
-
-
-def _over_arm(
-    rates: Mapping[tuple[Any, ...], Mapping[str, Mapping[int, float]]],
-    arm: str,
-    other: str | None,
-) -> dict[str, float | int] | None:
-    if other is None:
-        return None
-    by_repeat: dict[int, list[float]] = defaultdict(list)
-    for values in rates.values():
-        new, old = values.get(arm, {}), values.get(other, {})
-        for repeat in new.keys() & old.keys():
-            by_repeat[repeat].append(new[repeat] / old[repeat])
-    full = [r for r in by_repeat.values() if len(r) == len(rates)]
-    return spread([geometric_mean(ratios) for ratios in full])
-
-
-def _least(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key in ("over_best", "over_none"):
-        places = [
-            (row["arms"][arm][key]["mean"], f"{row['domain']}, batch {row['batch']}")
-            for row in rows
-            if arm in row["arms"] and row["arms"][arm][key]
-        ]
-        if places:
-            ratio, where = min(places)
-            found[f"least_{key}"] = {"ratio": ratio, "cell": where}
-    return found
-
-
-def trace_summary(cells: Cells, scales: Sequence[float]) -> dict[str, Any]:
+def trace_summary(
+    cells: Cells, scales: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """Summary of the replays among a run's cells, by target and trace."""
+    cells = [cell for cell in cells if cell.get("trace") is not None]
+    scales = scales or SCALES
     return {
         f"{target}: {trace}": _one_trace(group, scales)
         for (target, trace), group in _by(cells, "target", "trace").items()
@@ -249,13 +163,17 @@ def _mean_speculation(cells: Cells) -> dict[str, float | None]:
     return result
 
 
-def summarise(cells: Cells, scales: Sequence[float] | None = None) -> dict[str, Any]:
-    """Summary of a run's cells, whatever suite they are from."""
-    closed = [cell for cell in cells if cell.get("trace") is None]
-    traces = [cell for cell in cells if cell.get("trace") is not None]
-    summary: dict[str, Any] = {}
-    if closed:
-        summary["control"] = control_summary(closed)
-    if traces:
-        summary["traces"] = trace_summary(traces, scales or SCALES)
-    return summary
+def trace_verdict(summary: Mapping[str, Any]) -> str | None:
+    """One sentence on control's latency over the traces; None without a static arm."""
+    logs = []
+    for found in summary.values():
+        arms, best = found["arms"], found["best_static"]
+        if "adaspec" in arms and best:
+            logs.append(math.log(arms["adaspec"][LATENCY] / arms[best][LATENCY]))
+    if not logs:
+        return None
+    lower = sum(log <= 0.0 for log in logs)
+    return (
+        f"adaspec: mean latency {math.exp(sum(logs) / len(logs)):.3f} of the best "
+        f"static length's; lower on {lower} of {len(logs)} traces"
+    )

@@ -6,8 +6,8 @@ OpenMP threads are bound by vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other
 threads, and the scheduler's process, are not, which is why `misplaced_threads` looks at
 every thread.
 
-A pool keeps the servers of several arms alive, one of them running: arms that take
-turns on one machine see the same drifts of it. Servers that wait are stopped with
+A pool keeps the servers of all arms alive, one of them running: arms that take turns
+on one machine see the same drifts of it. Servers that wait are stopped with
 SIGSTOP: an idle vLLM polls its queues and would take some percent of a core from the
 one being measured.
 """
@@ -32,7 +32,7 @@ import aiohttp
 import psutil
 
 from bench.harness.arms import Arm
-from bench.harness.common import ServerError
+from bench.harness.common import BenchError, ServerError
 
 SERVED_NAME = "demo"
 SHUTDOWN_TIMEOUT_S = 15
@@ -294,6 +294,7 @@ class VllmServer:
 
 
 MIB = 1 << 20
+START_LIMIT_S = 900.0
 # Left for the client, the page cache and whatever else runs.
 RESERVE_MIB = 1500
 
@@ -305,84 +306,60 @@ def available_mib() -> float:
 
 @dataclass
 class ServerPool:
-    """Servers by arm.  Use as a context manager."""
+    """Servers by arm, all resident, of which one runs.  Use as a context manager."""
 
     options_of: Callable[[Arm], ServerOptions]  # how to start an arm's server
     # Called with a server that has just become ready.
     on_ready: Callable[[VllmServer], None]
     say: Callable[[str], None]  # progress, one line
     expected_mib: float  # memory a server is expected to take, until one was seen
-    # Most servers alive at once; None: as many as memory permits.
-    most: int | None = None
     startup_s: dict[str, float] = field(default_factory=dict)
     memory_mib: dict[str, float] = field(default_factory=dict)
-    _servers: dict[str, VllmServer] = field(default_factory=dict)  # oldest use first
+    _servers: dict[str, VllmServer] = field(default_factory=dict)
+    _running: str | None = None
 
     def __enter__(self) -> ServerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop_all()
+        while self._servers:
+            _, server = self._servers.popitem()
+            _stop_server(server)
 
-    @property
-    def need_mib(self) -> float:
-        seen = max(self.memory_mib.values(), default=0.0)
+    def check_room(self, arms: Sequence[Arm]) -> None:
+        """Raises BenchError where not every arm's server fits into memory."""
+        ahead = len({arm.server_key for arm in arms} - self._servers.keys())
         # A server grows while it serves: by a quarter was seen at batch 48.
-        return 1.3 * seen if seen else self.expected_mib
-
-    def fits(self, count: int) -> bool:
-        if self.most is not None:
-            return count <= self.most
-        more = count - len(self._servers)
-        return more * self.need_mib <= available_mib() - RESERVE_MIB
-
-    def seconds_to_start(self, arms: Sequence[Arm]) -> float:
-        if not self.startup_s:
-            return 0.0
-        up = list(self._servers)
-        starts = 0
-        for key in (arm.server_key for arm in arms):
-            if key not in up:
-                starts += 1
-                # Without room for all, the one just left makes room.
-                up = [*up, key] if self.fits(len(up) + 1) else [key]
-        return starts * sum(self.startup_s.values()) / len(self.startup_s)
+        seen = 1.3 * max(self.memory_mib.values(), default=0.0)
+        need, have = ahead * (seen or self.expected_mib), available_mib() - RESERVE_MIB
+        if need > have:
+            raise BenchError(
+                f"{ahead} more servers need {need / 1024:.1f} GiB together and "
+                f"{max(0.0, have) / 1024:.1f} GiB are free: give fewer --arms, a "
+                "smaller --max-num-seqs or --max-model-len"
+            )
 
     def get(self, arm: Arm) -> VllmServer:
         """Arm's server, running, with every other one stopped."""
         key = arm.server_key
         if key in self._servers and not self._servers[key].alive():
             self.drop(arm)
-        for other, server in self._servers.items():
-            if other != key:
-                _signal_server(server, stop=True)
+        if self._running not in (None, key):
+            _signal_server(self._servers[self._running], stop=True)
         if key not in self._servers:
-            self._make_room()
+            self._running = None
             self._start(arm)
-        server = self._servers.pop(key)
-        self._servers[key] = server  # latest use last
-        _signal_server(server, stop=False)
-        return server
+        elif self._running != key:
+            _signal_server(self._servers[key], stop=False)
+        self._running = key
+        return self._servers[key]
 
     def drop(self, arm: Arm) -> None:
-        server = self._servers.pop(arm.server_key, None)
-        if server is not None:
-            _stop_server(server)
-
-    def stop_all(self) -> None:
-        while self._servers:
-            _, server = self._servers.popitem()
-            _stop_server(server)
-
-    def _make_room(self) -> None:
-        def is_full() -> bool:
-            if self.most is not None:
-                return len(self._servers) >= self.most
-            return available_mib() - RESERVE_MIB < self.need_mib
-
-        while self._servers and is_full():
-            oldest = next(iter(self._servers))
-            _stop_server(self._servers.pop(oldest))
+        key = arm.server_key
+        if key == self._running:
+            self._running = None
+        if key in self._servers:
+            _stop_server(self._servers.pop(key))
 
     def _start(self, arm: Arm) -> None:
         self.say(f"starting the server of {arm.name}")
@@ -390,7 +367,7 @@ class ServerPool:
         server = VllmServer(self.options_of(arm))
         try:
             server.__enter__()
-            server.wait_ready(lambda _: None)
+            server.wait_ready(lambda _: None, START_LIMIT_S)
             self.on_ready(server)
         except BaseException:
             server.stop()

@@ -11,9 +11,9 @@ from bench.harness.common import BenchError
 from bench.harness.options import CommonOptions
 
 _SUITES = {
-    "control": ("control", "RunOptions"),
-    "traces": ("control", "RunOptions"),
-    "ablation": ("control", "RunOptions"),
+    "control": ("control", "ControlOptions"),
+    "traces": ("replay", "RunOptions"),
+    "ablation": ("replay", "RunOptions"),
     "learning": ("learning", "LearningOptions"),
     "day0": ("day0", "Day0Options"),
     "loss": ("loss", "LossOptions"),

@@ -1,4 +1,4 @@
-"""Options of the control suites; arrival traces, and the requests of each cell.
+"""Options of the suites that replay arrival traces, and the requests of each trace.
 
 Reading, the made-up patterns and thinning are the simulator's (`sim.arrivals`), so that
 a server and the simulator can be given the same trace. A trace is windowed, thinned and
@@ -8,32 +8,21 @@ second-level bursts a trace is replayed for.
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.harness.arms import (
-    ABLATION_SUITE,
-    CONTROL_ARMS,
-    TIDE_MAX_TOKENS,
-    make_arms,
-    why_not,
-)
+from bench.harness.arms import ABLATION_SUITE, CONTROL_ARMS
+from bench.harness.blocks import MIXED, Cell
 from bench.harness.common import BenchError
-from bench.harness.models import read_config
-from bench.harness.options import CommonOptions, all_cpus, option
+from bench.harness.options import option
 from bench.harness.ratios import SCALES
-from bench.harness.stream import (
-    BenchRequest,
-    PromptPool,
-    joined_prompt,
-)
-from bench.suites.turns import Cell
+from bench.harness.stream import BenchRequest, PromptPool, joined_prompt
+from bench.suites.serving import PolicyOptions
 from sim.arrivals import PATTERNS, SimError, Trace, load, synthetic
 
 # Requests per second of a made-up trace before it is thinned.
@@ -75,13 +64,9 @@ def parse_choices(text: str) -> tuple[TraceChoice, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(CommonOptions):
-    """Options of the control benchmark; `seconds` and lengths are per visit."""
+class RunOptions(PolicyOptions):
+    """Options of the suites that replay traces."""
 
-    arms: tuple[str, ...] = option((), "none,static3,adaspec,...")
-    batches: tuple[int, ...] = option((1, 2, 4, 8, 16, 32, 48), "requests in flight")
-    domains: tuple[str, ...] = option(("matched", "unmatched"), "matched,unmatched")
-    seconds: float = option(8.0, "window of a visit")
     repeats: int = 3
     trace_dir: Path | None = option(None, "CSV traces")
     traces: tuple[TraceChoice, ...] = option(
@@ -95,20 +80,8 @@ class RunOptions(CommonOptions):
     )
     load: float = option(0.6, "share of plain decoding's capacity")
     slo_scales: tuple[float, ...] = option(SCALES, "0.8,0.9,1.0,1.1,1.2")
-    max_input_tokens: int = 128
     max_output_tokens: int = 128
     drain_s: float = 180.0
-    calibration_seconds: float = 3.0
-    max_num_seqs: int | None = None
-    max_model_len: int = 512
-    engine_cpus: tuple[int, ...] = option(all_cpus, "default: all")
-    other_cpus: tuple[int, ...] = option(all_cpus, "API server, client")
-    control: Mapping[str, Any] = option(
-        dict,
-        "JSON put into tide.control of every tide arm; {target} in a string is the "
-        "model size",
-    )
-    resident: int | None = option(None, "most servers alive at once")
 
     @property
     def limits(self) -> Limits:
@@ -117,50 +90,24 @@ class RunOptions(CommonOptions):
         )
 
     @property
-    def is_replay(self) -> bool:
-        return self.suite != "control"
-
-    @property
     def arm_names(self) -> tuple[str, ...]:
         default = ABLATION_SUITE if self.suite == "ablation" else CONTROL_ARMS
         return self.arms or default
 
     @property
-    def num_seqs(self) -> int:
-        if self.max_num_seqs is not None:
-            return self.max_num_seqs
-        return 48 if self.is_replay else max(self.batches)
-
-    @property
     def size(self) -> str:
-        cells = self.seconds * len(self.batches) * len(self.domains)
-        if self.is_replay:
-            cells = self.trace_seconds * (len(self.traces) or 3)
-        every = self.repeats * len(self.arm_names) * max(1, len(self.model_sizes))
-        minutes = cells * every / 60
+        every = self.repeats * len(self.arm_names) * (len(self.traces) or 3)
+        minutes = every * self.trace_seconds / 60
         return f"at least {minutes:.0f} minutes, and a start of each server"
 
     def check(self) -> None:
-        arms = make_arms(self.arm_names, self.control)
         super().check()
-        runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-        for arm in arms:
-            if not arm.is_adaptive:
-                continue
-            if why := why_not(arm.name, self.venv, runner, compiled=self.compile):
-                raise BenchError(why)
-        if not self.domains:
-            raise BenchError("--domains names no domain")
-        if not self.batches or min(self.batches) < 1:
-            raise BenchError("--batches are positive whole numbers such as 1,4,16")
-        if self.is_replay and not all(scale > 0 for scale in self.slo_scales):
+        if not all(scale > 0 for scale in self.slo_scales):
             raise BenchError("--slo-scales are positive factors such as 0.8,1.0")
         for name, number in (
-            ("--seconds", self.seconds),
             ("--repeats", self.repeats),
             ("--trace-seconds", self.trace_seconds),
             ("--load", self.load),
-            ("--output-tokens", self.output_tokens - 1),
         ):
             if not number > 0:
                 raise BenchError(f"{name} is too small")
@@ -168,32 +115,16 @@ class RunOptions(CommonOptions):
             raise BenchError(
                 f"--keep is a probability above 0, at most 1; got {self.keep:g}"
             )
+        if self.keep is None and "none" not in self.arm_names:
+            raise BenchError("--arms without none: give --keep, not --load")
         if self.trace_dir is not None and not self.trace_dir.is_dir():
             raise BenchError(f"--trace-dir: there is no folder {self.trace_dir}")
-        if not self.is_replay and self.num_seqs < max(self.batches):
-            raise BenchError("--max-num-seqs is below the largest of --batches")
-        self._check_lengths()
-
-    def _check_lengths(self) -> None:
         limits = self.limits
         if limits.min_input > limits.max_input:
             raise BenchError("--max-input-tokens is below the shortest prompt")
         if limits.min_output > limits.max_output:
             raise BenchError("--max-output-tokens is below the shortest output")
-        output = limits.max_output if self.is_replay else self.output_tokens
-        most = limits.max_input + output + TIDE_MAX_TOKENS + 1
-        if most > self.max_model_len:
-            raise BenchError(
-                f"--max-model-len {self.max_model_len} is too short for prompts of "
-                f"{limits.max_input} and outputs of {output} tokens; at least {most}"
-            )
-        able = read_config(self.target).get(
-            "max_position_embeddings", self.max_model_len
-        )
-        if self.max_model_len > able:
-            raise BenchError(
-                f"--max-model-len {self.max_model_len}: the model takes {able} tokens"
-            )
+        self.check_length(limits.max_output)
 
     def to_json(self) -> dict[str, Any]:
         record = super().to_json()
@@ -315,9 +246,6 @@ def _load_windows(
     return traces
 
 
-MIXED = "mixed"
-
-
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A trace ready to be sent, with what was done to it."""
@@ -326,31 +254,6 @@ class Replay:
     keep: float
     offered_tokens_per_s: float
     unthinned: int
-
-
-def closed_requests(
-    options: RunOptions, pool: PromptPool, domain: str, repeat: int
-) -> Callable[[int, int | None], BenchRequest]:
-    """Endless sequence of a closed-loop cell."""
-    domains = options.domains if domain == MIXED else (domain,)
-    order = [pool.sequence(name, f"{options.seed}:{repeat}") for name in domains]
-
-    def request_at(index: int, max_tokens: int | None) -> BenchRequest:
-        place, which = divmod(index, len(domains))
-        prompts = order[which]
-        prompt = prompts[place % len(prompts)][: options.limits.max_input]
-        length = options.output_tokens if max_tokens is None else max_tokens
-        return BenchRequest(index, domains[which], prompt, length)
-
-    return request_at
-
-
-def closed_cells(options: RunOptions) -> list[Cell]:
-    return [
-        Cell(domain, batch=batch)
-        for domain in options.domains
-        for batch in options.batches
-    ]
 
 
 def replays(

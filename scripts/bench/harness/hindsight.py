@@ -1,0 +1,177 @@
+"""What a recorded run left on the table, and to what.
+
+Every step of a recording drafted all it could and verified it, so each request's
+verdict is known for every length. On measured times, from the best down:
+
+* `best_per_request`: each request's length, the verdicts known before; `best_uniform`:
+  the same with one length for all requests of a step;
+* verdicts unknown, chances right (fitted to these very verdicts): lost to *prediction*;
+* the controller's own chances of that moment: lost to *calibration*;
+* its own predicted times: lost to *times*;
+* as it served (`realised`): the rest, *overhead*: depths chosen before confidences
+  are known, probes and trials, time of its decisions, being off or on too long.
+
+Each is a rate, and maximises tokens less seconds at that same rate. `time_error`: how
+much longer the controller expects the longest step to take than it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_tide.control.verifier import ABSENT, select
+
+BINS = 8
+LEAST_JUDGED = 40
+CAUSES = ("prediction", "calibration", "times", "overhead")
+
+
+@dataclass(slots=True)
+class Step:
+    """A step in which K tokens of n requests were drafted, and verified."""
+
+    confidence: np.ndarray  # [K, n] of the draft
+    survival: np.ndarray  # [K, n] float32, the controller's; ABSENT without room
+    accepted: np.ndarray  # [n]
+    target_s: np.ndarray  # [n * K + 1] the controller's, by verified tokens
+    draft_s: np.ndarray  # [K + 1] the controller's, by draft steps
+
+
+@dataclass(slots=True)
+class Recording:
+    """A cell: its steps, the times of rounds, and what was realised."""
+
+    requests: int
+    most: int  # K
+    steps: list[Step] = field(default_factory=list)
+    # (verified tokens, target seconds, draft steps, seconds beside the target)
+    times: list[tuple[int, float, int, float]] = field(default_factory=list)
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+
+Choose = Callable[[int, float], tuple[np.ndarray, int]]
+
+
+def _curve(points: Iterable[tuple[int, float]], count: int) -> np.ndarray:
+    """Medians by place, linear between them, never falling: [count]."""
+    by_place: dict[int, list[float]] = {}
+    for place, seconds in points:
+        if np.isfinite(seconds):
+            by_place.setdefault(place, []).append(seconds)
+    places = sorted(by_place)
+    medians = np.maximum.accumulate([np.median(by_place[p]) for p in places])
+    return np.asarray(np.interp(np.arange(count), places, medians))
+
+
+def fitted_survival(steps: Sequence[Step]) -> list[np.ndarray]:
+    """[K, n] of each step: chances by depth and confidence, as they turned out."""
+    depth = np.arange(steps[0].confidence.shape[0])[:, None]
+    confidence = np.stack([step.confidence for step in steps])
+    present = np.stack([step.survival >= 0 for step in steps])
+    accepted = np.stack([step.accepted for step in steps])[:, None, :]
+    judged, hit = present & (depth <= accepted), depth < accepted
+    chance = np.empty_like(confidence, dtype=np.float64)
+    for at in range(len(depth)):
+        seen = judged[:, at]
+        near = slice(None) if seen.sum() < LEAST_JUDGED else slice(at, at + 1)
+        known = judged[:, near]
+        x, y = confidence[:, near][known], hit[:, near][known]
+        edges = np.quantile(x, np.linspace(0, 1, BINS + 1)[1:-1]) if len(x) else []
+        bins = np.searchsorted(edges, x)
+        hits, total = (np.bincount(bins, w, BINS) for w in (y, np.ones(len(x))))
+        share = (hits + 0.5) / (total + 1.0)
+        chance[:, at] = share[np.searchsorted(edges, confidence[:, at])]
+    survival = np.cumprod(chance, axis=1).astype(np.float32)
+    return list(np.where(present, np.maximum(survival, 1e-6), ABSENT))
+
+
+def analyse(recording: Recording) -> dict[str, Any]:
+    """Rates in tokens/s, and the share of the best that each cause took."""
+    n, most, steps = recording.requests, recording.most, recording.steps
+    target = _curve(((m, t) for m, t, _, _ in recording.times), n * most + 1)
+    beside = _curve(((d, s) for _, _, d, s in recording.times), most + 1)
+    fitted = fitted_survival(steps)
+
+    def per_request(at: int, bar: float) -> tuple[np.ndarray, int]:
+        accepted, best = steps[at].accepted, (np.zeros(n, np.int64), 0)
+        value = n - bar * (target[0] + beside[0])
+        for depth in range(1, most + 1):
+            lengths = np.minimum(accepted, depth)
+            # Every token of it is right: the first m, whosever they are.
+            gain = n + np.arange(lengths.sum() + 1)
+            gain = gain - bar * (target[: len(gain)] + beside[depth])
+            if gain.max() > value:
+                value, total = gain.max(), int(gain.argmax())
+                before = np.cumsum(lengths) - lengths
+                best = np.clip(total - before, 0, lengths), depth
+        return best
+
+    def uniform(at: int, bar: float) -> tuple[np.ndarray, int]:
+        room = (steps[at].survival >= 0).sum(axis=0)
+        choices = [(np.minimum(room, depth), depth) for depth in range(most + 1)]
+        return max(choices, key=lambda choice: value_of(at, choice, bar))
+
+    def value_of(at: int, choice: tuple[np.ndarray, int], bar: float) -> float:
+        lengths, depth = choice
+        tokens = n + np.minimum(lengths, steps[at].accepted).sum()
+        return float(tokens - bar * (target[lengths.sum()] + beside[depth]))
+
+    def selecting(survival: Sequence[np.ndarray], own_times: bool) -> Choose:
+        def choose(at: int, bar: float) -> tuple[np.ndarray, int]:
+            by_total = steps[at].target_s if own_times else target
+            by_depth = steps[at].draft_s if own_times else beside
+            best = np.zeros(n, np.int64), 0
+            value = n - bar * (by_total[0] + by_depth[0])
+            for depth in range(1, most + 1):
+                seconds = by_total[: depth * n + 1] + by_depth[depth]
+                found = select(survival[at][:depth], n, seconds, bar=bar)
+                if found.tokens - bar * found.seconds > value:
+                    value = found.tokens - bar * found.seconds
+                    best = found.lengths, depth
+            return best
+
+        return choose
+
+    def rate(choose: Choose, own_times: bool = False) -> float:
+        bar = reached = 0.0
+        for _ in range(8):
+            chosen = [choose(at, bar) for at in range(len(steps))]
+            tokens = sum(
+                n + int(np.minimum(lengths, step.accepted).sum())
+                for (lengths, _), step in zip(chosen, steps, strict=True)
+            )
+            spent = sum(target[lengths.sum()] + beside[d] for lengths, d in chosen)
+            reached = tokens / spent
+            # What time is worth is known to the controller by its own clock.
+            believed = sum(
+                step.target_s[lengths.sum()] + step.draft_s[d]
+                for (lengths, d), step in zip(chosen, steps, strict=True)
+            )
+            bar = tokens / (believed if own_times else spent)
+        return float(reached)
+
+    own = [step.survival for step in steps]
+    realised = recording.tokens / recording.seconds
+    best = rate(per_request)
+    ladder = [
+        best,
+        rate(selecting(fitted, own_times=False)),
+        rate(selecting(own, own_times=False)),
+        rate(selecting(own, own_times=True), own_times=True),
+        realised,
+    ]
+    lost = [(a - b) / best for a, b in zip(ladder, ladder[1:], strict=False)]
+    predicted = np.median([step.target_s[-1] + step.draft_s[-1] for step in steps])
+    return {
+        "realised": round(realised, 2),
+        "best_uniform": round(rate(uniform), 2),
+        "best_per_request": round(best, 2),
+        "lost_to": {k: round(v, 4) for k, v in zip(CAUSES, lost, strict=True)},
+        "time_error": round(float(predicted / (target[-1] + beside[-1])) - 1.0, 4),
+        "steps": len(steps),
+    }
