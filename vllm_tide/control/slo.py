@@ -67,6 +67,12 @@ class SloBook:
         self._tokens[slots] += count
         self._last[slots[some]] = now
 
+    def binds(self, slots: np.ndarray) -> bool:
+        """True if one of these requests has a limit, its own or the server's."""
+        if not self._used:
+            return False
+        return bool(np.minimum(self._slo[slots], self._asked[slots]).min() < np.inf)
+
     def limits(self, slots: np.ndarray, now: float) -> np.ndarray:
         """Seconds that a round may take for each request, if it may emit one token.
 
