@@ -44,10 +44,6 @@ class SloBook:
         self._first[slot] = self._last[slot] = np.nan
         self._tokens[slot] = 0.0
 
-    def first_token(self, slot: int, now: float) -> None:
-        """The request's first token has been emitted; its budget runs from here."""
-        self._first[slot] = self._last[slot] = now
-
     def advance(self, slots: np.ndarray, emitted: np.ndarray, now: float) -> None:
         """Tokens were emitted.
 

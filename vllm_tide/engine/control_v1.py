@@ -65,7 +65,6 @@ class ControlV1(Control):
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
         self.timer = RoundTimer()
-        self._decoding = _NO_ROWS
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = 0
@@ -75,10 +74,6 @@ class ControlV1(Control):
         self._rested = 0  # rounds since the last question that were such
         self._rests = 0
         self._off_size = 0  # requests when it was decided to rest
-        self._asked_at = 0.0  # when the step before was asked about
-        self._ids: list[str] = []
-        self._ids_slots = _NOTHING
-        self._newest = _NOTHING
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
@@ -116,10 +111,9 @@ class ControlV1(Control):
         if slots is None:
             return self.agree(0)
         row, rows, start, num_rows = self._rows(num)
-        if self._rests_on(num, slots):
+        if self._rests_on(slots, num_rows > num, now):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
-            self._pass_by(slots, num_rows > num, now)
             self._decoding = start, rows, 0
             self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
             return self.agree(0)
@@ -160,27 +154,23 @@ class ControlV1(Control):
             self._contain("probe", self._probe, *seen)
         return 0
 
-    def _rests_on(self, num: int, slots: np.ndarray) -> bool:
+    def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
         """Whether a round is like the one before, in which drafting did not pay.
 
         Requests come and go; the answer is the same while about as many are there, with
         no limit to keep.
         """
-        alike = 8 * abs(num - self._off_size) <= self._off_size
+        alike = 8 * abs(len(slots) - self._off_size) <= self._off_size
         if not (self._resting and self._continues and alike) or self._slo.binds(slots):
             self._resting = 0
             return False
         self._resting -= 1
-        return True
-
-    def _pass_by(self, slots: np.ndarray, prefill: bool, now: float) -> None:
         self._rests += 1
-        if not prefill:
-            self._rested += 1
-        elif isinstance(self.policy, AdaSpecPolicy):
-            seconds = now - self._asked_at
-            self._contain("pass_by", self.policy.leave_out, slots, seconds)
+        self._rested += not prefill
+        if prefill and isinstance(self.policy, AdaSpecPolicy):
+            self.policy.leave_out(slots, now - self._asked_at)
         self._asked_at = now
+        return True
 
     def _keep(self, *step: Any) -> None:
         self._contain("keep", self._backlog.keep, *step)
@@ -325,8 +315,6 @@ class ControlV1(Control):
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
-        if req_ids == self._ids:
-            return self._ids_slots
         table, requests = self._table, self._runner.requests
         for req_id in req_ids:
             if req_id in table.slot_of:
@@ -334,11 +322,9 @@ class ControlV1(Control):
             state = requests[req_id]
             facts = state.num_prompt_tokens, state.sampling_params
             self._backlog.forget(self._admit(req_id, set(req_ids), *facts))
-        self._ids, self._ids_slots = list(req_ids), table.slots(req_ids)
-        return self._ids_slots
+        return table.slots(req_ids)
 
     def _end(self, slot: int) -> None:
-        self._ids = []
         self._backlog.forget(slot)
         super()._end(slot)
 
