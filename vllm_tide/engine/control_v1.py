@@ -180,7 +180,8 @@ class ControlV1(Control):
         runner = self._runner
         bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
         start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
-        return bounds[:-1], np.diff(bounds), start, int(bounds[-1])
+        first = bounds[:-1]
+        return first, bounds[1:] - first, start, int(bounds[-1])
 
     def _decide(
         self,
