@@ -48,7 +48,7 @@ DOMAIN = "python"
 NONE, OFF = "none", "off"
 # An idle server's processes spin for one second before they sleep.
 PAUSE_S = 1.3
-START_S = 60.0  # both servers, and a first visit of each batch size
+START_S = 90.0  # both servers, and a first visit of each batch size
 
 
 @dataclass(frozen=True, slots=True)
