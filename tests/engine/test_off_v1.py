@@ -48,14 +48,16 @@ class Off(Engine):
 
 
 @pytest.mark.parametrize("arrive", [False, True])
+@pytest.mark.parametrize("reason", ["no_gain", "override"])
 def test_one_round_in_eight_makes_a_forecast_whether_requests_arrive_or_not(
-    arrive, monkeypatch
+    arrive, reason, monkeypatch
 ):
     engine = Off(monkeypatch)
+    engine.policy.gate.decide = lambda *_: reason
     asked = [engine.turn() if arrive else engine.go() for _ in range(40)]
     assert asked == [1, *[0] * REST] * 5
     stats = engine.control.stats()
-    assert stats["rounds"] == stats["off_rounds"]["no_gain"] == 40
+    assert stats["rounds"] == stats["off_rounds"][reason] == 40
     assert not engine.control.faults
 
 

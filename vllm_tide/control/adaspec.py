@@ -197,8 +197,7 @@ class AdaSpecPolicy:
                 self._trial = True
             else:
                 self._unanswered += probe
-                rests = reason == "no_gain" and not probe
-                return self._stay_off(reason, probe, _REST_ROUNDS * rests)
+                return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
         lost = costs.plain * max(gain - 1.0, 0.0) + self._time.model.catchup_seconds(n)
         if self.gate.check_due(lost, now):
             return self._stay_off("check")

@@ -10,6 +10,7 @@ never waits for a rank that thought otherwise.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,8 +73,7 @@ class ControlV1(Control):
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
-        self._rests = 0
-        self._off_size = 0  # requests when it was decided to rest
+        self._rests: Counter[str] = Counter()  # all of them, by reason
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
@@ -160,12 +160,16 @@ class ControlV1(Control):
         Requests come and go; the answer is the same while about as many are there, with
         no limit to keep.
         """
-        alike = 8 * abs(len(slots) - self._off_size) <= self._off_size
-        if not (self._resting and self._continues and alike) or self._slo.binds(slots):
+        if not (
+            self._resting
+            and self._continues
+            and 8 * abs(len(slots) - self._off_size) <= self._off_size
+            and not self._slo.binds(slots)
+        ):
             self._resting = 0
             return False
         self._resting -= 1
-        self._rests += 1
+        self._rests[self._reason] += 1
         self._rested += not prefill
         if prefill and isinstance(self.policy, AdaSpecPolicy):
             self.policy.leave_out(slots, now - self._asked_at)
@@ -221,7 +225,7 @@ class ControlV1(Control):
         waiting = int(self._backlog.missing[slots].sum())
         batch = self._batch(slots, context, emitted, now, num_rows, waiting)
         plan = self.policy.plan(batch, now)
-        self._resting = plan.rest
+        self._resting, self._reason = plan.rest, plan.reason
         if plan.steps > 0:
             return min(plan.steps, self.num_speculative_tokens)
         return _PROBE if plan.probe else 0
@@ -292,7 +296,7 @@ class ControlV1(Control):
         return step_cost(self.times.model, *shape, self._steps)
 
     def _start_again(self, now: float) -> bool:
-        self._rests, self._sample = 0, None
+        self._rests, self._sample = Counter(), None
         return super()._start_again(now)
 
     def stop(self) -> None:
@@ -305,12 +309,11 @@ class ControlV1(Control):
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         lengths = [*stats["length_hist"]] or [0]
-        lengths[0] += self._rests
-        off = dict(stats.get("off_rounds", {}))
-        off["no_gain"] = off.get("no_gain", 0) + self._rests
+        rests = self._rests.total()
+        lengths[0] += rests
         return {
-            "rounds": stats["rounds"] + self._rests,
-            "off_rounds": off,
+            "rounds": stats["rounds"] + rests,
+            "off_rounds": dict(self._rests + Counter(stats.get("off_rounds"))),
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
         }
