@@ -34,8 +34,7 @@ ones leave a hole in its KV cache."""
 # Rows of one shadow probe, at most: it must be cheap, not precise.
 PROBE_ROWS = 256
 _PROBE = -1
-_NOTHING = np.empty(0, np.int64)
-_NO_ROWS = _NOTHING, _NOTHING, 0  # first positions, rows without drafts, drafts
+_NO_ROWS = np.empty(0), np.empty(0), 0  # first positions, rows without drafts, drafts
 
 
 class ControlV1(Control):
@@ -68,8 +67,7 @@ class ControlV1(Control):
         self.timer = RoundTimer()
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
-        self._steps = 0
-        self._asked = 0
+        self._steps = self._asked = 0
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
