@@ -1,191 +1,307 @@
 #!/usr/bin/env python
-"""What control costs while it keeps speculation off, step by step.
+"""What control costs, as it is served, while its draft is of no use.
 
-Two engines live in one process on the same target, one plain, one with a draft and
-`tide.control` that never finds speculation worth it. They step in turns, on the same
-requests, so a change of the machine's speed falls on both alike. Where an engine's
-weights come to lie in memory changes its speed by more than control does, so engines
-are built several times, the plain one first and last in turn; the figure is over all
-of these.
+Two servers are up at once on the same core: one without a speculative configuration
+(`none`), one with `eagle3`, adaspec and their defaults whose draft proposes nonsense
+(`off`: the rows of its `fc` are shuffled). A block is a visit of none, one of off and
+one of none again on the same requests: a closed loop of new prompts, so prefills come
+between the decode steps; prefix caching is on and emptied before each visit, and only
+one server ever has work. The first block of a batch size is not counted: control learns
+there that nothing pays.
 
-    scripts/bench/off_cost.py --target DIR [--batches 1,4,16] [--json FILE]
+`ratio` is output tokens per second over none's (1: off is free), `cpu_ratio` the same
+per CPU second of the engine, which a busy neighbour disturbs far less: geometric means
+over blocks with 95% intervals (Student's t of the logarithms). `none_ratio` compares
+the two visits of none: what this machine calls equal.
+
+    scripts/bench/off_cost.py [--batches 1,4,16,48] [--minutes 20] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
-import os
+import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.client import RequestResult, make_session, send
+from bench.harness.common import clock_text, environment
+from bench.harness.measure import first_wave_tokens
+from bench.harness.models import kv_cache_bytes, read_config, targets_of
+from bench.harness.scrape import Scrape, Scraper, tide_values
+from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.stream import BenchRequest, load_pool
 
-HERE = Path(__file__).resolve().parents[1]
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+DOMAIN = "python"
+NONE, OFF = "none", "off"
+# An idle server's processes spin for one second before they sleep.
+PAUSE_S = 1.3
+START_S = 90.0  # both servers, and a first visit of each batch size
 
 
-def engine(target: str, draft: str | None, batch: int, run_dir: str):
-    """A plain engine, or one with a draft that is never used."""
-    from vllm import LLM
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What became of the requests of a visit."""
 
-    speculation = {}
-    if draft is not None:
-        speculation["speculative_config"] = {
+    rate: float  # output tokens per second
+    cpu_rate: float  # output tokens per CPU second of the engine
+    tide: dict[str, Any]
+    tokens: list[list[int]]
+
+
+def useless_draft(draft: Path, folder: Path) -> Path:
+    """A copy of a draft whose `fc` reads the target's features in a wrong order."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = folder / "useless"
+    made.mkdir()
+    (made / "config.json").write_bytes((draft / "config.json").read_bytes())
+    tensors = load_file(draft / "model.safetensors")
+    order = torch.Generator().manual_seed(0)
+    weight = tensors["fc.weight"]
+    shuffled = weight.flatten()[torch.randperm(weight.numel(), generator=order)]
+    tensors["fc.weight"] = shuffled.reshape(weight.shape)
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
+def speculative_config(draft: Path, run_dir: Path) -> str:
+    """Control with the defaults that users get, and nothing beside it."""
+    return json.dumps(
+        {
             "method": "eagle3",
-            "model": draft,
+            "model": str(draft),
             "num_speculative_tokens": 7,
             "tide": {
-                "run_dir": run_dir,
-                "capture": {"enabled": False},
-                "swap": {"enabled": False},
-                # A gain that no draft reaches, and no probing: off for good.
-                "control": {"policy": "adaspec", "min_gain": 10.0, "probe_share": 0.0},
+                "run_dir": str(run_dir),
+                "preset": "control",
+                "control": {"policy": "adaspec"},
             },
         }
-    return LLM(
-        target,
-        dtype="float32",
-        max_model_len=1024,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        max_num_seqs=batch,
-        kv_cache_memory_bytes=1 << 27,
-        disable_log_stats=False,
-        **speculation,
-    ).llm_engine
+    )
 
 
-def begin(engine, batch: int, tokens: int) -> None:
-    """Queue `batch` greedy requests of 40 tokens that generate `tokens` more."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
-    for i in range(batch):
-        prompt = list(range(5 + i, 45 + i))
-        engine.add_request(f"{i}", {"prompt_token_ids": prompt}, sampling)
-
-
-def finish(engine) -> None:
-    """Step until nothing is left."""
-    while engine.has_unfinished_requests():
-        engine.step()
+def interval(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Geometric mean and 95% interval of ratios, given as logarithms."""
+    mean, df = statistics.fmean(logs), len(logs) - 1
+    if not df:
+        return math.exp(mean), None, None
+    half = t_975(df) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def measure(plain, off, batch: int, steps: int, warm_up: int) -> dict[str, float]:
-    """Median milliseconds per step of both, and the median ratio of adjacent pairs."""
-    for each in (plain, off):
-        begin(each, batch, steps + warm_up + 8)
-        for _ in range(warm_up):
-            each.step()
-    seconds: dict[str, list[float]] = {"plain": [], "off": []}
-    for turn in range(steps):
-        order = [("plain", plain), ("off", off)]
-        for name, each in order if turn % 2 else order[::-1]:
-            began = time.perf_counter()
-            each.step()
-            seconds[name].append(time.perf_counter() - began)
-    finish(plain)
-    finish(off)
-    return {
-        "batch": batch,
-        "plain_ms": 1e3 * statistics.median(seconds["plain"]),
-        "off_ms": 1e3 * statistics.median(seconds["off"]),
-        "ratio": statistics.median(
-            o / p for o, p in zip(seconds["off"], seconds["plain"], strict=True)
-        ),
-    }
+def t_975(df: int) -> float:
+    """Student's t that 2.5% exceed: of a table, else a series in 1 / df."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
+    if df <= len(table):
+        return table[df - 1]
+    return 1.95996 + 2.37227 / df + 2.8225 / df**2 + 2.5558 / df**3
 
 
-def one_build(
-    options: argparse.Namespace, batches: list[int]
-) -> list[dict[str, float]]:
-    """Build both engines and measure each batch size."""
-    with tempfile.TemporaryDirectory() as run_dir:
-        drafts = {"plain": None, "off": options.draft}
-        names = ["plain", "off"] if options.build % 2 == 0 else ["off", "plain"]
-        engines = {
-            n: engine(options.target, drafts[n], max(batches), run_dir) for n in names
-        }
-        return [
-            measure(engines["plain"], engines["off"], b, options.steps, options.warm_up)
-            for b in batches
+def engine_cpu_s(server: VllmServer) -> float:
+    times = [p.cpu_times() for p in server.processes()["engine"]]
+    return float(sum(t.user + t.system for t in times))
+
+
+async def visit(
+    server: VllmServer, requests: Sequence[BenchRequest], batch: int
+) -> Visit:
+    """Serve requests, `batch` at a time, from an empty prefix cache.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    async with make_session() as session:
+        async with session.post(server.url + "/reset_prefix_cache") as reply:
+            reply.raise_for_status()
+        scraper = Scraper(server.url, time.perf_counter())
+        queue = iter(requests)
+
+        async def worker() -> list[RequestResult]:
+            return [
+                await send(session, server.url, SERVED_NAME, r, scraper.origin_s)
+                for r in queue
+            ]
+
+        before: Scrape = await scraper.read(session)
+        cpu_s, began = engine_cpu_s(server), time.perf_counter()
+        served = await asyncio.gather(*(worker() for _ in range(batch)))
+        seconds = time.perf_counter() - began
+        cpu_s = engine_cpu_s(server) - cpu_s
+        after = await scraper.read(session)
+        await asyncio.sleep(PAUSE_S)
+    results = sorted(itertools.chain(*served), key=lambda result: result.index)
+    if failed := [r.error for r in results if r.error is not None]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    tokens = [list(result.token_ids) for result in results]
+    total = sum(map(len, tokens))
+    tide = tide_values(before, after)
+    return Visit(total / seconds, total / cpu_s, tide, tokens)
+
+
+def requests_of(
+    prompts: Sequence[tuple[int, ...]], first: int, batch: int, count: int, tokens: int
+) -> list[BenchRequest]:
+    """Requests of a block; the lengths of the first ones are spread."""
+    made = []
+    for place in range(count):
+        length = tokens
+        if place < batch:
+            length = first_wave_tokens(place, batch, tokens)
+        prompt = prompts[(first + place) % len(prompts)][:128]
+        made.append(BenchRequest(place, DOMAIN, prompt, length))
+    return made
+
+
+def summary(batch: int, blocks: Sequence[Sequence[Visit]]) -> dict[str, Any]:
+    """A row: ratios of each block's visit of off to its two of none."""
+
+    def ratios(of: str) -> list[list[float]]:
+        return [[math.log(getattr(visit, of)) for visit in block] for block in blocks]
+
+    def against_none(of: str) -> list[float]:
+        return [off - (one + two) / 2 for one, off, two in ratios(of)]
+
+    row: dict[str, Any] = {"batch": batch, "blocks": len(blocks)}
+    for name, logs in (
+        ("", against_none("rate")),
+        ("cpu_", against_none("cpu_rate")),
+        ("none_", [two - one for one, _, two in ratios("rate")]),
+    ):
+        mean, low, high = interval(logs)
+        row |= {f"{name}ratio": mean, f"{name}low": low, f"{name}high": high}
+    row["outputs_equal"] = all(
+        visit.tokens == block[0].tokens for block in blocks for visit in block
+    )
+    row["tide"] = [block[1].tide for block in blocks]
+    return row
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in words."""
+
+    def ratio(name: str) -> str:
+        low, high = row[f"{name}low"], row[f"{name}high"]
+        text = f"{row[f'{name}ratio']:.4f}"
+        return text if low is None else f"{text} [{low:.4f}, {high:.4f}]"
+
+    return (
+        f"batch {row['batch']:3d}: tokens/s over none's {ratio('')}, per CPU second "
+        f"{ratio('cpu_')}, none over itself {ratio('none_')}; {row['blocks']} blocks"
+    )
+
+
+class Run:
+    """Both servers, and the blocks so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.batches = [int(b) for b in options.batches.split(",")]
+        self.blocks: dict[int, list[list[Visit]]] = {b: [] for b in self.batches}
+        self._counts: dict[int, int] = {}
+        self._turns = 0
+
+    def serve(self, target: Path, stack: ExitStack, folder: Path) -> None:
+        """Start the servers; they end with `stack`."""
+        o, most = self.options, max(self.batches)
+        run_dir = folder / "run"
+        run_dir.mkdir(mode=0o700)
+        off = speculative_config(useless_draft(o.draft, folder), run_dir)
+        memory = kv_cache_bytes(read_config(target), most, 512, 4)
+        self._prompts = load_pool(o.prompts, target, [DOMAIN]).prompts[DOMAIN]
+        self._servers = {}
+        for name, config in ((NONE, None), (OFF, off)):
+            options = ServerOptions(
+                venv=Path(sys.prefix),
+                model=target,
+                log_path=folder / f"{name}.log",
+                speculative_config=config,
+                max_model_len=512,
+                max_num_seqs=most,
+                kv_cache_bytes=memory,
+                # For /reset_prefix_cache.
+                extra_env={"VLLM_SERVER_DEV_MODE": "1"},
+            )
+            server = stack.enter_context(VllmServer(options))
+            server.wait_ready(lambda _: None)
+            self._servers[name] = server
+
+    def block(self, batch: int) -> None:
+        """A block; the first of a batch size settles how many requests they have."""
+        o, first = self.options, batch not in self._counts
+        count = self._counts.get(batch, 2 * batch)
+        prompts = (self._prompts, self._turns, batch, count, o.output_tokens)
+        requests = requests_of(*prompts)
+        self._turns += count
+        visits = [
+            asyncio.run(visit(self._servers[name], requests, batch))
+            for name in (NONE, OFF, NONE)
         ]
+        if first:
+            wanted = visits[-1].rate * o.seconds / o.output_tokens
+            self._counts[batch] = max(2 * batch, round(wanted))
+        else:
+            self.blocks[batch].append(visits)
 
-
-def over_builds(builds: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Medians of times, the geometric mean of the ratios and their extremes."""
-    rows = []
-    for same in zip(*builds, strict=True):
-        ratios = [row["ratio"] for row in same]
-        rows.append(
-            {
-                "batch": same[0]["batch"],
-                "builds": len(same),
-                "plain_ms": statistics.median(row["plain_ms"] for row in same),
-                "off_ms": statistics.median(row["off_ms"] for row in same),
-                "ratio": statistics.geometric_mean(ratios),
-                "ratio_low": min(ratios),
-                "ratio_high": max(ratios),
-            }
-        )
-    return rows
+    def rows(self) -> list[dict[str, Any]]:
+        return [summary(b, blocks) for b, blocks in self.blocks.items() if blocks]
 
 
 def main() -> int:
-    """Run the builds and print; the exit status."""
+    """Run blocks until the time is over and print; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default=str(HERE / "demo" / "target"))
-    parser.add_argument("--draft", default=str(HERE / "demo" / "draft"))
-    parser.add_argument("--batches", default="1,4,16", help="default: %(default)s")
-    parser.add_argument(
-        "--steps", type=int, default=150, help="pairs, default: %(default)s"
-    )
-    parser.add_argument("--warm-up", type=int, default=30)
-    parser.add_argument("--builds", type=int, default=6, help="default: %(default)s")
-    parser.add_argument("--build", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--model-size", default="90m", help="inflate the target to it")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--prompts", type=Path, default=DEMO / "prompts")
+    parser.add_argument("--batches", default="1,4,16,48", help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a visit, about")
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--work", type=Path, help="where inflated targets are kept")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    batches = [int(b) for b in options.batches.split(",")]
-
-    if options.build is not None:
-        print(json.dumps(one_build(options, batches)))
-        return 0
-    builds = []
-    for number in range(options.builds):
-        command = [sys.executable, *sys.argv, "--build", str(number)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode:
-            print(ran.stderr, file=sys.stderr)
-            return 1
-        builds.append(json.loads(ran.stdout.splitlines()[-1]))
-        print(f"build {number + 1}/{options.builds}:", end="")
-        print(
-            "".join(f"  batch {r['batch']} {r['ratio']:.4f}" for r in builds[-1]),
-            flush=True,
-        )
-    rows = over_builds(builds)
-    for row in rows:
-        print(
-            f"batch {row['batch']:3d}: plain {row['plain_ms']:.2f} ms, off "
-            f"{row['off_ms']:.2f} ms a step; ratio {row['ratio']:.4f} "
-            f"[{row['ratio_low']:.4f}, {row['ratio_high']:.4f}] "
-            f"over {row['builds']} builds"
-        )
+    run = Run(options)
+    each = 3 * (options.seconds + PAUSE_S)
+    left = 60 * options.minutes - START_S - each * len(run.batches)
+    print(
+        f"plan: blocks of none, off, none at batch {options.batches} in turn, about "
+        f"{max(1, int(left / each / len(run.batches)))} of each, until "
+        f"{clock_text(60 * options.minutes)} have passed",
+        flush=True,
+    )
+    began, turns = time.monotonic(), 0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sizes = [options.model_size] if options.model_size else []
+        [target] = targets_of(options.target, sizes, options.work or folder, print)
+        run.serve(target.path, stack, folder)
+        # A block of each that is not counted, and one at least that is.
+        while turns < 2 or time.monotonic() - began < 60 * options.minutes:
+            for batch in run.batches:
+                run.block(batch)
+            turns += 1
+            for row in run.rows():
+                print(told(row), flush=True)
     if options.json:
-        from bench.harness.common import environment
         from json_text import json_text
 
-        document = {
-            "rows": rows,
-            "builds": builds,
-            "environment": environment({"target": Path(options.target).name}),
-        }
-        Path(options.json).write_text(json_text(document))
+        facts = {"target": target.facts, "seconds": options.seconds}
+        document = {"rows": run.rows(), "environment": environment(facts)}
+        options.json.write_text(json_text(document))
     return 0
 
 

@@ -208,7 +208,7 @@ class Adapter:
         first = (step.emitted > 0) & ~self._began[slots]
         for slot in slots[first].tolist():
             self._began[slot] = True
-            self._slo.first_token(slot, now)
+            self._slo.advance(np.array([slot]), np.ones(1), now)
         self._slo.advance(slots, step.emitted - first, now)
         return np.asarray(self._slo.limits(slots, now))
 

@@ -175,14 +175,16 @@ class World:
         """
         result = Result()
         rest = waited = 0
+        came = False
         for slot in range(self.n):
             policy.add(slot, False, self.now)
         for _ in range(rounds):
             batch = self.batch(limit)
             chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
             luck = self.rng.random((self.k, self.n))
-            if rest:
-                rest, waited, plan = rest - 1, waited + 1, Plan(0)
+            resting = rest > 0
+            if resting:
+                rest, plan = rest - 1, Plan(0)
             else:
                 waited, plan = 0, policy.plan(batch, self.now)
                 rest = plan.rest if rests else 0
@@ -206,6 +208,10 @@ class World:
                 seconds += float(self.time.draft_curve(len(few), 0, len(few), 1)[1])
             self.now += seconds
             emitted = accepted + 1
+            if resting and came:
+                policy.leave_out(batch.slots, seconds)
+            elif resting:
+                waited += 1
             outcome = Outcome(
                 batch.slots, lengths, accepted, emitted, self.now, sample, probe,
                 1 + waited,
@@ -213,9 +219,7 @@ class World:
             # As in the engine: told when the next question is asked.
             if not rest:
                 policy.observe(outcome)
-            if self.finish(emitted, policy) and rest:
-                policy.observe(outcome)
-                rest = 0
+            came = self.finish(emitted, policy)
             result.tokens += int(emitted.sum())
             result.expected += expected(chance, lengths)
             result.seconds += seconds

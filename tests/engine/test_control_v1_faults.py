@@ -1,77 +1,15 @@
 """Control on Model Runner V1 without vLLM: faults, costs and chances of a step."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from tests.control.toys import published
+from tests.engine.runner_v1 import Engine, K, N
 from vllm_tide.capture.guard import Suspension
-from vllm_tide.config import ControlConfig
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
-from vllm_tide.engine.control_v1 import ControlV1
-
-K, N = 3, 2
-REQS = [f"r{i}" for i in range(N)]
-
-
-class Engine:
-    """The arrays of a runner whose requests decode, and one step over them."""
-
-    def __init__(self, agree=lambda value: value, leader=True):
-        params = SimpleNamespace(
-            max_tokens=1000, temperature=0.0, structured_outputs=None, extra_args=None
-        )
-        state = SimpleNamespace(num_prompt_tokens=5, sampling_params=params)
-        self.batch = SimpleNamespace(
-            req_ids=list(REQS), num_computed_tokens_cpu=np.full(N, 50)
-        )
-        runner = SimpleNamespace(
-            max_num_reqs=4,
-            max_model_len=2000,
-            max_num_tokens=64,
-            dtype=torch.float32,
-            requests=dict.fromkeys(REQS, state),
-            input_batch=self.batch,
-            query_start_loc=SimpleNamespace(np=np.zeros(N + 1, np.int64)),
-            discard_request_mask=SimpleNamespace(np=np.zeros(N, bool)),
-        )
-        self.runner = runner
-        self.control = ControlV1(
-            runner, ControlConfig(policy="threshold"), K, 1, 4, agree, leader
-        )
-        self.drafts = {}
-
-    def step(self, sure=0.9):
-        """One step whose drafts are all rejected; passes that ran, drafts to come."""
-        control, spec = self.control, {r: d for r, d in self.drafts.items() if d}
-        bounds = np.cumsum([0] + [1 + len(spec.get(r, ())) for r in REQS])
-        self.runner.query_start_loc.np[:] = bounds
-        output = SimpleNamespace(
-            finished_req_ids=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=REQS),
-            scheduled_spec_decode_tokens=spec,
-        )
-        control.begin(output)
-        sampled = torch.full((N, 1 + K), -1)
-        sampled[:, 0] = 7
-        features = [torch.zeros(64, 4)]
-        steps, more = 0, True
-        planned = control.plan(output, sampled, features, None)
-        while steps < planned and more:
-            steps += 1
-            control.on_draft_logits(torch.full((N,), sure))
-            more = steps == planned or control.go_on()
-        self.cost = control.cost()
-        self.told = dict(control.explored)
-        control.end()
-        made = control.choose(REQS, [[1] * steps for _ in REQS])
-        self.drafts = dict(zip(REQS, made, strict=True))
-        self.batch.num_computed_tokens_cpu += 1
-        return planned, [len(tokens) for tokens in made]
 
 
 def failing(engine, where):

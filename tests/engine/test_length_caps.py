@@ -97,7 +97,7 @@ def book_of(asked, **control):
         extra_args=asked, max_tokens=100, temperature=0.0, structured_outputs=None
     )
     book.admit(slot, 10, params)
-    book.slo.first_token(slot, 0.0)
+    book.slo.advance(np.array([slot]), np.ones(1), 0.0)
     slots = np.array([slot])
     limits, asked = book.slo.limits(slots, 0.0), book.slo.asked(slots, 0.0)
     return book, slots, limits[0], None if asked is None else asked[0]

@@ -14,7 +14,7 @@ round's batch, so it follows a changing batch at once.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
 
@@ -39,9 +39,9 @@ _UNANSWERED = 4  # shadow probes without an answer: none will come, try real rou
 _SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
 _BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
 _SMOOTH = 0.05
-# While drafting does not pay the question is asked again after so many rounds of the
-# same batch: what a forecast costs would be a tax on plain decoding.
-_REST_ROUNDS = 3
+# While drafting does not pay the question is asked again after so many rounds of about
+# as many requests: what a forecast costs would be a tax on plain decoding.
+_REST_ROUNDS = 7
 _EXPLORE_SHARE = 0.5  # of the probe share
 _KNOBS = ControlConfig.model_validate({})
 
@@ -175,7 +175,7 @@ class AdaSpecPolicy:
         n = len(batch)
         most = min(int(batch.room.max()), self._settings.k_max) if n else 0
         if not most:
-            return self._stay_off("no_room", probe=False)
+            return self._stay_off("no_room")
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
         self._count["slo_misses"] += costs.missed
@@ -197,13 +197,10 @@ class AdaSpecPolicy:
                 self._trial = True
             else:
                 self._unanswered += probe
-                plan = self._stay_off(reason, probe)
-                if reason == "no_gain" and not probe and np.isinf(batch.limit).all():
-                    plan = replace(plan, rest=_REST_ROUNDS)
-                return plan
+                return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
         lost = costs.plain * max(gain - 1.0, 0.0) + self._time.model.catchup_seconds(n)
         if self.gate.check_due(lost, now):
-            return self._stay_off("check", probe=False)
+            return self._stay_off("check")
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds
@@ -326,12 +323,18 @@ class AdaSpecPolicy:
         self._row[batch.slots] = np.arange(len(batch))
         self._count["rounds"] += 1
 
-    def _stay_off(self, reason: str, probe: bool) -> Plan:
+    def _stay_off(self, reason: str, probe: bool = False, rest: int = 0) -> Plan:
         self._off[reason] += 1
         self._count["probes"] += probe
         if reason != "no_room":
             self._pass_by()
-        return Plan(0, reason, probe)
+        return Plan(0, reason, probe, rest)
+
+    def leave_out(self, slots: np.ndarray, seconds: float) -> None:
+        """Of the rounds that were let pass one had prefill rows: not a plain round."""
+        self._pass_by()
+        self._fresh[slots] = False
+        self._planned_at += seconds
 
     def _pass_by(self) -> None:
         """A round without drafting: what is known of drafting grows old."""

@@ -60,8 +60,9 @@ class Plan:
             or "check" (to measure what a round takes undrafted).
         probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
             `steps` >= 1: this round is a trial while speculation is off.
-        rest: With `steps` 0: rounds of the same requests that may stay off without
-            being asked about; the next observation counts them (`Outcome.rounds`).
+        rest: With `steps` 0: rounds of about as many requests, none with a limit, that
+            may stay off without being asked about; the next observation counts them
+            (`Outcome.rounds`), without those that had prefill rows.
     """
 
     steps: int

@@ -44,10 +44,6 @@ class SloBook:
         self._first[slot] = self._last[slot] = np.nan
         self._tokens[slot] = 0.0
 
-    def first_token(self, slot: int, now: float) -> None:
-        """The request's first token has been emitted; its budget runs from here."""
-        self._first[slot] = self._last[slot] = now
-
     def advance(self, slots: np.ndarray, emitted: np.ndarray, now: float) -> None:
         """Tokens were emitted.
 
@@ -66,6 +62,12 @@ class SloBook:
             count[fresh] -= 1.0
         self._tokens[slots] += count
         self._last[slots[some]] = now
+
+    def binds(self, slots: np.ndarray) -> bool:
+        """True if one of these requests has a limit, its own or the server's."""
+        if not self._used:
+            return False
+        return bool(np.minimum(self._slo[slots], self._asked[slots]).min() < np.inf)
 
     def limits(self, slots: np.ndarray, now: float) -> np.ndarray:
         """Seconds that a round may take for each request, if it may emit one token.

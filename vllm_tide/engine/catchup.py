@@ -80,7 +80,7 @@ class DraftBacklog:
         start: np.ndarray,
         num_rows: int,
     ) -> None:
-        """Keep the rows of a step that the draft does not run for.
+        """Keep the rows of a step that the draft does not run for, and the arrays.
 
         Args:
             features: num_aux tensors [>= num_rows, H].
@@ -98,13 +98,9 @@ class DraftBacklog:
             self._written += self._size - low
             low = 0
         self._drop_before(self._written + num_rows - self._size)
-        width = features[0].shape[-1]
-        for i, layer in enumerate(features):
-            self._store[low : low + num_rows, i * width : (i + 1) * width].copy_(
-                layer[:num_rows]
-            )
-        rows = slots.copy(), row.copy(), count.copy(), start
-        self._steps.append(_Step(self._written, num_rows, *rows))
+        kept = self._store[low : low + num_rows]
+        torch.cat([layer[:num_rows] for layer in features], dim=-1, out=kept)
+        self._steps.append(_Step(self._written, num_rows, slots, row, count, start))
         self._written += num_rows
         self.missing[slots] += count
 

@@ -10,6 +10,7 @@ never waits for a rank that thought otherwise.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ ones leave a hole in its KV cache."""
 # Rows of one shadow probe, at most: it must be cheap, not precise.
 PROBE_ROWS = 256
 _PROBE = -1
+_NO_ROWS = np.empty(0), np.empty(0), 0  # first positions, rows without drafts, drafts
 
 
 class ControlV1(Control):
@@ -63,18 +65,13 @@ class ControlV1(Control):
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
         self.timer = RoundTimer()
-        self._decoding = (0, 0, 0)  # requests, context, verified tokens
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
-        self._steps = 0
-        self._asked = 0
+        self._steps = self._asked = 0
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
-        self._rests = 0
-        self._off_slots = np.empty(0, np.int64)
-        self._off_ids: list[str] = []
-        self._newest = np.empty(0, np.int64)
+        self._rests: Counter[str] = Counter()  # all of them, by reason
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
@@ -88,7 +85,7 @@ class ControlV1(Control):
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
         self._steps = self._asked = 0
-        self._decoding = (0, 0, 0)
+        self._decoding = _NO_ROWS
         self._planned = []
 
     def plan(
@@ -106,14 +103,18 @@ class ControlV1(Control):
         """
         runner = self._runner
         req_ids = runner.input_batch.req_ids
-        if self._resting and req_ids == self._off_ids:
-            return self._stay_off(aux_hidden_states)
-        self._resting = 0
         num = len(req_ids)
+        now = time.monotonic()
         slots = self._contain("slots", self._slots, req_ids)
         if slots is None:
             return self.agree(0)
         row, rows, start, num_rows = self._rows(num)
+        if self._rests_on(slots, num_rows > num, now):
+            # Nothing was drafted: every row is committed, and keeping them for the
+            # draft is all that is left to do.
+            self._decoding = start, rows, 0
+            self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
+            return self.agree(0)
         spec = scheduler_output.scheduled_spec_decode_tokens
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
@@ -126,10 +127,7 @@ class ControlV1(Control):
         count = rows - drafts + np.minimum(accepted, drafts)
         verified = int(drafts.sum())
         self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
-        decoding = rows - drafts == 1
-        decodes, read = int(np.count_nonzero(decoding)), int(start[decoding].sum())
-        self._decoding = (decodes, read, verified)
-        now = time.monotonic()
+        self._decoding = start, rows - drafts, verified
         code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
             facts = slots, start + count, emitted, drafts, accepted, num_rows, now
@@ -147,48 +145,45 @@ class ControlV1(Control):
             self._planned = list(req_ids)
             self._asked = code
             return code
-        if self._resting:
-            self._off_ids, self._off_slots = list(req_ids), slots
-        keep = self._backlog.keep
-        self._contain(
-            "keep", keep, aux_hidden_states, slots, row, count, start, num_rows
-        )
+        self._off_size, self._asked_at = num, now
+        self._keep(aux_hidden_states, slots, row, count, start, num_rows)
         if code == _PROBE:
-            context = start + count
-            self._contain(
-                "probe",
-                self._probe,
-                slots,
-                emitted,
-                sampled_token_ids,
-                context,
-                attention,
-            )
+            seen = slots, emitted, sampled_token_ids, start + count, attention
+            self._contain("probe", self._probe, *seen)
         return 0
 
-    def _stay_off(self, aux_hidden_states: Sequence[torch.Tensor]) -> int:
-        """A round like the one before, in which drafting did not pay.
+    def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
+        """Whether a round is like the one before, in which drafting did not pay.
 
-        Nothing was drafted, so every scheduled row is committed. Keeping the rows for
-        the draft is all that is left to do.
+        Requests come and go; the answer is the same while about as many are there, with
+        no limit to keep.
         """
-        slots = self._off_slots
-        num = len(slots)
-        row, count, start, rows = self._rows(num)
-        self._decoding = (num, int(start.sum()), 0)
+        if not (
+            self._resting
+            and self._continues
+            and 8 * abs(len(slots) - self._off_size) <= self._off_size
+            and not self._slo.binds(slots)
+        ):
+            self._resting = 0
+            return False
         self._resting -= 1
-        self._rests += 1
-        self._rested += 1
-        keep = self._backlog.keep
-        self._contain("keep", keep, aux_hidden_states, slots, row, count, start, rows)
-        return self.agree(0)
+        self._rests[self._reason] += 1
+        self._rested += not prefill
+        if prefill and isinstance(self.policy, AdaSpecPolicy):
+            self.policy.leave_out(slots, now - self._asked_at)
+        self._asked_at = now
+        return True
+
+    def _keep(self, *step: Any) -> None:
+        self._contain("keep", self._backlog.keep, *step)
 
     def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """First row, rows and first position of each request; rows of the step."""
         runner = self._runner
         bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
         start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
-        return bounds[:-1], np.diff(bounds), start, int(bounds[-1])
+        first = bounds[:-1]
+        return first, bounds[1:] - first, start, int(bounds[-1])
 
     def _decide(
         self,
@@ -228,8 +223,7 @@ class ControlV1(Control):
         waiting = int(self._backlog.missing[slots].sum())
         batch = self._batch(slots, context, emitted, now, num_rows, waiting)
         plan = self.policy.plan(batch, now)
-        # A request that has no token yet may have a limit to keep from its first on.
-        self._resting = plan.rest if emitted.all() else 0
+        self._resting, self._reason = plan.rest, plan.reason
         if plan.steps > 0:
             return min(plan.steps, self.num_speculative_tokens)
         return _PROBE if plan.probe else 0
@@ -268,8 +262,9 @@ class ControlV1(Control):
     ) -> list[list[int]]:
         self.explored = {}
         if self._planned != req_ids:
-            # Not drafted in this step (off, or the input does not fit the draft).
-            return [[] for _ in req_ids]
+            # Not drafted in this step (off, or the input does not fit the draft): the
+            # scheduler has nothing to give to any request.
+            return []
         if self._forced is not None or (self.policy is None and self.start is None):
             return draft_token_ids
         policy = self.policy
@@ -293,10 +288,13 @@ class ControlV1(Control):
             return 0.0  # after a fault
         if self.times is None:
             return 1.0
-        return step_cost(self.times.model, *self._decoding, self._steps)
+        start, rows, verified = self._decoding
+        decoding = start[rows == 1]
+        shape = len(decoding), int(decoding.sum()), verified
+        return step_cost(self.times.model, *shape, self._steps)
 
     def _start_again(self, now: float) -> bool:
-        self._rests, self._sample = 0, None
+        self._rests, self._sample = Counter(), None
         return super()._start_again(now)
 
     def stop(self) -> None:
@@ -309,12 +307,11 @@ class ControlV1(Control):
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         lengths = [*stats["length_hist"]] or [0]
-        lengths[0] += self._rests
-        off = dict(stats.get("off_rounds", {}))
-        off["no_gain"] = off.get("no_gain", 0) + self._rests
+        rests = self._rests.total()
+        lengths[0] += rests
         return {
-            "rounds": stats["rounds"] + self._rests,
-            "off_rounds": off,
+            "rounds": stats["rounds"] + rests,
+            "off_rounds": dict(self._rests + Counter(stats.get("off_rounds"))),
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
         }

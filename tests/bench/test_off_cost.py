@@ -1,0 +1,81 @@
+"""What a run of `off_cost.py` makes of its visits."""
+
+import argparse
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import t as student
+
+from bench import off_cost
+from bench.off_cost import NONE, OFF, Visit
+
+DRAFT = Path(off_cost.__file__).parents[1] / "demo" / "draft"
+
+
+def block(*rates, tokens=((1, 2),)):
+    return [Visit(rate, 2 * rate, {}, [list(t) for t in tokens]) for rate in rates]
+
+
+def test_ratios_are_taken_within_a_block_against_both_visits_of_none():
+    blocks = [block(100.0, 99.0, 100.0), block(50.0, 50.0 * math.sqrt(2.0), 100.0)]
+    row = off_cost.summary(4, blocks)
+    assert row["ratio"] == pytest.approx(math.sqrt(0.99))
+    assert row["cpu_ratio"] == pytest.approx(row["ratio"])
+    assert row["none_ratio"] == pytest.approx(math.sqrt(2.0))
+    assert row["low"] < row["ratio"] < row["high"]
+    assert (row["batch"], row["blocks"], row["outputs_equal"]) == (4, 2, True)
+    assert "batch   4" in off_cost.told(row)
+    other = block(1.0, 1.0, 1.0)
+    other[1] = Visit(1.0, 1.0, {}, [[1, 3]])
+    assert not off_cost.summary(4, [other])["outputs_equal"]
+
+
+def test_the_interval_is_students():
+    for df in (1, 4, 8, 9, 15, 40):
+        exact = float(student.ppf(0.975, df))
+        assert off_cost.t_975(df) == pytest.approx(exact, rel=1e-3)
+    assert off_cost.interval([0.1]) == (pytest.approx(math.exp(0.1)), None, None)
+    logs = [-0.02, 0.0, 0.02]
+    mean, low, high = off_cost.interval(logs)
+    half = float(student.ppf(0.975, 2)) * 0.02 / math.sqrt(3)
+    assert (mean, high) == (pytest.approx(1.0), pytest.approx(math.exp(half), rel=1e-3))
+    assert low == pytest.approx(1 / high)
+
+
+def test_every_visit_of_a_block_serves_the_same_requests(monkeypatch):
+    served = []
+
+    async def visit(server, requests, batch):
+        served.append((server, requests, batch))
+        return block(1000.0)[0]
+
+    monkeypatch.setattr(off_cost, "visit", visit)
+    options = argparse.Namespace(batches="2,4", output_tokens=8, seconds=1.0)
+    run = off_cost.Run(options)
+    run._servers, run._prompts = {NONE: NONE, OFF: OFF}, [(i,) * 200 for i in range(9)]
+    for _ in range(2):
+        for batch in run.batches:
+            run.block(batch)
+    assert [s for s, *_ in served] == [NONE, OFF, NONE] * 4
+    for place in range(0, len(served), 3):
+        assert served[place][1] == served[place + 1][1] == served[place + 2][1]
+    first = served[0][1]
+    assert [r.max_tokens for r in first] == [4, 8, 8, 8]
+    assert {len(r.prompt) for r in first} == {128}
+    assert len(served[6][1]) == 125, "of about a second"
+    assert served[6][1][0].prompt != first[0].prompt
+    assert [row["batch"] for row in run.rows()] == [2, 4]
+    assert [row["blocks"] for row in run.rows()] == [1, 1]
+
+
+def test_the_useless_draft_has_the_same_numbers_elsewhere(tmp_path):
+    made = off_cost.useless_draft(DRAFT, tmp_path)
+    own, other = (load_file(folder / "model.safetensors") for folder in (DRAFT, made))
+    changed = [name for name in own if not torch.equal(own[name], other[name])]
+    assert changed == ["fc.weight"]
+    weights = [t["fc.weight"].float().flatten().sort().values for t in (own, other)]
+    assert torch.equal(*weights)
+    assert (made / "config.json").read_bytes() == (DRAFT / "config.json").read_bytes()

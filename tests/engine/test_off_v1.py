@@ -1,0 +1,125 @@
+"""What being off costs on Model Runner V1: questions asked, counted, not timed."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import vllm_tide.engine.control_v1 as control_v1
+from tests.control.toys import FixedTime, published
+from tests.engine.runner_v1 import PROMPT, Engine, K
+from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
+
+REQS = [f"r{i}" for i in range(16)]
+REST = 7
+
+
+class Off(Engine):
+    """An engine whose drafts never pay; its clock stands still between the seams."""
+
+    def __init__(self, monkeypatch, **config):
+        super().__init__(reqs=REQS, policy="adaspec", **config)
+        self.now, control = 100.0, self.control
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(control_v1, "time", clock)
+        settings = ControlSettings(k_max=K, min_gain=10.0, probe_share=0.0)
+        time = FixedTime(published("Llama-3.3-70B"))
+        self.policy = control.policy = AdaSpecPolicy(settings, time, control._slo)
+        self.forecasts, begin = 0, self.policy.drafter.begin
+        self.new = 0
+
+        def counted(*args):
+            self.forecasts += 1
+            return begin(*args)
+
+        self.policy.drafter.begin = counted
+
+    def turn(self, seconds=0.02, **xargs):
+        """A request is replaced, and a step."""
+        self.new += 1
+        self.replace(self.new % len(self.reqs), f"new{self.new}", **xargs)
+        return self.go(seconds)
+
+    def go(self, seconds=0.02):
+        self.now += seconds
+        before = self.forecasts
+        assert self.step() == (0, [0] * len(self.reqs))
+        return self.forecasts - before
+
+
+@pytest.mark.parametrize("arrive", [False, True])
+@pytest.mark.parametrize("reason", ["no_gain", "override"])
+def test_one_round_in_eight_makes_a_forecast_whether_requests_arrive_or_not(
+    arrive, reason, monkeypatch
+):
+    engine = Off(monkeypatch)
+    engine.policy.gate.decide = lambda *_: reason
+    asked = [engine.turn() if arrive else engine.go() for _ in range(40)]
+    assert asked == [1, *[0] * REST] * 5
+    stats = engine.control.stats()
+    assert stats["rounds"] == stats["off_rounds"][reason] == 40
+    assert not engine.control.faults
+
+
+def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
+    engine = Off(monkeypatch)
+    for _ in range(REST + 3):
+        engine.turn()
+    slots = engine.control._table.slots(engine.reqs)
+    computed = engine.batch.num_computed_tokens_cpu
+    new = [i for i, name in enumerate(engine.reqs) if name.startswith("new")]
+    missing = engine.control._backlog.missing[slots]
+    assert len(new) == REST + 3
+    assert missing[new].tolist() == computed[new].tolist()
+    first, rows = engine.control._backlog._span(int(slots[new[-1]]))
+    assert (first, len(rows)) == (0, int(computed[new[-1]]))
+
+
+def test_it_is_asked_at_once_when_it_may_be_otherwise(monkeypatch):
+    engine = Off(monkeypatch)
+    assert engine.go() == 1 and engine.go() == 0
+    engine.remove()
+    engine.remove()
+    assert engine.go() == 0, "an eighth of the requests"
+    engine.remove()
+    assert engine.go() == 1 and engine.go() == 0
+    engine.control.draft_swapped()
+    assert engine.go() == 1 and engine.go() == 0
+    for place in range(len(engine.reqs)):  # the engine may have idled
+        engine.replace(place, f"later{place}")
+    assert engine.go() == 1 and engine.go() == 0
+
+
+def test_with_a_limit_to_keep_it_is_asked_in_every_round(monkeypatch):
+    engine = Off(monkeypatch, client_slo_tpot_ms=10)
+    assert engine.go() == 1 and engine.go() == 0
+    assert engine.turn(tide_slo_tpot_ms=40) == 1
+    assert engine.go() == 1
+    engine.replace(engine.new, "without")
+    assert [engine.go() for _ in range(REST + 1)] == [0] * REST + [1]
+
+
+def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
+    engine = Off(monkeypatch)
+    for _ in range(8):
+        assert engine.go() == 1
+        for place in range(REST):
+            assert (engine.turn(0.5) if place % 2 else engine.go()) == 0
+    measured = engine.policy.stats()["measured_step_s"]
+    assert measured == pytest.approx(0.02)
+    assert engine.policy._against_plain.round_s == pytest.approx(7 * 5 * 0.02)
+
+
+def test_the_scheduler_is_handed_nothing(monkeypatch):
+    engine = Off(monkeypatch)
+    engine.go()
+    assert engine.control.choose(engine.reqs, [[] for _ in REQS]) == []
+
+
+def test_a_rest_counts_the_work_of_decoding_requests_alone(monkeypatch):
+    engine = Off(monkeypatch)
+    engine.go()
+    engine.turn()
+    start, rows, verified = engine.control._decoding
+    assert sorted(rows.tolist()) == [1] * (len(REQS) - 1) + [PROMPT]
+    assert np.count_nonzero(start) == len(REQS) - 1 and verified == 0
