@@ -24,7 +24,6 @@ import asyncio
 import itertools
 import json
 import math
-import statistics
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.blocks import ratio_of
 from bench.harness.client import RequestResult, make_session, send
 from bench.harness.common import clock_text, environment
 from bench.harness.measure import first_wave_tokens
@@ -92,23 +92,6 @@ def speculative_config(draft: Path, run_dir: Path) -> str:
             },
         }
     )
-
-
-def interval(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Geometric mean and 95% interval of ratios, given as logarithms."""
-    mean, df = statistics.fmean(logs), len(logs) - 1
-    if not df:
-        return math.exp(mean), None, None
-    half = t_975(df) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
-def t_975(df: int) -> float:
-    """Student's t that 2.5% exceed: of a table, else a series in 1 / df."""
-    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
-    if df <= len(table):
-        return table[df - 1]
-    return 1.95996 + 2.37227 / df + 2.8225 / df**2 + 2.5558 / df**3
 
 
 def engine_cpu_s(server: VllmServer) -> float:
@@ -181,7 +164,7 @@ def summary(batch: int, blocks: Sequence[Sequence[Visit]]) -> dict[str, Any]:
         ("cpu_", against_none("cpu_rate")),
         ("none_", [two - one for one, _, two in ratios("rate")]),
     ):
-        mean, low, high = interval(logs)
+        mean, low, high = ratio_of(logs)
         row |= {f"{name}ratio": mean, f"{name}low": low, f"{name}high": high}
     row["outputs_equal"] = all(
         visit.tokens == block[0].tokens for block in blocks for visit in block

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scipy.stats import t as student
 
 from bench import off_cost
 from bench.off_cost import NONE, OFF, Visit
@@ -31,18 +30,6 @@ def test_ratios_are_taken_within_a_block_against_both_visits_of_none():
     other = block(1.0, 1.0, 1.0)
     other[1] = Visit(1.0, 1.0, {}, [[1, 3]])
     assert not off_cost.summary(4, [other])["outputs_equal"]
-
-
-def test_the_interval_is_students():
-    for df in (1, 4, 8, 9, 15, 40):
-        exact = float(student.ppf(0.975, df))
-        assert off_cost.t_975(df) == pytest.approx(exact, rel=1e-3)
-    assert off_cost.interval([0.1]) == (pytest.approx(math.exp(0.1)), None, None)
-    logs = [-0.02, 0.0, 0.02]
-    mean, low, high = off_cost.interval(logs)
-    half = float(student.ppf(0.975, 2)) * 0.02 / math.sqrt(3)
-    assert (mean, high) == (pytest.approx(1.0), pytest.approx(math.exp(half), rel=1e-3))
-    assert low == pytest.approx(1 / high)
 
 
 def test_every_visit_of_a_block_serves_the_same_requests(monkeypatch):
