@@ -158,7 +158,7 @@ CASES = [
         "--target: there is no ",
     ),
     ([*RUN, "--suite", "control", "--plants", "x"], 2, "--plants is no option of "),
-    ([*RUN, "--suite", "control", "--repeats", "x"], 2, "invalid int value: 'x'"),
+    ([*RUN, "--suite", "control", "--blocks", "x"], 2, "invalid int value: 'x'"),
     ([*RUN, "--suite", "control"], 2, "--target: none given; --yes runs this on the"),
     ([*RUN, "--suite", "learning"], 2, "--target: none given; --yes runs this on the"),
     (
@@ -329,11 +329,12 @@ def test_a_pipe_may_close(words):
 
 
 def test_the_plan_of_a_benchmark_is_said_before_it_is_refused(tmp_path, capsys):
-    words = [*RUN[:3], str(tmp_path / "x.json"), "--suite", "control", "--arms", "none"]
-    assert main([*words, "--batches", "1,2", "--seconds", "30"]) == 2
+    words = [*RUN[:3], str(tmp_path / "x.json"), "--suite", "control"]
+    words += ["--arms", "none,static1", "--batches", "1,2", "--blocks", "3"]
+    assert main([*words, "--minutes", "30"]) == 2
     told = capsys.readouterr().out
-    # One arm, two batch sizes, two domains, three times.
-    assert "servers none; at least 6 minutes" in told
+    # Two batch sizes, two domains and both in one batch; none is visited twice.
+    assert "servers none, static1; 6 cells x 3 blocks x 3 visits of " in told
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,6 +31,7 @@ def own_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     # Ignored where the tests themselves run in a shell's background.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
 
 
 class Screen:

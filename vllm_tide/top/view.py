@@ -6,6 +6,7 @@ is replaced, so that no escape sequence of anybody else's reaches the terminal.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -117,6 +118,8 @@ def body(picture: Json) -> RenderableType:
 def watch(sampler: Sampler, interval: float) -> None:
     """Shows the full screen until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # Also under nohup; no terminal is left to restore.
+    signal.signal(signal.SIGHUP, lambda number, _: os._exit(128 + number))
     with Live("vllm-tide top  looking ...", screen=True) as live:
         while True:
             sampler.take()
