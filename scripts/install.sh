@@ -82,18 +82,25 @@ install_locked() {
     local sentence=$1 parts part jobs=() job failed=0
     shift
     parts=$(mktemp -d)
+    # An interrupt does not reach what runs in the background.
+    trap 'kill "${jobs[@]}" 2> /dev/null || :; rm -rf "$parts"; exit 130' INT TERM
     cat "$@" | awk -v part="$parts/part" '
         /^[^ #]/ { again = seen[$0]++; number++ }
         !/^#/ && !again { print > (part number % 4) }'
     for part in "$parts"/*; do
-        pip_install "$sentence" --require-hashes --no-deps --requirement "$part" &
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+            --require-hashes --no-deps --requirement "$part" \
+            >> "$venv/install.log" 2>&1 &
         jobs+=($!)
     done
     for job in "${jobs[@]}"; do
         wait "$job" || failed=1
     done
+    trap - INT TERM
     rm -r "$parts"
-    [ $failed = 0 ] || exit 1
+    [ $failed = 0 ] && return
+    grep -a "^ERROR" "$venv/install.log" >&2 || tail -n 5 "$venv/install.log" >&2
+    die "$sentence (all of pip's output: $venv/install.log)"
 }
 
 install_torch() {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What control costs, as it is served, while its draft is of no use.
+"""Cost of control, as it is served, while its draft is of no use.
 
 Two servers are up at once on the same core: one without a speculative configuration
 (`none`), one with `eagle3`, adaspec and their defaults whose draft proposes nonsense
@@ -53,7 +53,7 @@ START_S = 90.0  # both servers, and a first visit of each batch size
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What became of the requests of a visit."""
+    """Outcome of the requests of a visit."""
 
     rate: float  # output tokens per second
     cpu_rate: float  # output tokens per CPU second of the engine

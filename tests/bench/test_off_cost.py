@@ -1,4 +1,4 @@
-"""What a run of `off_cost.py` makes of its visits."""
+"""Rows that a run of `off_cost.py` makes of its visits."""
 
 import argparse
 import math

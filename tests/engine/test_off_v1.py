@@ -1,4 +1,4 @@
-"""What being off costs on Model Runner V1: questions asked, counted, not timed."""
+"""Cost of being off on Model Runner V1: questions asked, counted, not timed."""
 
 from types import SimpleNamespace
 

@@ -116,7 +116,7 @@ def diagonal_products(x: Tensor, kd: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def diagonal_values(p: Tensor, vd: Tensor) -> Tensor:
-    """What probabilities [j, kv, g, Q] make of values [j, Q, kv, d]: [kv, g, Q, d]."""
+    """Sums by probabilities [j, kv, g, Q] of values [j, Q, kv, d]: [kv, g, Q, d]."""
     return (p[..., None] * vd.permute(0, 2, 1, 3)[:, :, None]).sum(0)
 
 

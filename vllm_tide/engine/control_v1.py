@@ -153,7 +153,7 @@ class ControlV1(Control):
         return 0
 
     def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
-        """Whether a round is like the one before, in which drafting did not pay.
+        """True if a round is like the one before, in which drafting did not pay.
 
         Requests come and go; the answer is the same while about as many are there, with
         no limit to keep.

@@ -223,7 +223,7 @@ class StepsV2:
         self._under_way: deque[_Launched] = deque()
 
     def progress(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """What is under way counts as accepted, as in the scheduler."""
+        """Tokens so far; those under way count as accepted, as in the scheduler."""
         return [self._computed[name] for name in names], [1] * len(names)
 
     def run(self, output: Any, steps: int, take: Take) -> None:

@@ -267,7 +267,7 @@ class Control:
     def _probe_result(
         self, slots: np.ndarray, newest: np.ndarray, known: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """What became of the tokens that were drafted in vain.
+        """Outcome of the tokens that were drafted in vain.
 
         Args:
             newest: int64 [n] first token of each request in this step.

@@ -1,4 +1,4 @@
-"""Where the time of one engine step goes, from clocks read at the seams.
+"""Parts of the time of one engine step, from clocks read at the seams.
 
 begin -> (target forward, logits, sampling) -> planned -> (draft passes) -> end. On CPU
 a clock read is exact. On a GPU the host only enqueues, so its clock says nothing:

@@ -9,10 +9,7 @@ verdicts, on the device. What it lacks is given to it here, and the rest stays i
 * labels of tokens that it would never verify, by verifying all of a draft now and then.
 
 The ranking itself is upstream's: the host must know a step's tokens before the device
-knows its confidences, and of a given number both find the same set. A kernel that chose
-within it gave the same lengths in each of 489 steps recorded at batch 16 and 48 (demo
-models); had it been free to choose the number too, 0.1 to 0.2% more expected tokens per
-second.
+knows its confidences, and of a given number both find the same set.
 
 How deep is drafted, 0 included, is decided before it (`ControlV2`). Every rank decides
 for itself and all must decide alike, so nothing here reads a clock: prices come with

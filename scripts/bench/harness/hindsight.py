@@ -1,4 +1,4 @@
-"""What a recorded run left on the table, and to what.
+"""Tokens per second that a recorded run left on the table, and to what.
 
 Every step of a recording drafted all it could and verified it, so each request's
 verdict is known for every length. On measured times, from the best down:

@@ -54,7 +54,7 @@ MIXES = (
     "nla",
     "tv",
 )
-"""What the issue asks for."""
+"""Fields of the report that others read."""
 USUAL_WEIGHT: Mapping[str, float] = {"next_token": 0.1, "discard": 0.5}
 """Of a term beside the first one, where no number is given."""
 

@@ -1,4 +1,4 @@
-"""What the suites of policies share: servers of arms, their calibration, the document.
+"""Shared by the suites of policies: servers of arms, their calibration, the document.
 
 vLLM's `num_speculative_tokens_per_batch_size` is tuned from static arms, measured for
 some seconds at each batch size before anything else: the dynamic arm's server needs it.
@@ -339,7 +339,7 @@ class PolicyRun:
 
 
 def place_of(cell: Cell, arm: Arm, target: Target) -> dict[str, Any]:
-    """Where a visit was, for its record."""
+    """Place of a visit, for its record."""
     return {
         "batch": cell.batch,
         "domain": cell.domain,
