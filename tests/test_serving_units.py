@@ -309,6 +309,17 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     assert tide.stats() is None
 
 
+def test_drafts_that_came_with_a_report_are_handed_out_once_and_never_as_a_number():
+    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
+    drafts = (["a"], [[1, 2]])
+    tide.observe({"staged": 0, "drafts": drafts})
+    assert tide.take_drafts() is drafts and tide.take_drafts() is None
+    assert "drafts" not in tide.stats()
+    tide.observe({"drafts": drafts})
+    tide.observe(None)  # a step of which nothing is known: vLLM asks the worker
+    assert tide.take_drafts() is None
+
+
 def test_several_api_servers_count_every_step_once():
     """Each report goes to one of them, and Prometheus adds up what they have."""
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())

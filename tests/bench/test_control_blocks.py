@@ -243,3 +243,17 @@ def test_the_document_has_what_others_read(tmp_path):
     assert len(data["cells"]) == 4 * len(RATES)
     assert data["verdict"].startswith("adaspec: best or within noise of the best in 4")
     assert data["left_on_the_table"] == [] and data["options"]["blocks"] == 3
+
+
+def test_windows_fill_the_minutes_and_are_longer_where_more_is_prefilled(tmp_path):
+    chosen = options(tmp_path, batches=(1, 4, 48), minutes=30.0)
+    run = FakeRun(chosen, ControlDocument(chosen), None)
+    rates = {("none", batch): 40.0 * batch for batch in chosen.sizes}
+    run.calibrate(None, chosen.sizes)
+    tokens = run._window_tokens({b: rate for (_, b), rate in rates.items()}, 60.0)
+    seconds = [tokens[str(batch)] / (40.0 * batch) for batch in chosen.sizes]
+    assert seconds[0] < seconds[1] < seconds[2]
+    each = chosen.num_visits / len(chosen.sizes)
+    spent = sum(each * (1.0 + 1.15 * window) for window in seconds)
+    budget = 0.95 * (30 * 60 - chosen.record_s) - 60.0
+    assert 0.97 * budget < spent < 1.03 * budget

@@ -140,6 +140,15 @@ def main() -> None:
             written[0] += int((table != before).sum())
 
         control._probe = watched
+    asked = [0]
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    ask = executor.take_draft_token_ids
+
+    def counted():
+        asked[0] += 1
+        return ask()
+
+    executor.take_draft_token_ids = counted
     params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **case["params"]})
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     for script in case["scripts"]:
@@ -159,6 +168,7 @@ def main() -> None:
                 "written": written[0],
                 "confidences": policy.confidences,
                 "outcomes": policy.outcomes,
+                "asked": asked[0],
                 "holes": control._backlog.holes,
                 "lost": control.policy is None,
                 "faults": dict(control.faults),

@@ -109,6 +109,12 @@ def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(scripted):
     assert paused["holes"] == 0 and not paused["lost"]
 
 
+def test_a_steps_drafts_come_with_its_output(scripted):
+    """Drafted or not: vLLM's own way is two messages between two steps."""
+    assert [report["asked"] for report in scripted] == [0, 0, 0]
+    assert any(scripted[2]["drafts"])
+
+
 def test_a_probe_sees_what_drafting_would_have_seen(toy, scripted, tmp_path):
     # Prefilled whole: at the end of a chunk upstream feeds the draft the prompt's last
     # token instead of the next one, and catching up does not repeat that.

@@ -50,6 +50,8 @@ def reporting(stats):
     tide._unannounced, tide._draft_since, tide._group = False, 0.0, None
     tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)
     tide._leader = True
+    runner = SimpleNamespace(use_async_scheduling=True)
+    tide._worker = SimpleNamespace(model_runner=runner)
     return tide
 
 

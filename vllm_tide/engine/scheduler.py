@@ -77,6 +77,7 @@ class SchedulerTide:
         self._depth: int | None = None
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
+        self._drafts: Any = None
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
@@ -159,8 +160,10 @@ class SchedulerTide:
         A version that is still staged after it was ordered is ordered again: a rank
         did not hold it yet.
         """
+        self._drafts = None
         if report is None:
             return
+        self._drafts = report.pop("drafts", None)
         self._depth, self._prices = report.get("depth"), report.get("prices")
         if "staged" not in report:
             return  # no numbers this time
@@ -169,6 +172,11 @@ class SchedulerTide:
         self._staged = report["staged"]
         self._swap_seconds += report.get("swap_seconds", ())
         self._stats = report
+
+    def take_drafts(self) -> Any:
+        """Seam: vLLM's `DraftTokenIds` of the step observed last; None if not sent."""
+        drafts, self._drafts = self._drafts, None
+        return drafts
 
     def stats(self) -> dict[str, Any] | None:
         """Numbers for the API server's metrics, once per report."""

@@ -247,6 +247,11 @@ class WorkerTide:
             self.control.end()
         if self._leader:
             output.tide = self._reports.always("report", self._report)
+            runner = self._worker.model_runner
+            if not runner.use_async_scheduling:
+                # Asked for apart they cost two messages.
+                drafts = runner.take_draft_token_ids()
+                output.tide = {**(output.tide or {}), "drafts": drafts}
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""

@@ -9,6 +9,7 @@ the minutes asked for.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -304,18 +305,28 @@ class ControlRun(PolicyRun):
     def _window_tokens(
         self, rates: Mapping[int, float], spent_s: float
     ) -> dict[str, int]:
-        """Output tokens that a visit of each batch counts."""
+        """Output tokens that a visit of each batch counts.
+
+        A larger batch has the longer window: more of it are prompts, and how many lie
+        in it is chance.
+        """
         options = self.options
-        left = 0.95 * (options.limit_s - options.record_s) - spent_s
-        visit_s = max(LEAST_S + BESIDE_S, left / options.num_visits)
         beside = {
             row["batch"]: row["beside_s"]
             for row in self.doc.data["calibration"]
             if row["arm"] == NONE
         }
+        beside[RAMP] = max(beside.values())
+        weight = {batch: 1 + math.sqrt(batch) / 4 for batch in rates}
+        weight[RAMP] = 2 * statistics.geometric_mean(weight.values())
+        visits = Counter(cell.batch for cell in options.cells)
+        each = options.num_blocks * (len(options.arm_names) + 1)
+        left = 0.95 * (options.limit_s - options.record_s) - spent_s
+        left = left / each - sum(n * beside[batch] for batch, n in visits.items())
+        left /= (1 + WARM_UP_SHARE) * sum(n * weight[b] for b, n in visits.items())
         found = {}
         for batch, rate in rates.items():
-            window_s = max(LEAST_S, (visit_s - beside[batch]) / (1 + WARM_UP_SHARE))
+            window_s = max(LEAST_S, left * weight[batch])
             found[str(batch)] = round(max(8 * batch, rate * window_s))
         found[RAMP] = 2 * round(statistics.geometric_mean(found.values()))
         return found
