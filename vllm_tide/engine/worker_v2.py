@@ -309,13 +309,6 @@ class WorkerTideV2(WorkerTide):
         late = self._adaptive
         start_predicting(self._worker, self.control, self._config.control, late=late)
 
-    def close(self) -> None:
-        """Stop the trainer, unlink the segments, let staging memory go. Idempotent."""
-        capture = self.capture
-        super().close()
-        if capture is not None:
-            capture.close()
-
     def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
         if self._log.begin(ended):
             self._take_landed(write=empty)
