@@ -101,7 +101,7 @@ def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
     assert all(step.staged is None for step in steps)  # the log gives nothing back
     assert each.capture.budget.staged == sum(step.size for step in steps) > 0
     assert each.stage(3).staged is None  # no place is free
-    assert each.capture.dropped == {"behind": ROWS}
+    assert each.capture.dropped["behind"] == ROWS
     each.capture.forget("c")
     assert time.monotonic() - begin < 10 and each.records() == []
     assert each.capture.rows == each.ring.stats().written_records == 0
@@ -124,12 +124,14 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     for done, _ in list(each.capture._under_way)[:2]:
         done.result(timeout=30)
     before = each.seeds()
-    assert all(seeds in ([0], [0, 1]) for seeds in before.values())
-    cut = {key for key, seeds in before.items() if seeds == [0]}
+    whole = {0: 3, 1: 1, 2: 1}  # a's rows come in pieces; one of step 1 may be there
+    assert all(seeds.count(0) == whole[key] for key, seeds in before.items())
+    cut = {key for key, seeds in before.items() if seeds.count(1) < whole[key]}
     assert cut and len(before) == 3
     each.held.release(1)
     each.learn()
-    assert each.seeds() == {key: [2] for key in before if key not in cut}
+    kept = {key: [2] * whole[key] for key in before if key not in cut}
+    assert each.seeds() == kept
     tickets = {t.key: t for t in each.capture._tickets.values()}
     assert {k for k, t in tickets.items() if t.refusal == "cut_short"} == cut
     lost = each.ring.dropped_rows["full"] + each.capture.dropped["cut_short"]

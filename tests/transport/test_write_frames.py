@@ -27,7 +27,9 @@ def frames_of(records, follows=None):
     columns = [[getattr(r, name) for r in records] for name in HIDDEN]
     sources = tuple(np.concatenate(arrays) for arrays in columns)
     sizes = np.array([[a.nbytes for a in arrays] for arrays in columns]).T
-    spans = np.stack([np.cumsum(sizes, axis=0) - sizes, sizes], axis=2)
+    spans = np.ascontiguousarray(
+        np.stack([np.cumsum(sizes, axis=0) - sizes, sizes], axis=2)
+    )
     joined = np.zeros(n, np.bool_) if follows is None else np.array(follows)
     return Frames(metas, spans, joined, sources, np.zeros(n, np.uint8))
 
@@ -145,7 +147,7 @@ def arguments(**changed):
     [
         {"ring": np.zeros(DATA_AT, np.uint8)},
         {"ring": np.zeros(DATA_AT + 1000, np.uint8)},
-        {"ring": np.zeros(DATA_AT + 1032, np.uint8)[8:]},
+        {"ring": np.zeros(DATA_AT + 1025, np.uint8)[1:]},
         {"end": np.zeros(1, np.uint64)},
         {"end": np.array([64, 128], np.uint64)},
         {"end": np.array([8, 0], np.uint64)},

@@ -159,7 +159,9 @@ def lay_out(
     for j, (array, dtype, shape, begin, length) in enumerate(parts):
         fits &= array.dtype == dtype and array.shape[1:] == shape
         row_bytes = dtype.itemsize * math.prod(shape)
-        spans[:, j, 0], spans[:, j, 1] = begin * row_bytes, length * row_bytes
+        # No rows lie nowhere: logits, of which a piece of a prompt may have none.
+        spans[:, j, 0] = np.where(length > 0, begin, 0) * row_bytes
+        spans[:, j, 1] = length * row_bytes
     status = np.where(fits, Status.WRITTEN, Status.INVALID).astype(np.uint8)
     sources = tuple(np.ascontiguousarray(array) for array, *_ in parts)
     return Frames(metas, spans, low > 0, sources, status), of
