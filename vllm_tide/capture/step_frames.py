@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,10 @@ def lay_out(
     metas["cost"] = step.cost
     metas["verify_chance"] = requests.verify_chance[of]
 
-    parts = [(step.token_ids, _TOKEN, (), requests.first[of] + low, rows)]
+    # Array, type, shape of a row, first row of each record and how many.
+    parts: list[tuple[np.ndarray, np.dtype, tuple[int, ...], Any, Any]] = [
+        (step.token_ids, _TOKEN, (), requests.first[of] + low, rows)
+    ]
     if step.features is not None:
         wire, at = FEATURE_DTYPES[spec.feature_dtype], requests.low[of]
         metas["feature_width"] = width = spec.feature_width

@@ -122,25 +122,24 @@ class CaptureV1(Recorder):
             tokens[min(len(tokens) - 1, most)] if tokens else -1
             for tokens, most in zip(sampled, drafts.tolist(), strict=True)
         ]
-        columns = np.array(
-            [
-                bounds[:-1],
-                counts,
-                drafts,
-                padding,
-                batch.num_computed_tokens_cpu[: len(ids)],
-                prompts,
-                np.cumsum([1 + len(tokens) for tokens in given]),
-                [len(tokens) for tokens in sampled],
-                following,
-            ],
-            np.int64,
-        )[:, at]
-        first, count = columns[:2]
-        low = np.cumsum(count) - count
-        chance = [self.explored.get(ids[i], 1.0) for i in at]
+        columns = {
+            "first": bounds[:-1],
+            "count": counts,
+            "drafts": drafts,
+            "padding": padding,
+            "start": batch.num_computed_tokens_cpu[: len(ids)],
+            "num_prompt_tokens": prompts,
+            "logit_end": np.cumsum([1 + len(tokens) for tokens in given]),
+            "committed": [len(tokens) for tokens in sampled],
+            "next_token": following,
+        }
+        of = {name: np.array(values, np.int64)[at] for name, values in columns.items()}
+        first, count = of["first"], of["count"]
         requests = RequestRows(
-            [tickets[i] for i in at], low, *columns, np.array(chance, np.float64)
+            tickets=[tickets[i] for i in at],
+            low=(low := np.cumsum(count) - count),
+            verify_chance=np.array([self.explored.get(ids[i], 1.0) for i in at]),
+            **of,
         )
         features = None
         if full and at and aux_hidden_states is not None:
