@@ -346,7 +346,8 @@ class WorkerTideV2(WorkerTide):
     def _take_landed(self, write: bool = True) -> None:
         """Learn from what has landed and write it: on a CPU, this very step.
 
-        Writing takes milliseconds: not before a step was launched, if there is one.
+        Writing takes up to a millisecond, and on a CPU several: not before a step was
+        launched, if there is one.
 
         With asynchronous scheduling a request's end is known one step late, so a step
         waits for the next one to say which of its rows came after an end.
