@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <vector>
 
 #include "shm.h"
 
@@ -245,6 +246,90 @@ PyObject* py_gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyLong_FromUnsignedLong(crc);
 }
 
+// Part `span` of `source`, or false with ValueError.
+bool part_of(const Buffer& source, const uint8_t* span, tide::Part* part) {
+  uint64_t at;
+  uint64_t size;
+  std::memcpy(&at, span, 8);
+  std::memcpy(&size, span + 8, 8);
+  if (at > source.size() || size > source.size() - at) {
+    PyErr_Format(PyExc_ValueError, "a span lies outside a buffer of %zu bytes",
+                 source.size());
+    return false;
+  }
+  *part = {source.data() + at, static_cast<size_t>(size)};
+  return true;
+}
+
+// The ring and where its producer is, or false with ValueError.
+bool ring_of(const Buffer& memory, const Buffer& end, tide::Ring* ring) {
+  const bool whole = memory.size() > tide::kDataAt &&
+                     (memory.size() - tide::kDataAt) % tide::kLineBytes == 0 &&
+                     reinterpret_cast<uintptr_t>(memory.data()) % 8 == 0;
+  const bool words = end.size() == sizeof(tide::RingEnd) &&
+                     reinterpret_cast<uintptr_t>(end.data()) % 8 == 0;
+  if (!whole || !words) {
+    PyErr_SetString(PyExc_ValueError, "a ring of whole lines and two words are wanted");
+    return false;
+  }
+  const uint64_t head = tide::load_acquire(end.data());
+  const uint64_t tail = tide::load_acquire(end.data() + 8);
+  if (head % tide::kLineBytes != 0 || head < tail ||
+      head - tail > memory.size() - tide::kDataAt) {
+    PyErr_SetString(PyExc_ValueError, "the producer is nowhere in its ring");
+    return false;
+  }
+  ring->memory = memory.data();
+  ring->size = memory.size();
+  return true;
+}
+
+PyObject* py_write_frames(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!expect_arguments("write_frames", count, 8, 8)) return nullptr;
+  Buffer memory, end, metas, spans, follows, status;
+  const long fd = PyLong_AsLong(args[1]);
+  if (fd == -1 && PyErr_Occurred()) return nullptr;
+  if (!memory.acquire(args[0], PyBUF_WRITABLE) || !end.acquire(args[2], PyBUF_WRITABLE) ||
+      !metas.acquire(args[3], PyBUF_SIMPLE) || !spans.acquire(args[4], PyBUF_SIMPLE) ||
+      !follows.acquire(args[5], PyBUF_SIMPLE) || !status.acquire(args[6], PyBUF_WRITABLE))
+    return nullptr;
+  tide::Ring ring{nullptr, 0, fd < 0 || fd > INT_MAX ? -1 : static_cast<int>(fd)};
+  if (!ring_of(memory, end, &ring)) return nullptr;
+  if (!PyTuple_Check(args[7])) {
+    PyErr_SetString(PyExc_TypeError, "the sources of records are a tuple of buffers");
+    return nullptr;
+  }
+  const size_t num_records = status.size();
+  const size_t num_sources = static_cast<size_t>(PyTuple_Size(args[7]));
+  if (metas.size() != num_records * tide::kMetaBytes || follows.size() != num_records ||
+      spans.size() != num_records * num_sources * 16) {
+    PyErr_Format(PyExc_ValueError, "the arrays of %zu records differ in length",
+                 num_records);
+    return nullptr;
+  }
+  std::vector<Buffer> sources(num_sources);
+  for (size_t j = 0; j < num_sources; ++j)
+    if (!sources[j].acquire(PyTuple_GetItem(args[7], j), PyBUF_SIMPLE)) return nullptr;
+  std::vector<tide::Part> parts(num_records * num_sources);
+  size_t num_bytes = metas.size();
+  for (size_t k = 0; k < parts.size(); ++k) {
+    if (!part_of(sources[k % num_sources], spans.data() + 16 * k, &parts[k]))
+      return nullptr;
+    num_bytes += parts[k].size;
+  }
+  const tide::Frames frames{num_records, metas.data(), parts.data(), num_sources,
+                            follows.data()};
+  auto* where = reinterpret_cast<tide::RingEnd*>(end.data());
+  if (num_bytes < kReleaseLockBytes) {
+    tide::write_frames(ring, where, frames, status.data());
+  } else {
+    Py_BEGIN_ALLOW_THREADS
+    tide::write_frames(ring, where, frames, status.data());
+    Py_END_ALLOW_THREADS
+  }
+  return Py_NewRef(Py_None);
+}
+
 template <typename Function>
 PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -266,6 +351,8 @@ PyMethodDef methods[] = {
      "Whether crc32c runs on the processor's instruction."},
     {"gather", method(py_gather), METH_FASTCALL,
      "Copy buffers one after another, 8-byte aligned; CRC-32C of what was written."},
+    {"write_frames", method(py_write_frames), METH_FASTCALL,
+     "Write records into a ring; what became of each goes to `status`."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.transport.samples import make_spec
+from tests.transport.step_rows import request_rows
 from vllm_tide.capture.policy import RowBudget
-from vllm_tide.capture.recorder import RequestRows, StepRows
+from vllm_tide.capture.step_frames import StepRows
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.step_log import Step
@@ -187,14 +188,13 @@ def test_what_the_prefix_cache_holds_is_not_owed(server):
     each = server(2)
     capture, budget = each.capture, each.capture.budget
     rows = np.zeros((10, len(LAYERS) * H), np.uint16)
-    step = StepRows(rows, rows[:, :H], None, full=True, version=0)
+    step = StepRows(each.ids.numpy(), rows, rows[:, :H].copy(), None, version=0)
     for number in range(30):
         budget.look(each.ring)
         ticket = capture._admit(f"long{number}", None, True)
         assert budget.take(ticket, 10, 1000) is None
-        capture._write(
-            ticket, RequestRows(0, 10, 0, 0, 990, 1000, each.ids.numpy(), [1], 1), step
-        )
+        of = {"count": 10, "start": 990, "num_prompt_tokens": 1000, "committed": 1}
+        capture._write(request_rows([ticket], **of), step)
     assert capture.dropped["prefix_cached"] == 30 * 990
 
 

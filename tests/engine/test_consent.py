@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.harness.summary import REQUEST_REASONS
@@ -135,8 +134,7 @@ def ring() -> Iterator[RingWriter]:
 def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any:
     """A worker's part of TIDE with nothing but capture."""
     tide = object.__new__(kind)
-    floats = np.empty((0, 4), np.float32)
-    tide.capture = Both(ring, CaptureConfig(consent=consent), floats, floats)
+    tide.capture = Both(ring, CaptureConfig(consent=consent))
     tide.control = tide.swapper = tide._verification = None
     tide._guard, tide._steps = Guard("capture"), Guard("steps")
     tide._log = SimpleNamespace(begin=lambda ended: False)

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.step_rows import request_rows
+from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.staging import PinnedBytes
+from vllm_tide.capture.step_frames import StepRows, lay_out
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine import capture_v2, row_stage
 from vllm_tide.engine.device_stage import DeviceStage, RunLayout
@@ -211,20 +214,37 @@ def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, r
     committed = rows - 1 - drafts
     start = 0 if teacher == "hidden" else committed
     record = make_record(spec, rows, rows, phase, start)
-    if phase == Phase.VERIFY:
-        record = replace(record, num_accepted=committed + drafts // 2)
-    record = replace(record, start=5, num_prompt_tokens=6, finished=False)
-    parts = list(small.capture._parts(record, committed))
-    most = small.ring.max_rows
+    accepted = committed + drafts // 2 * (phase == Phase.VERIFY)
+    ticket = Ticket(record.key, None, record.tenant, sampled=record.sampled)
+    requests = request_rows(
+        [ticket], count=rows, drafts=drafts, start=5, num_prompt_tokens=6,
+        logit_end=drafts + 1, committed=accepted - committed + 1,
+        next_token=record.next_token,
+    )  # fmt: skip
+    topk = None
+    if teacher == "topk":
+        ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
+        topk = ids, logprobs, record.teacher_tail_logprob
+    step = StepRows(
+        record.token_ids, record.features, record.teacher_hidden, topk, version=1
+    )
+    most, k = small.ring.max_rows, TOPK * (teacher == "topk")
+    joined, pieces = [], []
+    for max_rows in (1000, most):
+        frames, _ = lay_out(requests, step, spec, k, max_rows)
+        small.ring.write(frames)
+        assert not frames.status.any()
+        assembler = Assembler(len(LAYERS) * H, max_branches=1)
+        found = small.records()
+        assert sum(part.num_rows for part in found) == rows
+        for part in found:
+            assert not assembler.add(part, 0.0)
+        joined.append(assembler.flush())
+        pieces.append(found)
+    (whole,), parts = pieces
+    assert whole.num_accepted == accepted and whole.teacher_start == start
     assert most < 20 and all(part.num_rows <= most + 3 for part in parts)
     assert (len(parts) > 1) == (rows > most and committed > 0)
-    joined = []
-    for records in ([record], parts):
-        assembler = Assembler(len(LAYERS) * H, max_branches=1)
-        for part in records:
-            assert small.ring.try_write(part), small.ring.drops
-            assert not assembler.add(small.reader.read(), 0.0)
-        joined.append(assembler.flush())
     assert len(joined[0]) == len(joined[1]) <= 1
     if not joined[0]:  # nothing to train on: no committed row but the first is taught
         assert committed == 0 or (teacher != "hidden" and phase == Phase.VERIFY)

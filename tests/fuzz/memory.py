@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import struct
 from typing import Any
 
@@ -36,11 +37,11 @@ from vllm_tide.transport.record import (
 )
 from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.ring_format import (
+    FRAME_BYTES,
     MAGIC,
     RECORD,
     RingSpec,
     frame_at,
-    frame_length,
     next_frame,
     pack_frame,
 )
@@ -56,8 +57,9 @@ ODD_NAMES = (
 )  # fmt: skip
 FUNCTIONS = (
     "load", "store", "fetch_add", "compare_exchange", "crc32c", "fd_size",
-    "crc32c_table", "gather", "shm_create", "shm_open", "shm_unlink",
+    "crc32c_table", "gather", "write_frames", "shm_create", "shm_open", "shm_unlink",
 )  # fmt: skip
+DESCRIPTORS: list[int] = []  # of the call that is made
 TENSORS = {
     "fc.weight": ("float32", (2, 3), np.arange(6, dtype=np.float32)),
     "norm": ("bfloat16", (4,), np.arange(4, dtype=np.uint16)),
@@ -75,6 +77,10 @@ def body(seed: int) -> bytes:
 
 
 BODIES = [body(seed) for seed in range(9)]
+
+
+def frame_length(size: int) -> int:
+    return -(-(FRAME_BYTES + size) // LINE_BYTES) * LINE_BYTES
 
 
 @st.composite
@@ -301,6 +307,33 @@ def _part(draw: st.DrawFn) -> Any:
 
 
 @st.composite
+def frames_calls(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Arrays that fit each other but for one, if for any, and say anything."""
+    count, sources = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    lines = draw(st.integers(1, 16))
+    near = st.one_of(st.integers(-9, 40), edges.map(lambda v: v % 2**63))
+    spans = [draw(near) for _ in range(count * sources * 2)]
+    words = st.sampled_from((0, 0, 0, 64, 128, 1024, 8, 2**63, 2**64 - 64))
+    memory = np.zeros(DATA_AT + 64 * lines, np.uint8)
+    memory[PAGE_BYTES + 6 * LINE_BYTES :][:8] = np.frombuffer(
+        draw(words).to_bytes(8, "little"), np.uint8
+    )
+    descriptor = os.memfd_create("ring")
+    os.truncate(descriptor, len(memory))
+    DESCRIPTORS.append(descriptor)
+    made: list[Any] = [
+        memory, descriptor, np.array([draw(words), draw(words)], np.uint64),
+        draw(st.binary(min_size=96 * count, max_size=96 * count)),
+        np.array(spans, np.int64), np.zeros(count, np.bool_),
+        np.zeros(count, np.uint8),
+        tuple(draw(st.binary(max_size=40)) for _ in range(sources)),
+    ]  # fmt: skip
+    if draw(st.booleans()):
+        made[draw(st.integers(0, len(made) - 1))] = _part(draw)
+    return tuple(made)
+
+
+@st.composite
 def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
     """A function of the extension and arguments that need not fit it."""
     name = draw(st.sampled_from(FUNCTIONS))
@@ -311,6 +344,8 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
         return name, (path, draw(sizes)) if name == "shm_create" else (path,)
     if name == "fd_size":
         return name, (draw(number),)
+    if name == "write_frames":
+        return name, draw(frames_calls())
     arguments: list[Any] = [_part(draw)]
     if name == "gather":
         arguments.append(draw(number))
@@ -322,7 +357,11 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
 
 def call(given: tuple[str, tuple[Any, ...]]) -> str:
     name, arguments = given
-    result = getattr(_shm, name)(*arguments)
+    try:
+        result = getattr(_shm, name)(*arguments)
+    finally:
+        while DESCRIPTORS:
+            os.close(DESCRIPTORS.pop())
     return f"{name} {type(result).__name__}"
 
 

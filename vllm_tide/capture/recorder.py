@@ -1,84 +1,51 @@
-"""Turns one request's rows of one step into a record: the same for both model runners.
+"""What becomes of a step's rows: the same for both model runners.
 
-An adapter says where the rows lie and what the target decided; everything that a
-trainer will read off a record is decided here, once.
+On a CPU a step's records are written at once. Where the launching thread must not wait
+for a copy of tens of megabytes, a thread of its own writes them, in order, and does
+nothing else: what a step needs is prepared here, and what became of it is learnt here,
+at the next step. A request of which a record was not written gets none after it, which
+would follow a hole: the thread sees to that, as records may be on their way to it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vllm_tide.capture.policy import OVERLOAD, CapturePolicy, RowBudget, Ticket
+from vllm_tide.capture.step_frames import RequestRows, StepRows, farewells, lay_out
 from vllm_tide.config import CaptureConfig
-from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring_format import Collect, Frames, Status
 
-_NO_FLOATS = np.empty(0, np.float32)
-_NO_TOKENS = np.empty(0, np.int32)
-
-TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
-TEACHERS = (
-    "teacher_hidden",
-    "teacher_topk_ids",
-    "teacher_topk_logprobs",
-    "teacher_tail_logprob",
-)
+BACKLOG = 16
+"""Writes under way, at most: a step and a farewell each, of eight steps."""
+DRAIN_S = 5.0
 
 
-@dataclass(slots=True)
-class StepRows:
-    """Rows that a step computed, in wire types.
+@dataclass(slots=True, eq=False)
+class Write:
+    """Records on their way to the ring, and what happens once they are there.
 
     Attributes:
-        features: [>= rows, num_aux * H]; any number of rows and 0 columns while
-            records are light.
-        hidden: [>= rows, H], or None if not stored.
-        topk: ids int32 [logits, k], log-probabilities float32 [logits, k] and tail
-            float32 [logits] of the sampled rows; None if not stored.
-        full: False while the trainer collects ids and counts only.
-        drafted_by: The one that drafted what the step verified; None is the same.
+        tickets: Of each request; `of` says which one a record is of.
+        full: Whether the records carry rows; None for farewells.
+        staged: Where their rows lie, let go once written; None if that is not ours.
+        size: Bytes of the ring that they may take, while they are on their way.
     """
 
-    features: np.ndarray
-    hidden: np.ndarray | None
-    topk: TopK | None
-    full: bool
-    version: int
-    drafted_by: int | None = None
-    concurrency: int = 0
-    cost: float = 1.0
-
-
-@dataclass(slots=True)
-class RequestRows:
-    """One request's part of a step.
-
-    Attributes:
-        low: Its first row among those of `StepRows`.
-        drafts: Drafted tokens, in the last of them.
-        padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
-            their rows say nothing about the model.
-        token_ids: int32 [>= count], input token of each row.
-        sampled: Tokens committed; empty for a prefill chunk that is not the last.
-        logit_end: End of the request's rows in the logits.
-    """
-
-    low: int
-    count: int
-    drafts: int
-    padding: int
-    start: int
-    num_prompt_tokens: int
-    token_ids: np.ndarray
-    sampled: Sequence[int]
-    logit_end: int
-    verify_chance: float = 1.0
+    ring: RingWriter
+    frames: Frames
+    tickets: list[Ticket]
+    of: np.ndarray
+    full: bool | None
+    staged: Any = None
+    size: int = 0
 
 
 class Recorder:
@@ -86,9 +53,8 @@ class Recorder:
 
     Args:
         ring: Where records go; it drops and counts what does not fit.
-        features_like: [0, num_aux * H] in the wire's type, for records without rows.
-        hidden_like: [0, H] in the wire's type, or None if no hidden state is stored.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
+        threaded: Write from a thread of its own.
 
     Attributes:
         rows: Rows written to the ring so far, those of light records left out.
@@ -103,17 +69,14 @@ class Recorder:
         self,
         ring: RingWriter,
         config: CaptureConfig,
-        features_like: np.ndarray,
-        hidden_like: np.ndarray | None,
         tenant_key: bytes | None = None,
+        threaded: bool = False,
     ) -> None:
         self._ring = ring
         self._topk = config.teacher_topk if config.teacher != "hidden" else 0
         self._policy = CapturePolicy(
             config.sample_rate, consent=config.consent, tenant_key=tenant_key
         )
-        self._features_like = features_like
-        self._hidden_like = hidden_like
         self._tickets: dict[str, Ticket] = {}
         self._salted: set[str] = set()
         self.budget = RowBudget()
@@ -123,6 +86,10 @@ class Recorder:
         self.dropped: Counter[str] = Counter()
         self.draft_version = 0
         self.off = False
+        self._thread = ThreadPoolExecutor(1, "tide-ring") if threaded else None
+        self._under_way: deque[tuple[Future[None], Write]] = deque()
+        self._fault: BaseException | None = None  # of the thread
+        self._cut: set[int] = set()  # keys; only the thread has it, where there is one
 
     @property
     def wish(self) -> Collect:
@@ -130,7 +97,17 @@ class Recorder:
 
     def use_ring(self, ring: RingWriter) -> None:
         """Write to another ring from now on: the one before was cut short."""
+        self._drain()  # it counts what it drops until it is closed
         self._ring = ring
+
+    def close(self) -> None:
+        """Write what is under way, for some seconds at most; nothing is written after.
+
+        The ring must still be there.
+        """
+        self._drain()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def resume(self) -> None:
         """Capture was left out for some steps: who drafted last is not known."""
@@ -138,17 +115,23 @@ class Recorder:
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """Requests ended (finished or aborted): say so to the trainer, drop state."""
-        for req_id in req_ids:
-            ticket = self._tickets.pop(req_id, None)
-            self._salted.discard(req_id)
-            if ticket is not None:
-                self._leave(ticket)
+        popped = [self._tickets.pop(req_id, None) for req_id in req_ids]
+        self._salted.difference_update(req_ids)
+        self._leave([ticket for ticket in popped if ticket is not None])
+        self._settle()
+        self._raise_fault()
 
-    def _leave(self, ticket: Ticket) -> None:
-        self.budget.end(ticket)
-        if ticket.started:
+    def _leave(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self.budget.end(ticket)
+        tickets = [ticket for ticket in tickets if ticket.started]
+        if not tickets:
+            return
+        for ticket in tickets:
             ticket.started = False
-            self._ring.try_write(self._farewell(ticket))
+        ring = self._ring
+        frames = farewells(tickets, self.draft_version, ring.spec, self._topk)
+        self._submit(Write(ring, frames, tickets, np.arange(len(tickets)), None))
 
     def keep_out(self, req_ids: Sequence[str]) -> None:
         """Requests that have a `cache_salt`: before they are decided about."""
@@ -168,13 +151,19 @@ class Recorder:
             self.dropped[ticket.refusal] += 1
         return ticket
 
-    def _end_records(self, ticket: Ticket, num_rows: int) -> None:
-        """Nothing may leave now: of this request nothing ever will again."""
-        if ticket.refusal is None:
+    def _end_records(self, tickets: list[Ticket], counts: list[int]) -> None:
+        """Nothing may leave now: of these requests nothing ever will again.
+
+        Args:
+            counts: Rows of each, in this step.
+        """
+        ended = [ticket for ticket in tickets if ticket.refusal is None]
+        for ticket in ended:
             ticket.refusal = "paused"
-            self._leave(ticket)
-        if ticket.refusal == "paused":
-            self.dropped["paused"] += num_rows
+        self._leave(ended)
+        for ticket, count in zip(tickets, counts, strict=True):
+            if ticket.refusal == "paused":
+                self.dropped["paused"] += count
 
     def _takes(self, ticket: Ticket | None, count: int, prompt: int) -> bool:
         """True if full rows of a request are to be staged; see `RowBudget`.
@@ -190,137 +179,99 @@ class Recorder:
             self.dropped[ticket.refusal] += count
         return ticket.refusal is None
 
-    def _write(self, ticket: Ticket, rows: RequestRows, step: StepRows) -> None:
-        low, count, full = rows.low, rows.count, step.full
-        if rows.padding:
-            self.dropped["placeholder"] += rows.padding
-        high = low + count
-        verify = rows.drafts > 0 or count == 1
-        committed = count - 1 - rows.drafts
-        num_accepted = committed + max(len(rows.sampled) - 1, 0)
-        # What follows the last real row; a placeholder may be accepted by chance.
-        last = min(len(rows.sampled) - 1, rows.drafts)
-        if not ticket.started:
-            ticket.started = True
-            self.requests += 1
-            # A prefix-cache hit never computes these rows: they are missing, and
-            # the record's start says so.
-            if full:
-                self.dropped["prefix_cached"] += rows.start
-                ticket.prompt = max(ticket.prompt - rows.start, 0)  # owed
-        teacher_start, topk = self._teacher(rows, step) if full else (count, None)
-        hidden = step.hidden if full else None
-        record = Record(
-            key=ticket.key,
-            phase=Phase.VERIFY if verify else Phase.PREFILL,
-            start=rows.start,
-            num_prompt_tokens=rows.num_prompt_tokens,
-            num_accepted=min(num_accepted, count - 1),
-            next_token=rows.sampled[last] if rows.sampled else -1,
-            draft_version=(
-                step.drafted_by
-                if verify and step.drafted_by is not None
-                else step.version
-            ),
-            token_ids=rows.token_ids[:count],
-            features=step.features[low:high],
-            teacher_start=teacher_start,
-            teacher_hidden=(
-                None if hidden is None else hidden[low + teacher_start : high]
-            ),
-            teacher_topk_ids=None if topk is None else topk[0],
-            teacher_topk_logprobs=None if topk is None else topk[1],
-            teacher_tail_logprob=None if topk is None else topk[2],
-            tenant=ticket.tenant,
-            sampled=ticket.sampled,
-            concurrency=step.concurrency,
-            cost=step.cost,
-            verify_chance=rows.verify_chance,
-        )
-        for part in self._parts(record, committed) if full else (record,):
-            if not self._ring.try_write(part):
-                # What came after would follow a hole.
-                if full:
-                    ticket.refusal = "cut_short"
-                    self.budget.end(ticket)
-                break
-            if full:
-                self.rows += part.num_rows
-            else:
-                self.dropped["ids_only"] += part.num_rows
-
-    def _parts(self, record: Record, committed: int) -> Iterator[Record]:
-        """The record in pieces of which many fit into the ring: rows of a long prompt.
+    def _write(
+        self, requests: RequestRows, step: StepRows, staged: Any = None, size: int = 0
+    ) -> bool:
+        """Write records of a step's requests.
 
         Args:
-            committed: Rows before the last of what needs no verification.
+            staged: Let go once they are written, if a thread of its own writes them.
+            size: Bytes of the ring that they may take.
+
+        Returns:
+            Whether that is so.
         """
-        low = 0
-        while record.num_rows - low > self._ring.max_rows and committed > low:
-            high = min(low + self._ring.max_rows, committed)
-            yield self._part(record, slice(low, high))
-            low = high
-        if not low:
-            yield record
+        tickets, full = requests.tickets, step.full
+        if padding := int(requests.padding.sum()):
+            self.dropped["placeholder"] += padding
+        if not tickets:
+            return False
+        if len(self._under_way) >= BACKLOG:
+            self.dropped["behind"] += int(requests.count.sum())
+            return False
+        for ticket, start in zip(tickets, requests.start.tolist(), strict=True):
+            if not ticket.started:
+                ticket.started = True
+                self.requests += 1
+                # A prefix-cache hit never computes these rows: they are missing, and
+                # the record's start says so.
+                if full:
+                    self.dropped["prefix_cached"] += start
+                    ticket.prompt = max(ticket.prompt - start, 0)  # owed
+        ring = self._ring
+        frames, of = lay_out(requests, step, ring.spec, self._topk, ring.max_rows)
+        return self._submit(Write(ring, frames, tickets, of, full, staged, size))
+
+    def _submit(self, write: Write) -> bool:
+        """Have records written; whether a thread of its own does it."""
+        if self._thread is None:
+            self._put(write)
+            self._learn(write)
+            return False
+        self._under_way.append((self._thread.submit(self._put, write), write))
+        self.budget.staged += write.size
+        return True
+
+    def _put(self, write: Write) -> None:
+        """Write, leaving out requests that were cut short: all that the thread does."""
+        frames, full = write.frames, write.full
+        keys = frames.metas["key"]
+        if full is None:
+            self._cut.difference_update(keys.tolist())
+        elif self._cut:
+            cut = np.fromiter(self._cut, np.uint64, len(self._cut))
+            frames.status[np.isin(keys, cut)] = Status.SKIPPED
+        write.ring.write(frames)
+        if full and frames.status.any():
+            self._cut.update(keys[frames.status != Status.WRITTEN].tolist())
+
+    def _settle(self) -> None:
+        """Learn what became of writes that are done."""
+        while self._under_way and self._under_way[0][0].done():
+            done, write = self._under_way.popleft()
+            self.budget.staged -= write.size
+            if write.staged is not None:
+                write.staged.release()
+            if (fault := done.exception()) is None:
+                self._learn(write)
+            else:
+                self._fault = fault
+
+    def _raise_fault(self) -> None:
+        """Raise what the thread raised, once; last, so that nothing is left out."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def _learn(self, write: Write) -> None:
+        frames, full = write.frames, write.full
+        write.ring.count(frames)
+        if full is None:
             return
-        yield replace(
-            self._part(record, slice(low, record.num_rows)),
-            phase=record.phase,
-            num_accepted=record.num_accepted - low,
-            next_token=record.next_token,
-        )
+        rows, written = frames.metas["rows"], frames.status == Status.WRITTEN
+        num_rows = int(rows[written].sum())
+        if not full:
+            self.dropped["ids_only"] += num_rows
+            return
+        self.rows += num_rows
+        if written.all():
+            return
+        for i in np.unique(write.of[~written]).tolist():
+            write.tickets[i].refusal = "cut_short"
+            self.budget.end(write.tickets[i])
+        skipped = rows[frames.status == Status.SKIPPED]
+        self.dropped["cut_short"] += int(skipped.sum())
 
-    @staticmethod
-    def _part(record: Record, rows: slice) -> Record:
-        first = record.teacher_start
-        teachers = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
-        arrays: dict[str, Any] = {
-            name: None if (array := getattr(record, name)) is None else array[teachers]
-            for name in TEACHERS
-        }
-        return replace(
-            record,
-            phase=Phase.PREFILL,
-            start=record.start + rows.start,
-            num_accepted=rows.stop - rows.start - 1,
-            next_token=-1,
-            token_ids=record.token_ids[rows],
-            features=record.features[rows],
-            teacher_start=min(max(first, rows.start), rows.stop) - rows.start,
-            **arrays,
-        )
-
-    def _teacher(self, rows: RequestRows, step: StepRows) -> tuple[int, TopK | None]:
-        """First row with a teacher, and the rows' top-k slices.
-
-        Only sampled rows have logits (the last of a prefill, all of a verification),
-        so a top-k teacher starts later than a hidden one.
-        """
-        if step.topk is None:
-            return rows.count if self._topk else 0, None
-        start = max(rows.count - 1 - rows.drafts, 0)
-        end = rows.logit_end - rows.padding
-        low = end - (rows.count - start)
-        ids, top, tail = (array[low:end] for array in step.topk)
-        return start, (ids, top, tail)
-
-    def _farewell(self, ticket: Ticket) -> Record:
-        topk = self._topk
-        return Record(
-            key=ticket.key,
-            phase=Phase.VERIFY,
-            start=0,
-            num_prompt_tokens=0,
-            num_accepted=0,
-            next_token=-1,
-            draft_version=self.draft_version,
-            token_ids=_NO_TOKENS,
-            features=self._features_like,
-            teacher_start=0,
-            teacher_hidden=self._hidden_like,
-            teacher_topk_ids=np.empty((0, topk), np.int32) if topk else None,
-            teacher_topk_logprobs=np.empty((0, topk), np.float32) if topk else None,
-            teacher_tail_logprob=_NO_FLOATS if topk else None,
-            finished=True,
-            tenant=ticket.tenant,
-        )
+    def _drain(self) -> None:
+        wait([done for done, _ in self._under_way], DRAIN_S)
+        self._settle()

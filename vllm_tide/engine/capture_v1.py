@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows, TopK
+from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
+from vllm_tide.capture.step_frames import RequestRows, StepRows, TopK
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.row_stage import HostRows, RunLayout
 from vllm_tide.transport.ring import RingWriter
@@ -52,11 +53,9 @@ class CaptureV1(Recorder):
             config.teacher == "hidden",
             0,
         )
-        features_like, hidden_like = layout.like()
-        super().__init__(ring, config, features_like, hidden_like, tenant_key)
+        super().__init__(ring, config, tenant_key)
         self._runner = runner
         self._staging = HostRows(layout)
-        self._no_features = self._staging.features[:, :0]
         self._logits_topk: TopK | None = None
         # Of the step that ends: `Record.cost`, and `Record.verify_chance` of the
         # requests whose drafts only exploration verified.
@@ -98,57 +97,66 @@ class CaptureV1(Recorder):
         full = wish is Collect.FULL
         bounds = runner.query_start_loc.np[: len(tickets) + 1]
         if wish is Collect.NOTHING:
-            for ticket, count in zip(tickets, np.diff(bounds).tolist(), strict=True):
-                self._end_records(ticket, count)
+            self._end_records(tickets, np.diff(bounds).tolist())
             return
         if full:
             if aux_hidden_states is None:
                 return
             self.budget.look(self._ring)
-        spec = scheduler_output.scheduled_spec_decode_tokens
-        logit_ends = np.cumsum([1 + len(spec.get(name, ())) for name in batch.req_ids])
-        wanted = [np.empty(0, np.int32)]
-        parts: list[tuple[Ticket, RequestRows]] = []
-        end = 0
-        for i, ticket in enumerate(tickets):
-            drafts = spec.get(batch.req_ids[i], ())
-            first, after = int(bounds[i]), int(bounds[i + 1])
-            padding = sum(1 for token in drafts if token < 0)
-            rows = RequestRows(
-                low=first,
-                count=after - padding - first,
-                drafts=len(drafts) - padding,
-                padding=padding,
-                start=int(batch.num_computed_tokens_cpu[i]),
-                num_prompt_tokens=int(batch.num_prompt_tokens[i]),
-                token_ids=runner.input_ids.np[first:after],
-                sampled=sampled[i],
-                logit_end=int(logit_ends[i]),
-                verify_chance=self.explored.get(batch.req_ids[i], 1.0),
+        spec, ids = scheduler_output.scheduled_spec_decode_tokens, batch.req_ids
+        given = [spec.get(req_id, ()) for req_id in ids]
+        padding = [sum(token < 0 for token in drafts) for drafts in given]
+        counts = (np.diff(bounds) - padding).tolist()
+        prompts = batch.num_prompt_tokens[: len(ids)].tolist()
+        at = [
+            i
+            for i, ticket in enumerate(tickets)
+            if (
+                self._takes(ticket, counts[i], prompts[i])
+                if full
+                else ticket.refusal is None
             )
-            if full:
-                taken = self._takes(ticket, rows.count, rows.num_prompt_tokens)
-            else:
-                taken = ticket.refusal is None
-            if taken:
-                low, rows.low, end = rows.low, end, end + rows.count
-                wanted.append(np.arange(low, low + rows.count, dtype=np.int32))
-                parts.append((ticket, rows))
-        if full and parts and aux_hidden_states is not None:
-            index = np.concatenate(wanted)
-            self._staging.fill(aux_hidden_states, hidden_states, index)
+        ]
+        drafts = np.array([len(tokens) for tokens in given], np.int64) - padding
+        following = [
+            tokens[min(len(tokens) - 1, most)] if tokens else -1
+            for tokens, most in zip(sampled, drafts.tolist(), strict=True)
+        ]
+        columns = {
+            "first": bounds[:-1],
+            "count": counts,
+            "drafts": drafts,
+            "padding": padding,
+            "start": batch.num_computed_tokens_cpu[: len(ids)],
+            "num_prompt_tokens": prompts,
+            "logit_end": np.cumsum([1 + len(tokens) for tokens in given]),
+            "committed": [len(tokens) for tokens in sampled],
+            "next_token": following,
+        }
+        of = {name: np.array(values, np.int64)[at] for name, values in columns.items()}
+        first, count = of["first"], of["count"]
+        requests = RequestRows(
+            tickets=[tickets[i] for i in at],
+            low=(low := np.cumsum(count) - count),
+            verify_chance=np.array([self.explored.get(ids[i], 1.0) for i in at]),
+            **of,
+        )
+        features = None
+        if full and at and aux_hidden_states is not None:
+            index = np.arange(count.sum()) + np.repeat(first - low, count)
+            self._staging.fill(aux_hidden_states, hidden_states, index.astype(np.int32))
+            features = self._staging.features
         step = StepRows(
-            features=self._staging.features if full else self._no_features,
+            token_ids=runner.input_ids.np,
+            features=features,
             hidden=self._staging.hidden,
             topk=topk,
-            full=full,
             version=self.draft_version,
             drafted_by=before,
-            concurrency=len(batch.req_ids),
+            concurrency=len(ids),
             cost=self.step_cost,
         )
-        for ticket, rows in parts:
-            self._write(ticket, rows, step)
+        self._write(requests, step)
 
     def _ticket(self, req_id: str) -> Ticket:
         ticket = self._tickets.get(req_id)

@@ -2,7 +2,8 @@
 
 The row meaning is V1's (`capture_v1.py`), and so are the records: `Recorder` makes
 both. What differs is that the host never sees a tensor of the step it launches: `stage`
-enqueues copies, `write` runs when they have landed.
+enqueues copies, `write` runs when they have landed, and on a device leaves writing to a
+thread.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_tide.capture.recorder import Recorder, RequestRows, StepRows
+from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
+from vllm_tide.capture.step_frames import RequestRows, StepRows
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.row_stage import RunLayout, TopRows, make_stage
 from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.ring_format import Collect
+
+STEPS_WRITTEN = 2
+"""Steps whose rows wait for the thread that writes them: they left the step log."""
 
 
 class CaptureV2(Recorder):
@@ -57,14 +62,13 @@ class CaptureV2(Recorder):
             config.teacher == "hidden",
             min(topk, runner.vocab_size),
         )
+        threaded = runner.device.type != "cpu"
+        places += STEPS_WRITTEN * threaded
         self._stage = make_stage(runner.device, places, layout, ring.capacity)
         self._stage.warm_up(runner.dtype)
-        features_like, hidden_like = layout.like()
-        super().__init__(ring, config, features_like, hidden_like, tenant_key)
-        # Any number of rows and no columns.
-        self._no_features = np.empty((runner.max_num_tokens, 0), features_like.dtype)
+        super().__init__(ring, config, tenant_key, threaded)
         self._workspace = None
-        if self._topk and runner.device.type != "cpu":
+        if self._topk and threaded:
             k = min(self._topk, runner.vocab_size)
             self._workspace = TopKWorkspace(logits, runner.vocab_size, k, runner.device)
         self._logits_topk: TopRows | None = None
@@ -111,6 +115,7 @@ class CaptureV2(Recorder):
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
         topk, self._logits_topk = self._logits_topk, None
+        self._settle()
         wish = self.wish
         if wish is Collect.NOTHING:
             return  # `write` counts it
@@ -155,56 +160,80 @@ class CaptureV2(Recorder):
         self.budget.staged -= step.size
         before = None if step.after_gap else self._drafted_by
         self._drafted_by = step.version if step.steps else None
+        late = frozenset(overrun)
         if self.wish is Collect.NOTHING:
             full = None
             counts = np.diff(step.bounds).tolist()
-            for req_id, count in zip(step.req_ids, counts, strict=True):
-                if req_id in self._tickets and req_id not in overrun:
-                    self._end_records(self._tickets[req_id], count)
-        if full is None:
-            return
-        rows_of = StepRows(
-            features=self._no_features if staged is None else staged.features,
-            hidden=None if staged is None else staged.hidden,
-            topk=None if staged is None else staged.topk,
-            full=full,
-            version=step.version,
-            drafted_by=before,
-            concurrency=len(step.req_ids),
-            cost=step.cost,
-        )
-        for i, req_id in enumerate(step.req_ids):
-            wanted = i in step.first if full else self._wanted(req_id)
-            ticket = self._tickets.get(req_id)
-            if not wanted or ticket is None or req_id in overrun:
-                continue
-            if ticket.refusal != "paused":  # a switch off and on since it was staged
-                self._write(ticket, self._rows(step, i), rows_of)
+            here = [
+                (self._tickets[req_id], count)
+                for req_id, count in zip(step.req_ids, counts, strict=True)
+                if req_id in self._tickets and req_id not in late
+            ]
+            self._end_records([t for t, _ in here], [count for _, count in here])
+        if full is not None:
+            rows = StepRows(
+                token_ids=np.array(step.token_ids),  # the place is filled again
+                features=staged.features if full and staged is not None else None,
+                hidden=None if staged is None else staged.hidden,
+                topk=None if staged is None else staged.topk,
+                version=step.version,
+                drafted_by=before,
+                concurrency=len(step.req_ids),
+                cost=step.cost,
+            )
+            if self._write(self._requests(step, full, late), rows, staged, step.size):
+                step.staged = None  # the thread's
+        self._settle()
+        self._raise_fault()
 
     def close(self) -> None:
-        """Let the staging memory go; nothing is staged after."""
+        """Write what is under way, then let the staging memory go."""
+        super().close()
         self._stage.close()
 
     def _wanted(self, req_id: str) -> bool:
         ticket = self._tickets.get(req_id)
         return ticket is not None and ticket.refusal is None
 
-    @staticmethod
-    def _rows(step: Step, i: int) -> RequestRows:
-        landed = (step.start, step.emitted, step.sampled, step.token_ids)
-        start, emitted, sampled, token_ids = (np.asarray(part) for part in landed)
-        low, high = int(step.bounds[i]), int(step.bounds[i + 1])
-        num_drafts = int(step.drafts[i])
-        padding = num_drafts if step.padded[i] else 0
+    def _requests(self, step: Step, full: bool, late: frozenset[str]) -> RequestRows:
+        """Those of a step that has landed of which records are to be written.
+
+        Args:
+            late: Requests whose rows are no traffic.
+        """
+        at, tickets, names = [], [], step.req_ids
+        for i in step.first if full else range(len(names)):
+            ticket = self._tickets.get(names[i])
+            if ticket is None or names[i] in late or ticket.refusal == "paused":
+                continue  # paused: a switch off and on since it was staged
+            if full or ticket.refusal is None:
+                at.append(i)
+                tickets.append(ticket)
+        which = np.array(at, np.int64)
+        landed = (step.start, step.emitted, step.sampled, step.bounds, step.drafts)
+        start, emitted, sampled, bounds, drafts = map(np.asarray, landed)
+        first, drafts = bounds[which].astype(np.int64), drafts[which].astype(np.int64)
+        padding = np.where(step.padded[which], drafts, 0)
+        drafts = drafts - padding
+        sampled = sampled[which]
+        committed = np.minimum(emitted[which].astype(np.int64), sampled.shape[1])
+        last = np.minimum(committed - 1, drafts)
+        following = sampled[np.arange(len(which)), last]
+        chance = [step.explored.get(names[i], step.verify_chance) for i in at]
+        low = first
+        if full and not step.cut:
+            low = np.array([step.first[i] for i in at], np.int64)
         return RequestRows(
-            low=low if step.cut else step.first.get(i, 0),
-            count=high - padding - low,
-            drafts=num_drafts - padding,
+            tickets=tickets,
+            low=low,
+            first=first,
+            count=bounds[which + 1] - padding - first,
+            drafts=drafts,
             padding=padding,
-            start=int(start[i]),
-            num_prompt_tokens=int(step.num_prompt_tokens[i]),
-            token_ids=token_ids[low:high],
-            sampled=sampled[i, : emitted[i]].tolist(),
-            logit_end=int(step.logit_ends[i]),
-            verify_chance=step.explored.get(step.req_ids[i], step.verify_chance),
+            start=start[which].astype(np.int64),
+            num_prompt_tokens=step.num_prompt_tokens[which].astype(np.int64),
+            logit_end=step.logit_ends[which].astype(np.int64),
+            committed=committed,
+            next_token=np.where(committed > 0, following, -1),
+            verify_chance=np.array(chance, np.float64),
         )

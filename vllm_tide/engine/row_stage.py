@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_tide.capture.recorder import TopK
 from vllm_tide.capture.staging import wire_view
+from vllm_tide.capture.step_frames import TopK
 
 if TYPE_CHECKING:
     from vllm_tide.engine.device_stage import DeviceStage
@@ -53,12 +53,6 @@ class RunLayout:
         """The same for another step; the arguments are those of `HostStage.fill`."""
         logits = 0 if topk is None else len(topk[0])
         return replace(self, num_rows=len(rows), num_logits=logits)
-
-    def like(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Features [0, num_aux * H] and hidden states [0, H] in the wire's type."""
-        empty = torch.empty(0, self.num_aux * self.hidden_size, dtype=self.dtype)
-        teacher = wire_view(empty[:, : self.hidden_size]) if self.hidden else None
-        return wire_view(empty), teacher
 
     def features(self, run: Tensor) -> Tensor:
         """Its features, [num_rows, num_aux * H].

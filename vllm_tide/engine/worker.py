@@ -257,6 +257,7 @@ class WorkerTide:
         """Stop the trainer, unlink the segments. Idempotent."""
         if self.capture is not None:
             self._closing.set()
+            self._guard.always("close", self.capture.close)
         for part in (self._trainer, self.swapper, self._ring, self._segment):
             if part is not None:
                 part.close()

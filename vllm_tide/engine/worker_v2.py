@@ -309,13 +309,6 @@ class WorkerTideV2(WorkerTide):
         late = self._adaptive
         start_predicting(self._worker, self.control, self._config.control, late=late)
 
-    def close(self) -> None:
-        """Stop the trainer, unlink the segments, let staging memory go. Idempotent."""
-        capture = self.capture
-        super().close()
-        if capture is not None:
-            capture.close()
-
     def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
         if self._log.begin(ended):
             self._take_landed(write=empty)
@@ -353,7 +346,8 @@ class WorkerTideV2(WorkerTide):
     def _take_landed(self, write: bool = True) -> None:
         """Learn from what has landed and write it: on a CPU, this very step.
 
-        Writing takes milliseconds: not before a step was launched, if there is one.
+        Writing takes up to a millisecond, and on a CPU several: not before a step was
+        launched, if there is one.
 
         With asynchronous scheduling a request's end is known one step late, so a step
         waits for the next one to say which of its rows came after an end.

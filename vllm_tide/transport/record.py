@@ -17,6 +17,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -36,12 +37,23 @@ _F32 = np.dtype(np.float32)
 # dtype, format, tenant, concurrency, cost, verify_chance, (4 bytes of padding)
 _META = struct.Struct("<QQqqqiI4xIIIIBBBBQIff4x")
 META_BYTES = _META.size
+_FIELDS = """key:u8 draft_version:u8 start:i8 num_prompt_tokens:i8 next_token:i8
+num_accepted:i4 rows:u4 padding:u4 feature_width:u4 teacher_start:u4 hidden_width:u4
+topk:u4 phase:u1 flags:u1 dtype:u1 format:u1 tenant:u8 concurrency:u4 cost:f4
+verify_chance:f4 end:u4"""
+META = np.dtype(
+    [
+        (name, "<" + kind)
+        for name, _, kind in (f.partition(":") for f in _FIELDS.split())
+    ]
+)
+"""The same, to describe many records at once."""
 _FORMAT_AT = 71
-_DTYPE_CODES = {"bfloat16": 0, "float32": 2}  # 1 was float16
-_DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
+DTYPE_CODES = {"bfloat16": 0, "float32": 2}  # 1 was float16
+_DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
-_FINISHED, _HIDDEN, _TOPK, _SAMPLED = 1, 2, 4, 8
-_ALL_FLAGS = _FINISHED | _HIDDEN | _TOPK | _SAMPLED
+FINISHED, HIDDEN, TOPK, SAMPLED = 1, 2, 4, 8
+_ALL_FLAGS = FINISHED | HIDDEN | TOPK | SAMPLED
 _ALIGN = 8
 
 
@@ -151,17 +163,17 @@ def encode(
     width = _width(record.features, n, dtype)
     _check_counts(record.phase, n, record.num_accepted, record.teacher_start)
     teacher_rows = n - record.teacher_start
-    flags = _FINISHED * record.finished | _SAMPLED * record.sampled
+    flags = FINISHED * record.finished | SAMPLED * record.sampled
     hidden_width = topk = 0
     arrays = [record.token_ids, record.features]
     if record.teacher_hidden is not None:
-        flags |= _HIDDEN
+        flags |= HIDDEN
         hidden_width = _width(record.teacher_hidden, teacher_rows, dtype)
         arrays.append(record.teacher_hidden)
     ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
     tail = record.teacher_tail_logprob
     if ids is not None and logprobs is not None and tail is not None:
-        flags |= _TOPK
+        flags |= TOPK
         topk = _width(ids, teacher_rows, _I32)
         same = _width(logprobs, teacher_rows, _F32) == topk
         if not same or _rows(tail, _F32) != teacher_rows:
@@ -183,7 +195,7 @@ def encode(
         topk,
         record.phase,
         flags,
-        _DTYPE_CODES[feature_dtype],
+        DTYPE_CODES[feature_dtype],
         FORMAT_VERSION,
         record.tenant,
         record.concurrency,
@@ -227,9 +239,9 @@ def decode(body: memoryview) -> Record:
     cursor = _Cursor(body)
     token_ids = cursor.take(_I32, n)
     features = cursor.take(dtype, n, width)
-    hidden = cursor.take(dtype, rows, hidden_width) if flags & _HIDDEN else None
+    hidden = cursor.take(dtype, rows, hidden_width) if flags & HIDDEN else None
     ids = logprobs = tail = None
-    if flags & _TOPK:
+    if flags & TOPK:
         ids = cursor.take(_I32, rows, topk)
         logprobs = cursor.take(_F32, rows, topk)
         tail = cursor.take(_F32, rows)
@@ -238,7 +250,7 @@ def decode(body: memoryview) -> Record:
     return Record(
         key, Phase(phase), start, num_prompt_tokens, num_accepted, next_token,
         draft_version, token_ids, features, teacher_start, hidden, ids, logprobs, tail,
-        bool(flags & _FINISHED), tenant, bool(flags & _SAMPLED), concurrency, cost,
+        bool(flags & FINISHED), tenant, bool(flags & SAMPLED), concurrency, cost,
         verify_chance,
     )  # fmt: skip
 
@@ -278,12 +290,14 @@ def _width(array: np.ndarray, rows: int, dtype: np.dtype) -> int:
 
 
 def _check_counts(phase: int, n: int, num_accepted: int, teacher_start: int) -> None:
-    if phase != _VERIFY and phase != _PREFILL:
-        raise RecordError("unknown phase")
-    if not 0 <= teacher_start <= n:
-        raise RecordError("teacher_start lies outside the rows")
-    if n == 0:
-        return
-    last = num_accepted == n - 1
-    if not (last if phase == _PREFILL else 0 <= num_accepted < n):
-        raise RecordError("num_accepted does not match the rows")
+    if not sound_counts(phase, n, num_accepted, teacher_start):
+        raise RecordError("phase, rows, num_accepted, teacher_start: contradictory")
+
+
+def sound_counts(phase: Any, n: Any, num_accepted: Any, teacher_start: Any) -> Any:
+    """Whether counts fit each other: of one record, or arrays of several."""
+    prefill = (phase == _PREFILL) & (num_accepted == n - 1)
+    verify = (phase == _VERIFY) & (num_accepted >= 0) & (num_accepted < n)
+    known = (phase == _PREFILL) | (phase == _VERIFY)
+    taught = (teacher_start >= 0) & (teacher_start <= n)
+    return known & taught & ((n == 0) | prefill | verify)

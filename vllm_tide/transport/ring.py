@@ -1,17 +1,18 @@
 """The signal ring: records of live traffic from one engine to one trainer.
 
-Written by the worker's capture thread (``RingWriter``: one producer, one thread), read
-by the sidecar (``RingReader``: one consumer). When it is full the
-newest record is dropped and counted. The writer keeps its own head and believes of the
-memory only the tail, and that only within bounds: out of bounds it drops until the
-consumer stores a sane one; a truncated ring is left alone for good. What lies in
-the memory is in ``ring_format``.
+Written by the worker (``RingWriter``: one producer, one thread that writes at a time),
+read by the sidecar (``RingReader``: one consumer). When it is full the newest record is
+dropped and counted. The writer keeps its own head and believes of the memory only the
+tail, and that only within bounds: out of bounds it drops until the consumer stores a
+sane one; a truncated ring is left alone for good. What lies in the memory is in
+``ring_format``, what is stored there in ``csrc/ring.cpp``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
 from vllm_tide.transport.process import pid_namespace
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
+    META,
     Record,
     RecordError,
     decode,
@@ -33,13 +35,13 @@ from vllm_tide.transport.ring_format import (
     FRAME_BYTES,
     MAGIC,
     PAD,
-    RECORD,
     Collect,
+    Frames,
     RingSpec,
     RingStats,
+    Status,
     Word,
     frame_at,
-    frame_length,
     next_frame,
     pack_frame,
     ring_stats,
@@ -51,7 +53,11 @@ _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
 
 
 class RingWriter:
-    """The engine's end. Nothing here blocks or raises after :meth:`create`."""
+    """The engine's end. Nothing here blocks or raises after :meth:`create`.
+
+    One thread writes and counts, or one writes and another counts what was written; the
+    rest is for any thread.
+    """
 
     def __init__(self, segment: Segment, spec: RingSpec) -> None:
         self.spec = spec
@@ -64,8 +70,9 @@ class RingWriter:
         self._segment = segment
         self.capacity = segment.header.size_bytes - DATA_AT
         """Room for frames (bytes)."""
-        self._head = 0
-        self._tail = 0
+        # Head and tail: `write_frames` moves them, whoever looks sees them move.
+        self._end = np.zeros(2, np.uint64)
+        self._writing = threading.Lock()
         self._disabled = ""
         self._written_records = self._written_rows = 0
         # Both pids usually live here; the first consumer corrects it.
@@ -94,21 +101,49 @@ class RingWriter:
         num_rows = 0
         try:
             num_rows = len(record.token_ids)
-            reason = self._write(record)
+            parts, _ = encode(record, self.spec.feature_dtype)
+            self.spec.check(record)
         except _INVALID:
-            reason = "closed" if self._segment.closed else "invalid"
-        if not reason:
-            self._written_records += 1
-            self._written_rows += num_rows
-            self._mirror(
-                Word.WRITTEN_RECORDS, self._written_records, self._written_rows
-            )
-            return True
-        self.drops[reason] += 1
-        self.dropped_rows[reason] += num_rows
-        rows = self.dropped_rows.total()
-        self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
-        return False
+            self._count(self._unusable() or "invalid", 1, num_rows)
+            return False
+        meta, *arrays = parts
+        sources = tuple(np.asarray(array) for array in arrays)
+        frames = Frames(
+            np.frombuffer(meta, META),
+            np.array([[(0, array.nbytes) for array in sources]], np.int64),
+            np.zeros(1, np.bool_),
+            sources,
+            np.zeros(1, np.uint8),
+        )
+        self.write(frames)
+        self.count(frames)
+        return not frames.status[0]
+
+    def write(self, frames: Frames) -> None:
+        """Append records, or set why not as their status. Nothing is counted."""
+        if reason := self._unusable():
+            frames.refuse(Status[reason.upper()])
+            return
+        segment, spans, status = self._segment, frames.spans, frames.status
+        metas, follows = frames.metas, frames.follows
+        try:
+            with self._writing:
+                _shm.write_frames(
+                    segment.buf, segment.fd, self._end,
+                    metas, spans, follows, status, frames.sources,
+                )  # fmt: skip
+        except _INVALID:
+            frames.refuse(Status.CLOSED if segment.closed else Status.INVALID)
+        if (status == Status.TRUNCATED).any():
+            self._disabled = "closed" if segment.closed else "truncated"
+
+    def count(self, frames: Frames) -> None:
+        """Count what became of records."""
+        for code in np.unique(frames.status).tolist():
+            rows = frames.metas["rows"][frames.status == code]
+            if code != Status.SKIPPED:
+                reason = Status(code).name.lower() if code else ""
+                self._count(reason, len(rows), int(rows.sum()))
 
     def heartbeat(self) -> None:
         """Say that the engine lives; also repairs what was damaged in memory."""
@@ -116,7 +151,11 @@ class RingWriter:
         with contextlib.suppress(ValueError):
             if not self._unusable():
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
-                self._segment.store(Word.HEAD, self._head)
+                if self._writing.acquire(blocking=False):  # else it is being stored
+                    try:
+                        self._segment.store(Word.HEAD, self._head)
+                    finally:
+                        self._writing.release()
                 # Both otherwise stand until the next record, or the next drop.
                 written, rows = self._written_records, self._written_rows
                 self._mirror(Word.WRITTEN_RECORDS, written, rows)
@@ -131,10 +170,13 @@ class RingWriter:
 
     def level(self) -> tuple[int, int]:
         """Bytes written, and bytes that the consumer has passed, since the start."""
+        last = int(self._end[1])  # what it was before; damage is not believed
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
-                self._tail_is_sane()
-        return self._head, self._tail
+                tail = self._segment.load(Word.TAIL)
+                if last <= tail <= self._head and not tail % LINE_BYTES:
+                    last = tail
+        return self._head, last
 
     @property
     def max_rows(self) -> int:
@@ -178,12 +220,16 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 return ring_stats(self._segment.load, self.capacity, own)
-        own[Word.TAIL] = self._head
+        own[Word.TAIL] = own[Word.HEAD]
         return ring_stats(_nothing, self.capacity, own)
 
     def close(self) -> None:
         """Unmap and unlink. Idempotent; later writes are dropped and counted."""
         self._segment.close()
+
+    @property
+    def _head(self) -> int:
+        return int(self._end[0])
 
     def _unusable(self) -> str:
         """Why the memory must not be touched; empty if it may."""
@@ -191,65 +237,27 @@ class RingWriter:
             self._disabled = "closed" if self._segment.closed else "truncated"
         return self._disabled
 
+    def _count(self, reason: str, records: int, rows: int) -> None:
+        """Count records that were written, or with a reason dropped."""
+        if reason:
+            self.drops[reason] += records
+            self.dropped_rows[reason] += rows
+            rows = self.dropped_rows.total()
+            self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
+        else:
+            self._written_records += records
+            self._written_rows += rows
+            records, rows = self._written_records, self._written_rows
+            self._mirror(Word.WRITTEN_RECORDS, records, rows)
+
     def _mirror(self, word: int, records: int, rows: int) -> None:
-        # _write found the memory mapped a moment ago, or disabled the ring.
+        # The memory was found mapped a moment ago, or the ring is disabled.
         try:
             if not self._disabled and not self._segment.closed:
                 self._segment.store(word, records)
                 self._segment.store(word + 1, rows)
         except ValueError:  # as in heartbeat; suppress() would cost half a microsecond
             self._disabled = "closed"
-
-    def _write(self, record: Record) -> str:
-        """Append; the reason if it was dropped, else empty."""
-        if reason := self._unusable():
-            return reason
-        parts, body = encode(record, self.spec.feature_dtype)
-        self.spec.check(record)
-        length = frame_length(body)
-        if reason := self._make_room(length):
-            return reason
-        begin = self._head
-        at = DATA_AT + begin % self.capacity + FRAME_BYTES
-        crc = _shm.gather(self._segment.buf, at, parts)
-        self._put(begin, pack_frame(RECORD, begin, length, body, crc))
-        self._publish(begin + length)
-        return ""
-
-    def _make_room(self, length: int) -> str:
-        """See that a frame fits at the end; why it does not, else empty."""
-        capacity = self.capacity
-        if length > capacity:
-            return "too_large"
-        if not self._tail_is_sane():
-            return "cursor"
-        used = self._head - self._tail
-        if length > (room := capacity - self._head % capacity):
-            if room > capacity - used:
-                return "full"
-            # Published on its own, so that a record larger than what is free now has
-            # the whole ring once the consumer has passed the pad.
-            self._put(self._head, pack_frame(PAD, self._head, room))
-            self._publish(self._head + room)
-            used += room
-        return "full" if length > capacity - used else ""
-
-    def _tail_is_sane(self) -> bool:
-        """Look where the consumer is, and believe it within bounds."""
-        tail = self._segment.load(Word.TAIL)
-        if not self._tail <= tail <= self._head or tail % LINE_BYTES:
-            self._segment.store(Word.HEAD, self._head)
-            return False
-        self._tail = tail
-        return True
-
-    def _put(self, position: int, frame: bytes) -> None:
-        start = DATA_AT + position % self.capacity
-        self._segment.buf[start : start + FRAME_BYTES] = frame
-
-    def _publish(self, head: int) -> None:
-        self._head = head
-        self._segment.store(Word.HEAD, self._head)
 
 
 def _nothing(_word: int) -> int:

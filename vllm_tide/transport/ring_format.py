@@ -18,11 +18,7 @@ import numpy as np
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh
-from vllm_tide.transport.record import (
-    FEATURE_DTYPES,
-    Record,
-    RecordError,
-)
+from vllm_tide.transport.record import FEATURE_DTYPES, Record, RecordError
 
 Teacher = Literal["hidden", "topk"]
 
@@ -186,6 +182,44 @@ def ring_stats(
     )
 
 
+class Status(IntEnum):
+    """What became of a record that was to be written (csrc/shm.h has the first six)."""
+
+    WRITTEN = 0
+    FULL = 1
+    TOO_LARGE = 2
+    CURSOR = 3
+    TRUNCATED = 4
+    SKIPPED = 5
+    """It continues one that was not written; it counts as no record."""
+    CLOSED = 6
+    INVALID = 7
+
+
+@dataclass(slots=True)
+class Frames:
+    """Records whose arrays lie somewhere in a few larger ones.
+
+    Attributes:
+        metas: `record.META` [n].
+        spans: int64 [n, S, 2], where each part begins in its source, and its length
+            (bytes).
+        follows: bool [n], whether a record continues the one before.
+        sources: S C-contiguous arrays, in the order of a body.
+        status: uint8 [n], a `Status`; WRITTEN also before it is.
+    """
+
+    metas: np.ndarray
+    spans: np.ndarray
+    follows: np.ndarray
+    sources: tuple[np.ndarray, ...]
+    status: np.ndarray
+
+    def refuse(self, why: Status) -> None:
+        """Set the status of records that are still to be written."""
+        self.status[self.status == Status.WRITTEN] = why
+
+
 # magic, kind, position (bytes since the ring began), length of the frame, length of
 # the body, CRC of the body, CRC of the 60 bytes before
 _FRAME = struct.Struct("<IHxxQQQI24xI")
@@ -201,10 +235,6 @@ class Frame(NamedTuple):
     length: int
     body: int
     crc: int
-
-
-def frame_length(body: int) -> int:
-    return -(-(FRAME_BYTES + body) // LINE_BYTES) * LINE_BYTES
 
 
 def pack_frame(

@@ -47,7 +47,7 @@ class Segment:
     def __init__(self, name: str, fd: int, header: Header, owned: bool) -> None:
         self.name = name
         self.header = header
-        self._fd = fd
+        self.fd = fd
         self._me = Holder.me()
         self._owner_pid = os.getpid() if owned else -1
         flags = mmap.MAP_SHARED
@@ -134,7 +134,7 @@ class Segment:
         if self.closed:
             return False
         try:
-            return _shm.fd_size(self._fd) >= self.header.size_bytes
+            return _shm.fd_size(self.fd) >= self.header.size_bytes
         except OSError:
             return False
 
@@ -147,7 +147,7 @@ class Segment:
         if not self.intact():
             return not self.closed
         damaged = self._page and self.buf[:PAGE_BYTES] != self._page
-        return bool(damaged) or os.fstat(self._fd).st_nlink == 0
+        return bool(damaged) or os.fstat(self.fd).st_nlink == 0
 
     def load(self, word: int) -> int:
         """Load word number `word` of page 1 (acquire)."""
@@ -228,7 +228,7 @@ class Segment:
             self.buf.release()
             self._map.close()
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            os.close(self.fd)
         if self._owner_pid == os.getpid():
             _unlink(self.name)
 

@@ -1,0 +1,117 @@
+"""Requests of a step by hand, and what records must say of them: one after another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from vllm_tide.capture.policy import Ticket
+from vllm_tide.capture.step_frames import RequestRows, StepRows
+from vllm_tide.transport.record import Phase, Record
+
+COLUMNS = (
+    "low", "first", "count", "drafts", "padding", "start", "num_prompt_tokens",
+    "logit_end", "committed", "next_token",
+)  # fmt: skip
+
+
+def request_rows(tickets: list[Ticket], chance: float = 1.0, **columns) -> RequestRows:
+    """Columns that are not named are 0."""
+    n = len(tickets)
+    made = {name: np.broadcast_to(columns.get(name, 0), n) for name in COLUMNS}
+    made = {name: np.array(values, np.int64) for name, values in made.items()}
+    return RequestRows(tickets, verify_chance=np.full(n, chance), **made)
+
+
+def expected(
+    requests: RequestRows, step: StepRows, wire: np.dtype, max_rows: int
+) -> list[Record]:
+    """The records by their description, each made by itself.
+
+    Args:
+        wire: Type of features.
+    """
+    made: list[Record] = []
+    for i, ticket in enumerate(requests.tickets):
+        (
+            low,
+            first,
+            count,
+            drafts,
+            padding,
+            start,
+            prompt,
+            logit_end,
+            committed,
+            after,
+        ) = (int(getattr(requests, name)[i]) for name in COLUMNS)
+        verifies = drafts > 0 or count == 1
+        known = count - drafts  # rows of which no drafted token is the input
+        record = Record(
+            key=ticket.key,
+            phase=Phase.VERIFY if verifies else Phase.PREFILL,
+            start=start,
+            num_prompt_tokens=prompt,
+            num_accepted=min(known - 1 + max(committed - 1, 0), count - 1),
+            next_token=after,
+            draft_version=step.version,
+            token_ids=step.token_ids[first : first + count],
+            features=np.empty((count, 0), wire),
+            teacher_start=count,
+            tenant=ticket.tenant,
+            sampled=ticket.sampled,
+            concurrency=step.concurrency,
+            cost=float(np.float32(step.cost)),
+            verify_chance=float(np.float32(requests.verify_chance[i])),
+        )
+        if verifies and step.drafted_by is not None:
+            record = replace(record, draft_version=step.drafted_by)
+        if step.features is None:
+            made.append(record)
+            continue
+        # What each row carries, row by row; None where it has no teacher.
+        rows = [step.features[low + j] for j in range(count)]
+        taught: list[tuple[np.ndarray, ...] | None] = [None] * count
+        if step.hidden is not None:
+            taught = [(step.hidden[low + j],) for j in range(count)]
+        elif step.topk is not None:
+            sampled_rows = range(max(known - 1, 0), count)
+            for j in sampled_rows:
+                at = logit_end - padding - count + j
+                taught[j] = tuple(part[at] for part in step.topk)
+        begin = 0
+        while True:
+            # Rows that nobody has to verify may be sent ahead, as much as fits well.
+            end = min(begin + max_rows, known - 1)
+            last = count - begin <= max_rows or begin >= known - 1
+            end = count if last else end
+            made.append(_part(record, rows, taught, begin, end, last, step))
+            if last:
+                break
+            begin = end
+    return made
+
+
+def _part(record, rows, taught, begin, end, last, step) -> Record:
+    held = [row for row in taught[begin:end] if row is not None]
+    teacher: dict[str, np.ndarray] = {}
+    if step.hidden is not None:
+        teacher["teacher_hidden"] = np.stack([row[0] for row in held])
+    elif step.topk is not None:
+        kinds = ("teacher_topk_ids", "teacher_topk_logprobs", "teacher_tail_logprob")
+        for kind, name in enumerate(kinds):
+            like = step.topk[kind][:0]
+            values = [row[kind] for row in held]
+            teacher[name] = np.stack(values).astype(like.dtype) if values else like
+    return replace(
+        record,
+        phase=record.phase if last else Phase.PREFILL,
+        start=record.start + begin,
+        num_accepted=record.num_accepted - begin if last else end - begin - 1,
+        next_token=record.next_token if last else -1,
+        token_ids=record.token_ids[begin:end],
+        features=np.stack(rows[begin:end]),
+        teacher_start=end - begin - len(held),
+        **teacher,
+    )

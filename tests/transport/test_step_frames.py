@@ -1,0 +1,200 @@
+"""A step's records, all at once: to the bit those that each request would have had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.step_rows import expected, request_rows
+from vllm_tide.capture.policy import Ticket
+from vllm_tide.capture.step_frames import StepRows, farewells, lay_out
+from vllm_tide.transport import Phase
+from vllm_tide.transport.record import FEATURE_DTYPES, META, META_BYTES, encode
+from vllm_tide.transport.ring_format import Status
+
+H, LAYERS, TOPK, VOCAB = 4, (1, 2), 3, 100
+
+
+def spec_of(teacher, dtype="bfloat16"):
+    return make_spec(teacher, dtype, hidden_size=H, topk=TOPK, layers=LAYERS)
+
+
+def floats(rng, shape, dtype):
+    values = rng.standard_normal(shape).astype(np.float32)
+    return values if dtype == "float32" else (values.view(np.uint32) >> 16).astype("u2")
+
+
+def random_step(rng, teacher, dtype, light):
+    """Chunks and last chunks of prompts, verifications, placeholders, of n requests."""
+    n = int(rng.integers(1, 12))
+    drafts = rng.integers(0, 4, n)
+    known = np.where(rng.random(n) < 0.5, 1, rng.integers(1, 60, n))
+    padding = np.where(rng.random(n) < 0.2, drafts, 0)
+    drafts, count = drafts - padding, known + drafts - padding
+    whole = count + padding
+    committed = np.where(
+        (drafts + padding == 0) & (rng.random(n) < 0.4),
+        0,  # a chunk that is not the last
+        rng.integers(1, drafts + padding + 2),
+    )
+    gaps = rng.integers(0, 3, n)  # rows of others between
+    first = np.cumsum(whole + gaps) - whole
+    low = rng.permutation(n)  # rows are staged in any order
+    at = np.empty(n, np.int64)
+    at[low] = np.cumsum(count[low]) - count[low]
+    logits = drafts + padding + 1
+    tickets = [
+        Ticket(
+            key=int(rng.integers(2**64, dtype=np.uint64)),
+            refusal=None,
+            tenant=int(rng.integers(2**64, dtype=np.uint64)),
+            sampled=bool(rng.integers(2)),
+        )
+        for _ in range(n)
+    ]
+    requests = request_rows(
+        tickets, float(rng.random()), low=at, first=first, count=count, drafts=drafts,
+        padding=padding, start=rng.integers(0, 2**40, n), logit_end=np.cumsum(logits),
+        num_prompt_tokens=rng.integers(1, 2**31, n), committed=committed,
+        next_token=np.where(committed > 0, rng.integers(0, VOCAB, n), -1),
+    )  # fmt: skip
+    rows, outputs = int(count.sum()), int(logits.sum())
+    step = StepRows(
+        token_ids=rng.integers(VOCAB, size=int((whole + gaps).sum()), dtype=np.int32),
+        features=floats(rng, (rows, len(LAYERS) * H), dtype),
+        hidden=floats(rng, (rows, H), dtype) if teacher == "hidden" else None,
+        topk=(
+            rng.integers(VOCAB, size=(outputs, TOPK), dtype=np.int32),
+            floats(rng, (outputs, TOPK), "float32"),
+            floats(rng, outputs, "float32"),
+        )
+        if teacher == "topk" and rng.random() < 0.8
+        else None,
+        version=7,
+        drafted_by=[None, 6][rng.integers(2)],
+        concurrency=n,
+        cost=float(rng.random()),
+    )
+    return requests, replace(step, features=None, hidden=None) if light else step
+
+
+def written(ring_pair, spec, frames):
+    writer, reader = ring_pair(spec, 1 << 20)
+    writer.write(frames)
+    writer.count(frames)
+    assert not frames.status.any() and not writer.drops
+    found = []
+    while (record := reader.read()) is not None:
+        found.append(record)
+    assert reader.stats().corrupt_records == 0
+    stats = writer.stats()
+    rows = sum(record.num_rows for record in found)
+    assert (stats.written_records, stats.written_rows) == (len(found), rows)
+    return found
+
+
+@pytest.mark.parametrize("light", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
+def test_the_records_of_a_step_are_those_of_its_requests(
+    ring_pair, teacher, dtype, light
+):
+    spec, topk = spec_of(teacher, dtype), TOPK * (teacher == "topk")
+    pieces = 0
+    for seed in range(40):
+        requests, step = random_step(np.random.default_rng(seed), teacher, dtype, light)
+        max_rows = (7, 1000)[seed % 2]
+        want = expected(requests, step, FEATURE_DTYPES[dtype], max_rows)
+        frames, of = lay_out(requests, step, spec, topk, max_rows)
+        found = written(ring_pair, spec, frames)
+        assert [identity(record) for record in found] == [
+            identity(record) for record in want
+        ]
+        keys = [requests.tickets[i].key for i in of]
+        assert keys == [record.key for record in want]
+        # What follows a piece that was not written would follow a hole.
+        assert frames.follows.tolist() == [
+            i > 0 and of[i] == of[i - 1] for i in range(len(of))
+        ]
+        pieces += len(of) - len(requests.tickets)
+    assert (pieces == 0) is light
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
+def test_a_farewell_has_no_rows_and_the_rings_widths(ring_pair, teacher):
+    spec, topk = spec_of(teacher), TOPK * (teacher == "topk")
+    tickets = [Ticket(5, None, tenant=9, sampled=True), Ticket(2**64 - 1, "paused")]
+    found = written(ring_pair, spec, farewells(tickets, 3, spec, topk))
+    like = make_record(spec, 0, num_rows=0)
+    for record, ticket in zip(found, tickets, strict=True):
+        want = replace(
+            like, key=ticket.key, tenant=ticket.tenant, phase=Phase.VERIFY, start=0,
+            num_prompt_tokens=0, num_accepted=0, next_token=-1, draft_version=3,
+            finished=True, sampled=False, concurrency=0, cost=1.0, verify_chance=1.0,
+        )  # fmt: skip
+        assert identity(record) == identity(want)
+
+
+def test_a_meta_described_at_once_has_the_bytes_of_one_alone():
+    """Every field: one that lay elsewhere would be read as another."""
+    assert META.itemsize == META_BYTES
+    for seed in range(20):
+        record = make_record(make_spec("topk"), seed)
+        (alone, *_), _ = encode(record, "bfloat16")
+        at_once = np.zeros(1, META)
+        for name in META.names:
+            if hasattr(record, name):
+                at_once[name] = getattr(record, name)
+        at_once["rows"], at_once["feature_width"] = record.features.shape
+        at_once["topk"], at_once["format"] = 3, 4
+        at_once["flags"] = record.finished | 4 | 8 * record.sampled
+        assert at_once.tobytes() == alone
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"features": np.zeros((64, H), np.uint16)},
+        {"features": np.zeros((64, len(LAYERS) * H), np.float32)},
+        {"hidden": np.zeros((64, H + 1), np.uint16)},
+        {"token_ids": np.zeros(64, np.int64)},
+        {"features": np.zeros((2, len(LAYERS) * H), np.uint16)},  # too few
+        {"topk": (np.zeros((9, 3), np.int32), np.zeros((9, 3)), np.zeros(9))},
+    ],
+)
+def test_rows_that_the_ring_does_not_carry_are_invalid(ring_pair, change):
+    spec = spec_of("hidden")
+    writer, reader = ring_pair(spec)
+    step = StepRows(
+        token_ids=np.zeros(64, np.int32),
+        features=np.zeros((64, len(LAYERS) * H), np.uint16),
+        hidden=np.zeros((64, H), np.uint16),
+        topk=None,
+        version=1,
+    )
+    requests = request_rows([Ticket(1, None)] * 2, count=4, drafts=3, committed=1)
+    for one, fits in ((step, True), (replace(step, **change), False)):
+        frames, _ = lay_out(requests, one, spec, 0, 100)
+        writer.write(frames)
+        writer.count(frames)
+        assert (frames.status == Status.WRITTEN).all() == fits
+    assert writer.drops == {"invalid": 2} and writer.dropped_rows == {"invalid": 8}
+    assert reader.read() and reader.read() and reader.read() is None
+
+
+def test_counts_that_contradict_each_other_are_one_records_fault(ring_pair):
+    spec = spec_of("hidden")
+    writer, _ = ring_pair(spec)
+    step = StepRows(
+        np.zeros(64, np.int32), np.zeros((64, 2 * H), np.uint16),
+        np.zeros((64, H), np.uint16), None, 1,
+    )  # fmt: skip
+    requests = request_rows(
+        [Ticket(key, None) for key in range(3)], count=[4, 2, 4], drafts=[3, 3, 3]
+    )
+    frames, _ = lay_out(requests, step, spec, 0, 100)
+    writer.write(frames)
+    assert frames.status.tolist() == [Status.WRITTEN, Status.INVALID, Status.WRITTEN]

@@ -1,0 +1,228 @@
+"""Many records in one call, and a ring that several threads of its process look at."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.transport.samples import identity, make_record, make_spec
+from vllm_tide import _shm
+from vllm_tide.transport.header import DATA_AT
+from vllm_tide.transport.record import META, META_BYTES, encode
+from vllm_tide.transport.ring_format import Frames, Status, Word
+from vllm_tide.transport.shm import SHM_DIR
+
+SPEC = make_spec(hidden_size=8)
+HIDDEN = ("token_ids", "features", "teacher_hidden")
+
+
+def frames_of(records, follows=None):
+    """Records whose arrays lie one behind another in a few large ones."""
+    n = len(records)
+    metas = np.concatenate(
+        [np.frombuffer(encode(r, "bfloat16")[0][0], META) for r in records]
+    )
+    columns = [[getattr(r, name) for r in records] for name in HIDDEN]
+    sources = tuple(np.concatenate(arrays) for arrays in columns)
+    sizes = np.array([[a.nbytes for a in arrays] for arrays in columns]).T
+    spans = np.ascontiguousarray(
+        np.stack([np.cumsum(sizes, axis=0) - sizes, sizes], axis=2)
+    )
+    joined = np.zeros(n, np.bool_) if follows is None else np.array(follows)
+    return Frames(metas, spans, joined, sources, np.zeros(n, np.uint8))
+
+
+def drain(reader):
+    found = []
+    while (record := reader.read()) is not None:
+        found.append(identity(record))
+    assert reader.stats().corrupt_records == 0
+    return found
+
+
+def test_many_records_are_those_of_as_many_calls(ring_pair):
+    records = [make_record(SPEC, seed, num_rows=seed % 6) for seed in range(30)]
+    memory = []
+    for at_once in (False, True):
+        writer, reader = ring_pair(SPEC, 1 << 16)
+        if at_once:
+            frames = frames_of(records)
+            writer.write(frames)
+            assert not frames.status.any()
+            assert writer.stats().written_records == 0  # counting is another's
+            writer.count(frames)
+        else:
+            assert all(writer.try_write(record) for record in records)
+        memory.append(bytes(reader._segment.buf[DATA_AT:]))
+        assert writer.stats().written_records == 30
+        assert writer.stats().written_rows == sum(r.num_rows for r in records)
+        assert drain(reader) == [identity(record) for record in records]
+    assert memory[0] == memory[1]
+
+
+def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [
+        make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((2, 90, 2, 2, 2))
+    ]
+    frames = frames_of(records, [False, False, True, True, False])
+    writer.write(frames)
+    assert [Status(code).name for code in frames.status] == [
+        "WRITTEN", "TOO_LARGE", "SKIPPED", "SKIPPED", "WRITTEN",
+    ]  # fmt: skip
+    writer.count(frames)
+    assert writer.drops == {"too_large": 1} and writer.dropped_rows == {"too_large": 90}
+    assert drain(reader) == [identity(records[0]), identity(records[4])]
+
+
+def test_a_record_with_a_status_is_left_alone(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    records = [make_record(SPEC, seed) for seed in range(3)]
+    frames = frames_of(records)
+    frames.status[1] = Status.SKIPPED
+    writer.write(frames)
+    assert frames.status.tolist() == [0, Status.SKIPPED, 0]
+    assert drain(reader) == [identity(records[0]), identity(records[2])]
+
+
+def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((9, 22, 1))]
+    frames = frames_of(records)
+    writer.write(frames)
+    assert frames.status.tolist() == [0, Status.FULL, Status.FULL]
+    writer.count(frames)
+    assert writer.dropped_rows == {"full": 23}
+    assert writer.level() == (2048, 0)  # a pad
+    assert drain(reader) == [identity(records[0])]
+    again = frames_of(records[1:])
+    writer.write(again)
+    assert again.status.tolist() == [0, 0] and writer.level()[1] == 2048
+    assert drain(reader) == [identity(record) for record in records[1:]]
+
+
+@pytest.mark.parametrize("damage", ["tail", "truncated", "closed"])
+def test_why_nothing_is_written(ring_pair, damage):
+    writer, reader = ring_pair(SPEC)
+    if damage == "tail":
+        reader._segment.store(Word.TAIL, 64)
+    elif damage == "truncated":
+        os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
+    else:
+        writer.close()
+    frames = frames_of([make_record(SPEC, seed) for seed in range(3)])
+    writer.write(frames)
+    writer.count(frames)
+    reason = {"tail": "cursor"}.get(damage, damage)
+    assert writer.drops == {reason: 3} and writer.dropped_rows == {reason: 12}
+
+
+def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair):
+    """The writer's own check was before: what the call itself finds counts as well."""
+    writer, _ = ring_pair(SPEC)
+    frames = frames_of([make_record(SPEC, 1)])
+    os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
+    intact, writer._segment.intact = writer._segment.intact, lambda: True
+    writer.write(frames)
+    writer._segment.intact = intact
+    assert frames.status.tolist() == [Status.TRUNCATED] and writer.lost
+    os.truncate(f"{SHM_DIR}/{writer.name}", 1 << 20)
+    again = frames_of([make_record(SPEC, 1)])
+    writer.write(again)
+    assert again.status.tolist() == [Status.TRUNCATED]
+
+
+def arguments(**changed):
+    """Those of a call that writes one record without parts; some replaced."""
+    fd = os.memfd_create("ring")
+    os.truncate(fd, DATA_AT + 1024)
+    made = {
+        "ring": np.zeros(DATA_AT + 1024, np.uint8), "fd": fd,
+        "end": np.zeros(2, np.uint64), "metas": np.zeros(META_BYTES, np.uint8),
+        "spans": np.zeros((1, 1, 2), np.int64), "follows": np.zeros(1, np.bool_),
+        "status": np.zeros(1, np.uint8), "sources": (np.zeros(8, np.uint8),),
+    }  # fmt: skip
+    return {**made, **changed}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ring": np.zeros(DATA_AT, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1000, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1025, np.uint8)[1:]},
+        {"end": np.zeros(1, np.uint64)},
+        {"end": np.array([64, 128], np.uint64)},
+        {"end": np.array([8, 0], np.uint64)},
+        {"end": np.array([2048, 64], np.uint64)},
+        {"metas": np.zeros(META_BYTES - 1, np.uint8)},
+        {"spans": np.zeros((1, 2, 2), np.int64)},
+        {"spans": np.array([[[0, 9]]])},
+        {"spans": np.array([[[9, 0]]])},
+        {"spans": np.array([[[-8, 8]]])},
+        {"spans": np.array([[[8, -8]]])},
+        {"spans": np.array([[[8, 2**63 - 1]]])},
+        {"follows": np.zeros(2, np.bool_)},
+        {"status": np.zeros(2, np.uint8)},
+        {"sources": ()},
+        {"sources": (np.zeros(16, np.uint8)[::2],)},
+    ],
+)
+def test_nothing_outside_its_buffers_is_read_or_written(changed):
+    given = arguments(**changed)
+    with pytest.raises((ValueError, BufferError)):
+        _shm.write_frames(*given.values())
+    assert not given["ring"].any() and not given["status"].any()
+    good = arguments()
+    _shm.write_frames(*good.values())
+    assert good["end"].tolist() == [192, 0] and good["ring"].any()
+    os.close(given["fd"]), os.close(good["fd"])
+
+
+def test_a_heartbeat_does_not_take_the_head_back_while_a_thread_writes(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    junk = 1 << 40
+    with writer._writing:  # it stores the head itself
+        writer._segment.store(Word.HEAD, junk)
+        writer.heartbeat()
+        assert writer._segment.load(Word.HEAD) == junk
+    writer.heartbeat()
+    assert writer._segment.load(Word.HEAD) == 0
+
+
+def test_a_thread_writes_while_others_look(ring_pair):
+    """Counters, level, heartbeats and a reader beside megabytes that are copied."""
+    spec = make_spec(hidden_size=512)
+    records = [make_record(spec, seed, num_rows=4) for seed in range(64)]
+    known = [identity(record) for record in records]
+    writer, reader = ring_pair(spec, 1 << 19)
+    done, ended = [], time.monotonic() + 1.0
+
+    def write():
+        while time.monotonic() < ended:
+            frames = frames_of(records)
+            writer.write(frames)
+            done.append(frames)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    found, last, record = [], 0, None
+    while thread.is_alive() or record is not None:
+        record = reader.read()
+        if record is not None:
+            found.append(record.draft_version)
+            assert identity(record) == known[record.draft_version]
+        head, tail = writer.level()
+        assert last <= head and 0 <= head - tail <= writer.capacity
+        last = head
+        writer.heartbeat()
+        writer.stats()
+    thread.join()
+    found += [known.index(left) for left in drain(reader)]
+    written = [
+        i for frames in done for i in np.flatnonzero(frames.status == 0).tolist()
+    ]
+    assert found == written and written
+    assert {code for frames in done for code in frames.status.tolist()} <= {0, 1}
