@@ -45,6 +45,7 @@ class OneDepth:
     Attributes:
         control: The engine's.
         depth: Draft steps of the next step, one of `offered`.
+        coming: Those of the steps after it, in order; the last was decided last.
     """
 
     def __init__(self, believed: TimeModel, top: int, server: Server) -> None:
@@ -52,9 +53,9 @@ class OneDepth:
         config = ControlConfig(slo_tpot_ms=None if limit is None else limit * 1e3)
         requests = server.max_num_seqs
         self.control = control_v2.ControlV2(requests, _LONGEST, config, top, False)
-        self._lengths = offered(top, requests)
+        self.control.lengths = self._lengths = offered(top, requests)
         start_predicting(None, self.control, config, believed)
-        self._coming = deque([top] * LAG)
+        self.coming = deque([top] * (LAG - 1))
         self.depth = top
 
     @property
@@ -74,8 +75,8 @@ class OneDepth:
         if self.control.faults:
             raise RuntimeError(f"control failed: {self.control.faults}")
         up = not self.control.limited
-        self._coming.append(rounded(self.control.depth, self._lengths, up=up))
-        self.depth = self._coming.popleft()
+        self.coming.append(rounded(self.control.depth, self._lengths, up=up))
+        self.depth = self.coming.popleft()
 
     def stats(self) -> dict[str, Any]:
         """The engine's numbers of control."""

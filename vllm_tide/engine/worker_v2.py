@@ -148,6 +148,7 @@ class WorkerTideV2(WorkerTide):
         if self._config.control.policy == "static" or not table:
             return  # with data parallelism vLLM has graphs for one length
         self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
+        self.control.lengths = self._lengths
         init = speculator.init_cudagraph_manager
 
         def init_cudagraph_manager(mode: Any) -> None:
