@@ -18,6 +18,7 @@ from sim.audit import Audit
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
+from sim.informed import InformedPolicy
 from sim.published import MODELS, published
 from sim.state import Result, Server
 from sim.truth import Mismatch, Truth
@@ -39,6 +40,7 @@ ARMS = (
     "tide_gate",
     "vllm_dynamic",
     "one_depth",
+    "informed",
     "adaspec",
 )
 CLAIRVOYANT = "clairvoyant"
@@ -248,6 +250,8 @@ def arm_policy(
         from sim.one_depth import OneDepth  # which loads torch
 
         return OneDepth(believed, options.top, options.server)
+    if arm == "informed":
+        return InformedPolicy(settings, OnlineTime(believed))
     return make_policy(arm, settings, OnlineTime(believed))
 
 

@@ -9,8 +9,10 @@ adaptive verification that is decided on the device instead (`verification.py`),
 half-way.
 
 The policies are V1's. A policy that would have drafted on gets one more step in the
-next round; one that would have stopped gets as many as it wanted. With depth 0 upstream
-still runs the draft's first pass, which keeps its KV cache without holes.
+next round; one that would have stopped gets as many as it wanted. With asynchronous
+scheduling drafts say nothing of those some steps later: what the policy foresees before
+it has seen any decides. With depth 0 upstream still runs the draft's first pass, which
+keeps its KV cache without holes.
 """
 
 from __future__ import annotations
