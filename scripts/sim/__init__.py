@@ -9,6 +9,8 @@ that could be drafted, hence the best length of each step, hence regret and its 
 * ``arrivals``: traces, read or made up; ``acceptance``: what the draft gets right;
 * ``truth``: seconds as they pass; ``engine``: the event loop;
 * ``clairvoyant``: the best length and verification set, given the probabilities;
-* ``dynamic``: vLLM's schedule by batch size; ``audit``: regret by cause;
+  ``informed``: control, given those of what it has drafted;
+* ``dynamic``: vLLM's schedule by batch size; ``one_depth``: Model Runner V2's control,
+  asynchronous; ``audit``: regret by cause;
 * ``suite``: cells and arms; ``table``: what a person reads.
 """

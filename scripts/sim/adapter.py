@@ -3,7 +3,7 @@
 After each target step, in order: observe, plan, one `go_on` per draft pass (the last
 one too: its confidence counts), choose. What a step without drafting leaves out is
 missing in the draft's KV cache, and is caught up in one pass before the draft runs
-again. The clairvoyant policy alone (it has `reveal`) does not pay for that.
+again. The clairvoyant policy alone (it is `punctual`) does not pay for that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Adapter:
 
     Args:
         policy: Who decides. Besides the protocol it may have `reveal(survival,
-            emitting)`, to be shown the truth, and `fresh`, to run the draft's first
-            pass in every step.
+            emitting)`, to be shown the truth, `punctual`, to catch up for nothing,
+            and `fresh`, to run the draft's first pass in every step.
         process: What the draft gets right.
         truth: Seconds as they pass.
         server: Limits of the engine.
@@ -56,6 +56,7 @@ class Adapter:
         self._policy, self._process, self._truth = policy, process, truth
         self._audit = audit
         self._reveal = getattr(policy, "reveal", None)
+        self._punctual = bool(getattr(policy, "punctual", False))
         self._fresh = bool(getattr(policy, "fresh", False))
         self._slo_seconds = server.slo_seconds
         self._slo = None
@@ -152,7 +153,7 @@ class Adapter:
         """Steps run, drafts sent [n], seconds: catching up, first pass, the others."""
         truth, cached = self._truth, int(batch.context.sum())
         late_s = 0.0
-        if batch.catchup_rows and self._reveal is None:
+        if batch.catchup_rows and not self._punctual:
             late = state[col.MISSING] > 0
             late_s = truth.model.catchup_seconds(
                 batch.catchup_rows, int(batch.context[late].sum())

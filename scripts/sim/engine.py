@@ -40,14 +40,17 @@ def simulate(
         process: What the draft gets right of them; made for this trace.
         truth: Seconds as they pass.
         server: Limits of the engine.
-        policy: Who decides; None serves without a draft model.
+        policy: Who decides; None serves without a draft model. It may have `adapter`,
+            the kind of `Adapter` that drives it.
         audit: Judges rounds of the policy; None for none.
         due: [R] int64 output tokens after which each request arrives, ascending; see
             `progress_at_arrival`. None: requests arrive at their exact times.
     """
     adapter = None
     if policy is not None:
-        adapter = Adapter(policy, process, truth, server, audit)
+        adapter = getattr(policy, "adapter", Adapter)(
+            policy, process, truth, server, audit
+        )
     engine = _Engine(trace, process, truth, server, adapter, due)
     while engine.step():
         pass

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
-from sim.acceptance import REGIMES
+from sim.acceptance import REGIMES, TRUTHS
 from sim.arrivals import MAX_INPUT, SimError, Trace, load_folder
 from sim.arrivals import load as load_trace
 from sim.state import Server
@@ -67,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--regime", action="append", help="low, high or shifting; repeatable"
+    )
+    parser.add_argument(
+        "--truth",
+        default="family",
+        help="how acceptance follows from confidence: " + ", ".join(TRUTHS),
     )
     parser.add_argument("--arm", action="append", help="run only this arm; repeatable")
     parser.add_argument(
@@ -134,6 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         by_progress=args.pace == "progress",
         mismatch=Mismatch(args.wrong_target, args.wrong_draft, args.noise),
+        truth=args.truth,
     )
     cells = suite_cells(
         args.suite, _traces(args), _models(args.profile), args.regime or tuple(REGIMES)

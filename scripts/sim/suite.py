@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sim.acceptance import REGIMES, Process, make_process
+from sim.acceptance import REGIMES, TRUTHS, Process, make_process
 from sim.arrivals import PATTERNS, SimError, Trace, synthetic
 from sim.audit import Audit
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
+from sim.informed import InformedPolicy
 from sim.published import MODELS, published
 from sim.state import Result, Server
 from sim.truth import Mismatch, Truth
@@ -38,6 +39,8 @@ ARMS = (
     "threshold",
     "tide_gate",
     "vllm_dynamic",
+    "one_depth",
+    "informed",
     "adaspec",
 )
 CLAIRVOYANT = "clairvoyant"
@@ -57,6 +60,7 @@ class Options:
             had written at their time of arrival, so all arms meet the same load;
             otherwise at their exact times.
         audit_every: One round in so many of `adaspec` is judged for regret by cause.
+        truth: A key of `sim.acceptance.TRUTHS`.
     """
 
     seed: int = 0
@@ -65,6 +69,7 @@ class Options:
     mismatch: Mismatch = Mismatch()
     by_progress: bool = False
     audit_every: int = 16
+    truth: str = "family"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ def run_cells(
         processes: Processes to use.
         watch: Told which arm begins; not with several processes.
     """
+    if options.truth not in TRUTHS:
+        raise SimError(f"no truth {options.truth!r}; there are {', '.join(TRUTHS)}")
     for arm in arms:
         if arm not in ARMS:
             raise SimError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
@@ -168,7 +175,7 @@ def run_cell(
     not. `speed` is output tokens per second that a request is in the system, per
     request, the reciprocal of the mean latency per token: what exact times are for.
     """
-    process = _process(cell.trace, cell.regime, options.top, options.seed)
+    process = _process(cell.trace, cell.regime, options)
     due = None
     if options.by_progress:
         plain = run_arm("none", cell, process, options)
@@ -239,6 +246,12 @@ def arm_policy(
     if arm == "threshold":
         return ThresholdPolicy(options.top)
     believed = options.mismatch.believed(cell.time)
+    if arm == "one_depth":
+        from sim.one_depth import OneDepth  # which loads torch
+
+        return OneDepth(believed, options.top, options.server)
+    if arm == "informed":
+        return InformedPolicy(settings, OnlineTime(believed))
     return make_policy(arm, settings, OnlineTime(believed))
 
 
@@ -248,8 +261,9 @@ def speed(result: Result) -> float:
 
 
 @lru_cache(maxsize=1)
-def _process(trace: Trace, regime: str, top: int, seed: int) -> Process:
-    return make_process(trace, REGIMES[regime], top, seed)
+def _process(trace: Trace, regime: str, options: Options) -> Process:
+    kind = TRUTHS[options.truth]
+    return make_process(trace, REGIMES[regime], options.top, options.seed, kind)
 
 
 def _figures(result: Result, server: Server) -> dict[str, Any]:

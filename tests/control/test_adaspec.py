@@ -13,6 +13,7 @@ from tests.control.toys import (
     take_confidence_for_probability,
 )
 from vllm_tide.control.adaspec import _REST_ROUNDS
+from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
 
@@ -65,6 +66,27 @@ def test_off_is_nearly_free_when_nothing_pays(n, rests):
     assert stats["probes"] > 20
     # What is measured is a round, however many passed since the question.
     assert stats["measured_step_s"] == pytest.approx(stats["predicted_step_s"], rel=0.1)
+
+
+@pytest.mark.parametrize("verified", [0, 3])
+def test_a_round_that_was_drafted_before_it_was_off_is_no_plain_round(verified):
+    """On Model Runner V2 steps are launched before what came before them is known."""
+    n = 4
+    policy = adaspec(n, "gpt-oss-120b")
+    policy.gate.decide = lambda *_: "no_gain"
+    none = np.zeros(n, np.int64)
+    batch = Batch(
+        slots=np.arange(n),
+        context=none + 50,
+        room=none + 7,
+        sampled=none > 0,
+        limit=np.full(n, np.inf),
+        first_rows=n,
+    )
+    assert policy.plan(batch, 1.0).steps == 0
+    sent = none + verified
+    policy.observe(Outcome(batch.slots, sent, none, none + 1, now=1.02))
+    assert (policy.gate.plain.ratio() == 1.0) == (verified > 0)
 
 
 @pytest.mark.parametrize("rests", [False, True])

@@ -204,5 +204,6 @@ def test_an_older_forecast_serves_only_far_from_the_threshold():
     gain = first.tokens / first.seconds / (n / costs.plain)
     again = drafter.begin(batch.slots, batch.room, costs, enough=1.02)
     assert again.tokens == pytest.approx(first.tokens) and drafter._reused == 1
+    assert again.steps == first.steps > 1
     assert drafter.begin(batch.slots, batch.room, costs, enough=gain * 1.01) == first
     assert drafter._reused == 0

@@ -126,6 +126,18 @@ def test_the_first_pass_is_part_of_the_plain_step():
     assert kept.draft_curve(3, 60, 9, 0).tolist() == [0.0]
 
 
+def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
+    all_of_them = KeptPass(FLAT).draft_curve(3, 60, 9, 7)
+    offered = KeptPass(FLAT, [0, 1, 3, 7])
+    there = [0, 1, 3, 7]
+    curve = offered.draft_curve(3, 60, 9, 7)
+    np.testing.assert_array_equal(curve[there], all_of_them[there])
+    assert (curve[[2, 4, 5, 6]] > 1e3).all()
+    little = offered.draft_curve(3, 60, 9, 5)
+    np.testing.assert_array_equal(little[[0, 1, 3, 5]], all_of_them[[0, 1, 3, 5]])
+    assert (little[[2, 4]] > 1e3).all()
+
+
 @pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
 def test_where_drafts_are_good_and_verifying_is_cheap_it_drafts_deep(
     monkeypatch, policy

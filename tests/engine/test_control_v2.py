@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_an_unsure_step_is_where_the_next_draft_ends():
     control.learn(step)
     assert control.depth == 3
     assert control.choose(step.req_ids, [[-1] * 4, [-1] * 4]) == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_drafts_of_steps_ago_decide_only_where_the_next_step_is_decided(trims):
+    """With asynchronous scheduling what is foreseen does, and all drafts are learnt."""
+    control = begun(trims)
+    plan, go_on = control.policy.plan, control.policy.go_on
+    control.policy.plan = lambda *args: replace(plan(*args), foreseen=2)
+    shown = []
+    control.policy.go_on = lambda step, said: shown.append(step) or go_on(step, said)
+    for confidence, wanted, looked in ((UNSURE, 3, 3), (SURE, 4, 4)):
+        control.learn(landed(confidence, 4))
+        assert control.depth == (wanted if trims else 2)
+        assert shown == list(range(1, (looked if trims else 4) + 1))
+        shown.clear()
+    assert control.faults == {}
 
 
 @pytest.mark.parametrize("trims", [True, False])

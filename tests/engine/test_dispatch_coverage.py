@@ -80,7 +80,8 @@ def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests
     from vllm_tide.engine.adaptive_arguments import offered
 
     made, lengths = of_tide(most, requests), offered(most, requests)
-    assert lengths[0] == 0 and lengths[-1] == most and 2 <= len(lengths) <= 4
+    assert lengths[0] == 0 and lengths[-1] == most and len(lengths) >= 2
+    assert len(lengths) <= (5 if most >= 7 else 4)
     for length in lengths:
         assert set(modes(made, length)) == {"FULL"}, length
     static = manager(most, requests, None)

@@ -1,6 +1,9 @@
-import numpy as np
+from dataclasses import replace
 
-from sim.acceptance import HIGH, LOW, REGIMES, make_process
+import numpy as np
+import pytest
+
+from sim.acceptance import HIGH, LOW, REGIMES, TRUTHS, make_process
 from sim.arrivals import synthetic
 from tests.sim import toys
 
@@ -16,8 +19,9 @@ def test_same_seed_same_process():
     assert not np.array_equal(one.run, other.run)
 
 
-def test_outcomes_follow_the_probabilities():
-    process = make_process(TRACE, REGIMES["high"], TOP, 0)
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_outcomes_follow_the_probabilities(truth):
+    process = make_process(TRACE, REGIMES["high"], TOP, 0, TRUTHS[truth])
     for depth in range(TOP):
         accepted = (process.run > depth).mean()
         assert abs(accepted - process.mean_survival()[depth]) < 0.01
@@ -40,6 +44,58 @@ def test_shifting_changes_with_the_minute_of_arrival():
     first = process.survival[: process.start[30], 0].mean()
     second = process.survival[process.start[30] :, 0].mean()
     assert first > 0.7 and second < 0.45
+
+
+def test_a_plateau_is_a_step_of_confidence_and_of_nothing_else():
+    process = make_process(TRACE, REGIMES["shifting"], TOP, 0, TRUTHS["plateau"])
+    survival = process.survival.astype(np.float64)
+    chance = survival[:, 2] / survival[:, 1]
+    order = np.argsort(process.confidence[:, 2])
+    said, chance = process.confidence[order, 2], chance[order]
+    assert (np.diff(chance) > -1e-5).all()
+    assert chance[said < 0.5] == pytest.approx(0.15, abs=0.02)
+    assert chance[said > 0.93] == pytest.approx(0.95, abs=0.02)
+    assert (said < 0.5).mean() > 0.1 < (said > 0.93).mean()
+
+
+def test_correlated_tokens_tell_of_each_other():
+    process = make_process(TRACE, REGIMES["low"], TOP, 0, TRUTHS["correlated"])
+    plain = make_process(TRACE, REGIMES["low"], TOP, 0)
+    assert np.array_equal(process.confidence, plain.confidence)
+
+    def second(of, rows):
+        """How often a second token is right where the first one was."""
+        return (of.run[rows & (of.run > 0)] > 1).mean()
+
+    # Of equal confidence: what follows a high one is better than what follows a low.
+    said = process.confidence
+    alike = np.abs(said[:, 1] - 0.55) < 0.1
+    high, low = said[:, 0] > 0.7, said[:, 0] < 0.4
+    gap = second(process, alike & high) - second(process, alike & low)
+    assert gap > second(plain, alike & high) - second(plain, alike & low) + 0.05
+    # The state that nobody sees: survivals are more than products of what each token
+    # is worth at the state's mean, and still what happens.
+    fixed = make_process(
+        TRACE, REGIMES["low"], TOP, 0, replace(TRUTHS["correlated"], hidden=0.0)
+    )
+    assert process.mean_survival()[4] > 1.2 * fixed.mean_survival()[4]
+
+
+def test_requests_differ_and_their_confidence_need_not_say_so():
+    def spread(of):
+        """Between requests: standard deviations of acceptance and of confidence."""
+        ends = [*of.start[1:].tolist(), len(of.run)]
+        rows = [slice(*pair) for pair in zip(of.start.tolist(), ends, strict=True)]
+        accepted = [of.survival[row, 0].mean() for row in rows]
+        return np.std(accepted), np.std([of.confidence[row, 0].mean() for row in rows])
+
+    found = {
+        name: spread(make_process(TRACE, (LOW,), TOP, 0, TRUTHS[name]))
+        for name in ("family", "different", "untold")
+    }
+    for name in ("different", "untold"):
+        assert found[name][0] > 1.8 * found["family"][0]
+    assert found["different"][1] > 1.8 * found["family"][1] > 1.8 * found["untold"][1]
 
 
 def test_a_draft_looks_at_the_positions_it_would_write():

@@ -69,6 +69,20 @@ def test_high_acceptance_pays_and_low_does_not_hurt(rows):
     assert low["static7"] < low["adaspec"]
 
 
+def test_a_truth_changes_what_is_accepted_and_not_what_plain_decoding_takes(rows):
+    cells = suite_cells("quick", [TRACE], regimes=["high"])
+    options = Options(truth="plateau")
+    [row] = run_cells(cells, ("none", "informed", "adaspec"), options)
+    assert row["throughput"]["none"] == rows[1]["throughput"]["none"]
+    assert row["clairvoyant"] != rows[1]["clairvoyant"]
+    for found in (row, rows[1]):
+        told = found["throughput"]["informed"]
+        # Who knows tokens before they are drafted does best, but for luck.
+        assert found["throughput"]["adaspec"] < 1.02 * told
+        assert told < 1.02 * found["clairvoyant"]
+        assert found["arms"]["informed"]["drafted"] > 0
+
+
 @pytest.mark.slow
 def test_same_seed_same_rows(rows):
     cells = suite_cells("quick", [TRACE], regimes=["high"])
@@ -149,6 +163,7 @@ def test_command_takes_traces_and_profiles(tmp_path, capsys):
         (["--traces", "gone"], "no folder gone"),
         (["--regime", "odd"], "no regime 'odd'"),
         (["--arm", "odd", "--seconds", "2"], "no arm 'odd'"),
+        (["--truth", "odd", "--seconds", "2"], "no truth 'odd'; there are family"),
         (["--profile", "gone.json"], "gone.json"),
         (["--json", "gone/x.json"], "cannot write"),
         (["--seconds", "0.0001"], "no request left"),

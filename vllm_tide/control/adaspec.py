@@ -205,7 +205,7 @@ class AdaSpecPolicy:
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds
         self._begin_drafting(batch, most)
-        return Plan(most, probe=self._trial)
+        return Plan(most, probe=self._trial, foreseen=forecast.steps)
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
         """True if to draft another after draft step `step` (1-based).
@@ -290,6 +290,8 @@ class AdaSpecPolicy:
         for _ in range(outcome.rounds - 1):
             self._pass_by()
         unforeseen = prefilled and not batch.prefill
+        # Drafted before it was decided to draft nothing: no plain round.
+        unforeseen |= not self._step and bool(verified.any())
         emitted = outcome.emitted[known]
         self._observe_times(batch, outcome.now, outcome.rounds, emitted, unforeseen)
         if self._step and len(rows):
@@ -425,7 +427,7 @@ class AdaSpecPolicy:
             now: When its outcome was known (s).
             rounds: How many like it passed until then.
             emitted: int64 [n], tokens that its requests got.
-            unforeseen: The step had prefill rows that no prediction knew of.
+            unforeseen: The step had rows that no prediction knew of.
         """
         step = self._step
         self._count["draft_steps"] += step

@@ -63,12 +63,15 @@ class Plan:
         rest: With `steps` 0: rounds of about as many requests, none with a limit, that
             may stay off without being asked about; the next observation counts them
             (`Outcome.rounds`), without those that had prefill rows.
+        foreseen: With `steps` >= 1: draft steps that pay by what is known before any
+            confidence of this round, so those of a later one; 0: not foreseen.
     """
 
     steps: int
     reason: str = ""
     probe: bool = False
     rest: int = 0
+    foreseen: int = 0
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ The time model is asked once per round; every decision of the round reads the ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,7 @@ def probe_seconds(model: TimeSource, batch: Batch) -> float:
     return model.catchup_seconds(rows, context)
 
 
+_NEVER = 1e6  # seconds of a length that is not offered
 # Of the controller's own work; without a price it would look in every step.
 _LOOK_SECONDS = 1e-3
 
@@ -144,10 +146,14 @@ class KeptPass:
 
     Args:
         model: Where target step and draft passes are apart.
+        lengths: Draft steps that there are, ascending, the last of them the most that
+            is asked about; empty: all.
     """
 
-    def __init__(self, model: TimeSource) -> None:
+    def __init__(self, model: TimeSource, lengths: Sequence[int] = ()) -> None:
         self._model = model
+        longest = max(lengths, default=0)
+        self._missing = np.setdiff1d(np.arange(1, longest), lengths)
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
@@ -160,10 +166,14 @@ class KeptPass:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Cumulative seconds [most + 1] of 0..most draft steps beside the first."""
+        """Cumulative seconds [most + 1] of 0..most draft steps beside the first.
+
+        `most` itself may always be drafted: who has no room for more gets no more.
+        """
         curve = self._model.draft_curve(requests, context, first_rows, max(most, 1))
         beside = curve - curve[1]
         beside[0] = 0.0
+        beside[self._missing[self._missing < most]] = _NEVER
         return np.asarray(beside[: most + 1])
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
@@ -180,11 +190,12 @@ class KeptPassTimes:
 
     Args:
         times: Learns from samples whose `steps` are the passes that ran, at least one.
+        lengths: As of `KeptPass`.
     """
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, lengths: Sequence[int] = ()) -> None:
         self._times = times
-        self.model: TimeSource = KeptPass(times.model)
+        self.model: TimeSource = KeptPass(times.model, lengths)
 
     @property
     def error(self) -> float:

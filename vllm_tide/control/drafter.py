@@ -60,7 +60,7 @@ class Drafter:
         self._drafted = np.zeros((2, GRID))  # tokens and expected survivors per bin
         self._both = np.empty(0, np.intp)
         self._share = np.empty(0)
-        self._last = (0.0, 0.0)  # forecast: tokens / n, seconds / plain seconds
+        self._last = (0, 0.0, 0.0)  # forecast: steps, tokens / n, seconds / plain
         self._reused = _REUSE_ROUNDS
         self._sets_space = np.zeros((2, k_max + 1, GRID))
 
@@ -87,11 +87,11 @@ class Drafter:
             able = int(np.count_nonzero(room))
             first = n + float(classes @ self._history.gains[0][:, 0]) * able / n
             spent = float(costs.target[able] + costs.draft[1]) + costs.extra
-            before, lasted = self._last
+            steps, before, lasted = self._last
             if min(first / spent * costs.plain / n, before / lasted) >= enough:
                 self._reused += 1
                 before, lasted = before * n, lasted * costs.plain
-                return Forecast(1, before, lasted, before / lasted)
+                return Forecast(steps, before, lasted, before / lasted)
         sets = (classes @ self._history.sets).reshape(2, -1, GRID)[:, :most]
         if room.min() < most:  # Who stops early is taken to be like the rest.
             counts = np.bincount(room, minlength=most + 1)[:0:-1].cumsum()[::-1]
@@ -117,7 +117,8 @@ class Drafter:
         if ratio[steps, at] <= 0.0:
             return Forecast(0, float(costs.requests), costs.plain, free)
         total, spent = float(expect[steps, at]) + n, float(time[steps, at])
-        self._last, self._reused = (total / n, spent / costs.plain), 0
+        self._last = (steps + 1, total / n, spent / costs.plain)
+        self._reused = 0
         return Forecast(steps + 1, total, spent, free)
 
     def go_on(

@@ -16,12 +16,18 @@ from vllm_tide.config import ConfigError, ControlConfig, parse_tide
 
 
 def offered(most: int, requests: int) -> list[int]:
-    """At most four lengths, ascending: each costs graphs, start-up time and memory.
+    """At most five lengths, ascending: each costs graphs, start-up time and memory.
+
+    Between 3 and 7 lies what is best at many batches: without it one depth for the
+    batch yields up to 1.5% less than a table of all lengths.
 
     Args:
-        requests: max_num_seqs. For one request vLLM captures one length's drafts.
+        requests: max_num_seqs. For one request vLLM captures one length's drafts, for
+            two those of two.
     """
-    return sorted({0, 1, min(3, most - 1) if requests > 1 else most, most})
+    wide = most >= 7 and requests > 2
+    middle = {min(3, most - 1), (most + 3) // 2 if wide else most}
+    return sorted({0, 1, most} | (middle if requests > 1 else set()))
 
 
 def rounded(depth: int, lengths: list[int], *, up: bool) -> int:
@@ -35,8 +41,12 @@ def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
 
     vLLM captures the draft's graphs from it; `SchedulerTide.draft_depth` goes over it.
     """
-    middle = [(requests, requests, offered(most, requests)[-2])]
-    return [(1, max(requests - 1, 1), most)] + (middle if requests > 1 else [])
+    lengths = offered(most, requests)
+    middle = lengths[-3:-1] if len(lengths) == 5 else lengths[-2:-1]
+    middle = middle if requests > 1 else []
+    first = requests - len(middle)
+    last = enumerate(reversed(middle), first + 1)
+    return [(1, first, most), *((batch, batch, length) for batch, length in last)]
 
 
 def replay_each(manager: Any, lengths: list[int]) -> None:

@@ -9,8 +9,10 @@ adaptive verification that is decided on the device instead (`verification.py`),
 half-way.
 
 The policies are V1's. A policy that would have drafted on gets one more step in the
-next round; one that would have stopped gets as many as it wanted. With depth 0 upstream
-still runs the draft's first pass, which keeps its KV cache without holes.
+next round; one that would have stopped gets as many as it wanted. With asynchronous
+scheduling drafts say nothing of those some steps later: what the policy foresees before
+it has seen any decides. With depth 0 upstream still runs the draft's first pass, which
+keeps its KV cache without holes.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class ControlV2(Control):
     Attributes:
         depth: Draft steps of steps that are scheduled from now on.
         cut_on_device: Whether adaptive verification chooses what `choose` would.
+        lengths: Depths that there are graphs for, ascending; empty: all.
         reading: Times of the newest step, once it has landed.
     """
 
@@ -60,6 +63,7 @@ class ControlV2(Control):
         super().__init__(capacity, longest, config, most)
         self._explored: dict[str, float] = {}
         self.depth = most
+        self.lengths: Sequence[int] = ()
         self.trims = trims
         self.cut_on_device = False
         self._limit = np.inf
@@ -259,7 +263,10 @@ class ControlV2(Control):
         if self.times is not None:
             self._limit = _limit(batch, KeptPass(self.times.model))
         confidence = np.asarray(step.confidence)[known]
-        depth, lengths = self._follow(policy, plan.steps, step.steps, confidence)
+        foreseen = 0 if self.trims else plan.foreseen
+        depth, lengths = self._follow(
+            policy, plan.steps, step.steps, confidence, foreseen
+        )
         if not plan.steps:
             if plan.reason == "no_room":  # says nothing about the requests to come
                 depth = self.depth
@@ -284,23 +291,31 @@ class ControlV2(Control):
 
     @staticmethod
     def _follow(
-        policy: Policy, planned: int, drafted: int, confidence: np.ndarray
+        policy: Policy,
+        planned: int,
+        drafted: int,
+        confidence: np.ndarray,
+        foreseen: int,
     ) -> tuple[int, np.ndarray]:
         """Show the policy the steps that were drafted.
 
         Args:
             confidence: float32 [n, K].
+            foreseen: Steps to draft whatever these confidences say; 0: they decide.
+                The step that is decided about is not the next one, and all that was
+                drafted is verified.
 
         Returns:
-            Steps to draft in the next round; int64 [n] tokens to verify now.
+            Steps to draft in a coming round; int64 [n] tokens to verify now.
         """
         if not planned:
             return 0, np.zeros(len(confidence), np.int64)
         step, more = 0, True
-        while more and step < min(planned, drafted):
+        while (more or foreseen) and step < min(planned, drafted):
             step += 1
             more = policy.go_on(step, confidence[:, step - 1])
-        return step + (more and step < planned), policy.choose()
+        wanted = foreseen or step + (more and step < planned)
+        return wanted, policy.choose()
 
 
 def _limit(batch: Batch, model: TimeSource) -> float:

@@ -123,7 +123,7 @@ def start_predicting(
             control.policy = StaticPolicy(settings.k_max)
             return
         control.times = OnlineTime(profile)
-        times = KeptPassTimes(control.times)
+        times = KeptPassTimes(control.times, control.lengths)
         control.policy = make_policy(config.policy, settings, times)
 
     control.start = start

@@ -129,6 +129,7 @@ class WorkerTideV2(WorkerTide):
             facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
             self._replay_each_length()
+            self.control.lengths = self._lengths
             # Called where the draft's first pass was launched, outside of its graph;
             # upstream does nothing there with an EAGLE-3 draft.
             inner, clock = speculator.on_prefill_end, self.control.clock

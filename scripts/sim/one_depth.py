@@ -1,0 +1,176 @@
+"""Control of Model Runner V2 with asynchronous scheduling: one depth for the batch.
+
+The engine's own `ControlV2` is shown the steps of the simulated one, as it is without
+adaptive verification: nothing is cut, every step drafts at least once, and what a step
+teaches decides the depth of a later one. A step is launched while the one before it
+runs, on what was known of the one before that, and its depth reaches the scheduler with
+its output: `LAG` steps after the step that it was decided from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from sim import state as col
+from sim.acceptance import Process
+from sim.adapter import Adapter
+from sim.audit import Audit
+from sim.state import Server, Step
+from sim.truth import Truth
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.time_model import TimeModel
+from vllm_tide.engine import control_v2, step_log
+from vllm_tide.engine.adaptive_arguments import offered, rounded
+from vllm_tide.engine.policy_start import start_predicting
+
+LAG = 4
+"""Steps from the one that was learnt from to the one that drafts as deep."""
+
+_LONGEST = 1 << 20
+
+
+class OneDepth:
+    """A `ControlV2` in the place of a policy.
+
+    Args:
+        believed: Time model that it starts from.
+        top: num_speculative_tokens.
+        server: Limits of the engine.
+
+    Attributes:
+        control: The engine's.
+        depth: Draft steps of the next step, one of `offered`.
+        coming: Those of the steps after it, in order; the last was decided last.
+    """
+
+    def __init__(self, believed: TimeModel, top: int, server: Server) -> None:
+        limit = server.slo_seconds
+        config = ControlConfig(slo_tpot_ms=None if limit is None else limit * 1e3)
+        requests = server.max_num_seqs
+        self.control = control_v2.ControlV2(requests, _LONGEST, config, top, False)
+        self.control.lengths = self._lengths = offered(top, requests)
+        start_predicting(None, self.control, config, believed)
+        self.coming = deque([top] * (LAG - 1))
+        self.depth = top
+
+    @property
+    def adapter(self) -> type[Adapter]:
+        """What stands between it and the simulated engine."""
+        return OneDepthAdapter
+
+    def learn(self, step: step_log.Step, now: float) -> None:
+        """A step has landed at `now`, simulated seconds; `depth` moves on by a step.
+
+        Raises:
+            RuntimeError: Control failed, which an engine would survive.
+        """
+        clock = SimpleNamespace(monotonic=lambda: now)
+        with patch.object(control_v2, "time", clock):
+            self.control.learn(step)
+        if self.control.faults:
+            raise RuntimeError(f"control failed: {self.control.faults}")
+        up = not self.control.limited
+        self.coming.append(rounded(self.control.depth, self._lengths, up=up))
+        self.depth = self.coming.popleft()
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's numbers of control."""
+        return self.control.stats()
+
+
+class OneDepthAdapter(Adapter):
+    """Tells `ControlV2` of steps as Model Runner V2 does."""
+
+    def __init__(
+        self,
+        policy: OneDepth,
+        process: Process,
+        truth: Truth,
+        server: Server,
+        audit: Audit | None,
+    ) -> None:
+        super().__init__(policy, process, truth, server, audit)
+        self._slo = None  # the control has a book of its own
+        self._one = policy
+        self._names: dict[int, str] = {}  # by slot
+        self._right = np.zeros(server.max_num_seqs, np.int64)
+
+    def add(self, slot: int, now: float) -> None:
+        """A request begins; its first step says what is to be known of it."""
+
+    def drop(self, slot: int) -> None:
+        """A request has ended."""
+        self._one.control.end([self._names.pop(slot)])
+
+    def after_target(self, state: np.ndarray, step: Step, now: float) -> float:
+        """As `Adapter.after_target`; the drafts that are sent are all as deep."""
+        truth, requests, depth = self._truth, step.requests, self._one.depth
+        slots, at = state[col.SLOT], state[col.AT]
+        self._admit(state, step)
+        cached = int(state[col.CACHED].sum())
+        first_s = truth.draft_first(requests, cached, step.rows)  # runs in any case
+        next_s = truth.draft_next(requests, cached, max(depth - 1, 0))
+        host_s = truth.model.overhead(requests)
+        seconds = first_s + next_s + host_s
+        sample = self._measure(step, max(depth, 1), first_s, next_s, host_s)
+        self.drafted += depth * requests
+        drafts = state[col.SENT].copy()
+        ends = np.cumsum(step.committed - step.accepted + drafts)
+        sampled = np.zeros((requests, self._process.top + 1), np.int64)
+        # Every request's drafts begin with token 1, which the target then samples
+        # where it accepts it.
+        sampled[:, 0] = self._right[slots]
+        self._right[slots] = self._process.run[at] > 0
+        state[col.SENT] = np.minimum(self._room(state, step), depth)
+        landed = step_log.Step(
+            req_ids=[self._names[slot] for slot in slots.tolist()],
+            bounds=np.append(0, ends),
+            drafts=drafts,
+            padded=np.zeros(requests, bool),
+            logit_ends=ends,
+            num_prompt_tokens=np.zeros(requests, np.int64),
+            version=0,
+            place=None,
+            steps=depth,
+            timing=step_log.Timing(step.continues, lambda: sample),
+            start=state[col.CACHED] - step.committed,
+            emitted=step.emitted,
+            sampled=sampled,
+            confidence=self._process.confidence[at],
+            drafted=np.ones(requests, np.int64),
+        )
+        self._one.learn(landed, now + seconds)
+        return seconds
+
+    def _admit(self, state: np.ndarray, step: Step) -> None:
+        """Tell of the requests that this step is the first of."""
+        new = []
+        for place, slot in enumerate(state[col.SLOT].tolist()):
+            if slot in self._names:
+                continue
+            self._names[slot] = name = str(int(state[col.REQUEST, place]))
+            parameters = SimpleNamespace(
+                max_tokens=int(state[col.LEFT, place] + step.emitted[place]),
+                temperature=0.0,
+                extra_args=None,
+                structured_outputs=None,
+            )
+            prompt = int(state[col.CACHED, place] + state[col.TODO, place])
+            new.append(
+                SimpleNamespace(
+                    req_id=name, prompt_len=prompt, sampling_params=parameters
+                )
+            )
+        if new:
+            self._one.control.admit(
+                SimpleNamespace(
+                    scheduled_new_reqs=new,
+                    num_scheduled_tokens=dict.fromkeys(self._names.values(), 1),
+                    preempted_req_ids=None,
+                )
+            )
