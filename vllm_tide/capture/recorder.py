@@ -1,4 +1,4 @@
-"""What becomes of a step's rows: the same for both model runners.
+"""Writing a step's rows into the ring: the same for both model runners.
 
 On a CPU a step's records are written at once. Where the launching thread must not wait
 for a copy of tens of megabytes, a thread of its own writes them, in order, and does

@@ -295,7 +295,7 @@ def _check_counts(phase: int, n: int, num_accepted: int, teacher_start: int) -> 
 
 
 def sound_counts(phase: Any, n: Any, num_accepted: Any, teacher_start: Any) -> Any:
-    """Whether counts fit each other: of one record, or arrays of several."""
+    """True where counts fit each other: of one record, or arrays of several."""
     prefill = (phase == _PREFILL) & (num_accepted == n - 1)
     verify = (phase == _VERIFY) & (num_accepted >= 0) & (num_accepted < n)
     known = (phase == _PREFILL) | (phase == _VERIFY)

@@ -183,7 +183,7 @@ def ring_stats(
 
 
 class Status(IntEnum):
-    """What became of a record that was to be written (csrc/shm.h has the first six)."""
+    """Outcome of writing a record (csrc/shm.h has the first six)."""
 
     WRITTEN = 0
     FULL = 1
