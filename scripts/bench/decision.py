@@ -1,5 +1,8 @@
 """Time of one control decision: plan, go_on, choose (and observe, once per round).
 
+`learn` is all of them together as Model Runner V2 has it on its launching thread, with
+asynchronous scheduling; its mean counts there, as a large batch decides in some steps.
+
 Run: python scripts/bench/decision.py [--requests 256] [--k 8] [--json FILE]
 
 Limit: 100 microseconds (median) each for 256 requests x 8 tokens. All of them pay here,
@@ -16,14 +19,20 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from sim.published import table_model
+from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.costs import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
+from vllm_tide.engine.control_v2 import ControlV2
+from vllm_tide.engine.step_log import Step, Timing
 
 LIMIT_US = 100.0
 # A target bound by its weights and a cheap draft: every step pays at every batch.
@@ -83,6 +92,76 @@ def measure(
     return found
 
 
+def measure_v2(
+    requests: int, k: int, rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of a step's `begin` and `learn` on Model Runner V2."""
+    rng = np.random.default_rng(0)
+    times = OnlineTime(table_model(KNOTS, SECONDS, 1e-4))
+    control = ControlV2(requests, 4096, ControlConfig.model_validate({}), k, False)
+    control.times = times
+    settings = ControlSettings(
+        k_max=k, verify=False, explore=False, max_requests=requests
+    )
+    control.policy = AdaSpecPolicy(settings, KeptPassTimes(times))
+    names = [f"cmpl-{number:032d}-0" for number in range(requests)]
+    begun, learnt = ([], []), ([], [])
+    for turn in range(rounds):
+        first = turn == 0
+        new = [
+            SimpleNamespace(
+                req_id=name, prompt_len=50, sampling_params=None, num_computed_tokens=0
+            )
+            for name in names
+        ]
+        output: Any = SimpleNamespace(
+            scheduled_new_reqs=new * first,
+            num_scheduled_tokens=dict.fromkeys(names, k + 1),
+            preempted_req_ids=None,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=names * (not first),
+                num_computed_tokens=[100] * (requests * (not first)),
+            ),
+            scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * k),
+            total_num_scheduled_tokens=requests * (k + 1),
+        )
+        sample = RoundSample(
+            requests, 100 * requests, requests * k, 0, k, requests * (k + 1),
+            0.026, 1e-3, 2e-3, 1e-3,
+        )  # fmt: skip
+        logit = 3.0 + 1.5 * rng.standard_normal((requests, k))
+        confidence = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
+        hits = rng.random((requests, k)) < confidence
+        step = Step(
+            req_ids=list(names),
+            bounds=np.arange(requests + 1, dtype=np.int32) * (k + 1),
+            drafts=np.full(requests, k, np.int32),
+            padded=np.zeros(requests, bool),
+            logit_ends=np.arange(1, requests + 1, dtype=np.int32) * (k + 1),
+            num_prompt_tokens=np.full(requests, 50, np.int32),
+            version=0,
+            place=None,  # type: ignore[arg-type]
+            steps=k,
+        )
+        step.start = np.full(requests, 100 + 2 * turn, np.int32)
+        step.emitted = (hits.cumprod(axis=1).sum(axis=1) + 1).astype(np.int32)
+        step.sampled = np.zeros((requests, k + 1), np.int32)
+        step.confidence = confidence
+        step.drafted = np.zeros(requests, np.int32)
+        step.timing = Timing(True, lambda sample=sample: sample)
+        for (wall, cpu), call, given in (
+            (begun, control.begin, output),
+            (learnt, control.learn, step),
+        ):
+            spent, began = time.thread_time(), time.perf_counter()
+            call(given)
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.thread_time() - spent)
+    if control.faults:
+        raise RuntimeError(f"control failed: {control.faults}")
+    return {"begin": begun, "learn": learnt}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,9 +174,11 @@ def main() -> None:
     gc.disable()
     measure(args.requests, args.k, 20)
     found = measure(args.requests, args.k, args.rounds)
+    found |= measure_v2(args.requests, args.k, args.rounds)
     rows = {}
     for name, (wall, cpu) in found.items():
         row = {
+            "mean_us": statistics.mean(wall) * 1e6,
             "median_us": statistics.median(wall) * 1e6,
             "p99_us": statistics.quantiles(wall, n=100)[98] * 1e6,
             "cpu_median_us": statistics.median(cpu) * 1e6,
@@ -105,8 +186,8 @@ def main() -> None:
         }
         rows[name] = row
         print(
-            f"{name:8} median {row['median_us']:7.1f} us   p99 {row['p99_us']:7.1f} us"
-            f"   cpu median {row['cpu_median_us']:7.1f} us"
+            f"{name:8} mean {row['mean_us']:7.1f} us   median {row['median_us']:7.1f}"
+            f"   p99 {row['p99_us']:7.1f}   CPU median {row['cpu_median_us']:7.1f}"
         )
     if args.json:
         record = {

@@ -54,7 +54,7 @@ def audited(n, acceptance, rounds=1200, **knobs):
         seen[0] += 1
         if seen[0] > rounds / 2:
             step = policy._step
-            found, chance = policy._chance[:step], truth["chance"][:step]
+            found, chance = policy._values[2, :step], truth["chance"][:step]
             reach = np.vstack([np.ones((1, n)), np.cumprod(chance, axis=0)[:-1]])
             wanted = policy._exploration.wanted
             wanted = lengths if wanted is None else wanted

@@ -282,3 +282,44 @@ def test_what_a_grammar_rejects_unseen_is_no_verdict():
         stats = control.policy.stats()
         assert (stats["verified_tokens"], stats["accepted_tokens"]) == (told, 1)
         assert control.stats()["drafted_tokens"] == 8  # it is drafted for as ever
+
+
+@pytest.mark.parametrize(
+    ("requests", "trims", "every"), [(8, False, 1), (200, False, 4), (200, True, 1)]
+)
+def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
+    names = [f"r{i}" for i in range(requests)]
+    control = ControlV2(256, 1000, ControlConfig(), K, trims)
+    times = OnlineTime(published("Qwen3-235B"))
+    settings = ControlSettings(k_max=K, max_requests=256)
+    policy = control.policy = AdaSpecPolicy(settings, times)
+    calls, plan, observe = [], policy.plan, policy.observe
+    policy.plan = lambda *args: (calls.append("plan"), plan(*args))[1]
+    policy.observe = lambda outcome: (calls.append("observe"), observe(outcome))[1]
+    control.admit(scheduled(*names, new=names))
+    turns, ones = 12, np.ones(requests, np.int64)
+    for turn in range(turns):
+        step = landed(
+            [],
+            K,
+            req_ids=names,
+            bounds=np.arange(requests + 1) * (K + 1),
+            drafts=K * ones,
+            padded=ones == 0,
+            start=20 * ones + turn,
+            emitted=3 * ones,
+            sampled=np.tile(ones, (K + 1, 1)).T,
+            drafted=ones,
+            timing=Timing(True, lambda: None),
+        )
+        step.confidence = np.full((requests, K), 0.9, np.float32)
+        control.learn(step)
+        calls.append("step")
+    assert not control.faults
+    assert calls.count("plan") == calls.count("observe") == turns // every
+    if every > 1:
+        # What was planned after one step is observed when the next has landed.
+        after = calls.index("plan")
+        assert calls[after : after + 3] == ["plan", "step", "observe"]
+    assert control.stats()["rounds"] == turns
+    assert control.stats()["drafted_tokens"] == turns * requests * K

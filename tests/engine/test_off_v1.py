@@ -61,6 +61,17 @@ def test_one_round_in_eight_makes_a_forecast_whether_requests_arrive_or_not(
     assert not engine.control.faults
 
 
+def test_rounds_that_nobody_is_asked_about_say_what_plain_decoding_takes(monkeypatch):
+    engine, samples = Off(monkeypatch), []
+    engine.control.on_round.append(samples.append)
+    for _ in range(2 * (REST + 1)):
+        engine.go()
+    assert [s.steps for s in samples] == [0] * 16
+    assert all(s.requests == len(REQS) and not s.verified for s in samples)
+    known = [not np.isnan(s.host_s) for s in samples[1:]]
+    assert known == [*[True] * REST, False, *[True] * REST]
+
+
 def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(REST + 3):

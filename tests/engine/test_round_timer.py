@@ -61,11 +61,43 @@ def test_catching_up_is_not_charged_to_the_first_draft_pass():
     timer.begin(continues=True)
     timer.planned(1, 10, 0, 0)
     clock.now = 5.0
-    timer.restart_draft()
+    timer.begin_draft(0.0)
     clock.now = 5.5
     timer.drafted()
     sample = timer.end()
     assert sample is not None and sample.draft_first_s == pytest.approx(0.5)
+
+
+def test_what_is_decided_before_drafting_is_time_of_the_host():
+    clock = Clock()
+    timer = RoundTimer(clock)
+    timer.begin(continues=True)
+    timer.planned(1, 10, 0, 0)
+    timer.end()
+    timer.begin(continues=True)
+    timer.planned(1, 10, 0, 0)
+    timer.asks()
+    clock.now = 3.0
+    timer.begin_draft(caught_up_s=2.0)
+    clock.now = 3.5
+    timer.drafted()
+    clock.now = 3.75
+    sample = timer.end()
+    assert sample is not None and sample.asked
+    assert sample.host_s == pytest.approx(1.0 + 0.25)
+    assert sample.draft_first_s == pytest.approx(0.5)
+
+
+def test_a_round_that_is_asked_about_in_vain_says_nothing_of_the_host():
+    timer = RoundTimer(Clock())
+    for asks in (False, True):
+        timer.begin(continues=True)
+        timer.planned(1, 10, 0, 0)
+        if asks:
+            timer.asks()
+        sample = timer.end()
+    assert sample is not None and math.isnan(sample.host_s)
+    assert sample.target_s == 0.0
 
 
 def test_a_step_without_rows_is_no_round():

@@ -31,7 +31,11 @@ from vllm_tide.control.slo import SloBook
 from vllm_tide.control.verifier import ABSENT, select
 
 _REFRESH_ROUNDS = 16
-_EARLY_TOKENS = 512  # until then predictions are refreshed every round
+# Until so many tokens predictions are also refreshed when there are so many times more.
+_EARLY_TOKENS, _EARLY_GROWTH = 512, 1.04
+# Rounds that are learnt from together, once there are many: what learning touches has
+# left the caches when the next round comes.
+_LOT = 4
 # Rounds until which every one teaches the time model and the history, afterwards every
 # second: what they teach is much the same, and it costs time that tokens wait for.
 _YOUNG_ROUNDS = 128
@@ -42,8 +46,31 @@ _SMOOTH = 0.05
 # While drafting does not pay the question is asked again after so many rounds of about
 # as many requests: what a forecast costs would be a tax on plain decoding.
 _REST_ROUNDS = 7
+# One more after a round that checks what plain decoding takes: without the questions.
+_CHECK_REST = 1
 _EXPLORE_SHARE = 0.5  # of the probe share
 _KNOBS = ControlConfig.model_validate({})
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """A round that was drafted in, and what the target said of it.
+
+    Attributes:
+        values: z, logit, chance: float64 [3, s, n].
+        survival: float32 [s, n].
+        rows: Places of the requests that `verified` and `accepted` are of.
+        explored: Lengths that pay and the chance of the others, where some were drawn.
+    """
+
+    slots: np.ndarray
+    sampled: np.ndarray
+    values: np.ndarray
+    survival: np.ndarray
+    rows: np.ndarray
+    verified: np.ndarray
+    accepted: np.ndarray
+    explored: tuple[np.ndarray | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +158,10 @@ class AdaSpecPolicy:
         share = _EXPLORE_SHARE * settings.probe_share * settings.explore
         self._exploration = Exploration(share)
         self.verify_chance = np.empty(0)
-        # Per round, [K, n] views are cut out of these.
-        self._space = np.empty(3 * k * capacity)
-        self._survival_space = np.empty(k * capacity, np.float32)
+        # Per round of a lot, [K, n] views are cut out of these.
+        self._space = np.empty((_LOT, 3 * k * capacity))
+        self._survival_space = np.empty((_LOT, k * capacity), np.float32)
+        self._place, self._lot = 0, list[_Lesson]()
         self._row = np.full(capacity, -1, np.int64)
         self._kind = np.zeros(capacity, np.int64)  # 1: sampled
         self._fresh = np.zeros(capacity, bool)  # has not emitted a token yet
@@ -145,7 +173,8 @@ class AdaSpecPolicy:
         self._trial = False
         self._unanswered = 0
         self._predicted = (0.0, nan)  # tokens and seconds of the round
-        self._tokens_seen = 0
+        self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
+        self._off_at = 0  # the last round in which drafting did not pay
         self._count: Counter[str] = Counter()
         self._off: Counter[str] = Counter()
         self._lengths = np.zeros(k + 1, np.int64)
@@ -153,6 +182,7 @@ class AdaSpecPolicy:
         self._against_plain = AgainstPlain()
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
+        self._study()
         self.offsets.add(slot)
         self.history.add(slot)
         self._row[slot] = -1
@@ -164,6 +194,7 @@ class AdaSpecPolicy:
 
     def draft_swapped(self) -> None:
         """The draft has new weights: keep little of what was learnt about the old."""
+        self._study()
         self.calibration.forget(_SWAP_KEEP)
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
@@ -200,7 +231,7 @@ class AdaSpecPolicy:
                 return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
         lost = costs.plain * max(gain - 1.0, 0.0) + self._time.model.catchup_seconds(n)
         if self.gate.check_due(lost, now):
-            return self._stay_off("check")
+            return self._stay_off("check", rest=_CHECK_REST)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds
@@ -222,8 +253,8 @@ class AdaSpecPolicy:
         chance += 1.0
         self._depth += np.log(chance)
         np.divide(1.0, chance, out=chance)
-        self._z[step - 1], self._logit[step - 1] = z, logit
-        self._chance[step - 1] = chance
+        values = self._values
+        values[0, step - 1], values[1, step - 1], values[2, step - 1] = z, logit, chance
         survival = np.exp(-self._depth)
         row = self._survival[step - 1]
         row[:] = survival
@@ -294,8 +325,23 @@ class AdaSpecPolicy:
         unforeseen |= not self._step and bool(verified.any())
         emitted = outcome.emitted[known]
         self._observe_times(batch, outcome.now, outcome.rounds, emitted, unforeseen)
-        if self._step and len(rows):
-            self._learn(batch, rows, verified, accepted)
+        step, explored = self._step, self._exploration
+        if step and len(rows):
+            lesson = _Lesson(
+                batch.slots,
+                self._sampled,
+                self._values[:, :step],
+                self._survival[:step],
+                rows,
+                verified,
+                accepted,
+                (explored.wanted, explored.chance),
+            )
+            self._lot.append(lesson)
+            self._place = (self._place + 1) % _LOT
+            judged = self._count["rounds"] - self._off_at < _REFRESH_ROUNDS
+            if self._young or judged or len(self._lot) == _LOT:
+                self._study()
 
     @property
     def _young(self) -> bool:
@@ -326,8 +372,11 @@ class AdaSpecPolicy:
         self._count["rounds"] += 1
 
     def _stay_off(self, reason: str, probe: bool = False, rest: int = 0) -> Plan:
+        self._study()
         self._off[reason] += 1
         self._count["probes"] += probe
+        if not self.gate.on:
+            self._off_at = self._count["rounds"]
         if reason != "no_room":
             self._pass_by()
         return Plan(0, reason, probe, rest)
@@ -345,9 +394,9 @@ class AdaSpecPolicy:
 
     def _begin_drafting(self, batch: Batch, most: int) -> None:
         n = len(batch)
-        space = self._space[: 3 * most * n].reshape(3, most, n)
-        self._z, self._logit, self._chance = space
-        self._survival = self._survival_space[: most * n].reshape(most, n)
+        place = self._place
+        self._values = self._space[place, : 3 * most * n].reshape(3, most, n)
+        self._survival = self._survival_space[place, : most * n].reshape(most, n)
         self._depth = np.zeros(n)
         self._sampled = batch.sampled.astype(np.int64)
         self._least_room = int(batch.room.min())
@@ -356,27 +405,30 @@ class AdaSpecPolicy:
         allowed = self._settings.verify and self._costs.limit == np.inf
         self._exploration.draw(n, allowed)
 
-    def _learn(
-        self,
-        batch: Batch,
-        rows: np.ndarray,
-        verified: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        step, slots = self._step, batch.slots
-        z, logit = self._z[:step], self._logit[:step]
-        chance, survival = self._chance[:step], self._survival[:step]
-        if self._young or self._count["rounds"] & 1 == 0:
-            drafted = survival >= 0
-            self.history.learn(slots, logit, chance, drafted)
-            self._tokens_seen += drafted.size
-        turn = self._count["rounds"] % _REFRESH_ROUNDS == 0
-        if turn or self._tokens_seen < _EARLY_TOKENS:
+    def _study(self) -> None:
+        """Learn from the rounds of the lot."""
+        lot, self._lot = self._lot, []
+        for number, lesson in enumerate(lot):
+            if self._young or not number & 1:
+                drafted = lesson.survival >= 0
+                _, logit, chance = lesson.values
+                self.history.learn(lesson.slots, logit, chance, drafted)
+                self._tokens_seen += drafted.size
+            self._learn(lesson)
+        seen, rounds = self._tokens_seen, self._count["rounds"]
+        early = _EARLY_GROWTH * self._tokens_refreshed < seen < _EARLY_TOKENS
+        if early or rounds - self._refreshed >= _REFRESH_ROUNDS and lot:
+            self._tokens_refreshed, self._refreshed = seen, rounds
             self.history.refresh()
+
+    def _learn(self, lesson: _Lesson) -> None:
+        slots, survival, rows = lesson.slots, lesson.survival, lesson.rows
+        verified, accepted = lesson.verified, lesson.accepted
+        z, _, chance = lesson.values
         most = np.zeros(len(slots), np.int64)
         passed = np.zeros(len(slots), np.int64)
         most[rows], passed[rows] = verified, accepted
-        order = np.arange(step)[:, None]
+        order = np.arange(len(survival))[:, None]
         sent = order < most
         judged = sent & (order <= passed)
         hit = order < passed
@@ -390,11 +442,11 @@ class AdaSpecPolicy:
         position, row = judged.nonzero()
         self.calibration.learn(
             position,
-            self._sampled[row],
+            lesson.sampled[row],
             z[judged],
             chance[judged],
             hit[judged].astype(np.float64),
-            self._exploration.weight(position, row),
+            Exploration.weight(position, row, *lesson.explored),
         )
 
     def _observe_probe(

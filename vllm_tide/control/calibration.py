@@ -362,13 +362,17 @@ class Exploration:
         only = np.zeros(len(lengths), bool) if self.wanted is None else self.wanted == 0
         return np.where(only & (lengths > 0), self.chance, 1.0)
 
-    def weight(self, position: np.ndarray, row: np.ndarray) -> np.ndarray | None:
+    @staticmethod
+    def weight(
+        position: np.ndarray, row: np.ndarray, wanted: np.ndarray | None, chance: float
+    ) -> np.ndarray | None:
         """Drafted tokens that each verified one stands for; None: one each.
 
         Args:
             position: int64 [l], draft positions, 0-based.
             row: int64 [l], places in the round.
+            wanted, chance: What they were in that round.
         """
-        if self.wanted is None:
+        if wanted is None:
             return None
-        return np.where(position < self.wanted[row], 1.0, 1.0 / self.chance)
+        return np.where(position < wanted[row], 1.0, 1.0 / chance)

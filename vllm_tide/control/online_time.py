@@ -33,6 +33,7 @@ _PRIOR = 0.1
 # at the first round that does excite it.
 _MOST_VARIANCE = 0.2
 _CLIP = 3.0  # standard deviations
+_MOST_RESIDUAL = 1.0  # a first call may take ten times what the next ones do
 # Mean of the last ten or so residuals, in standard deviations, that is no chance: of
 # independent ones it has a standard deviation of 0.23.
 _LEANING = 1.5
@@ -61,6 +62,7 @@ class RoundSample:
         draft_first_s: Seconds of the first draft pass; nan if none.
         draft_next_s: Seconds of the further draft passes in all; nan if none.
         host_s: Seconds of the round outside those; nan if unknown (after idling).
+        asked: Control was asked, and drafted: its own time is in `host_s`.
     """
 
     requests: int
@@ -73,6 +75,7 @@ class RoundSample:
     draft_first_s: float = NAN
     draft_next_s: float = NAN
     host_s: float = NAN
+    asked: bool = False
 
 
 class Factors:
@@ -110,7 +113,7 @@ class Factors:
         if not measured > 0.0:
             return
         total = max(_dot(self.value, parts), _LEAST)
-        residual = measured / total - 1.0
+        residual = min(measured / total - 1.0, _MOST_RESIDUAL)
         score = residual / self._spread
         weight = min(1.0, _CLIP / max(abs(score), _CLIP))
         share = parts[0] / total, parts[1] / total, parts[2] / total
@@ -204,7 +207,9 @@ class RefinedTime:
         tokens, cached = profile.draft_next_parts(requests, context, after)
         on_tokens, on_cached, more = self.draft_next.value
         curve[1:] = tokens * on_tokens + cached * on_cached + after * (more * _UNIT)
-        curve[1:] += self.draft_first.predict((*first, _UNIT))
+        # A round that is not drafted in is mostly one that control is not asked about.
+        asked = self.host.value[2] * _UNIT
+        curve[1:] += self.draft_first.predict((*first, _UNIT)) + asked
         return curve
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
@@ -230,9 +235,9 @@ class RefinedTime:
         return target + float(draft) + self.overhead(requests)
 
 
-def host_parts(requests: int) -> Triple:
-    """Unit costs of host time, per round and for its requests, seconds."""
-    return _UNIT, _REQUEST_UNIT * requests, 0.0
+def host_parts(requests: int, asked: bool = False) -> Triple:
+    """Unit costs of host time: per round, for its requests, for control (s)."""
+    return _UNIT, _REQUEST_UNIT * requests, _UNIT * asked
 
 
 class OnlineTime:
@@ -302,7 +307,7 @@ class OnlineTime:
             tokens, cached = profile.draft_next_parts(n, context, passes)
             further = float(tokens), float(cached), _UNIT * passes
             found.append((model.draft_next, further, sample.draft_next_s))
-        found.append((model.host, host_parts(n), sample.host_s))
+        found.append((model.host, host_parts(n, sample.asked), sample.host_s))
         return [entry for entry in found if math.isfinite(entry[2])]
 
 

@@ -113,6 +113,7 @@ class ControlV1(Control):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
             self._decoding = start, rows, 0
+            self.timer.planned(num, int(start.sum()), 0, num_rows - num)
             self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
             return self.agree(0)
         spec = scheduler_output.scheduled_spec_decode_tokens
@@ -136,12 +137,15 @@ class ControlV1(Control):
         code = self.agree(code)
         if code > 0:
             late = np.nonzero(self._backlog.missing[slots] > 0)[0]
+            caught_up_s = 0.0
             if len(late):
+                began = time.perf_counter()
                 self._contain(
                     "catch_up", self._backlog.catch_up, late, slots[late], attention
                 )
+                caught_up_s = time.perf_counter() - began
             self._backlog.seen(slots)
-            self.timer.restart_draft()
+            self.timer.begin_draft(caught_up_s)
             self._planned = list(req_ids)
             self._asked = code
             return code
@@ -201,6 +205,7 @@ class ControlV1(Control):
         if self.policy is None and not self._start_again(now):
             return 0 if self.start is not None else self.num_speculative_tokens
         assert self.policy is not None  # noqa: S101 (it has just been started)
+        self.timer.asks()
         self._slo.advance(slots, emitted, now)
         rested, self._rested = self._rested, 0
         probe = self._probe_result(slots, self._newest, self._newest >= 0)

@@ -72,6 +72,7 @@ class ControlV2(Control):
         self._preempted: set[str] = set()
         self._lengths: dict[str, int] = {}
         self._of_step: Sequence[str] | None = None
+        self._turn = 0
         # What ran, which may be more than the policy looked at.
         self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
         self._drafted = self._trimmed = 0
@@ -215,49 +216,19 @@ class ControlV2(Control):
         policy = self.policy
         if policy is None:
             return
+        rows = np.diff(step.bounds) - step.drafts
+        self._count(step, rows == 1)
         known = np.array(self._book.known(step.req_ids), np.int64)
         slots = self._table.slots([step.req_ids[i] for i in known])
         emitted = np.asarray(step.emitted, np.int64)[known]
-        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
-        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
-        # A placeholder may be accepted by chance: it counts here, as no draft.
-        rows = np.diff(step.bounds)[known] - step.drafts[known]
-        decoding = rows == 1
-        if self.times is not None:
-            read = int(np.asarray(step.start)[known][decoding].sum())
-            decodes = int(np.count_nonzero(decoding))
-            # Upstream runs the draft's first pass in every step.
-            shape = (decodes, read, int(drafts.sum()), max(step.steps, 1))
-            step.cost = step_cost(self.times.model, *shape)
-        rows = rows + np.maximum(emitted - 1, 0)
-        context = np.asarray(step.start)[known] + rows
-        newest = np.asarray(step.sampled)[known, 0]
         self._slo.advance(slots, emitted, now)
-        probe = self._probe_result(slots, newest, emitted > 0)
-        if not self.trims:
-            # Asynchronous: a grammar's mask does not reach past the first tokens of a
-            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
-            # With synchronous scheduling the grammar cuts drafts before they are
-            # verified.
-            told = ~self._table.constrained[slots]
-            drafts_told, accepted_told = drafts * told, accepted * told
-        else:
-            drafts_told, accepted_told = drafts, accepted
-        timing = step.timing
-        if timing is not None and timing.continues and not step.after_gap:
-            # After idling nothing of the last round is left to learn from, and the
-            # time since is not its time.
-            policy.observe(
-                Outcome(
-                    slots=slots,
-                    verified=drafts_told,
-                    accepted=accepted_told,
-                    emitted=emitted,
-                    now=now,
-                    sample=timing.read(),
-                    probe=probe,
-                )
-            )
+        plans, observes = self._turns(slots)
+        if observes:
+            self._observe(policy, step, known, slots, emitted, now)
+        if not plans:
+            return
+        context = np.asarray(step.start)[known] + rows[known]
+        context += np.maximum(emitted - 1, 0)
         batch = self._batch(slots, context, emitted, now, step.rows)
         plan = policy.plan(batch, now)
         if self.times is not None:
@@ -277,17 +248,84 @@ class ControlV2(Control):
                 able = emitted > 0
                 self._probed = (slots[able], confidence[able, 0], first[able])
         self.depth = min(depth, self.num_speculative_tokens)
-        drafted = np.where(emitted > 0, step.steps, 0)
-        self._by_depth[step.steps] += 1
-        self._drafted += int(drafted.sum())
         if self.trims:
+            drafted = np.where(emitted > 0, step.steps, 0)
             self._trimmed += int(np.maximum(drafted - lengths, 0).sum())
-        elif step.trimmed is not None:
+            names = [step.req_ids[i] for i in known]
+            self._lengths = dict(zip(names, lengths.tolist(), strict=True))
+            self._explored = explored(policy, names) if plan.steps else {}
+            self._of_step = step.req_ids
+
+    def _turns(self, slots: np.ndarray) -> tuple[bool, bool]:
+        """Whether the policy plans in this step, and whether it observes it.
+
+        Many requests teach in one step what few do in many, and their host time is
+        theirs to lose: then one step is planned after, the next one observed, and some
+        pass by. Not where every step is cut or held to a limit.
+        """
+        every = 1 if self.trims or self._slo.binds(slots) else len(slots) // 64 + 1
+        if every == 1:
+            self._turn = 0
+            return True, True
+        self._turn = (self._turn + 1) % every
+        return self._turn == 0, self._turn == 1
+
+    def _count(self, step: Step, decoding: np.ndarray) -> None:
+        """Take the step's work into the totals, and what it cost."""
+        if self.times is not None:
+            read = int(np.asarray(step.start)[decoding].sum())
+            verified = int(np.asarray(step.drafts).sum(where=~step.padded))
+            # Upstream runs the draft's first pass in every step.
+            shape = int(np.count_nonzero(decoding)), read, verified
+            step.cost = step_cost(self.times.model, *shape, max(step.steps, 1))
+        self._by_depth[step.steps] += 1
+        self._drafted += step.steps * int(np.count_nonzero(np.asarray(step.emitted)))
+        if not self.trims and step.trimmed is not None:
             self._trimmed += int((step.trimmed * ~step.padded).sum())
-        names = [step.req_ids[i] for i in known]
-        self._lengths = dict(zip(names, lengths.tolist(), strict=True))
-        self._explored = explored(policy, names) if plan.steps and self.trims else {}
-        self._of_step = step.req_ids
+
+    def _observe(
+        self,
+        policy: Policy,
+        step: Step,
+        known: np.ndarray,
+        slots: np.ndarray,
+        emitted: np.ndarray,
+        now: float,
+    ) -> None:
+        """Show the policy what the target said of the step it planned last.
+
+        Args:
+            known: int64 [n], places in the step of the requests that have `slots`.
+            emitted: int64 [n], tokens that each of them got.
+        """
+        # A placeholder may be accepted by chance: it counts here, as no draft.
+        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
+        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
+        newest = np.asarray(step.sampled)[known, 0]
+        probe = self._probe_result(slots, newest, emitted > 0)
+        if not self.trims:
+            # Asynchronous: a grammar's mask does not reach past the first tokens of a
+            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
+            # With synchronous scheduling the grammar cuts drafts before they are
+            # verified.
+            told = ~self._table.constrained[slots]
+            drafts, accepted = drafts * told, accepted * told
+        timing = step.timing
+        if timing is None or not timing.continues or step.after_gap:
+            # After idling nothing of the last round is left to learn from, and the
+            # time since is not its time.
+            return
+        policy.observe(
+            Outcome(
+                slots=slots,
+                verified=drafts,
+                accepted=accepted,
+                emitted=emitted,
+                now=now,
+                sample=timing.read(),
+                probe=probe,
+            )
+        )
 
     @staticmethod
     def _follow(

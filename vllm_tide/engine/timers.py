@@ -34,6 +34,7 @@ class RoundTimer:
         self._began = self._planned = self._first = self._last = self._ended = NAN
         self._gap = NAN
         self._steps = 0
+        self._asked, self._deciding = False, 0.0
         self._shape = (0, 0, 0, 0)
 
     def begin(self, continues: bool) -> None:
@@ -48,15 +49,25 @@ class RoundTimer:
         self._began = now
         self._planned = self._first = self._last = NAN
         self._steps = 0
+        self._asked, self._deciding = False, 0.0
 
     def planned(self, requests: int, context: int, verified: int, prefill: int) -> None:
         """The step's tokens are known; the shape of its forward as in `RoundSample`."""
         self._planned = self._last = self._clock()
         self._shape = (requests, context, verified, prefill)
 
-    def restart_draft(self) -> None:
-        """The draft begins now: what came since `planned` was catching up."""
+    def asks(self) -> None:
+        """Control decides about this step."""
+        self._asked = True
+
+    def begin_draft(self, caught_up_s: float = 0.0) -> None:
+        """The draft begins now.
+
+        Args:
+            caught_up_s: Seconds since `planned` that went into catching up.
+        """
         self._last = self._clock()
+        self._deciding = self._last - self._planned - caught_up_s
 
     def drafted(self) -> None:
         now = self._clock()
@@ -74,6 +85,11 @@ class RoundTimer:
             return None
         requests, context, verified, prefill = self._shape
         done = self._latest if self._steps else self._planned
+        host = now - done + self._gap + self._deciding
+        if self._asked and not self._steps:
+            # In most rounds that are not drafted in nobody asks, and some of those in
+            # which somebody does are probes.
+            host = NAN
         return RoundSample(
             requests=requests,
             context=context,
@@ -84,7 +100,8 @@ class RoundTimer:
             target_s=self._planned - self._began,
             draft_first_s=self._first if self._steps else NAN,
             draft_next_s=self._latest - self._last if self._steps > 1 else NAN,
-            host_s=(now - done) + self._gap,
+            host_s=host,
+            asked=self._asked,
         )
 
 
