@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "control.h"
 #include "shm.h"
 
 namespace {
@@ -330,6 +331,86 @@ PyObject* py_write_frames(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return Py_NewRef(Py_None);
 }
 
+// Buffers of doubles and 64-bit integers, or ValueError.
+template <typename Value>
+bool values_of(const Buffer& buffer, size_t count, const char* what, const Value** values) {
+  if (buffer.size() != count * sizeof(Value)) {
+    PyErr_Format(PyExc_ValueError, "%s has %zu bytes, not %zu", what, buffer.size(),
+                 count * sizeof(Value));
+    return false;
+  }
+  *values = reinterpret_cast<const Value*>(buffer.data());
+  return true;
+}
+
+PyObject* py_table_logits(PyObject*, PyObject* args) {
+  PyObject *confidence, *table_of, *value, *rise, *found;
+  Py_ssize_t at, num_nodes, stride;
+  double first, per_node, least;
+  if (!PyArg_ParseTuple(args, "OOOOOnnnddd:table_logits", &found, &confidence, &table_of,
+                        &value, &rise, &at, &num_nodes, &stride, &first, &per_node, &least))
+    return nullptr;
+  Buffer out, in, of, values, rises;
+  if (!out.acquire(found, PyBUF_WRITABLE) || !in.acquire(confidence, PyBUF_SIMPLE) ||
+      !of.acquire(table_of, PyBUF_SIMPLE) || !values.acquire(value, PyBUF_SIMPLE) ||
+      !rises.acquire(rise, PyBUF_SIMPLE))
+    return nullptr;
+  const size_t n = in.size() / sizeof(double), size = values.size() / sizeof(double);
+  const double *z, *given, *node, *step;
+  const int64_t* chosen;
+  if (!values_of(out, 2 * n, "found", &z) || !values_of(in, n, "confidence", &given) ||
+      !values_of(of, n, "table_of", &chosen) || !values_of(values, size, "value", &node) ||
+      !values_of(rises, size, "rise", &step))
+    return nullptr;
+  if (at < 0 || num_nodes < 2 || stride < 1 ||
+      static_cast<size_t>(at) + static_cast<size_t>(num_nodes) > size) {
+    PyErr_SetString(PyExc_ValueError, "the table lies outside its buffer");
+    return nullptr;
+  }
+  const size_t rest = size - static_cast<size_t>(at) - static_cast<size_t>(num_nodes);
+  const tide::NodeTable table{node + at, step + at, static_cast<size_t>(num_nodes), first,
+                              per_node};
+  double* to = const_cast<double*>(z);
+  tide::table_logits(n, given, least, chosen, 1 + rest / static_cast<size_t>(stride),
+                     static_cast<size_t>(stride), table, to, to + n);
+  return Py_NewRef(Py_None);
+}
+
+PyObject* py_next_pays(PyObject*, PyObject* args) {
+  PyObject *depth, *kept, *share, *class_of, *excess, *cost;
+  Py_ssize_t num_steps, num_bins;
+  double cheap, dear;
+  if (!PyArg_ParseTuple(args, "OOOOOOnndd:next_pays", &depth, &kept, &share, &class_of,
+                        &excess, &cost, &num_steps, &num_bins, &cheap, &dear))
+    return nullptr;
+  Buffer depths, survival, shares, classes, table, costs;
+  if (!depths.acquire(depth, PyBUF_SIMPLE) || !survival.acquire(kept, PyBUF_SIMPLE) ||
+      !shares.acquire(share, PyBUF_SIMPLE) || !classes.acquire(class_of, PyBUF_SIMPLE) ||
+      !table.acquire(excess, PyBUF_SIMPLE) || !costs.acquire(cost, PyBUF_SIMPLE))
+    return nullptr;
+  if (num_steps < 1 || num_bins < 1) {
+    PyErr_SetString(PyExc_ValueError, "there are no steps or no bins");
+    return nullptr;
+  }
+  tide::Ahead ahead{};
+  ahead.n = depths.size() / sizeof(double);
+  ahead.num_steps = static_cast<size_t>(num_steps);
+  ahead.num_bins = static_cast<size_t>(num_bins);
+  const size_t row = ahead.num_steps * (ahead.num_bins + 1);
+  ahead.num_classes = table.size() / sizeof(double) / row;
+  ahead.num_drafts = costs.size() / sizeof(double);
+  ahead.cheap = cheap;
+  ahead.dear = dear;
+  if (!values_of(depths, ahead.n, "depth", &ahead.depth) ||
+      !values_of(survival, ahead.n, "kept", &ahead.kept) ||
+      !values_of(shares, 2 * ahead.n, "share", &ahead.share) ||
+      !values_of(classes, 2 * ahead.n, "class_of", &ahead.class_of) ||
+      !values_of(table, ahead.num_classes * row, "excess", &ahead.excess) ||
+      !values_of(costs, ahead.num_drafts, "cost", &ahead.cost))
+    return nullptr;
+  return PyLong_FromLong(static_cast<long>(tide::next_pays(ahead)));
+}
+
 template <typename Function>
 PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -353,6 +434,10 @@ PyMethodDef methods[] = {
      "Copy buffers one after another, 8-byte aligned; CRC-32C of what was written."},
     {"write_frames", method(py_write_frames), METH_FASTCALL,
      "Write records into a ring; what became of each goes to `status`."},
+    {"table_logits", py_table_logits, METH_VARARGS,
+     "Log-odds of confidences, and what a table says of them."},
+    {"next_pays", py_next_pays, METH_VARARGS,
+     "Whether another draft step pays: 0 no, 1 yes, 2 unclear."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -42,3 +42,35 @@ def write_frames(
     sources: tuple[Buffer, ...],
     /,
 ) -> None: ...
+
+# csrc/control.h. `found`: float64 [2, n], z and logit. `table_of`: int64 [n]. The first
+# table begins at `at` in `value` and `rise`, the others `stride` behind each other.
+def table_logits(
+    found: Buffer,
+    confidence: Buffer,
+    table_of: Buffer,
+    value: Buffer,
+    rise: Buffer,
+    at: int,
+    num_nodes: int,
+    stride: int,
+    first: float,
+    per_node: float,
+    least: float,
+    /,
+) -> None: ...
+
+# float64 but for `class_of`, int64 [2n]; `excess` [classes, num_steps, num_bins + 1].
+def next_pays(
+    depth: Buffer,
+    kept: Buffer,
+    share: Buffer,
+    class_of: Buffer,
+    excess: Buffer,
+    cost: Buffer,
+    num_steps: int,
+    num_bins: int,
+    cheap: float,
+    dear: float,
+    /,
+) -> int: ...

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.toys import sigmoid
-from vllm_tide.control.calibration import Calibration, RequestOffsets
+from vllm_tide.control.calibration import NODES, Calibration, RequestOffsets
 
 
 def teach(calibration, rng, rounds, truth, n=64, position=0, sampled=0):
@@ -203,3 +203,24 @@ def test_the_next_good_draft_is_used_after_one_that_was_sure_and_wrong(
     module.REQUESTS, module.GOOD_ROUNDS = requests, 800
     assert module.finite(confidence, 0.05, seed=1)
     assert module.recovers(confidence, 0.05, seed=1)
+
+
+def test_log_odds_are_those_of_numpy_for_any_confidence():
+    rng, k, nodes = np.random.default_rng(0), 3, len(NODES)
+    calibration = Calibration(k)
+    calibration._table = rng.normal(size=2 * k * nodes)
+    calibration._rise = rng.normal(size=2 * k * nodes)
+    odd = [np.nan, 0.0, 1.0, 1e-9, -1.0, np.inf]
+    confidence = np.concatenate([rng.random(200), odd]).astype(np.float32)
+    sampled = rng.integers(0, 2, len(confidence))
+    held = np.fmin(np.fmax(confidence.astype(float), 1e-4), 1.0 - 1e-4)
+    z = np.log(held / (1.0 - held))
+    at = np.clip((z - NODES[0]) / (NODES[1] - NODES[0]), 0.0, nodes - 1 - 1e-9)
+    for step in range(1, k + 1):
+        cell = (sampled * k + step - 1) * nodes + at.astype(int)
+        wanted = calibration._table[cell] + at % 1.0 * calibration._rise[cell]
+        found = calibration.logits(step, confidence, sampled)
+        np.testing.assert_allclose(found[0], z, rtol=1e-12)
+        np.testing.assert_allclose(found[1], wanted, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="table_of has"):
+        calibration.logits(1, confidence, sampled[1:])

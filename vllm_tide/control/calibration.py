@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_tide._shm import table_logits
+
 NODES = np.linspace(-4.0, 8.0, 25)
 """Log-odds of confidence at which the map is kept; linear between them."""
 
@@ -79,18 +81,12 @@ class Calibration:
         Returns:
             Two float64 [n].
         """
-        held = np.fmax(confidence, _LEAST, dtype=np.float64)  # nan: no confidence
-        np.minimum(held, 1.0 - _LEAST, out=held)
-        z = np.log(held / (1.0 - held))
-        at = (z - NODES[0]) * (1.0 / _STEP)
-        np.maximum(at, 0.0, out=at)
-        np.minimum(at, _TOP, out=at)
-        node = at.astype(np.intp)
-        at -= node
-        node += sampled * (self.k_max * len(NODES)) + (step - 1) * len(NODES)
-        at *= self._rise[node]
-        at += self._table[node]
-        return z, at
+        found = np.empty((2, len(confidence)))
+        nodes, given = len(NODES), np.ascontiguousarray(confidence, np.float64)
+        cells = (step - 1) * nodes, nodes, self.k_max * nodes
+        line = float(NODES[0]), 1.0 / _STEP, _LEAST
+        table_logits(found, given, sampled, self._table, self._rise, *cells, *line)
+        return found[0], found[1]
 
     def learn(
         self,

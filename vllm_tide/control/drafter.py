@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_tide._shm import next_pays
 from vllm_tide.control.costs import RoundCosts
 from vllm_tide.control.history import CENTRES, CHANCE, GRID, GRID_STEP, History
 
 _LENGTH = 2 * GRID
+_UNCLEAR = 2  # of `next_pays`
 _REUSE_ROUNDS = 8  # rounds that a forecast far from the threshold serves
 
 
@@ -209,25 +211,17 @@ class Drafter:
             kept: float64 [n], survival of their last token; 0 for others.
             bar: Tokens per second that time is worth.
         """
-        n = len(depth)
         table = self._history.excess[step]
-        worth = (share.reshape(2, n) * kept).ravel()
         drafting = costs.draft[step + 1 : costs.most + 1] - costs.draft[step]
         drafting *= bar
         slope = costs.slope[:-1]
-        at = np.empty(2 * n, np.intp)
-        at[:n] = np.ceil(_bins(bar * float(slope.min())) - depth)
-        at[n:] = at[:n]
-        np.minimum(np.maximum(at, 0, out=at), GRID, out=at)
-        gained = worth @ table[self._both, : len(drafting), at]
-        gained -= drafting
-        if gained.max() <= 0.0:
-            return False
-        at[:n] = np.floor(_bins(bar * float(slope[:reach].max())) - depth)
-        at[n:] = at[:n]
-        np.minimum(np.maximum(at, 0, out=at), GRID - 1, out=at)
-        sure = float(worth @ table[self._both, 0, at]) > drafting[0]
-        return True if sure and self._verify else None
+        cheap = _bins(bar * float(slope.min()))
+        dear = _bins(bar * float(slope[:reach].max()))
+        who = depth, kept, share, self._both
+        pays = next_pays(*who, table, drafting, table.shape[1], GRID, cheap, dear)
+        if pays == _UNCLEAR or (pays and not self._verify):
+            return None
+        return bool(pays)
 
     def _ahead(
         self,
