@@ -39,6 +39,7 @@ _LOT = 4
 # Rounds until which every one teaches the time model and the history, afterwards every
 # second: what they teach is much the same, and it costs time that tokens wait for.
 _YOUNG_ROUNDS = 128
+_TRIAL_ROUNDS = 4
 _UNANSWERED = 4  # shadow probes without an answer: none will come, try real rounds
 _SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
 _BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
@@ -171,6 +172,7 @@ class AdaSpecPolicy:
         self._bar_seconds = 0.0  # over plain seconds
         self._step = 0
         self._trial = False
+        self._trials = 0  # that are still to come in a row
         self._unanswered = 0
         self._predicted = (0.0, nan)  # tokens and seconds of the round
         self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
@@ -222,16 +224,20 @@ class AdaSpecPolicy:
         reason = self.gate.decide(gain, forecast.free / plain, now)
         if reason:
             self._bar_tokens = self._bar_seconds = 0.0
-            cost = probe_seconds(self._time.model, batch)
-            probe = self.gate.probe_due(cost, now)
-            if probe and forecast.steps and self._unanswered >= _UNANSWERED:
+            if not (forecast.steps and self._try(reason, gain, batch, now)):
+                cost = probe_seconds(self._time.model, batch)
+                probe = self.gate.probe_due(cost, now)
+                patient = self._unanswered < _UNANSWERED or not forecast.steps
+                if not probe or patient:
+                    self._unanswered += probe
+                    return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
                 self._trial = True
-            else:
-                self._unanswered += probe
-                return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
-        lost = costs.plain * max(gain - 1.0, 0.0) + self._time.model.catchup_seconds(n)
-        if self.gate.check_due(lost, now):
-            return self._stay_off("check", rest=_CHECK_REST)
+        else:
+            self._trials = 0
+            lost = costs.plain * max(gain - 1.0, 0.0)
+            lost += self._time.model.catchup_seconds(n)
+            if self.gate.check_due(lost, now):
+                return self._stay_off("check", rest=_CHECK_REST)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
         self._bar = plain * tokens / seconds
@@ -300,7 +306,8 @@ class AdaSpecPolicy:
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        if outcome.sample is not None and (self._young or self._count["rounds"] & 1):
+        timed = self._young or self._trial or self._count["rounds"] & 1
+        if outcome.sample is not None and timed:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
             self._observe_probe(*outcome.probe)
@@ -359,6 +366,21 @@ class AdaSpecPolicy:
             "plain_seconds": self._against_plain.plain_s,
             "round_seconds": self._against_plain.round_s,
         }
+
+    def _try(self, reason: str, gain: float, batch: Batch, now: float) -> bool:
+        """Whether this round drafts although it should not pay.
+
+        Shadow probes say what would be accepted. What drafting and verifying take, only
+        rounds that do it say: a wrong time would keep speculation off for ever.
+        """
+        if not self._trials and reason == "no_gain":
+            short = max(1.0 - gain / self.gate.threshold, 0.0)
+            lost = _TRIAL_ROUNDS * self._costs.plain * short
+            lost += self._time.model.catchup_seconds(batch.catchup_rows)
+            self._trials = _TRIAL_ROUNDS * self.gate.check_due(lost, now)
+        self._trial = self._trials > 0
+        self._trials -= self._trial
+        return self._trial
 
     def _open(self, batch: Batch, now: float) -> None:
         """Begin a round; one that was never observed is forgotten."""

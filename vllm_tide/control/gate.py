@@ -114,17 +114,20 @@ class Gate:
         needed, trust = self._needed(), self._trust()
         if gain >= needed / trust:
             if not self.on:
-                self.on = True
-                self._checked_at = now
-                self._checks = self._unchecked = 0
+                self._turn(now)
             return ""
         if self.on:
-            self.on = False
+            self._turn(now)
             self._probed_at = now
             self._streak = 0
         if gain >= needed:
             return "override"
         return "slo" if free * trust >= needed else "no_gain"
+
+    def _turn(self, now: float) -> None:
+        self.on = not self.on
+        self._checked_at = now
+        self._checks = self._unchecked = 0
 
     @property
     def threshold(self) -> float:
@@ -145,9 +148,10 @@ class Gate:
         return True
 
     def check_due(self, cost: float, now: float) -> bool:
-        """Whether this round, while on, should go undrafted.
+        """Whether this round should go undrafted while on, or drafted while off.
 
         Args:
+            cost: Seconds that are expected to be lost.
             now: Time (s).
         """
         self._unchecked += 1
