@@ -151,7 +151,7 @@ def test_a_wrong_time_model_is_overridden(learns):
 
 
 def test_drafting_that_is_thought_too_dear_is_tried_and_comes_on():
-    """Off, nothing but a trial says what drafting takes: a shadow probe is not timed."""
+    """Off, only a trial says what drafting takes: a shadow probe is not timed."""
     right, n, rounds = published("gpt-oss-120b"), 4, 1500
     passes = {
         name: dataclasses.replace(

@@ -7,7 +7,8 @@ in use, so the verdict is reviewed after some hundred rounds. While off, probes 
 acceptance model fresh within a share of time; probes that keep saying the same become
 rarer. While on, a round now and then goes undrafted: what plain decoding takes is else
 only known from a curve fitted to larger steps, and a curve that is wrong at its end
-would keep speculation on for ever.
+would keep speculation on for ever. While off, a few rounds now and then are drafted in
+earnest: nothing else says what drafting takes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CLIP = 1.5  # one round's time is not believed beyond this factor of the usual
 _JITTER = 0.01  # of times that means nothing
 _PATIENCE = 16.0  # probes without a change after which they are half as frequent
 _LEAST_SHARE = 0.25  # of the probe share
-_CHECK_SHARE = 0.5  # of the probe share, for undrafted rounds while on
+_CHECK_SHARE = 0.5  # of the probe share, for rounds that are done the other way
 _CHECK_ROUNDS = 16  # drafted rounds between two of them, at least
 
 
@@ -141,7 +142,8 @@ class Gate:
 
     def probe_due(self, cost: float, now: float) -> bool:
         """True if to probe now, at `cost` seconds; the caller then does."""
-        if (now - self._probed_at) * self._share(self._streak) < cost:
+        share = (1.0 - _CHECK_SHARE) * self._share(self._streak)
+        if (now - self._probed_at) * share < cost:
             return False
         self._probed_at = now
         self._streak += 1
