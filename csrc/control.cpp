@@ -11,8 +11,8 @@ void gain(const Ahead& ahead, double price, double most, bool up, size_t num_dra
           double* gained) {
   for (size_t i = 0; i < ahead.n; ++i) {
     const double place = price - ahead.depth[i];
-    const double bin = std::min(std::max(up ? std::ceil(place) : std::floor(place), 0.0), most);
-    const size_t at = static_cast<size_t>(bin);
+    const double bin = up ? std::ceil(place) : std::floor(place);
+    const size_t at = bin > 0.0 ? static_cast<size_t>(std::min(bin, most)) : 0;
     for (size_t half : {i, i + ahead.n}) {
       const double worth = ahead.share[half] * ahead.kept[i];
       const int64_t kind = ahead.class_of[half];

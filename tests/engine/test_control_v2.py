@@ -323,3 +323,5 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
         assert calls[after : after + 3] == ["plan", "step", "observe"]
     assert control.stats()["rounds"] == turns
     assert control.stats()["drafted_tokens"] == turns * requests * K
+    assert control.stats()["verified_tokens"] == turns * requests * K
+    assert control.stats()["accepted_tokens"] == turns * requests * 2

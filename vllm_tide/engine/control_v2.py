@@ -18,6 +18,7 @@ keeps its KV cache without holes.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,9 @@ class ControlV2(Control):
         self._turn = 0
         # What ran, which may be more than the policy looked at.
         self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
-        self._drafted = self._trimmed = 0
+        self._drafted = self._verified = self._accepted = self._trimmed = 0
+        self._off: Counter[str] = Counter()  # steps by why nothing was to be drafted
+        self._reason = ""
         self.clock: StepClock = clock or HostClock()
         self.reading: Reading = lambda: None
         self._shape = (0, 0, 0, 0)
@@ -204,6 +207,9 @@ class ControlV2(Control):
             "rounds": int(by_depth.sum()),
             "draft_steps": int(by_depth @ np.arange(len(by_depth))),
             "drafted_tokens": self._drafted,
+            "verified_tokens": self._verified,
+            "accepted_tokens": self._accepted,
+            "off_rounds": {name: n for name, n in self._off.items() if name},
             "trimmed_tokens": self._trimmed,
             "rounds_by_length": dict(enumerate(by_depth.tolist())),
             "hole_tokens": 0,
@@ -217,20 +223,38 @@ class ControlV2(Control):
         if policy is None:
             return
         rows = np.diff(step.bounds) - step.drafts
-        self._count(step, rows == 1)
         known = np.array(self._book.known(step.req_ids), np.int64)
         slots = self._table.slots([step.req_ids[i] for i in known])
         emitted = np.asarray(step.emitted, np.int64)[known]
         self._slo.advance(slots, emitted, now)
+        # A placeholder may be accepted by chance: it counts here, as no draft.
+        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
+        if not self.trims:
+            # Asynchronous: a grammar's mask does not reach past the first tokens of a
+            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
+            # With synchronous scheduling the grammar cuts drafts before they are
+            # verified.
+            drafts *= ~self._table.constrained[slots]
+        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
+        self._count(step, rows == 1, drafts, accepted)
         plans, observes = self._turns(slots)
         if observes:
-            self._observe(policy, step, known, slots, emitted, now)
+            newest = np.asarray(step.sampled)[known, 0]
+            probe = self._probe_result(slots, newest, emitted > 0)
+            timing = step.timing
+            if timing is not None and timing.continues and not step.after_gap:
+                # After idling nothing of the last round is left to learn from, and the
+                # time since is not its time.
+                sample = timing.read()
+                seen = Outcome(slots, drafts, accepted, emitted, now, sample, probe)
+                policy.observe(seen)
         if not plans:
             return
         context = np.asarray(step.start)[known] + rows[known]
         context += np.maximum(emitted - 1, 0)
         batch = self._batch(slots, context, emitted, now, step.rows)
         plan = policy.plan(batch, now)
+        self._reason = "" if plan.steps else plan.reason
         if self.times is not None:
             self._limit = _limit(batch, KeptPass(self.times.model))
         confidence = np.asarray(step.confidence)[known]
@@ -270,62 +294,28 @@ class ControlV2(Control):
         self._turn = (self._turn + 1) % every
         return self._turn == 0, self._turn == 1
 
-    def _count(self, step: Step, decoding: np.ndarray) -> None:
-        """Take the step's work into the totals, and what it cost."""
+    def _count(
+        self, step: Step, decoding: np.ndarray, drafts: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """Take the step's work into the totals, and what it cost.
+
+        Args:
+            decoding: bool, its requests that are past their prompts.
+            drafts, accepted: int64, draft tokens of its requests.
+        """
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
             verified = int(np.asarray(step.drafts).sum(where=~step.padded))
             # Upstream runs the draft's first pass in every step.
             shape = int(np.count_nonzero(decoding)), read, verified
             step.cost = step_cost(self.times.model, *shape, max(step.steps, 1))
+        self._verified += int(drafts.sum())
+        self._accepted += int(accepted.sum())
         self._by_depth[step.steps] += 1
+        self._off[self._reason] += 1
         self._drafted += step.steps * int(np.count_nonzero(np.asarray(step.emitted)))
         if not self.trims and step.trimmed is not None:
             self._trimmed += int((step.trimmed * ~step.padded).sum())
-
-    def _observe(
-        self,
-        policy: Policy,
-        step: Step,
-        known: np.ndarray,
-        slots: np.ndarray,
-        emitted: np.ndarray,
-        now: float,
-    ) -> None:
-        """Show the policy what the target said of the step it planned last.
-
-        Args:
-            known: int64 [n], places in the step of the requests that have `slots`.
-            emitted: int64 [n], tokens that each of them got.
-        """
-        # A placeholder may be accepted by chance: it counts here, as no draft.
-        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
-        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
-        newest = np.asarray(step.sampled)[known, 0]
-        probe = self._probe_result(slots, newest, emitted > 0)
-        if not self.trims:
-            # Asynchronous: a grammar's mask does not reach past the first tokens of a
-            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
-            # With synchronous scheduling the grammar cuts drafts before they are
-            # verified.
-            told = ~self._table.constrained[slots]
-            drafts, accepted = drafts * told, accepted * told
-        timing = step.timing
-        if timing is None or not timing.continues or step.after_gap:
-            # After idling nothing of the last round is left to learn from, and the
-            # time since is not its time.
-            return
-        policy.observe(
-            Outcome(
-                slots=slots,
-                verified=drafts,
-                accepted=accepted,
-                emitted=emitted,
-                now=now,
-                sample=timing.read(),
-                probe=probe,
-            )
-        )
 
     @staticmethod
     def _follow(
