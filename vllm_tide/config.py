@@ -327,6 +327,9 @@ REMOVED = {
 
 def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     for part in path:
+        if get_origin(root) is list and isinstance(part, int):
+            root = get_args(root)[0]
+            continue
         field = root.model_fields.get(part) if hasattr(root, "model_fields") else None
         if field is None:
             return []

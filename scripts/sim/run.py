@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
-from sim.acceptance import REGIMES, TRUTHS
+from sim.acceptance import LEVELS, REGIMES, TRUTHS
 from sim.arrivals import MAX_INPUT, SimError, Trace, load_folder
 from sim.arrivals import load as load_trace
 from sim.state import Server
@@ -25,6 +25,7 @@ from sim.suite import (
     Options,
     options_json,
     run_cells,
+    speedups,
     suite_cells,
     synthetic_traces,
 )
@@ -48,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="published (the TIDE paper's four models; default) or quick",
     )
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument(
+        "--speedup",
+        type=Path,
+        help="file for `vllm-tide plan --speedup`: what control gains at five "
+        "acceptance lengths; a class is named as its --profile's file, without suffix",
+    )
     parser.add_argument("--table", action="store_true", help="print a Markdown table")
     parser.add_argument(
         "--traces", type=Path, help="folder with trace1*, trace2* and trace3* CSV files"
@@ -125,8 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
 
-    if args.json is not None and not args.json.parent.is_dir():
-        raise SimError(f"cannot write {args.json}: no folder {args.json.parent}")
+    for path in filter(None, (args.json, args.speedup)):
+        if not path.parent.is_dir():
+            raise SimError(f"cannot write {path}: no folder {path.parent}")
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise SimError("--max-num-batched-tokens must be at least --max-num-seqs")
     options = Options(
@@ -141,12 +149,12 @@ def _run(args: argparse.Namespace) -> int:
         mismatch=Mismatch(args.wrong_target, args.wrong_draft, args.noise),
         truth=args.truth,
     )
-    cells = suite_cells(
-        args.suite, _traces(args), _models(args.profile), args.regime or tuple(REGIMES)
-    )
+    regimes, arms = args.regime or tuple(REGIMES), args.arm or ARMS
+    if args.speedup is not None:
+        regimes, arms = tuple(LEVELS), ("adaspec", "none")
+    cells = suite_cells(args.suite, _traces(args), _models(args.profile), regimes)
     progress = _Progress(len(cells))
     rows = []
-    arms = args.arm or ARMS
     for row in run_cells(cells, arms, options, args.processes, progress.arm):
         rows.append(row)
         progress.row(row)
@@ -156,11 +164,14 @@ def _run(args: argparse.Namespace) -> int:
         "summary": {m: summary(rows, m) for m in ("throughput", "speed")},
         "rows": rows,
     }
+    if args.speedup is not None:
+        text = json_text(_rounded(speedups(rows)))
+        args.speedup.write_text(text, encoding="utf-8")
     if args.json is not None:
         args.json.write_text(json_text(_rounded(result)), encoding="utf-8")
     if args.table:
         print(markdown(rows))
-    elif args.json is None:
+    elif args.json is None and args.speedup is None:
         print(json.dumps(result["summary"], indent=1))
     return 0
 

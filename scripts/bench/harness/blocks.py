@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.harness.arms import STATIC, Arm
+from vllm_tide.compare import t_975
 
 NONE = "none"
 MIXED = "mixed"
 RAMP = "ramp"  # the batch of a cell that goes from 1 to the largest and back
 # A ratio and its interval; no interval where there are too few blocks.
 Ratio = tuple[float, float | None, float | None]
-_T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
-_Z = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,6 @@ def plan(
             rng.shuffle(others)
             order.append([Visit(cell, block, a) for a in (first, *others, first)])
     return order
-
-
-def t_975(df: int) -> float:
-    """Student's t that 2.5% exceed: of a table, else Cornish and Fisher's series."""
-    if df <= len(_T_975):
-        return _T_975[df - 1]
-    z = _Z
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / df**power for power, term in enumerate(terms, 1))
 
 
 def ratio_of(logs: Sequence[float], *others: Sequence[float]) -> Ratio:

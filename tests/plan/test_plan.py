@@ -1,0 +1,374 @@
+"""`vllm-tide plan`: formulas against integration and brute force, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from vllm_tide.cli.main import main
+from vllm_tide.config import ConfigError
+from vllm_tide.control.profile_store import save
+from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.plan import allocate
+from vllm_tide.plan.allocate import (
+    DEDICATED,
+    SHARE,
+    STATIC,
+    SWITCHING,
+    best_share,
+    best_whole,
+    break_even,
+    rows,
+)
+from vllm_tide.plan.cluster import EXAMPLE, fit_curve, learnt, read_cluster
+from vllm_tide.plan.paper import PRINTED, WITHIN
+from vllm_tide.plan.report import best_of, latin_hypercube, make_plan
+from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
+
+HOUR = 3600.0
+
+
+def random_case(rng, num_classes=2, most=6, step=1):
+    classes = tuple(
+        Accelerators(
+            f"class{i}",
+            int(rng.integers(1, most + 1)),
+            serves=float(rng.uniform(100, 2000)),
+            trains=float(rng.uniform(500, 50_000)),
+            usd_per_hour=float(rng.uniform(0.5, 4)),
+            step=step,
+            speed=SpeedUp.of_step_cost(float(rng.uniform(1.0, 2.2))),
+        )
+        for i in range(num_classes)
+    )
+    before = float(rng.uniform(1.2, 2.2))
+    learning = Learning(
+        before,
+        before + float(rng.uniform(0.1, 1.2)),
+        tokens=float(10 ** rng.uniform(5, 7.5)),
+        delay=float(rng.uniform(0, 300)),
+    )
+    every = float(rng.uniform(0.2, 30)) * HOUR
+    return Case(classes, learning, every, switch=float(rng.uniform(0, 200)))
+
+
+def one_class(count, serves, trains, learning, every):
+    speed = SpeedUp.of_step_cost(1.0)
+    group = Accelerators("H100", count, serves, trains, 2.5, 1, speed)
+    return Case((group,), learning, every)
+
+
+@pytest.fixture
+def cluster_file(tmp_path):
+    def write(**changes):
+        content = json.loads(json.dumps(EXAMPLE))
+        for key, value in changes.items():
+            *path, last = key.split("__")
+            at = content
+            for part in path:
+                at = at[int(part) if part.isdigit() else part]
+            if value is None:
+                at.pop(last)
+            else:
+                at[last] = value
+        path = tmp_path / "cluster.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("row", PRINTED, ids=lambda row: row.figure)
+def test_the_paper_s_numbers_are_ours(row):
+    assert row.computed() == pytest.approx(row.value, abs=WITHIN)
+
+
+def test_the_paper_check_is_a_command(capsys):
+    assert main(["plan", "--paper-check"]) == 0
+    assert capsys.readouterr().out.count("agrees") == len(PRINTED)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_equal_their_integral(seed):
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    training = tuple(float(rng.uniform(0, c.count)) for c in case.classes)
+    rate, learning = case.rate(training), case.learning
+    for seconds in (0.5 * learning.delay, case.every):
+        edges = np.linspace(learning.delay, max(seconds, learning.delay), 40_001)
+        middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+        expected = 0.0
+        for x, group in zip(training, case.classes, strict=True):
+            speeds = [
+                group.speed(learning.length(rate * (t - learning.delay)))
+                for t in middle
+            ]
+            whole = min(seconds, learning.delay) * group.speed(learning.before)
+            whole += float(np.dot(speeds, width))
+            expected += (group.count - x) * group.serves * whole
+        assert case.tokens(training, seconds) == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_simulated_speed_up_is_integrated_piece_by_piece():
+    speed = SpeedUp((1.0, 1.5, 2.0, 3.0), (0.99, 1.0, 1.2, 1.9))
+    learning = Learning(1.2, 2.8, tokens=1000.0, delay=2.0)
+    times = np.linspace(0, 28, 200_001)
+    middle = (times[1:] + times[:-1]) / 2
+    served = np.mean([speed(learning.length(150 * t)) for t in middle]) * 28
+    expected = 2 * speed(1.2) + served
+    assert learning.served(30.0, 150.0, speed) == pytest.approx(expected, rel=1e-8)
+
+
+def test_the_square_root_law():
+    learning = Learning(1.9, 2.533, tokens=2e7, delay=0.0)
+    case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
+    gain = (learning.after - learning.before) / learning.after
+    expected = math.sqrt(8 * gain * learning.tokens / (5e4 * case.every))
+    # It is the limit of kT >> 1, and of a data rate that is no limit.
+    case = Case(case.classes, learning, case.every, captured=1e9)
+    (found,) = best_share(case)
+    assert 5e4 * found / learning.tokens * case.every > 20
+    assert found == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_share_beats_every_point_of_a_grid(seed):
+    case = random_case(np.random.default_rng(100 + seed))
+    best = case.mean(best_share(case))
+    axes = [np.linspace(0, c.count, 33) for c in case.classes]
+    assert best >= max(case.mean(point) for point in product(*axes)) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_instances_equal_brute_force(seed, monkeypatch):
+    rng = np.random.default_rng(200 + seed)
+    case = random_case(rng, num_classes=3, most=16)
+    axes = [range(c.count + 1) for c in case.classes]
+    full = tuple(c.count for c in case.classes)
+    fit = [x for x in product(*axes) if any(x) and x != full]
+    brute = max(case.mean(x) for x in fit)
+    found = best_whole(case, case.mean)
+    assert case.mean(found) == pytest.approx(brute, rel=1e-12)
+    # The order that large clusters are searched in loses next to nothing.
+    monkeypatch.setattr(allocate, "_COMBINATIONS", 0)
+    assert case.mean(best_whole(case, case.mean)) > 0.98 * brute
+
+
+def test_instances_stay_whole():
+    rng = np.random.default_rng(1)
+    case = random_case(rng, most=6)
+    groups = (
+        Accelerators("a", 8, 1000.0, 9000.0, 1.0, 4, SpeedUp.of_step_cost(1.5)),
+        case.classes[1],
+    )
+    whole = best_whole(Case(groups, case.learning, case.every), lambda x: x[0])
+    assert whole[0] in (4.0, 8.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_break_even_is_where_the_static_draft_is_met(seed):
+    case = random_case(np.random.default_rng(300 + seed))
+    training = best_share(case)
+    found = break_even(case, lambda s: case.tokens(training, s))
+    if found is None:
+        late = 1e9
+        assert case.tokens(training, late) <= case.frozen * late
+    else:
+        assert case.tokens(training, found) == pytest.approx(case.frozen * found)
+        assert case.tokens(training, 0.9 * found) < case.frozen * 0.9 * found
+
+
+def test_nobody_trains_where_nobody_can():
+    case = one_class(8, 1650.0, 0.0, Learning(1.9, 2.6, 1e7, 60.0), HOUR)
+    found = {row.name: row for row in rows(case)}
+    assert found[DEDICATED].training is found[SHARE].training is None
+    assert best_of([*found.values()]).name == STATIC
+
+
+def test_one_accelerator_cannot_be_dedicated_but_shared():
+    case = one_class(1, 1650.0, 5e4, Learning(1.9, 2.6, 1e7, 60.0), 24 * HOUR)
+    found = {row.name: row for row in rows(case)}
+    assert found[DEDICATED].training is None
+    assert 0 < found[SHARE].training[0] < 0.5
+    assert found[SHARE].tokens_per_s > found[STATIC].tokens_per_s
+
+
+def test_a_draft_that_learns_at_once_leaves_the_paper_s_formula():
+    learning = Learning(1.0, 1.3, tokens=1.0, delay=0.0)
+    speed = SpeedUp.of_step_cost(1.0)
+    groups = (
+        Accelerators("H100", 8, 6.76, 2.44e4, 0.0, 4, speed),
+        Accelerators("MI250", 4, 1.0, 1e4, 0.0, 4, speed),
+    )
+    case = Case(groups, learning, every=1e6, captured=1e9)
+    share = 8 * 6.76 / case.plain
+    assert case.mean((0.0, 4.0)) / case.plain == pytest.approx(1.3 * share, rel=1e-4)
+
+
+def test_switching_serves_again_once_it_has_learnt():
+    learning = Learning(1.9, 2.6, tokens=1e6, delay=60.0)
+    case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
+    found = {row.name: row for row in rows(case)}
+    assert found[SWITCHING].tokens_per_s > 1.1 * found[DEDICATED].tokens_per_s
+
+
+def test_no_demand_no_training():
+    learning = Learning(1.9, 2.6, tokens=1e7, delay=60.0)
+    case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
+    idle = Case(case.classes, learning, case.every, demand=1000.0)
+    assert best_of(rows(idle)).name not in (DEDICATED, SHARE, SWITCHING)
+
+
+def test_draws_fill_the_ranges(cluster_file):
+    cluster = read_cluster(cluster_file())
+    drawn = [v["draft.length_after"] for v in latin_hypercube(cluster, 50)]
+    assert min(drawn) < 2.22
+    assert max(drawn) > 2.75
+    assert sorted(drawn)[25] == pytest.approx(math.sqrt(2.2 * 2.8), rel=0.02)
+
+
+def test_a_flip_is_where_the_decision_changes(cluster_file):
+    plan = make_plan(read_cluster(cluster_file()), draws=20)
+    assert plan.train
+    said = next(s for s in plan.flips if s.startswith("draft.length_after below"))
+    value = float(said.split()[-1])
+    changed = make_plan(
+        read_cluster(cluster_file(draft__length_after=0.999 * value)), draws=1
+    )
+    assert not changed.train
+
+
+def test_the_command_says_train(cluster_file, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--cluster", str(cluster_file()), "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Train: TIDE" in said
+    assert "given" in said
+    plan = json.loads(out.read_text())
+    assert plan["train"] is True
+    assert [row["name"] for row in plan["rows"]][:2] == [
+        "all serve, no speculation",
+        "all serve, static draft",
+    ]
+
+
+def test_the_command_says_do_not(cluster_file, capsys):
+    path = cluster_file(draft__length_after=1.9)
+    assert main(["plan", "--cluster", str(path)]) == 3
+    assert "Do not train: all serve, static draft" in capsys.readouterr().out
+
+
+def test_the_example_is_a_cluster_file(tmp_path, capsys):
+    assert main(["plan", "--example"]) == 0
+    path = tmp_path / "example.json"
+    path.write_text(capsys.readouterr().out)
+    assert read_cluster(path).inputs["H100.step_cost"].source == "given"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"classes__0__cuont": 3},
+            "classes.0.cuont: unknown key; did you mean 'count'",
+        ),
+        (
+            {"draft__length_after": [3, 2]},
+            "draft.length_after: Value error, a range is",
+        ),
+        ({"draft__length_after": None}, "draft.length_after: is missing; give it, or"),
+        ({"draft__step_cost": None}, "H100.step_cost: is missing; give it, or"),
+        ({"classes__1__name": "H100"}, "classes: 'H100' is there twice"),
+        ({"classes__0__count": -1}, "classes.0.count: Input should be greater"),
+        ({"draft__length_before": "two"}, "draft.length_before"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(cluster_file, capsys, change, sentence):
+    assert main(["plan", "--cluster", str(cluster_file(**change))]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_files_that_are_not_there(cluster_file, tmp_path, capsys):
+    missing = str(tmp_path / "none.json")
+    cluster = str(cluster_file())
+    for arguments in (
+        ["--cluster", missing],
+        ["--cluster", cluster, "--profile", f"H100={missing}"],
+        ["--cluster", cluster, "--profile", f"H200={missing}"],
+        ["--cluster", cluster, "--profile", "H100"],
+        ["--cluster", cluster, "--speedup", missing],
+        ["--cluster", cluster, "--run-dir", str(tmp_path)],
+        ["--cluster", cluster, "--json", str(tmp_path / "no" / "out.json")],
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_trainer_s_events_say_how_the_draft_learns(cluster_file, tmp_path):
+    lines = [{"event": "cycle", "steps": 9, "seconds": 9, "holdout_new": 9}]
+    lines.append({"event": "shift", "reason": "acceptance fell"})
+    tokens, live = 0, 1.6
+    for _ in range(12):
+        tokens += 10 * 2048
+        new = 2.4 - 0.8 * math.exp(-tokens / 60_000)
+        lines.append(
+            {
+                "event": "cycle",
+                "steps": 10,
+                "seconds": 5.0,
+                "holdout_live": live,
+                "holdout_new": new,
+            }
+        )
+        live = new
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "events-e.jsonl").write_text(text)
+    found = learnt(tmp_path, 2048)
+    assert found["draft.length_before"].low == pytest.approx(1.6)
+    assert found["draft.length_after"].low == pytest.approx(2.4, abs=0.01)
+    assert found["draft.tokens_to_63_percent"].low == pytest.approx(60_000, rel=0.03)
+    assert found["train_tokens_per_s"].low == pytest.approx(2048 * 10 / 5)
+    inputs = read_cluster(cluster_file(), tmp_path).inputs
+    assert inputs["draft.length_after"].source == "measured"
+    assert inputs["H100.train_tokens_per_s"].source == "given"
+
+
+def test_a_curve_without_a_rise_is_flat():
+    after, _ = fit_curve([0.0, 1e4, 2e4, 3e4], [2.0, 1.9, 1.95, 1.9])
+    assert after == 2.0
+
+
+def test_a_profile_says_what_a_verify_step_costs(cluster_file, tmp_path):
+    forward = ForwardModel(knots=(1, 256), seconds=(0.01, 0.02), alpha=0.0)
+    draft = ForwardModel(knots=(1, 256), seconds=(0.001, 0.002), alpha=0.0)
+    model = TimeModel(forward, draft, draft, host=0.001)
+    path = tmp_path / "profile.json"
+    save(path, model, {"num_speculative_tokens": 3}, {})
+    cluster = read_cluster(cluster_file(), profiles={"MI250": path})
+    plain = 0.001 + forward.forward(64, 0.0)
+    verify = 0.001 + forward.forward(256, 0.0)
+    verify += draft.forward(256, 0.0) + 2 * draft.forward(64, 0.0)
+    found = cluster.inputs["MI250.step_cost"]
+    assert found.source == "measured"
+    assert found.low == pytest.approx(verify / plain)
+
+
+def test_simulated_speed_ups_take_the_place_of_a_step_cost(cluster_file, tmp_path):
+    table = {"length": [1.0, 2.0, 3.0], "speedup": [1.0, 1.2, 1.7]}
+    path = tmp_path / "speedup.json"
+    path.write_text(json.dumps({"classes": {"H100": table}}))
+    cluster = read_cluster(cluster_file(), speedup=path)
+    assert "H100.step_cost" not in cluster.inputs
+    values = {name: x.at(0.5) for name, x in cluster.inputs.items()}
+    h100, mi250 = cluster.case(values).classes
+    assert h100.speed(2.5) == pytest.approx(1.45)
+    assert mi250.speed(1.0) == 1.0
+    path.write_text(json.dumps({"classes": {"H100": {"length": [2, 1]}}}))
+    with pytest.raises(ConfigError, match="--speedup"):
+        read_cluster(cluster_file(), speedup=path)

@@ -1,0 +1,399 @@
+"""What an operator knows: the cluster file, a run directory, profiles, simulations.
+
+A number may be a range `[low, high]`. Each is kept with its source: `given` in the
+file, `measured` by a trainer or a profile, `simulated`, or `assumed`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+
+from vllm_tide.config import ConfigError, Whole, explained
+from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
+
+_HOUR = 3600.0
+
+
+def _range(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a number or a range [low, high]")
+    return value, value
+
+
+def _ascends(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError("a range is [low, high]")
+    return value
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Number = Annotated[
+    tuple[Amount, Amount], BeforeValidator(_range), AfterValidator(_ascends)
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ClassFile(_Strict):
+    """One class of accelerator; rates are of one of them."""
+
+    name: Annotated[str, Field(min_length=1)]
+    count: Annotated[Whole, Field(ge=0, le=100_000)]
+    serve_tokens_per_s: Number
+    train_tokens_per_s: Number | None = None
+    usd_per_hour: Number = (0.0, 0.0)
+    gpus_per_instance: Annotated[Whole, Field(ge=1)] = 1
+    step_cost: Number | None = None
+
+
+class DraftFile(_Strict):
+    """How well the draft does, how fast it learns, and what a verify step costs."""
+
+    length_before: Number | None = None
+    length_after: Number | None = None
+    tokens_to_63_percent: Number | None = None
+    step_cost: Number | None = None
+    batch_tokens: Annotated[Whole, Field(ge=1)] = 2048
+
+
+class WorkloadFile(_Strict):
+    """How often requests change, how many are captured, how many are asked for."""
+
+    shift_every_hours: Number
+    captured_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    demand_tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    concurrency_per_instance: Annotated[Whole, Field(ge=1)] = 64
+
+
+class ClusterFile(_Strict):
+    """The file of `vllm-tide plan --cluster`."""
+
+    classes: Annotated[list[ClassFile], Field(min_length=1)]
+    draft: DraftFile = DraftFile()
+    workload: WorkloadFile
+    deploy_seconds: Number = (60.0, 60.0)
+    switch_seconds: Number = (300.0, 300.0)
+
+
+EXAMPLE = {
+    "classes": [
+        {
+            "name": "H100",
+            "count": 8,
+            "usd_per_hour": 2.5,
+            "serve_tokens_per_s": 1650,
+            "train_tokens_per_s": [4000, 50000],
+            "gpus_per_instance": 4,
+        },
+        {
+            "name": "MI250",
+            "count": 4,
+            "usd_per_hour": 0.9,
+            "serve_tokens_per_s": 244,
+            "train_tokens_per_s": [1600, 20500],
+            "gpus_per_instance": 4,
+        },
+    ],
+    "draft": {
+        "length_before": 1.9,
+        "length_after": [2.2, 2.8],
+        "tokens_to_63_percent": [1e7, 5e7],
+        "step_cost": [1.5, 1.8],
+    },
+    "workload": {"shift_every_hours": [6, 48], "captured_share": 1.0},
+    "deploy_seconds": 60,
+    "switch_seconds": 300,
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    """A number that the plan is made of.
+
+    Attributes:
+        low, high: The same if it is known.
+    """
+
+    low: float
+    high: float
+    source: str
+
+    def at(self, share: float) -> float:
+        """A value of the range, 0: low, 1: high; even steps are even factors."""
+        if self.low <= 0:
+            return self.low + share * (self.high - self.low)
+        return self.low * math.exp(share * math.log(self.high / self.low))
+
+
+@dataclass
+class Cluster:
+    """The file, checked and completed.
+
+    Attributes:
+        inputs: By dotted name, `CLASS.serve_tokens_per_s` for those of a class.
+        speeds: By class, speed-ups that a simulation gave instead of a step cost.
+    """
+
+    file: ClusterFile
+    inputs: dict[str, Input]
+    speeds: dict[str, SpeedUp] = field(default_factory=dict)
+
+    def case(self, values: Mapping[str, float], control: bool = True) -> Case:
+        """The cluster with one value for each input.
+
+        Args:
+            control: False: requests are drafted for even where it does not pay.
+        """
+        made = []
+        for group in self.file.classes:
+            speed = self.speeds.get(group.name)
+            if speed is None:
+                cost = max(1.0, values[f"{group.name}.step_cost"])
+                speed = SpeedUp.of_step_cost(cost, control)
+            serves, trains, usd = (
+                values[f"{group.name}.{name}"]
+                for name in ("serve_tokens_per_s", "train_tokens_per_s", "usd_per_hour")
+            )
+            step = group.gpus_per_instance
+            made.append(
+                Accelerators(group.name, group.count, serves, trains, usd, step, speed)
+            )
+        workload = self.file.workload
+        return Case(
+            classes=tuple(made),
+            learning=Learning(
+                before=max(1.0, values["draft.length_before"]),
+                after=max(1.0, values["draft.length_after"]),
+                tokens=max(1.0, values["draft.tokens_to_63_percent"]),
+                delay=values["deploy_seconds"],
+            ),
+            every=max(1.0, _HOUR * values["workload.shift_every_hours"]),
+            captured=workload.captured_share,
+            switch=values["switch_seconds"],
+            demand=workload.demand_tokens_per_s or math.inf,
+        )
+
+
+def read_cluster(
+    path: Path,
+    run_dir: Path | None = None,
+    profiles: Mapping[str, Path] | None = None,
+    speedup: Path | None = None,
+) -> Cluster:
+    """Read a cluster file, and what was measured where the file has nothing.
+
+    Args:
+        run_dir: Of a trainer: how the draft learns, and how fast it is trained.
+        profiles: By class, what `vllm-tide profile` wrote.
+        speedup: What `scripts/sim/run.py --speedup` wrote.
+
+    Raises:
+        ConfigError: A line for each mistake.
+    """
+    file = _checked(_json(path))
+    names = [group.name for group in file.classes]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"classes: {twice[0]!r} is there twice; give it one name.")
+    found: dict[str, Input] = {}
+    if run_dir is not None:
+        found |= learnt(run_dir, file.draft.batch_tokens)
+    for name, profile in (profiles or {}).items():
+        if name not in names:
+            raise ConfigError(f"--profile {name}: no such class in {path}.")
+        cost = step_cost(profile, file.workload.concurrency_per_instance)
+        found[f"{name}.step_cost"] = Input(cost, cost, "measured")
+    speeds = {} if speedup is None else _speeds(speedup, names)
+    return Cluster(file, dict(_inputs(file, found, speeds)), speeds)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read as JSON ({said}).") from None
+
+
+def _checked(content: Any) -> ClusterFile:
+    try:
+        return ClusterFile.model_validate(content)
+    except ValidationError as error:
+        said = (sentence for _, sentence in explained(error, ClusterFile))
+        raise ConfigError("\n".join(said)) from None
+
+
+_MEASURES = defaultdict(
+    lambda: "draft.step_cost, --profile or --speedup",
+    dict.fromkeys(
+        ("draft.length_before", "draft.length_after", "draft.tokens_to_63_percent"),
+        "--run-dir of a trainer that has learnt",
+    ),
+)
+
+
+def _inputs(
+    file: ClusterFile, found: Mapping[str, Input], speeds: Mapping[str, SpeedUp]
+) -> Iterator[tuple[str, Input]]:
+    def take(
+        name: str, given: tuple[float, float] | None, *otherwise: Input
+    ) -> tuple[str, Input]:
+        if name in found:
+            return name, found[name]
+        if given is not None:
+            return name, Input(*given, "given")
+        if not otherwise:
+            raise ConfigError(f"{name}: is missing; give it, or {_MEASURES[name]}.")
+        return name, otherwise[0]
+
+    draft = file.draft
+    for field_name in ("length_before", "length_after", "tokens_to_63_percent"):
+        yield take(f"draft.{field_name}", getattr(draft, field_name))
+    yield take("workload.shift_every_hours", file.workload.shift_every_hours)
+    for field_name in ("deploy_seconds", "switch_seconds"):
+        low, high = getattr(file, field_name)
+        known = field_name in file.model_fields_set
+        yield field_name, Input(low, high, "given" if known else "assumed")
+    for group in file.classes:
+        yield take(f"{group.name}.serve_tokens_per_s", group.serve_tokens_per_s)
+        yield take(f"{group.name}.usd_per_hour", group.usd_per_hour)
+        trains = f"{group.name}.train_tokens_per_s"
+        if len(file.classes) == 1 and "train_tokens_per_s" in found:
+            yield trains, found["train_tokens_per_s"]
+        else:
+            nothing = Input(0.0, 0.0, "assumed")
+            yield take(trains, group.train_tokens_per_s, nothing)
+        if group.name not in speeds:
+            yield take(f"{group.name}.step_cost", group.step_cost or draft.step_cost)
+
+
+def step_cost(path: Path, requests: int) -> float:
+    """Time of a verify step over a plain one, of a stored profile.
+
+    Args:
+        requests: Decoded at the same time, with 256 tokens of context each.
+    """
+    from vllm_tide.control.profile_store import ProfileError, load
+
+    try:
+        stored = load(path)
+    except (OSError, ProfileError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--profile: {path}: {said}") from None
+    steps = int(stored.facts.get("num_speculative_tokens") or 3)
+    shape = {"requests": requests, "context": 256 * requests, "prefill": 0}
+    plain = stored.model.round_seconds(**shape, verified=0, steps=0, first_rows=0)
+    drafted = requests * steps
+    rows = requests + drafted
+    round_s = stored.model.round_seconds(
+        **shape, verified=drafted, steps=steps, first_rows=rows
+    )
+    return round_s / plain
+
+
+def _speeds(path: Path, names: list[str]) -> dict[str, SpeedUp]:
+    content = _json(path)
+    try:
+        table = {
+            name: SpeedUp(
+                tuple(map(float, rows["length"])), tuple(map(float, rows["speedup"]))
+            )
+            for name, rows in content["classes"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(
+            f"--speedup: {path} is not what scripts/sim/run.py --speedup writes."
+        ) from None
+    for name, speed in table.items():
+        lengths = speed.lengths
+        ascends = all(a < b for a, b in zip(lengths, lengths[1:], strict=False))
+        if name not in names:
+            raise ConfigError(f"--speedup: {name!r} of {path} is no class of the file.")
+        if len(lengths) < 2 or len(speed.values) != len(lengths) or not ascends:
+            raise ConfigError(
+                f"--speedup: {name!r} needs two or more ascending lengths."
+            )
+    return table
+
+
+def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
+    """How the draft learns, of a trainer's events since the last shift.
+
+    Args:
+        batch_tokens: Rows of one optimizer step (`tide.train.batch_tokens`).
+
+    Returns:
+        Lengths before and after, tokens to 63% and tokens per second; empty where
+        fewer than three cycles were evaluated.
+    """
+    events = []
+    for path in sorted(run_dir.glob("events-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+    shifts = [i for i, e in enumerate(events) if e.get("event") == "shift"]
+    cycles = [
+        e
+        for e in events[shifts[-1] + 1 if shifts else 0 :]
+        if e.get("event") == "cycle" and e.get("holdout_new") and e.get("seconds")
+    ]
+    if len(cycles) < 3:
+        raise ConfigError(
+            f"--run-dir {run_dir}: a trainer there has evaluated {len(cycles)} cycles "
+            "since the last shift; three or more are needed."
+        )
+    tokens, at, lengths = 0.0, [0.0], [float(cycles[0]["holdout_live"])]
+    for cycle in cycles:
+        tokens += cycle["steps"] * batch_tokens
+        at.append(tokens)
+        lengths.append(float(cycle["holdout_new"]))
+    after, tau = fit_curve(at, lengths)
+    rate = tokens / math.fsum(cycle["seconds"] for cycle in cycles)
+    measured = {
+        "draft.length_before": lengths[0],
+        "draft.length_after": after,
+        "draft.tokens_to_63_percent": tau,
+        "train_tokens_per_s": rate,
+    }
+    return {name: Input(x, x, "measured") for name, x in measured.items()}
+
+
+def fit_curve(tokens: list[float], lengths: list[float]) -> tuple[float, float]:
+    """Least squares of A0 + gap (1 - exp(-tokens / tau)) with A0 the first length.
+
+    Returns:
+        A0 + gap, and tau, between a tenth and ten times the tokens that were trained.
+    """
+    first, last = lengths[0], tokens[-1]
+
+    def fitted(tau: float) -> tuple[float, float]:
+        rise = [1.0 - math.exp(-t / tau) for t in tokens]
+        square = math.fsum(r * r for r in rise)
+        gained = math.fsum(r * (x - first) for r, x in zip(rise, lengths, strict=True))
+        gap = max(0.0, gained / square)
+        wrong = zip(rise, lengths, strict=True)
+        return math.fsum((first + gap * r - x) ** 2 for r, x in wrong), gap
+
+    taus = [last * 10 ** (i / 50) for i in range(-50, 51)]
+    tau = min(taus, key=lambda t: fitted(t)[0])
+    return first + fitted(tau)[1], tau

@@ -1,0 +1,206 @@
+"""Tokens per second of a cluster that serves, trains, or both: the planner's formulas.
+
+After a shift of the workload the acceptance length is that of the draft of before, A0.
+It rises with the tokens that were trained since: A1 - (A1 - A0) exp(-tokens / tau).
+Requests are served S(A) times as fast as without speculation. Shifts come every T
+seconds. Everything below is an integral of S(A(t)), in closed form piece by piece.
+
+Mean field: no queues, one kind of shift, no forgetting, and requests that are spread
+over the accelerators by what each of them serves.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SATURATED = 3.0
+"""Multiples of tau after which role switching stops training: 95% is learnt."""
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Speed of serving over that without speculation, linear between lengths.
+
+    Attributes:
+        lengths: Ascending acceptance lengths, at least two.
+        values: At each of them; beyond the ends the lines go on.
+    """
+
+    lengths: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of_step_cost(cls, cost: float, control: bool = True) -> SpeedUp:
+        """Eq. 5 of the paper: the acceptance length over a verify step's cost.
+
+        Args:
+            cost: Time of a verify step, drafting included, over a plain decode step.
+            control: Nothing is drafted where it does not pay.
+        """
+        below = 1.0 if control else 1.0 - 1.0 / cost
+        return cls((cost - 1.0, cost, cost + 1.0), (below, 1.0, 1.0 + 1.0 / cost))
+
+    def __call__(self, length: float) -> float:
+        place = bisect_right(self.lengths, length, 1, len(self.lengths) - 1)
+        low, high = self.lengths[place - 1], self.lengths[place]
+        share = (length - low) / (high - low)
+        return self.values[place - 1] * (1.0 - share) + self.values[place] * share
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a draft learns after a shift.
+
+    Attributes:
+        before, after: Acceptance length when a shift comes and when all is learnt.
+            A worse draft is not deployed: `after` counts as at least `before`.
+        tokens: Trained tokens after which 63% is learnt.
+        delay: Seconds from a shift to the first deployment.
+    """
+
+    before: float
+    after: float
+    tokens: float
+    delay: float
+
+    @property
+    def best(self) -> float:
+        return max(self.before, self.after)
+
+    def length(self, tokens: float) -> float:
+        """Acceptance length once so many tokens were trained."""
+        gap = self.best - self.before
+        return self.best - gap * math.exp(-tokens / self.tokens)
+
+    def served(
+        self, seconds: float, rate: float, speed: SpeedUp, most: float = math.inf
+    ) -> float:
+        """Integral of the speed-up over the first seconds after a shift.
+
+        Args:
+            rate: Trained tokens per second.
+            most: Tokens after which training stops.
+        """
+        gap = self.best - self.before
+        late = seconds - self.delay
+        if late <= 0 or rate <= 0 or gap == 0:
+            return seconds * speed(self.before)
+        learns = min(late, most / rate)
+        decay = rate / self.tokens
+        edges = [0.0, learns]
+        for length in speed.lengths:
+            if self.before < length < self.best:
+                edges.append(-math.log((self.best - length) / gap) / decay)
+        edges = sorted(edge for edge in edges if edge <= learns)
+        total = self.delay * speed(self.before)
+        total += (late - learns) * speed(self.length(learns * rate))
+        for begin, end in zip(edges, edges[1:], strict=False):
+            first, last = self.length(begin * rate), self.length(end * rate)
+            low, high = speed(first), speed(last)
+            slope = (high - low) / (last - first) if last > first else 0.0
+            # The integral of A - first: exact for the exponential.
+            fall = math.exp(-decay * begin) - math.exp(-decay * end)
+            area = (self.best - first) * (end - begin) - gap * fall / decay
+            total += low * (end - begin) + slope * area
+        return total
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """One class of accelerator.
+
+    Attributes:
+        serves: Tokens per second of one, without speculation, at the planned load.
+        trains: Trained tokens per second of one.
+        usd_per_hour: Of one.
+        step: Accelerators of one instance: as many train or serve together.
+    """
+
+    name: str
+    count: int
+    serves: float
+    trains: float
+    usd_per_hour: float
+    step: int
+    speed: SpeedUp
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster with one value for everything that is uncertain.
+
+    Attributes:
+        every: Seconds between two shifts.
+        captured: Trained tokens per served token, at most: the share captured.
+        switch: Seconds in which an accelerator that changes its role does nothing.
+        demand: Tokens per second that are asked for; inf: more than can be served.
+    """
+
+    classes: tuple[Accelerators, ...]
+    learning: Learning
+    every: float
+    captured: float = 1.0
+    switch: float = 0.0
+    demand: float = math.inf
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second of all, without speculation."""
+        return math.fsum(c.count * c.serves for c in self.classes)
+
+    @property
+    def frozen(self) -> float:
+        """The same with the draft of before, which is never trained."""
+        length = self.learning.before
+        return math.fsum(c.count * c.serves * c.speed(length) for c in self.classes)
+
+    @property
+    def usd_per_hour(self) -> float:
+        return math.fsum(c.count * c.usd_per_hour for c in self.classes)
+
+    def rate(self, training: Sequence[float]) -> float:
+        """Trained tokens per second: what trainers can, and what is captured."""
+        can = math.fsum(
+            x * c.trains for x, c in zip(training, self.classes, strict=True)
+        )
+        serving = zip(training, self.classes, strict=True)
+        served = math.fsum((c.count - x) * c.serves for x, c in serving)
+        return min(can, self.captured * served)
+
+    def tokens(self, training: Sequence[float], seconds: float) -> float:
+        """Tokens served in the first seconds after a shift.
+
+        Args:
+            training: Accelerators of each class that always train; a fraction is a
+                share of one's time.
+        """
+        rate = self.rate(training)
+        return math.fsum(
+            (c.count - x) * c.serves * self.learning.served(seconds, rate, c.speed)
+            for x, c in zip(training, self.classes, strict=True)
+        )
+
+    def mean(self, training: Sequence[float]) -> float:
+        """Mean tokens per second."""
+        return self.tokens(training, self.every) / self.every
+
+    def switched_tokens(self, training: Sequence[float], seconds: float) -> float:
+        """`tokens` where the accelerators serve again once the draft has learnt."""
+        learning, rate = self.learning, self.rate(training)
+        if rate <= 0:
+            return self.tokens(training, seconds)
+        most = SATURATED * learning.tokens
+        away = min(seconds, learning.delay + most / rate)
+        total = 0.0
+        for x, c in zip(training, self.classes, strict=True):
+            whole = learning.served(seconds, rate, c.speed, most)
+            lost = learning.served(away, rate, c.speed, most)
+            lost += min(2 * self.switch, seconds) * c.speed(learning.length(most))
+            total += c.serves * (c.count * whole - x * lost)
+        return total
+
+    def switched_mean(self, training: Sequence[float]) -> float:
+        return self.switched_tokens(training, self.every) / self.every
