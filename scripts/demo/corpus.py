@@ -3,8 +3,8 @@
 Reads the standard library, its test data and its C headers; never
 ``site-packages``, whose content depends on what else is installed.  A document
 goes to the held-out part by the hash of its source name, so the split is the
-same on every machine with the same Python, and the docstrings of a held-out
-Python file are held out with it.
+same on every machine with the same Python, and the docstrings and records of a
+held-out Python file are held out with it.
 """
 
 import ast
@@ -21,7 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DOMAINS = ("python", "docs_en", "c", "markup", "decimal_tests", "charmaps", "tests")
+from . import records
+
+DOMAINS = (
+    *("python", "docs_en", "c", "markup", "decimal_tests", "charmaps", "tests"),
+    *records.DOMAINS,
+)
 
 # Share of documents held out, in percent.  Small domains need more, or their
 # held-out part is too short for a few hundred distinct prompts.
@@ -33,6 +38,7 @@ HELD_OUT_PERCENT = {
     "decimal_tests": 10,
     "charmaps": 10,
     "tests": 4,
+    **dict.fromkeys(records.DOMAINS, 8),
 }
 BLOCK_BYTES = 32_768
 SKIPPED_DIRS = {"site-packages", "__pycache__", "_bundled", "lib-dynload"}
@@ -133,6 +139,8 @@ def _library_documents(root: Path) -> Iterator[Document]:
             yield Document(domain, source, text)
             if domain == "python":
                 yield Document("docs_en", source, _python_docstrings(text))
+                for name, made in records.texts(relative.as_posix(), text):
+                    yield Document(name, source, made)
         elif suffix == ".decTest":
             text = _read_text(path)
             if text is not None:

@@ -15,9 +15,10 @@ LICENCE = """\
 ## Text and licence
 
 Trained only on files of CPython {python} itself: the standard library with its
-tests and test data, the documentation strings and topics, and the C headers.
-Nothing from `site-packages`, nothing from the network. That text is under the
-[PSF License Version 2](https://docs.python.org/3/license.html), copyright
+tests and test data, the documentation strings and topics, the C headers, and
+records that `scripts/demo/records.py` writes of the library's modules (JSON, SQL,
+logs, HTML, diffs). Nothing from `site-packages`, nothing from the network. That text
+is under the [PSF License Version 2](https://docs.python.org/3/license.html), copyright
 Python Software Foundation; CPython incorporates some third-party files under
 licences of their own, listed on the same page. The code that made these weights,
 and the weights as far as they are ours to license, are under Apache-2.0.

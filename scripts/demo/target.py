@@ -26,16 +26,20 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from . import tokens
 from .evaluate import held_out_losses
 
-# Share of each domain in the training mix.  Headers and prose are small beside
-# Python source: they are repeated a few times, the rest is seen at most twice.
+# Share of each domain in the training mix.
 MIX = {
-    "python": 0.46,
-    "tests": 0.08,
-    "docs_en": 0.22,
-    "c": 0.12,
-    "markup": 0.05,
-    "decimal_tests": 0.04,
-    "charmaps": 0.03,
+    "python": 0.30,
+    "tests": 0.06,
+    "docs_en": 0.17,
+    "c": 0.09,
+    "markup": 0.03,
+    "decimal_tests": 0.02,
+    "charmaps": 0.02,
+    "json": 0.08,
+    "sql": 0.06,
+    "logs": 0.06,
+    "html": 0.06,
+    "diffs": 0.05,
 }
 
 
@@ -77,7 +81,7 @@ def model_config() -> LlamaConfig:
 
 
 def batches(
-    work: Path, sequences_per_step: int, sequence_tokens: int, seed: int
+    work: Path, sequences_per_step: int, sequence_tokens: int, seed: list[int]
 ) -> Iterator[torch.Tensor]:
     """Yield token batches, each sequence from a domain drawn by ``MIX``.
 
@@ -204,14 +208,22 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     budget_s = options.minutes * 60.0
-    begin = time.monotonic()
-    next_export = options.export_every_s
-    step, num_tokens, mean_loss = 0, 0, 0.0
+    step, num_tokens, mean_loss, elapsed = 0, 0, 0.0, 0.0
+    checkpoint = work / "target.checkpoint.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        step, num_tokens, mean_loss, elapsed = state["progress"]
+        model.load_state_dict(state["model"])
+        for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
+    begin = time.monotonic() - elapsed
+    next_export = elapsed + options.export_every_s
     log = (work / "target.log").open("a")
     # Short sequences first: attention is a third of the cost at 512 tokens.
     per_step = options.sequences_per_step
-    short = batches(work, per_step, options.short_tokens, options.seed)
-    long = batches(work, per_step, options.long_tokens, options.seed + 1)
+    seeds = [options.seed, step]
+    short = batches(work, per_step, options.short_tokens, [*seeds, 0])
+    long = batches(work, per_step, options.long_tokens, [*seeds, 1])
     while (elapsed := time.monotonic() - begin) < budget_s:
         batch = next(long if elapsed > options.long_from * budget_s else short)
         scale = lr_scale(elapsed / budget_s, options.warmup_share)
@@ -245,6 +257,13 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
             provenance |= {"steps": step, "wall_s": elapsed, "final": False}
             provenance["held_out_loss_quick"] = losses
             export(model, work, work / "target", provenance)
+            kept = {
+                "progress": (step, num_tokens, mean_loss, time.monotonic() - begin),
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
+            torch.save(kept, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").replace(checkpoint)
     provenance |= {
         "steps": step,
         "trained_tokens": num_tokens,
@@ -254,4 +273,5 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
     provenance.pop("held_out_loss_quick", None)
     provenance["held_out_loss"] = held_out_losses(model, work, num_sequences=60)
     export(model, work, work / "target", provenance)
+    checkpoint.unlink(missing_ok=True)
     return provenance

@@ -28,6 +28,11 @@ SAMPLE_BYTES = {
     "decimal_tests": 500_000,
     "charmaps": 300_000,
     "tests": 1_500_000,
+    "json": 800_000,
+    "sql": 600_000,
+    "logs": 600_000,
+    "html": 800_000,
+    "diffs": 600_000,
 }
 
 
