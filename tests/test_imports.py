@@ -25,18 +25,20 @@ LAYERS = {
     "tracing": 0,
     "transport": 1,
     "speculative": 1,
+    "compare": 1,
     "control": 2,
     "kernels": 1,
     "capture": 2,
     "draft": 2,
     "train": 3,
+    "plan": 3,
     "engine": 4,
     "doctor": 5,
     "top": 5,
     "cli": 6,
     "__main__": 7,
 }
-NO_TORCH = ("config", "dashboards", "transport", "patching", "metrics")
+NO_TORCH = ("config", "dashboards", "transport", "patching", "metrics", "compare")
 
 
 @cache
