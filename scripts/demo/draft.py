@@ -41,7 +41,7 @@ from .traces import Trace, collect
 
 AUX_LAYER_IDS = (1, 3, 5)  # early, middle and last layer of six
 INTERMEDIATE_SIZE = 512
-EXPECTED_DEPTH = 3
+EXPECTED_DEPTH = 5
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DraftOptions:
     learning_rate: float = 2e-3
     batch_tokens: int = 2048
     held_out_prompts: int = 64
-    report_domains: tuple[str, ...] = ("python", "docs_en", "c", "tests")
+    report_domains: tuple[str, ...] = ("python", "sql", "json", "logs", "diffs", "c")
     seed: int = 0
 
 

@@ -21,7 +21,10 @@ from pathlib import Path
 from . import corpus, tokens
 
 # Not `decimal_tests`: those files carry a licence of their own (IBM, ICU).
-BUNDLED_DOMAINS = ("python", "docs_en", "c", "markup", "charmaps", "tests")
+BUNDLED_DOMAINS = (
+    *("python", "docs_en", "c", "markup", "charmaps", "tests"),
+    *("json", "sql", "logs", "diffs"),
+)
 MIN_TOKENS = 48
 MAX_TOKENS = 96
 # The domain the demo draft is trained on: held-out prompts only.

@@ -13,7 +13,7 @@ from bench.harness.summary import (
     first_swap_after_shift_s,
     swap_figures,
 )
-from bench.suites.quickstart import build_report, problems, table
+from bench.suites.quickstart import ARMS, build_report, problems, table
 
 
 def scrape(t_s, *, drafts=0, accepted=0, **tide):
@@ -128,7 +128,7 @@ def test_only_rows_count_as_dropped_rows():
 
 def test_a_sound_run_has_every_documented_key_and_no_problem():
     last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
-    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    runs = {name: make_run(name, **last) for name in ARMS}
     report = build_report(runs, [], {"target_dtype": "float32"})
     assert problems(report, runs) == []
     assert set(report) >= {
@@ -146,13 +146,17 @@ def test_a_sound_run_has_every_documented_key_and_no_problem():
         "tpot_ms",
         "acceptance_length",
     }
+    for name in ("none", "frozen", "no_learning"):
+        assert report["gain"][f"final_tokens_per_s_speedup_over_{name}"] == 1.0
+        assert report["gain"][f"whole_tokens_per_s_speedup_over_{name}"] == 1.0
+    assert report["verify_step_price"] is None  # one chunk per request: no gap
     assert set(report["swaps"]) >= {"count", "pause_ms_p50", "pause_ms_max"}
     assert "acceptance length, final" in table(report)
 
 
 def test_a_phase_in_which_control_chose_length_0_is_sound():
     last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
-    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    runs = {name: make_run(name, **last) for name in ARMS}
     before = runs["tide"].segments[0]
     before.end = before.start  # nothing was drafted
     said = ["tide: nothing was drafted in some phase"]
@@ -167,7 +171,7 @@ def test_a_phase_in_which_control_chose_length_0_is_sound():
 
 def test_rollbacks_are_listed_and_leave_a_run_sound():
     last = {"swaps_total": 2, "captured_rows_total": 9, "swap_seconds_last": 0.001}
-    runs = {name: make_run(name, **last) for name in ("none", "frozen", "tide")}
+    runs = {name: make_run(name, **last) for name in ARMS}
     event = {"unix": 1.0, "version": 3, "to": 2, "reason": "served less"}
     runs["tide"].rollbacks = [event]
     report = build_report(runs, [], {})

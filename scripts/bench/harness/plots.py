@@ -182,10 +182,16 @@ def learning_over_time(arms: Mapping[str, Json]) -> str:
 
 
 WINDOW_S = 12.0
-PICTURE_COLORS = {"none": "#7f7f7f", "frozen": "#1f77b4", "tide": "#d62728"}
+PICTURE_COLORS = {
+    "none": "#7f7f7f",
+    "frozen": "#1f77b4",
+    "no_learning": "#e69f00",
+    "tide": "#d62728",
+}
 LABELS = {
     "none": "none: no speculation",
     "frozen": "frozen: draft never trained",
+    "no_learning": "no_learning: its length under control",
     "tide": "tide: draft trained while it serves",
 }
 _Rate = Callable[[Scrape, Scrape], float | None]

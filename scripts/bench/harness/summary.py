@@ -49,6 +49,12 @@ def _between_chunks_ms(results: Sequence[RequestResult]) -> list[float]:
     return gaps
 
 
+def step_ms(results: Sequence[RequestResult]) -> float | None:
+    """Median time between two chunks (ms): an engine step, where one request runs."""
+    gaps = _between_chunks_ms([result for result in results if result.ok])
+    return statistics.median(gaps) if gaps else None
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 

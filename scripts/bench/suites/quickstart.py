@@ -1,7 +1,9 @@
-"""Three arms on one stream: no speculation, a frozen draft, TIDE.
+"""Four arms on one stream: none, a frozen draft, all but learning, everything.
 
 Run by `scripts/quickstart.sh`; every arm gets the same prompts in the same order, the
-same number of tokens, the same cores. Exit status 0 only if the run was sound.
+same number of tokens, the same cores. The frozen draft is served at the static length
+that was the fastest on the prompts before the shift. Exit status 0 only if the run was
+sound.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from vllm_tide.speculative import merged
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from bench.harness.arm import ArmOptions, ArmRun, run_arm
+from bench.harness.arms import STATIC
 from bench.harness.common import ServerError, cell_text, columns_text, environment
 from bench.harness.identity import Rescored, compare_arms, rescore_all
 from bench.harness.options import json_object, list_of
 from bench.harness.plots import draw
 from bench.harness.server import ServerOptions
 from bench.harness.stream import (
+    BEFORE_SHIFT,
     StreamOptions,
     StreamRequest,
     build_stream,
@@ -39,10 +43,13 @@ from bench.harness.summary import (
     arm_figures,
     capture_figures,
     first_swap_after_shift_s,
+    step_ms,
     swap_figures,
+    throughput,
 )
 
-ARMS = ("none", "frozen", "tide")
+ARMS = ("none", "frozen", "no_learning", "tide")
+STATIC_LENGTHS = (1, 3, 5)
 
 
 def build_report(
@@ -67,31 +74,44 @@ def build_report(
         "near_ties": sum(item.near_tie for item in rescored),
         "differences": [item.summary() for item in rescored],
         "gain": gains(runs),
+        "verify_step_price": verify_step_price(runs),
         "environment": environment(facts),
     }
 
 
 def gains(runs: Mapping[str, ArmRun]) -> dict[str, Any]:
-    """TIDE against the frozen draft in the final quarter, for a reader."""
-    if not {"frozen", "tide"} <= set(runs):
-        return {}
+    """TIDE against the other arms in the final quarter, for a reader."""
     figures: dict[str, Any] = {name: arm_figures(runs[name]) for name in runs}
     result: dict[str, Any] = {}
-    new, old = (figures[n]["acceptance_length"]["final"] for n in ("tide", "frozen"))
-    if new is not None and old is not None:
-        result["final_acceptance_length_over_frozen"] = round(new - old, 4)
-    for name in ("frozen", "none"):
-        if name not in figures:
-            continue
-        key = "output_tokens_per_s_by_phase"
-        new, old = (figures[n][key]["final"] for n in ("tide", name))
+    tide = figures.pop("tide", None)
+    if tide is None:
+        return result
+    for name, other in figures.items():
+        for key, faster in (
+            ("output_tokens_per_s", f"tokens_per_s_speedup_over_{name}"),
+            ("mean_e2e_s", f"latency_speedup_over_{name}"),
+        ):
+            new, old = (f[f"{key}_by_phase"]["final"] for f in (tide, other))
+            if new and old:
+                ratio = new / old if key == "output_tokens_per_s" else old / new
+                result[f"final_{faster}"] = round(ratio, 4)
+        new, old = tide["output_tokens_per_s"], other["output_tokens_per_s"]
         if new and old:
-            result[f"final_tokens_per_s_speedup_over_{name}"] = round(new / old, 4)
-        key = "mean_e2e_s_by_phase"
-        new, old = (figures[n][key]["final"] for n in ("tide", name))
-        if new and old:
-            result[f"final_latency_speedup_over_{name}"] = round(old / new, 4)
+            result[f"whole_tokens_per_s_speedup_over_{name}"] = round(new / old, 4)
+    if "frozen" in figures:
+        lengths = (f["acceptance_length"]["final"] for f in (tide, figures["frozen"]))
+        new, old = lengths
+        if new is not None and old is not None:
+            result["final_acceptance_length_over_frozen"] = round(new - old, 4)
     return result
+
+
+def verify_step_price(runs: Mapping[str, ArmRun]) -> float | None:
+    """Time of a verify step of the frozen draft over a plain one; medians."""
+    if not {"none", "frozen"} <= set(runs):
+        return None
+    plain, verify = (step_ms(runs[name].results) for name in ("none", "frozen"))
+    return round(verify / plain, 4) if plain and verify else None
 
 
 def problems(
@@ -110,7 +130,7 @@ def problems(
     elif not report["outputs_identical"]:
         wrong = sum(not d["near_tie"] for d in report["differences"])
         found.append(f"outputs differ between arms ({wrong} not near ties)")
-    for name in ("frozen", "tide"):
+    for name in ("frozen", "no_learning", "tide"):
         figures = report["arms"].get(name)
         if not figures or None not in figures["acceptance_length"].values():
             continue
@@ -159,6 +179,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"dropped {capture['dropped']}",
         f"outputs identical: {report['outputs_identical']} "
         f"(near ties: {report['near_ties']})",
+        f"verify step over a plain one: {cell_text(report['verify_step_price'])}",
     ]
     lines += [f"{name}: {value}" for name, value in report["gain"].items()]
     return "\n".join(lines)
@@ -203,12 +224,16 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     run_dir: Path | None = None
     spec = speculative_config(args.draft, args.num_speculative_tokens)
     if name == "frozen":
-        config = json.dumps(spec)
-    elif name == "tide":
+        config = json.dumps(speculative_config(args.draft, args.frozen_length))
+    elif static := STATIC.match(name):
+        config = json.dumps(speculative_config(args.draft, int(static[1])))
+    elif name in ("no_learning", "tide"):
         # Short: also a place for sockets; private: mode 0700.
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
         section = tide_section(run_dir)
-        path = args.work / "tide.json"
+        if name == "no_learning":
+            section = {"run_dir": str(run_dir), "preset": "control"}
+        path = args.work / f"{name}.json"
         text = json.dumps({**spec, "tide": merged(section, args.tide)}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
         print(f"{path}:\n{text}", flush=True)
@@ -226,22 +251,21 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     return ArmOptions(name, server, run_dir, args.time_limit_s, name == "tide")
 
 
-def _keep_logs(run_dir: Path | None, work: Path) -> None:
+def _keep_logs(name: str, run_dir: Path | None, work: Path) -> None:
     if run_dir is None or not run_dir.exists():
         return
-    kept = work / "tide-run"
+    kept = work / f"{name}-run"
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(run_dir, kept)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _run_arms(
-    args: argparse.Namespace, stream: Sequence[StreamRequest]
+    args: argparse.Namespace, stream: Sequence[StreamRequest], names: Sequence[str]
 ) -> dict[str, ArmRun]:
     runs: dict[str, ArmRun] = {}
-    deadline = time.monotonic() + args.total_limit_s
-    for name in args.arms:
-        left_s = deadline - time.monotonic()
+    for name in names:
+        left_s = args.deadline - time.monotonic()
         if left_s <= 0:
             print(f"[{name:>6}] left out: the time limit is over", flush=True)
             continue
@@ -253,8 +277,22 @@ def _run_arms(
             what = str(error) or f"longer than {options.time_limit_s:.0f} s"
             print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
         finally:
-            _keep_logs(options.run_dir, args.work)
+            _keep_logs(name, options.run_dir, args.work)
     return runs
+
+
+def static_rates(
+    args: argparse.Namespace, stream: Sequence[StreamRequest]
+) -> dict[int, float]:
+    """Output tokens/s of the frozen draft before the shift, by static length."""
+    before = [request for request in stream if request.phase == BEFORE_SHIFT]
+    names = [f"static{length}" for length in args.static_lengths]
+    rates = {}
+    for name, run in _run_arms(args, before, names).items():
+        rate = throughput(run.segments)
+        if rate:
+            rates[int(name.removeprefix("static"))] = round(rate, 3)
+    return rates
 
 
 def parser() -> argparse.ArgumentParser:
@@ -277,11 +315,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--concurrency",
         type=list_of(int),
-        default=d.concurrency_cycle,
-        help="as in 1,2,4",
+        default=(1,),
+        help="requests in flight, by blocks of four, as in 1,2,4",
     )
     p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--num-speculative-tokens", type=int, default=3)
+    p.add_argument("--num-speculative-tokens", type=int, default=5)
+    p.add_argument(
+        "--static-lengths",
+        type=list_of(int),
+        default=STATIC_LENGTHS,
+        help="tried for the frozen draft, as in 1,3,5",
+    )
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--engine-cpus", type=list_of(int), default=(0,))
     p.add_argument(
@@ -320,7 +364,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     # The engine's cores are left to the engine: the client belongs with the rest.
     os.sched_setaffinity(0, args.other_cpus)
-    runs = _run_arms(args, stream)
+    args.deadline = began + args.total_limit_s
+    args.frozen_length, rates = args.static_lengths[0], {}
+    if "frozen" in args.arms and len(args.static_lengths) > 1:
+        rates = static_rates(args, stream)
+        args.frozen_length = max(rates, key=rates.__getitem__, default=1)
+    runs = _run_arms(args, stream, args.arms)
     differences = compare_arms({name: run.results for name, run in runs.items()})
     print(f"comparing outputs: {len(differences)} first differences", flush=True)
     rescored = rescore_all(differences, args.target, args.dtype)
@@ -335,6 +384,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "client_api_trainer_cpus": args.other_cpus,
             "enforce_eager": not args.compile,
             "num_speculative_tokens": args.num_speculative_tokens,
+            "frozen_length": args.frozen_length,
+            "static_tokens_per_s_before_shift": rates,
             "stream": stream_facts,
             "wall_clock_s": round(time.monotonic() - began, 1),
         }
