@@ -34,7 +34,10 @@ def _corpus(args: argparse.Namespace) -> None:
 def _tokenizer(args: argparse.Namespace) -> None:
     from demo import tokens
 
-    tokens.train(args.work)
+    if args.tokenizer:
+        tokens.keep(args.work, args.tokenizer)
+    else:
+        tokens.train(args.work)
     _show(tokens.encode_corpus(args.work))
 
 
@@ -44,7 +47,9 @@ def _target(args: argparse.Namespace) -> None:
     from demo import target
 
     torch.set_num_threads(args.threads)
-    options = target.TargetOptions(minutes=args.minutes, seed=args.seed)
+    options = target.TargetOptions(
+        minutes=args.minutes, seed=args.seed, start=args.start
+    )
     _show(target.train(args.work, options))
 
 
@@ -91,7 +96,7 @@ def _draft(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(args.threads)
     options = draft.DraftOptions(
-        domain=args.domain,
+        domains=tuple(args.domains),
         minutes=args.minutes,
         num_greedy=args.num_greedy,
         num_sampled=args.num_sampled,
@@ -129,10 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--work", type=Path, default=DEFAULT_WORK)
     common.add_argument("--threads", type=int, default=1)
     stages.add_parser("corpus", parents=[common]).set_defaults(run=_corpus)
-    stages.add_parser("tokenizer", parents=[common]).set_defaults(run=_tokenizer)
+    tokenizer = stages.add_parser("tokenizer", parents=[common])
+    tokenizer.add_argument("--tokenizer", type=Path, help="keep that of this folder")
+    tokenizer.set_defaults(run=_tokenizer)
     target = stages.add_parser("target", parents=[common])
     target.add_argument("--minutes", type=float, default=75.0)
     target.add_argument("--seed", type=int, default=0)
+    target.add_argument("--start", help="an exported target to go on from")
     target.set_defaults(run=_target)
     evaluate = stages.add_parser("evaluate", parents=[common])
     evaluate.add_argument("--model", type=Path, help="default: WORK/target")
@@ -151,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     degeneracy.set_defaults(run=_degeneracy)
     draft = stages.add_parser("draft", parents=[common])
     draft.add_argument("--model", type=Path, help="default: WORK/target")
-    draft.add_argument("--domain", default="python")
-    draft.add_argument("--minutes", type=float, default=6.0)
+    draft.add_argument("--domains", nargs="+", default=["python", "json", "diffs"])
+    draft.add_argument("--minutes", type=float, default=30.0)
     draft.add_argument("--num-greedy", type=int, default=900)
     draft.add_argument("--num-sampled", type=int, default=1100)
     draft.add_argument("--seed", type=int, default=0)

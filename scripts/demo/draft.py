@@ -1,8 +1,8 @@
-"""Draft stage: an EAGLE-3 draft of the demo target, trained on ONE domain.
+"""Draft stage: an EAGLE-3 draft of the demo target, trained on a few domains.
 
-The draft of the quickstart knows Python only.  Traffic that moves to a domain
-the draft has not seen is what online training is for, so the loss of acceptance
-there is reported beside the figure on Python, not hidden.
+The draft knows Python, JSON and diffs.  Traffic that moves to a domain the draft
+has not seen is what online training is for, so the loss of acceptance there is
+reported beside the figures on those three, not hidden.
 
 Trains with the project's own trainer code (`vllm_tide.draft`, `vllm_tide.train`).
 """
@@ -46,10 +46,13 @@ EXPECTED_DEPTH = 5
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Settings of one run; temperatures are those of the traces."""
+    """Settings of one run; temperatures are those of the traces.
 
-    domain: str = "python"
-    minutes: float = 6.0
+    The numbers of traces are per domain.
+    """
+
+    domains: tuple[str, ...] = ("python", "json", "diffs")
+    minutes: float = 30.0
     num_greedy: int = 900
     num_sampled: int = 1100
     temperature: float = 0.6
@@ -100,23 +103,24 @@ def training_samples(
 ) -> list[Sample]:
     """Generate the training traces: greedy and sampled, different prompts."""
     traces: list[Trace] = []
-    skip = 0
-    for count, temperature in (
-        (options.num_greedy, 0.0),
-        (options.num_sampled, options.temperature),
-    ):
-        traces += collect(
-            work,
-            generator,
-            options.domain,
-            "train",
-            AUX_LAYER_IDS,
-            num_prompts=count,
-            num_tokens=options.num_tokens,
-            temperature=temperature,
-            skip=skip,
-        )
-        skip += count
+    for domain in options.domains:
+        skip = 0
+        for count, temperature in (
+            (options.num_greedy, 0.0),
+            (options.num_sampled, options.temperature),
+        ):
+            traces += collect(
+                work,
+                generator,
+                domain,
+                "train",
+                AUX_LAYER_IDS,
+                num_prompts=count,
+                num_tokens=options.num_tokens,
+                temperature=temperature,
+                skip=skip,
+            )
+            skip += count
     return as_samples(traces)
 
 
@@ -202,7 +206,7 @@ def make(work: Path, target_folder: Path, options: DraftOptions) -> dict[str, ob
     expected = _expected(draft, target, generator, work, options)
     weights = (target_folder / "model.safetensors").read_bytes()
     provenance: dict[str, object] = {
-        "what": "demo EAGLE-3 draft of vllm_tide, trained on one domain",
+        "what": "demo EAGLE-3 draft of vllm_tide",
         "target_sha256": hashlib.sha256(weights).hexdigest(),
         "aux_layer_ids": list(config.aux_layer_ids),
         "options": vars(options),

@@ -45,7 +45,7 @@ MIX = {
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Settings of one training run."""
+    """Settings of one training run; ``start`` is an export to go on from."""
 
     minutes: float = 75.0
     sequences_per_step: int = 16
@@ -59,6 +59,7 @@ class TargetOptions:
     export_every_s: float = 300.0
     seed: int = 0
     bf16: bool = True
+    start: str | None = None
 
 
 def model_config() -> LlamaConfig:
@@ -196,6 +197,9 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_(1.0 / math.sqrt(2 * model.config.num_hidden_layers))
+    if options.start:
+        earlier = LlamaForCausalLM.from_pretrained(options.start, dtype=torch.float32)
+        model.load_state_dict(earlier.state_dict())
     forward = torch.compile(model)
     optimizers = make_optimizers(model, options)
     peaks = [[g["lr"] for g in o.param_groups] for o in optimizers]

@@ -7,6 +7,7 @@ model learns where a document ends.
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def train(work: Path) -> Path:
     path = work / "tokenizer"
     fast.save_pretrained(path)
     return path
+
+
+def keep(work: Path, folder: Path) -> None:
+    """Take the tokenizer of an earlier target instead."""
+    (work / "tokenizer").mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(folder / name, work / "tokenizer" / name)
 
 
 def load(work: Path) -> Tokenizer:
