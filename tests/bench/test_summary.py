@@ -4,7 +4,7 @@ import pytest
 
 from bench.harness.arm import ArmRun, SegmentRun
 from bench.harness.client import RequestResult, take_event
-from bench.harness.plots import windowed
+from bench.harness.plots import draw
 from bench.harness.scrape import Scrape
 from bench.harness.summary import (
     acceptance_length,
@@ -27,7 +27,13 @@ def scrape(t_s, *, drafts=0, accepted=0, **tide):
 
 def result(index, segment, start_s, end_s, num_tokens=11, ttft_s=0.5):
     return RequestResult(
-        index, segment, start_s, ttft_s, end_s, token_ids=[1] * num_tokens
+        index,
+        segment,
+        start_s,
+        ttft_s,
+        end_s,
+        token_ids=[1] * num_tokens,
+        chunks=[(start_s + ttft_s, 1), (end_s, num_tokens - 1)],
     )
 
 
@@ -149,7 +155,7 @@ def test_a_sound_run_has_every_documented_key_and_no_problem():
     for name in ("none", "frozen", "no_learning"):
         assert report["gain"][f"final_tokens_per_s_speedup_over_{name}"] == 1.0
         assert report["gain"][f"whole_tokens_per_s_speedup_over_{name}"] == 1.0
-    assert report["verify_step_price"] is None  # one chunk per request: no gap
+    assert report["verify_step_price"] == 1.0
     assert set(report["swaps"]) >= {"count", "pause_ms_p50", "pause_ms_max"}
     assert "acceptance length, final" in table(report)
 
@@ -210,11 +216,16 @@ def test_what_makes_a_run_unsound_is_said():
         assert sentence in found
 
 
-def test_windowed_rate_needs_a_third_of_the_window():
-    samples = [scrape(t, drafts=t) for t in range(10)]
-    times, values = windowed(samples, lambda a, b: b.t_s - a.t_s, window_s=6)
-    assert times[0] == 2
-    assert max(values) == 6
+def test_the_picture_shows_every_arm(tmp_path):
+    pytest.importorskip("matplotlib")
+    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    runs = {name: make_run(name, **last) for name in ARMS}
+    stream = {"num_before": 2, "before_domain": "python", "after_domain": "sql"}
+    report = build_report(runs, [], {"stream": stream})
+    assert report["swaps"]["at_s"] == [30]
+    assert report["arms"]["tide"]["requests"]["index"] == [0, 1, 2, 3]
+    draw(report, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_stream_events_fill_a_result():

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from bench.harness.arm import ArmRun
-from bench.harness.scrape import GENERATED, SWAPS, Scrape
-from bench.harness.stream import AFTER_SHIFT
-from bench.harness.summary import acceptance_length
 
 Json = Mapping[str, Any]
 # Static lengths in shades of one colour; hues that colour-blind readers can tell apart.
@@ -181,85 +176,88 @@ def learning_over_time(arms: Mapping[str, Json]) -> str:
     return _svg(figure)
 
 
-WINDOW_S = 12.0
-PICTURE_COLORS = {
-    "none": "#7f7f7f",
-    "frozen": "#1f77b4",
-    "no_learning": "#e69f00",
-    "tide": "#d62728",
+WINDOW_REQUESTS = 8
+"""Requests of which the picture shows the mean, those of one phase only."""
+PICTURE_ARMS = {
+    "none": ("no speculation", "#7f7f7f"),
+    "frozen": ("frozen draft, best static length", "#1f77b4"),
+    "no_learning": ("frozen draft, length under control", "#e69f00"),
+    "tide": ("vllm_tide: draft trained while it serves", "#d62728"),
 }
-LABELS = {
-    "none": "none: no speculation",
-    "frozen": "frozen: draft never trained",
-    "no_learning": "no_learning: its length under control",
-    "tide": "tide: draft trained while it serves",
-}
-_Rate = Callable[[Scrape, Scrape], float | None]
 
 
-def _acceptance(start: Scrape, end: Scrape) -> float | None:
-    return acceptance_length([(start, end)])
+def _moving_mean(values: Sequence[float], first: int) -> list[float]:
+    """Means over the last `WINDOW_REQUESTS`; the phase begins anew at `first`."""
+    means = []
+    for i in range(len(values)):
+        begin = max(first if i >= first else 0, i + 1 - WINDOW_REQUESTS)
+        part = values[begin : i + 1]
+        means.append(sum(part) / len(part))
+    return means
 
 
-def _tokens_per_s(start: Scrape, end: Scrape) -> float | None:
-    return (end.value(GENERATED) - start.value(GENERATED)) / (end.t_s - start.t_s)
+def draw(report: Json, path: Path) -> None:
+    """Writes the picture of a quickstart's report: acceptance and time saved.
 
-
-def windowed(
-    samples: Sequence[Scrape], rate: _Rate, window_s: float = WINDOW_S
-) -> tuple[list[float], list[float]]:
-    """Times and values of a rate over a window that ends there."""
-    times, values = [], []
-    first = 0
-    for last, sample in enumerate(samples):
-        while samples[first].t_s < sample.t_s - window_s:
-            first += 1
-        # A short window at the very start says more about noise than about rates.
-        if sample.t_s - samples[first].t_s < window_s / 3 or first == last:
-            continue
-        value = rate(samples[first], sample)
-        if value is not None:
-            times.append(sample.t_s)
-            values.append(value)
-    return times, values
-
-
-def _panel(axis: Any, runs: Sequence[ArmRun], rate: _Rate, label: str) -> None:
-    for run in runs:
-        times, values = windowed(run.samples, rate)
-        color = PICTURE_COLORS.get(run.name)
-        if times:
-            axis.plot(times, values, label=LABELS[run.name], color=color, linewidth=1.8)
-        for segment in run.segments:
-            if segment.name == AFTER_SHIFT:
-                shift = min(result.start_s for result in segment.results)
-                axis.axvline(shift, color=color, linestyle=":", linewidth=1.2)
-        for before, after in zip(run.samples, run.samples[1:], strict=False):
-            if after.value(SWAPS) > before.value(SWAPS):
-                axis.axvline(after.t_s, color=color, alpha=0.35, linewidth=0.9)
-                axis.plot([after.t_s], [1.0], marker="v", color=color, clip_on=False,
-                          transform=axis.get_xaxis_transform())  # fmt: skip
-    axis.set_ylabel(label)
-    axis.grid(alpha=0.25)
-
-
-def draw(runs: Sequence[ArmRun], path: Path, title: str) -> None:
-    """Writes the picture of a quickstart run: acceptance length and rate over time."""
+    Request by request, since all arms answer the same ones: tokens per engine step
+    above, below the time that `none` took over that of the arm.
+    """
     from matplotlib import pyplot as plt
 
-    figure, axes = _figure(2, 1, (10, 7), sharex=True)
+    stream = report["environment"]["stream"]
+    shift = stream["num_before"]
+    arms = {
+        name: report["arms"][name] for name in PICTURE_ARMS if name in report["arms"]
+    }
+    spent: dict[str, list[float]] = {}
+    figure, axes = _figure(2, 1, (9, 5.4), sharex=True)
     above, below = axes[:, 0]
-    _panel(above, runs, _acceptance, "acceptance length, tokens")
-    _panel(below, runs, _tokens_per_s, "output tokens/s")
-    figure.suptitle(title)
+    for name, arm in arms.items():
+        label, color = PICTURE_ARMS[name]
+        requests = arm["requests"]
+        seconds = zip(requests["start_s"], requests["end_s"], strict=True)
+        spent[name] = _moving_mean([end - start for start, end in seconds], shift)
+        index = range(1, len(spent[name]) + 1)
+        look = {"color": color, "linewidth": 2.4 if name == "tide" else 1.5}
+        if name in ("frozen", "tide"):
+            above.plot(index, _moving_mean(requests["tokens_per_step"], shift), **look)
+        if "none" in spent:
+            pairs = zip(spent["none"], spent[name], strict=True)
+            ratios = [none / own for none, own in pairs]
+            below.plot(index, ratios, label=label, **look)
+            below.annotate(
+                f"{ratios[-1]:.2f}x", (index[-1] + 0.5, ratios[-1]), color=color,
+                va="center", annotation_clip=False,
+            )  # fmt: skip
+    tide = arms.get("tide")
+    for t_s in report["swaps"].get("at_s", ()) if tide else ():
+        place = sum(end < t_s for end in tide["requests"]["end_s"]) + 1
+        for axis in (above, below):
+            axis.plot([place], [0.0], "^", color=PICTURE_ARMS["tide"][1], clip_on=False,
+                      transform=axis.get_xaxis_transform())  # fmt: skip
+    for axis, label in ((above, "tokens per step"), (below, "times as fast as none")):
+        axis.axvline(shift + 0.5, color="black", linestyle=":", linewidth=1.2)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+    above.annotate(
+        f" traffic shifts from {stream['before_domain']} to {stream['after_domain']}",
+        (shift + 0.5, 1.0), xycoords=("data", "axes fraction"), va="top",
+    )  # fmt: skip
     below.set_xlabel(
-        f"seconds since the arm's stream began (mean of {WINDOW_S:.0f} s)\ndotted: its "
-        "prompts change domain; triangles: a newly trained draft is served"
+        f"requests answered (mean of {WINDOW_REQUESTS}); "
+        "triangles: a newly trained draft is served"
     )
     handles, labels = below.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.96),
-                  ncols=3, frameon=False)  # fmt: skip
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False,
+                  bbox_to_anchor=(0.5, 0.94))  # fmt: skip
+    gain = report["gain"].get("final_tokens_per_s_speedup_over_frozen")
+    if gain:
+        figure.suptitle(
+            f"New traffic: {gain:.2f} times the tokens/s of the frozen draft, "
+            f"{report['gain']['final_tokens_per_s_speedup_over_none']:.2f} times those "
+            "without speculation"
+        )
+    figure.tight_layout(rect=(0, 0, 0.98, 0.88))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

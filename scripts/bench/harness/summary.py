@@ -167,6 +167,12 @@ def swap_pauses_s(samples: Sequence[Scrape]) -> list[float] | None:
     return pauses
 
 
+def swap_times_s(samples: Sequence[Scrape]) -> list[float]:
+    """Times of the readings that saw a new draft served."""
+    pairs = itertools.pairwise(samples)
+    return [b.t_s for a, b in pairs if b.value(SWAPS) > a.value(SWAPS)]
+
+
 def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
     if not samples:
         return {"count": 0, "pause_ms_p50": None, "pause_ms_max": None}
@@ -231,6 +237,16 @@ def tokens_per_step(results: Sequence[RequestResult]) -> float | None:
     """Client's tokens per engine step; None without a second chunk."""
     later = [chunk for result in results for chunk in result.chunks[1:]]
     return sum(count for _, count in later) / len(later) if later else None
+
+
+def request_columns(results: Sequence[RequestResult]) -> dict[str, list[Any]]:
+    """Columns of answered requests, in the order given."""
+    return {
+        "index": [r.index for r in results],
+        "start_s": [round(r.start_s, 2) for r in results],
+        "end_s": [rounded(r.end_s, 2) for r in results],
+        "tokens_per_step": [rounded(tokens_per_step([r]), 3) for r in results],
+    }
 
 
 def windows(
@@ -358,11 +374,8 @@ def learning_figures(
         "training_s": rounded(training_seconds(run.trainers, events), 3),
         "windows": windows(run.samples, window_s, watch),
         "requests": {
-            "index": [r.index for r in ok],
+            **request_columns(ok),
             "domain": [domains[r.index] for r in ok],
-            "start_s": [round(r.start_s, 2) for r in ok],
-            "end_s": [rounded(r.end_s, 2) for r in ok],
-            "tokens_per_step": [rounded(tokens_per_step([r]), 3) for r in ok],
         },
         "events": events,
         "trainers": trainer_facts(run.trainers),

@@ -43,8 +43,10 @@ from bench.harness.summary import (
     arm_figures,
     capture_figures,
     first_swap_after_shift_s,
+    request_columns,
     step_ms,
     swap_figures,
+    swap_times_s,
     throughput,
 )
 
@@ -61,8 +63,11 @@ def build_report(
     failed = sum(not r.ok for run in runs.values() for r in run.results)
     compared = len(runs) > 1 and all(run.results for run in runs.values())
     return {
-        "arms": {name: arm_figures(run) for name, run in runs.items()},
-        "swaps": swap_figures(tide),
+        "arms": {
+            name: {**arm_figures(run), "requests": _requests(run)}
+            for name, run in runs.items()
+        },
+        "swaps": {**swap_figures(tide), "at_s": swap_times_s(tide)},
         "first_swap_after_shift_s": first_swap_after_shift_s(run),
         "rollbacks": len(run.rollbacks),
         "rolled_back": run.rollbacks,
@@ -77,6 +82,12 @@ def build_report(
         "verify_step_price": verify_step_price(runs),
         "environment": environment(facts),
     }
+
+
+def _requests(run: ArmRun) -> dict[str, list[Any]]:
+    """Answered requests of an arm in the order of the stream."""
+    answered = [result for result in run.results if result.ok]
+    return request_columns(sorted(answered, key=attrgetter("index")))
 
 
 def gains(runs: Mapping[str, ArmRun]) -> dict[str, Any]:
@@ -397,8 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.picture and runs:
-        title = f"Traffic shifts from {args.before_domain} to {args.after_domain}"
-        draw(list(runs.values()), args.picture, title)
+        draw(report, args.picture)
     print(table(report) if runs else "no arm ran")
     for reason in reasons:
         print(f"NOT SOUND: {reason}")
