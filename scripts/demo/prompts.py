@@ -1,8 +1,8 @@
 """Prompts stage: short real prompts of each domain, held-out text first.
 
-Python, the domain of the demo draft, comes from the held-out part only.  The
-draft has seen no other domain, so small ones are topped up from the part the
-*target* was trained on; ``split`` of each row says which.
+The domains of the demo draft come from the held-out part only.  The draft has
+seen no other domain, so small ones are topped up from the part the *target* was
+trained on; ``split`` of each row says which.
 
 A prompt is a run of whole lines, so a continuation starts at a line start.  The
 prompts of one domain come from as many documents as there are, in turn, and
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
+from statistics import fmean
 
 from . import corpus, tokens
 
@@ -27,8 +28,8 @@ BUNDLED_DOMAINS = (
 )
 MIN_TOKENS = 48
 MAX_TOKENS = 96
-# The domain the demo draft is trained on: held-out prompts only.
-DRAFT_DOMAIN = "python"
+# The domains the demo draft is trained on: held-out prompts only.
+DRAFT_DOMAINS = ("python", "json", "diffs")
 # Tokens between two prompts of a document, so one is not the answer to another.
 GAP_TOKENS = 96
 # Below this share of distinct 4-grams a continuation counts as a loop.
@@ -111,23 +112,26 @@ def write(
     report = {}
     for domain in BUNDLED_DOMAINS:
         rows: list[dict[str, str]] = []
+        shares: list[float] = []
         num_loops = 0
-        splits = ("held_out",) if domain == DRAFT_DOMAIN else ("held_out", "train")
+        splits = ("held_out",) if domain in DRAFT_DOMAINS else ("held_out", "train")
         stream = chain.from_iterable(
             ((split, source, text) for source, text in candidates(work, domain, split))
             for split in splits
         )
         while len(rows) < per_domain:
-            batch = list(islice(stream, 64))
+            batch = list(islice(stream, 256))
             if not batch:
                 break
             continuations = generator.continue_texts(
-                [text for _, _, text in batch], LOOP_WINDOW_TOKENS
+                [text for _, _, text in batch], LOOP_WINDOW_TOKENS, batch_size=256
             )
             for (split, source, text), ids in zip(batch, continuations, strict=True):
-                if distinct_4grams(ids) < LOOP_DISTINCT_4GRAMS:
+                share = distinct_4grams(ids)
+                if share < LOOP_DISTINCT_4GRAMS:
                     num_loops += 1
                     continue
+                shares.append(share)
                 rows.append(
                     {
                         "id": f"{domain}-{len(rows):04d}",
@@ -146,7 +150,27 @@ def write(
             "prompts": len(rows),
             "held_out": sum(row["split"] == "held_out" for row in rows),
             "documents": len({row["source"] for row in rows}),
+            "distinct_4grams": round(fmean(shares[:per_domain]), 3),
             "loops_left_out": num_loops,
             "bytes": path.stat().st_size,
         }
+    (output / "README.md").write_text(_card(report), encoding="utf-8")
     return report
+
+
+def _card(report: dict[str, dict[str, float]]) -> str:
+    heads = list(next(iter(report.values())))
+    lines = [
+        "# Prompts",
+        "",
+        "Made by `python scripts/make_demo_model.py prompts` of text of CPython itself",
+        "(licence: `../target/README.md`). Distinct 4-grams: their share of all 4-grams",
+        f"in the target's greedy continuations of {LOOP_WINDOW_TOKENS} tokens; those",
+        f"below {LOOP_DISTINCT_4GRAMS} are loops and left out.",
+        "",
+        "| domain | " + " | ".join(head.replace("_", " ") for head in heads) + " |",
+        "| --- |" + " --- |" * len(heads),
+    ]
+    for domain, row in report.items():
+        lines.append(f"| {domain} | " + " | ".join(str(row[h]) for h in heads) + " |")
+    return "\n".join(lines) + "\n"

@@ -47,6 +47,12 @@ our patches: sampled figures of vLLM 0.32 on a CPU are wrong without them):
 """
 
 
+def _begin(options: dict[str, Any]) -> str:
+    if options["start"]:
+        return "from the target of vllm_tide 0.1's first commits, with its tokenizer"
+    return "from nothing"
+
+
 def target_card(provenance: dict[str, Any]) -> str:
     """Return the README of the target."""
     machine = provenance["machine"]
@@ -62,8 +68,8 @@ The weights are kept compressed; `scripts/install.sh` unpacks them
 (`python scripts/demo/unpack.py`).
 
 Trained for {provenance["wall_s"] / 60:.0f} minutes ({provenance["steps"]:,} steps,
-{provenance["trained_tokens"]:,} tokens) on {machine["threads"]} thread of
-{machine["cpu"]}.
+{provenance["trained_tokens"]:,} tokens) on {machine["threads"]} threads of
+{machine["cpu"]}, {_begin(provenance["options"])}.
 
 Held-out loss:
 
@@ -88,7 +94,7 @@ def draft_card(provenance: dict[str, Any]) -> str:
 # Demo draft (EAGLE-3)
 
 A one-layer EAGLE-3 draft of {provenance["parameters"]:,} parameters for the demo
-target beside it, trained on the domain `{provenance["options"]["domain"]}` ONLY:
+target beside it, trained on {", ".join(provenance["options"]["domains"])} ONLY:
 on other text it is meant to be poor, which is what online training repairs.
 Aux layer ids {provenance["aux_layer_ids"]} (vLLM's convention: the residual
 stream entering that layer). Embeddings are the target's and are not stored.
@@ -97,7 +103,7 @@ The weights are kept compressed; `scripts/install.sh` unpacks them
 
 Trained for {provenance["options"]["minutes"]:g} minutes ({provenance["steps"]:,}
 steps) on {provenance["train_traces"]:,} continuations by the target, on
-{machine["threads"]} thread of {machine["cpu"]}.
+{machine["threads"]} threads of {machine["cpu"]}.
 
 Expected acceptance length on held-out prompts, greedy (tokens per target step,
 the token of the target itself included, {provenance["expected_depth"]} drafted;

@@ -16,6 +16,8 @@ from torch import Tensor
 from .generate import Generator
 from .prompts import LOOP_DISTINCT_4GRAMS, candidates, distinct_4grams
 
+BATCH = 256  # requests generated at once: a step of so small a target is all overhead
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -76,10 +78,14 @@ def collect(
     stream = candidates(work, domain, split)
     texts = [t for _, t in islice(stream, skip, skip + num_prompts)]
     prompts = [e.ids for e in generator.tokenizer.encode_batch(texts)]
-    for begin in range(0, len(prompts), 64):
-        part = prompts[begin : begin + 64]
+    for begin in range(0, len(prompts), BATCH):
+        part = prompts[begin : begin + BATCH]
         continuations = generator.continue_ids(
-            part, num_tokens, temperature=temperature, seed=skip + begin
+            part,
+            num_tokens,
+            temperature=temperature,
+            seed=skip + begin,
+            batch_size=BATCH,
         )
         pairs = [
             (prompt, new)

@@ -172,7 +172,8 @@ def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, started):
     second = engine.work([shared + [2]], params={"max_tokens": 4})
     records = [r for r in drain(reader) if r.num_rows]
     missing = records[0].start
-    assert missing > 0
+    # All whole blocks, as without a draft: vLLM by itself would leave the last one out.
+    assert missing == 32 * (len(shared) // 32)
     assert second["dropped"]["prefix_cached"] == missing
     check_all(records, [shared + [2] + second["tokens"][0]], oracle)
 
