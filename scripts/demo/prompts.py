@@ -166,7 +166,7 @@ def _card(report: dict[str, dict[str, float]]) -> str:
         "Made by `python scripts/make_demo_model.py prompts` of text of CPython itself",
         "(licence: `../target/README.md`). Distinct 4-grams: their share of all those",
         f"in the target's greedy continuations of {LOOP_WINDOW_TOKENS} tokens. Where",
-        f"that is below {LOOP_DISTINCT_4GRAMS} the continuation is a loop, and left out.",
+        f"that is below {LOOP_DISTINCT_4GRAMS} it is a loop, and left out.",
         "",
         "| domain | " + " | ".join(head.replace("_", " ") for head in heads) + " |",
         "| --- |" + " --- |" * len(heads),
