@@ -1,12 +1,14 @@
 """A server's and a trainer's /metrics without either: ours from the real collectors.
 
-Prints the two ports, then lets the figures grow until it is killed.
+Prints the two ports, then lets the figures grow until it is killed. Given an argument,
+the server's draft is never replaced.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
+import sys
 import time
 from typing import Any
 
@@ -24,8 +26,8 @@ PER_TICK = {
 }
 
 
-def report(tick: int) -> dict[str, Any]:
-    """What a worker would say; twenty seconds between swaps."""
+def report(tick: int, swaps: int) -> dict[str, Any]:
+    """What a worker would say."""
     per_tick = {
         "rows": 100,
         "requests": 1,
@@ -38,15 +40,16 @@ def report(tick: int) -> dict[str, Any]:
     }
     return {
         **{name: tick * number for name, number in per_tick.items()},
-        "swaps": tick // 100,
+        "swaps": swaps,
         "swap_seconds": [0.01] if tick % 100 == 1 else [],
-        "draft_version": tick // 100,
+        "draft_version": swaps,
         "dropped": {"ring_full": 0},
         "off_rounds": {"no_gain": tick},
         "rounds_by_length": {0: tick, 3: 9 * tick},
         "slo_requests": {"met": tick, "missed": 0},
         "prefix_verified": {"none": 3 * tick, "most_old": tick},
         "prefix_accepted": {"none": 2 * tick, "most_old": 0},
+        "step_accepted": {"0-1k": {0: 3, 2: 2, 3: 4}, "4k-16k": {1: 1}},
         "ring_used_bytes": 10_000,
         "ring_capacity_bytes": 1_000_000,
         "consumer_alive": True,
@@ -88,6 +91,7 @@ def main() -> None:
     position = Counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos", "", (*LABELS, "position")
     )
+    ended = Counter("vllm:request_success", "", (*LABELS, "finished_reason"))
     latency = Histogram("vllm:request_time_per_output_token_seconds", "", LABELS)
     Gauge("vllm:num_requests_running", "", LABELS).labels(*WHO).set(4)
     seen: dict[Any, float] = {}
@@ -97,12 +101,15 @@ def main() -> None:
     server.set_app(plain_text(server.get_app()))
     print(server.server_port, port, flush=True)
     for tick in itertools.count(1):
-        tide.observe(increments(report(tick), seen))
+        # Forty seconds between swaps: the checkpoint's draft is seen serving.
+        swaps = 0 if sys.argv[1:] else tick // 200
+        tide.observe(increments(report(tick, swaps), seen))
         learn(status, tick)
         for name, number in PER_TICK.items():
             counters[name].inc(number)
         for place, accepted in enumerate((9, 7, 4)):
             position.labels(*WHO, str(place)).inc(accepted)
+        ended.labels(*WHO, "stop").inc()
         latency.labels(*WHO).observe(0.02)
         time.sleep(0.2)
 
