@@ -1,14 +1,12 @@
 """A server's and a trainer's /metrics without either: ours from the real collectors.
 
-Prints the two ports, then lets the figures grow until it is killed. Given an argument,
-the server's draft is never replaced.
+Prints the two ports, then lets the figures grow until it is killed.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
-import sys
 import time
 from typing import Any
 
@@ -26,7 +24,11 @@ PER_TICK = {
 }
 
 
-def report(tick: int, swaps: int) -> dict[str, Any]:
+SWAP_TICKS = 1000
+"""Ticks between swaps: long enough for the checkpoint's draft to be seen serving."""
+
+
+def report(tick: int) -> dict[str, Any]:
     """What a worker would say."""
     per_tick = {
         "rows": 100,
@@ -40,9 +42,9 @@ def report(tick: int, swaps: int) -> dict[str, Any]:
     }
     return {
         **{name: tick * number for name, number in per_tick.items()},
-        "swaps": swaps,
+        "swaps": tick // SWAP_TICKS,
         "swap_seconds": [0.01] if tick % 100 == 1 else [],
-        "draft_version": swaps,
+        "draft_version": tick // SWAP_TICKS,
         "dropped": {"ring_full": 0},
         "off_rounds": {"no_gain": tick},
         "rounds_by_length": {0: tick, 3: 9 * tick},
@@ -101,9 +103,7 @@ def main() -> None:
     server.set_app(plain_text(server.get_app()))
     print(server.server_port, port, flush=True)
     for tick in itertools.count(1):
-        # Forty seconds between swaps: the checkpoint's draft is seen serving.
-        swaps = 0 if sys.argv[1:] else tick // 200
-        tide.observe(increments(report(tick, swaps), seen))
+        tide.observe(increments(report(tick), seen))
         learn(status, tick)
         for name, number in PER_TICK.items():
             counters[name].inc(number)
