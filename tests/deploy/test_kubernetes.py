@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -257,9 +259,28 @@ def test_server_and_trainer_are_scraped_under_one_job() -> None:
     assert set(scraped) <= allowed
 
 
-def test_caches_outlive_the_pod() -> None:
-    (pod,) = pods(ONE_POD).values()
+@pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])
+def test_caches_outlive_the_pod(documents: list[dict[str, Any]]) -> None:
+    pod = next(iter(pods(documents).values()))
     mounts = {m["mountPath"]: m["name"] for m in named(pod, "serve")["volumeMounts"]}
     volume = mounts["/home/vllm/.cache"]
     claim = next(v for v in pod["volumes"] if v["name"] == volume)
     assert "persistentVolumeClaim" in claim
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["base", "cuda", "rocm", "monitoring"])
+def test_kustomize_builds_it(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(DEPLOY / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = {doc["kind"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    if folder == "monitoring":
+        assert set(made) == {"PodMonitor"}
+        return
+    pod = made["Deployment"]["spec"]["template"]["spec"]
+    (config,) = (v["configMap"] for v in pod["volumes"] if "configMap" in v)
+    assert config["name"] == made["ConfigMap"]["metadata"]["name"]
+    resources = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+    gpus = [name for name in named(pod, "serve")["resources"]["limits"] if "/" in name]
+    assert gpus == ([resources[folder]] if folder in resources else [])
+    assert "memory" in named(pod, "serve")["resources"]["limits"]
