@@ -50,6 +50,7 @@ done
 [ "$(id -u)" = 0 ] || die "needs root: debootstrap and buildah's chroot isolation do."
 work=${TIDE_TRY_WORK:-$(mktemp -d)}
 mkdir -p "$work"
+mkdir -p "$(dirname "$json")"
 shm=$(mktemp -d /dev/shm/tide-try-XXXXXX)
 
 finish() {
