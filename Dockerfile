@@ -1,18 +1,18 @@
-# vLLM 0.32.0 with vllm_tide in it: patched, checked, without root, offline.
+# vLLM 0.32.0 with vllm_tide in it: patched, checked, without root.
 #
 #   docker build --target serve -t tide-serve .
 #   docker build --target train -t tide-train .
 #
 # BASE_IMAGE is any image that carries vLLM 0.32.0 (or 0.33.0, see README); vLLM's release scripts publish
-#   vllm/vllm-openai:v0.32.0        CUDA (the default)
-#   vllm/vllm-openai-rocm:v0.32.0   ROCm, gfx942 (MI300X) among others
-#   vllm/vllm-openai-cpu:v0.32.0    CPU, what this version of vllm_tide runs on
+#   docker.io/vllm/vllm-openai:v0.32.0        CUDA (the default)
+#   docker.io/vllm/vllm-openai-rocm:v0.32.0   ROCm, gfx942 (MI300X) among others
+#   docker.io/vllm/vllm-openai-cpu:v0.32.0    CPU, what this version of vllm_tide runs on
 # The build stops if a file to be patched is not that release's, byte for byte.
 #
 # Engine and trainer meet in /dev/shm and in TIDE_RUN_DIR, and tell by its pid
 # whether the other lives. So the two containers share the IPC and pid namespaces, a
 # volume at /run/tide and the user: see scripts/deploy.
-ARG BASE_IMAGE=vllm/vllm-openai:v0.32.0
+ARG BASE_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 
 FROM ${BASE_IMAGE} AS build
 # Root only while building: this stage becomes no image.
@@ -31,24 +31,42 @@ COPY vllm_tide vllm_tide
 RUN python3 -m pip wheel --no-deps --no-cache-dir --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS base
-ARG TIDE_UID=10001
+ARG BASE_IMAGE
+ARG REVISION=""
+ARG TIDE_UID=2000
+# Intel OpenMP, which vLLM's CPU kernels are tuned for: its path in a CPU base that does
+# not preload it. vLLM's own CPU image does, and a base's LD_PRELOAD is kept.
+ARG PRELOAD=""
+LABEL org.opencontainers.image.title="vllm_tide" \
+    org.opencontainers.image.description="vLLM whose draft learns from live traffic" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.base.name="${BASE_IMAGE}"
 USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-deps --no-cache-dir /wheels/*.whl \
     && vllm-tide patch apply \
     && vllm-tide patch check \
     && vllm-tide patch status
-RUN useradd --create-home --user-group --uid "${TIDE_UID}" tide \
-    && install -d -o tide -g tide -m 0700 /run/tide /var/lib/tide
+# vLLM's own user; another base may have none. Whoever is of group 0 may run it too
+# (OpenShift's arbitrary users): models, profiles and compiled code are kept below HOME.
+RUN { getent passwd "${TIDE_UID}" > /dev/null \
+    || useradd --no-create-home --home-dir /home/vllm --gid 0 --uid "${TIDE_UID}" vllm; } \
+    && install -d -o "${TIDE_UID}" -g 0 -m 0770 \
+    /run/tide /var/lib/tide /home/vllm /home/vllm/.cache \
+    && chown -R "${TIDE_UID}:0" /home/vllm && chmod -R g=u /home/vllm
 # A folder below the volume: the root of a fresh volume may belong to root.
-# Offline: models are mounted. HF_HUB_OFFLINE=0 lets vLLM download them.
+# USER: a user without a name has no other for PyTorch's caches.
 ENV TIDE_RUN_DIR=/run/tide/run \
+    HOME=/home/vllm \
+    USER=vllm \
+    LD_PRELOAD=${LD_PRELOAD:-$PRELOAD} \
     VLLM_NO_USAGE_STATS=1 \
-    DO_NOT_TRACK=1 \
-    HF_HUB_OFFLINE=1
+    DO_NOT_TRACK=1
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root.
-USER ${TIDE_UID}
-WORKDIR /home/tide
+USER ${TIDE_UID}:0
+WORKDIR /home/vllm
 
 FROM base AS train
 # Healthy while it answers, and while there is no engine to train for.
@@ -58,7 +76,7 @@ ENTRYPOINT ["vllm-tide", "train", "--wait"]
 
 FROM base AS serve
 EXPOSE 8000
-# Loading a large model takes long. Another --port needs another health check.
+# Loading a large model takes long. With another --port set PORT too.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=6 \
-    CMD ["python3", "-c", "import http.client as h; c = h.HTTPConnection('127.0.0.1', 8000, timeout=8); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
+    CMD ["python3", "-c", "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', int(os.environ.get('PORT', 8000)), timeout=8); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["vllm", "serve"]

@@ -18,7 +18,14 @@ setup(
     ],
     package_dir={"vllm_tide": "vllm_tide", "vllm_tide._patches": "patches"},
     package_data={
-        "vllm_tide": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml", "**/*.yml"],
+        "vllm_tide": [
+            "py.typed",
+            "*.pyi",
+            "**/*.json",
+            "**/*.yaml",
+            "**/*.yml",
+            "dashboards/*.md",
+        ],
         "vllm_tide._patches": ["series", "*/*.patch", "*/manifest.json"],
     },
     ext_modules=[

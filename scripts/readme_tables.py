@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_tide import metrics
+import yaml
+
+from vllm_tide import dashboards, metrics
 from vllm_tide.cli import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +26,12 @@ sys.path[:0] = [str(ROOT)]
 from tests.faults.report import markdown
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
-READMES = ("README.md", "vllm_tide/README.md", "tests/README.md")
+READMES = (
+    "README.md",
+    "vllm_tide/README.md",
+    "vllm_tide/dashboards/runbooks.md",
+    "tests/README.md",
+)
 PICTURE = RESULTS / "learning.png"
 WINDOW = 24
 """Requests of which the picture shows the mean."""
@@ -40,7 +47,24 @@ def faults() -> list[str]:
     return markdown(stored("faults")["kinds"])
 
 
+def alerts() -> list[str]:
+    """What each alert means and what to do, below a heading that is its anchor."""
+    lines = []
+    for group in yaml.safe_load(dashboards.contents()[dashboards.ALERTS])["groups"]:
+        for rule in group["rules"]:
+            notes, severity = rule["annotations"], rule["labels"]["severity"]
+            lines += [
+                "",
+                f"## {rule['alert']}",
+                "",
+                f"{severity}. {notes['description']}",
+            ]
+            lines += ["", notes["action"]]
+    return [*lines, ""]
+
+
 TABLES = {
+    "alerts": alerts,
     "knobs": config.reference,
     "metrics": metrics.reference,
     "faults": faults,

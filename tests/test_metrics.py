@@ -41,6 +41,7 @@ def full_report(time: int) -> dict[str, object]:
         },
         **{key: time + number / 8 for number, key in enumerate(gauges)},
         "swap_seconds": [0.02 / time, 0.004],
+        "step_accepted": {"0-1k": {0: time, 3: 2}, "4k-16k": {20: 1}},
     }
 
 

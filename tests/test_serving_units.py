@@ -305,8 +305,38 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
         "swap_seconds": [0.1],
         "prefix_verified": {},
         "prefix_accepted": {},
+        "step_accepted": {},
     }
     assert tide.stats() is None
+
+
+def test_accepted_tokens_of_a_step_are_counted_once_by_the_requests_length():
+    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
+    short, long = SimpleNamespace(num_tokens=1023), SimpleNamespace(num_tokens=1024)
+    longest = SimpleNamespace(num_tokens=1 << 20)
+    for request, accepted in ((short, 0), (short, 3), (short, 3), (long, 2)):
+        tide.verified(request, 3, accepted)
+    told = []
+    for more in (), ((longest, 1),), ():
+        for request, accepted in more:
+            tide.verified(request, 3, accepted)
+        tide.observe({"staged": 0})
+        told.append(tide.stats())
+    # What is said once is not said again: it is added up as it comes.
+    assert [one["step_accepted"] for one in told] == [
+        {"0-1k": {0: 1, 3: 2}, "1k-4k": {2: 1}},
+        {"64k-": {1: 1}},
+        {},
+    ]
+    made = TideProm({0: ["m", "0"]})
+    for one in told:
+        made.observe(one)
+    name = "vllm_tide:step_accepted_tokens"
+    assert sample(f"{name}_sum", context="0-1k") == 6
+    assert sample(f"{name}_count", context="0-1k") == 3
+    assert sample(f"{name}_bucket", context="0-1k", le="2.0") == 1
+    assert sample(f"{name}_bucket", context="64k-", le="1.0") == 1
+    assert sample(f"{name}_bucket", context="64k-", le="0.0") == 0
 
 
 def test_drafts_that_came_with_a_report_are_handed_out_once_and_never_as_a_number():

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 37_100,
-    "code tokens": 215_500,
+    "lines": 37_110,
+    "code tokens": 215_600,
     "files": 230,
     "classes": 300,
     "knobs": 48,

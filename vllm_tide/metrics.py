@@ -8,6 +8,7 @@ servers; the trainer's page is in `train/report.py`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 PREFIX = "vllm_tide:"
 LABELS = ("model_name", "engine")
 TRAINER_LABELS = ("model_name",)
+ACCEPTED_BUCKETS = (*range(9), 12, 16)
 SWAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -29,6 +31,7 @@ class Metric(NamedTuple):
         source: Key of the engine's report, or field of `TrainerStatus`; a key of that
             field follows after a dot.
         label: Label beside `LABELS` or `TRAINER_LABELS`; the source is a dictionary.
+            For a histogram of dictionaries: how often each number was observed.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -118,6 +121,14 @@ ENGINE = (
     ),
     _counter(
         "prefix_accepted_tokens", "Accepted ones of these.", "prefix_accepted", "prefix"
+    ),
+    Metric(
+        "histogram",
+        "step_accepted_tokens",
+        "Draft tokens accepted of one request in one verify step, by length of the "
+        "request so far, prompt included (tokens).",
+        "step_accepted",
+        "context",
     ),
     _gauge("draft_version", "Version of the live draft; 0 is the checkpoint's."),
     _gauge(
@@ -322,7 +333,10 @@ class TideProm:
             value = stats.get(metric.source)
             if value is None:
                 continue
-            if metric.label:
+            if metric.label and metric.kind == "histogram":
+                for label, counts in value.items():
+                    _observe_counts(collector.labels(*labels, label), counts)
+            elif metric.label:
                 for label, grown in value.items():
                     collector.labels(*labels, str(label)).inc(max(0, grown))
             elif metric.kind == "counter":
@@ -334,13 +348,21 @@ class TideProm:
                 collector.labels(*labels).set(float(value))
 
 
+def _observe_counts(histogram: Any, counts: dict[int, int]) -> None:
+    """Adds observations by value; the client's own method takes them one by one."""
+    for value, number in counts.items():
+        histogram._sum.inc(value * number)
+        histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(number)
+
+
 def _collector(metric: Metric) -> Any:
     name = PREFIX + metric.name
+    labels = (*LABELS, metric.label) if metric.label else LABELS
     if metric.kind == "counter":
-        more = (metric.label,) if metric.label else ()
-        return Counter(name, metric.text, (*LABELS, *more))
+        return Counter(name, metric.text, labels)
     if metric.kind == "histogram":
-        return Histogram(name, metric.text, LABELS, buckets=SWAP_BUCKETS)
+        buckets = ACCEPTED_BUCKETS if metric.label else SWAP_BUCKETS
+        return Histogram(name, metric.text, labels, buckets=buckets)
     mode: Any = "max" if name.endswith("_max") else "mostrecent"
     return Gauge(name, metric.text, LABELS, multiprocess_mode=mode)
 

@@ -1,4 +1,4 @@
-r"""Do the dashboard's queries and the alerts' expressions find data on a real server?
+r"""Do the boards' queries and the alerts' expressions find data on a real server?
 
 Starts a real Prometheus (Debian: `apt-get install prometheus`) that scrapes a server
 and its trainer for some minutes, with the package's rules loaded, then asks it for
@@ -41,7 +41,7 @@ import yaml
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.server import free_port
-from vllm_tide.dashboards import ALERTS, DASHBOARD, contents
+from vllm_tide.dashboards import ALERTS, BOARDS, contents
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.dashboards.promql import filled, metrics_in  # noqa: E402
@@ -66,6 +66,7 @@ class Line:
         name: Title and letter of a query, name of an alert.
         expr: As it was sent.
         num_series: With a finite number.
+        num_instances: Of these series; 0 where they have no such label.
         ok: It has data, or is empty as it should be.
         note: Why it is ok without data; an alert's state; Prometheus' error.
     """
@@ -74,6 +75,7 @@ class Line:
     name: str
     expr: str
     num_series: int
+    num_instances: int
     ok: bool
     note: str = ""
 
@@ -105,11 +107,11 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             raise ValueError(json.load(error)["error"]) from None
 
-    def series(self, expr: str, newest: bool) -> int:
-        """Number of series with a finite number, now or since the beginning."""
+    def series(self, expr: str, newest: bool) -> list[dict[str, str]]:
+        """Labels of series with a finite number, now or since the beginning."""
         if newest:
             found = self.get("query", query=expr)["result"]
-            samples = [[one["value"]] for one in found]
+            samples = [(one["metric"], [one["value"]]) for one in found]
         else:
             found = self.get(
                 "query_range",
@@ -118,8 +120,12 @@ class Prometheus:
                 end=f"{time.time():.3f}",
                 step=str(self._step_s),
             )["result"]
-            samples = [one["values"] for one in found]
-        return sum(any(math.isfinite(float(v)) for _, v in one) for one in samples)
+            samples = [(one["metric"], one["values"]) for one in found]
+        return [
+            labels
+            for labels, values in samples
+            if any(math.isfinite(float(value)) for _, value in values)
+        ]
 
     def down(self) -> list[str]:
         """What could not be scraped last time, and why."""
@@ -146,6 +152,13 @@ def parse_args() -> argparse.Namespace:
         default=[],
         metavar="METRIC",
         help="also may be missing, beside " + ", ".join(sorted(NEED_A_FAULT)),
+    )
+    parser.add_argument(
+        "--select",
+        action="append",
+        default=[],
+        metavar="VARIABLE=VALUE",
+        help="of the boards' job, model_name, instance, engine; default: all",
     )
     add_places(parser)
     return parser.parse_args()
@@ -218,20 +231,26 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def check(
-    server: Prometheus, minutes: float, scrape_s: int, excused: set[str]
+    server: Prometheus,
+    minutes: float,
+    scrape_s: int,
+    excused: set[str],
+    selected: dict[str, str],
 ) -> list[Line]:
-    """A line for every query of the dashboard and every rule."""
+    """A line for every query of the boards and every rule."""
     window = f"{4 * scrape_s}s"  # as Grafana chooses it
     shown = f"{max(1, round(minutes))}m"
     lines = []
     for name, expr, newest in panel_queries():
-        sent = filled(expr, __rate_interval=window, __range=shown)
+        sent = filled(expr, __rate_interval=window, __range=shown, **selected)
         lines.append(judged(server, "panel", name, sent, newest, excused))
-    for item in json.loads(contents()[DASHBOARD])["annotations"]["list"]:
-        sent = filled(item["expr"])
-        number, error = ask(server, sent, newest=False)
-        note = error or "needs an event"
-        lines.append(Line("annotation", item["name"], sent, number, not error, note))
+    for board in BOARDS:
+        for item in json.loads(contents()[board])["annotations"]["list"]:
+            sent = filled(item["expr"], **selected)
+            *numbers, error = ask(server, sent, newest=False)
+            note = error or "needs an event"
+            name = item["name"]
+            lines.append(Line("annotation", name, sent, *numbers, not error, note))
     states = {
         rule["name"]: rule["state"]
         for group in server.get("rules", type="alert")["groups"]
@@ -240,9 +259,9 @@ def check(
     for group in yaml.safe_load(contents()[ALERTS])["groups"]:
         for rule in group["rules"]:
             name, expr = rule["alert"], rule["expr"].strip()
-            number, error = ask(server, expr, newest=True)
+            *numbers, error = ask(server, expr, newest=True)
             note = error or states[name]
-            lines.append(Line("alert", name, expr, number, not error, note))
+            lines.append(Line("alert", name, expr, *numbers, not error, note))
             for part in dict.fromkeys(_SELECTOR.findall(expr)):
                 lines.append(judged(server, "selector", name, part, False, excused))
     return lines
@@ -250,10 +269,11 @@ def check(
 
 def panel_queries() -> Iterator[tuple[str, str, bool]]:
     """Title and letter, expression, whether only its newest value is shown."""
-    for panel in json.loads(contents()[DASHBOARD])["panels"]:
-        for target in panel.get("targets", ()):
-            name = f"{panel['title']} {target['refId']}"
-            yield name, target["expr"], target["instant"]
+    for board in BOARDS:
+        for panel in json.loads(contents()[board])["panels"]:
+            for target in panel.get("targets", ()):
+                name = f"{panel['title']} {target['refId']}"
+                yield name, target["expr"], target["instant"]
 
 
 def judged(
@@ -265,18 +285,20 @@ def judged(
     excused: set[str],
 ) -> Line:
     """What must have data unless it waits for a fault."""
-    number, error = ask(server, expr, newest)
+    number, instances, error = ask(server, expr, newest)
     waits = sorted(metrics_in(expr) & excused)
     note = error or (f"needs a fault ({waits[0]})" if waits and not number else "")
-    return Line(kind, name, expr, number, not error and bool(number or waits), note)
+    ok = not error and bool(number or waits)
+    return Line(kind, name, expr, number, instances, ok, note)
 
 
-def ask(server: Prometheus, expr: str, newest: bool) -> tuple[int, str]:
-    """Number of series, and what Prometheus says against the expression."""
+def ask(server: Prometheus, expr: str, newest: bool) -> tuple[int, int, str]:
+    """Numbers of series and instances; what Prometheus says against the expression."""
     try:
-        return server.series(expr, newest), ""
+        found = server.series(expr, newest)
     except ValueError as error:
-        return 0, str(error)
+        return 0, 0, str(error)
+    return len(found), len({one["instance"] for one in found if "instance" in one}), ""
 
 
 def show(lines: list[Line]) -> None:
@@ -289,7 +311,8 @@ def show(lines: list[Line]) -> None:
                 continue
             name = f"  {line.expr}"
         ok = "ok" if line.ok else "NO DATA"
-        print(f"{line.kind:10}  {name:{width}}  {line.num_series:4}  {ok}  {line.note}")
+        numbers = f"{line.num_series:4}  {line.num_instances:4}"
+        print(f"{line.kind:10}  {name:{width}}  {numbers}  {ok}  {line.note}")
         if not line.ok and line.kind != "selector":
             print(f"            {' '.join(line.expr.split())}")
 
@@ -321,7 +344,8 @@ def look(args: argparse.Namespace) -> int:
         time.sleep(60 * args.minutes)
         down = server.down()
         excused = NEED_A_FAULT | set(args.needs_fault)
-        lines = check(server, args.minutes, args.scrape_seconds, excused)
+        selected = dict(one.split("=", 1) for one in args.select)
+        lines = check(server, args.minutes, args.scrape_seconds, excused, selected)
     show(lines)
     for target in down:
         print(f"NOT SCRAPED {target}")

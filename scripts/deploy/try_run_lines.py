@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.env = dict(os.environ)
-        self.folder, self.user = "/", "0"
+        self.folder, self.user = "/", "0:0"
 
     def take(self, step: Step) -> None:
         """Carry out one step."""
@@ -41,24 +41,27 @@ class Machine:
         elif step.name == "ENV":
             for pair in step.text.split():
                 key, _, value = pair.partition("=")
-                self.env[key] = value
+                # A shell fills in `${NAME:-$OTHER}` as a build does.
+                say = ["sh", "-c", f'printf %s "{value}"']
+                self.env[key] = subprocess.check_output(say, env=self.env, text=True)
         elif step.name == "ARG":
             key, _, value = step.text.partition("=")
-            self.env.setdefault(key, value)
+            self.env.setdefault(key, value.strip('"'))
         elif step.name == "WORKDIR":
             self.folder = step.text
             (self.root / self.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
         elif step.name == "USER":
-            self.user = Template(step.text).substitute(self.env)
+            user = Template(step.text).substitute(self.env)
+            self.user = user if ":" in user else f"{user}:{user}"
         elif step.name == "FROM":  # all stages share the one root
-            self.user, self.folder = "0", "/"
+            self.user, self.folder = "0:0", "/"
 
     def run(self, command: list[str]) -> None:
         """Run a command in the root as the user; raises if it fails."""
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', self.folder, *command]
         chroot = [
             "chroot",
-            f"--userspec={self.user}:{self.user}",
+            f"--userspec={self.user}",
             str(self.root),
             *inside,
         ]

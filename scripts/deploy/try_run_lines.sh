@@ -32,7 +32,7 @@ if [ "${1:-}" = --inside ]; then # in the new mount namespace
         mkdir -p "$root$folder"
         mount --rbind "$folder" "$root$folder"
     done
-    mkdir -p -m 1777 "$root/tmp"
+    mkdir -p "$root/tmp" && chmod 1777 "$root/tmp"
     PATH=$scratch/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         "$python" "$here/scripts/deploy/try_run_lines.py" "$root"
     exit

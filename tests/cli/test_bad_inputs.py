@@ -145,6 +145,11 @@ CASES = [
         "'zz' is no id of 64 ",
     ),
     (["dashboards", "export", "/proc/x"], 2, "'/proc/x' cannot be written (No such"),
+    (
+        ["dashboards", "export", "DIR/b", "--runbooks", "a b"],
+        2,
+        "--runbooks 'a b' is no address without an anchor.",
+    ),
     (["bench", "report", "DIR/no", "--out", "DIR/h"], 2, "DIR/no cannot be read (No"),
     (
         ["bench", "report", "DIR/foreign.json", "--out", "DIR/h"],

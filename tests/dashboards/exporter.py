@@ -24,8 +24,12 @@ PER_TICK = {
 }
 
 
+SWAP_TICKS = 1000
+"""Ticks between swaps: long enough for the checkpoint's draft to be seen serving."""
+
+
 def report(tick: int) -> dict[str, Any]:
-    """What a worker would say; twenty seconds between swaps."""
+    """What a worker would say."""
     per_tick = {
         "rows": 100,
         "requests": 1,
@@ -38,15 +42,16 @@ def report(tick: int) -> dict[str, Any]:
     }
     return {
         **{name: tick * number for name, number in per_tick.items()},
-        "swaps": tick // 100,
+        "swaps": tick // SWAP_TICKS,
         "swap_seconds": [0.01] if tick % 100 == 1 else [],
-        "draft_version": tick // 100,
+        "draft_version": tick // SWAP_TICKS,
         "dropped": {"ring_full": 0},
         "off_rounds": {"no_gain": tick},
         "rounds_by_length": {0: tick, 3: 9 * tick},
         "slo_requests": {"met": tick, "missed": 0},
         "prefix_verified": {"none": 3 * tick, "most_old": tick},
         "prefix_accepted": {"none": 2 * tick, "most_old": 0},
+        "step_accepted": {"0-1k": {0: 3, 2: 2, 3: 4}, "4k-16k": {1: 1}},
         "ring_used_bytes": 10_000,
         "ring_capacity_bytes": 1_000_000,
         "consumer_alive": True,
@@ -88,6 +93,7 @@ def main() -> None:
     position = Counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos", "", (*LABELS, "position")
     )
+    ended = Counter("vllm:request_success", "", (*LABELS, "finished_reason"))
     latency = Histogram("vllm:request_time_per_output_token_seconds", "", LABELS)
     Gauge("vllm:num_requests_running", "", LABELS).labels(*WHO).set(4)
     seen: dict[Any, float] = {}
@@ -103,6 +109,7 @@ def main() -> None:
             counters[name].inc(number)
         for place, accepted in enumerate((9, 7, 4)):
             position.labels(*WHO, str(place)).inc(accepted)
+        ended.labels(*WHO, "stop").inc()
         latency.labels(*WHO).observe(0.02)
         time.sleep(0.2)
 

@@ -1,4 +1,4 @@
-"""Expressions of the dashboard: what they read, and Grafana's variables filled in."""
+"""Expressions of the boards: what they read, and Grafana's variables filled in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def filled(expr: str, **values: str) -> str:
     Raises:
         KeyError: A variable has no value.
     """
-    known = {"model_name": ".*", "engine": ".*", "trainer": ".*"} | values
+    names = ("job", "model_name", "instance", "engine")
+    known = dict.fromkeys(names, ".*") | values
     return _VARIABLE.sub(lambda match: known[match.group(1)], expr)
 
 

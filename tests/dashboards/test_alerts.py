@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from importlib.resources import files
 from math import nan
@@ -13,7 +15,7 @@ import yaml
 from tests.dashboards import known, plants
 from tests.dashboards.promql import metrics_in
 from tests.dashboards.promtool import needs_promtool, promtool
-from vllm_tide.dashboards import ALERTS
+from vllm_tide.dashboards import ALERTS, BOARDS, RUNBOOKS, contents
 
 FILE = Path(str(files("vllm_tide.dashboards").joinpath(ALERTS)))
 RULES = [
@@ -59,8 +61,26 @@ def test_every_alert_has_a_plant():
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 def test_alert_says_what_it_is_and_what_to_do(rule):
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
-    assert all(text.endswith(".") for text in rule["annotations"].values())
+    notes = dict(rule["annotations"])
+    assert notes.pop("runbook_url") == f"{RUNBOOKS}#{rule['alert'].lower()}"
+    assert set(notes) == {"summary", "description", "action"}
+    assert all(text.endswith(".") for text in notes.values())
+
+
+def test_every_runbook_is_where_its_alert_says():
+    # A heading's anchor is its text in small letters.
+    headings = re.findall(r"^## (\w+)$", contents()[RUNBOOKS], flags=re.MULTILINE)
+    assert headings == NAMES
+
+
+def test_panels_that_an_alert_names_exist():
+    titles = {
+        panel["title"]
+        for name in BOARDS
+        for panel in json.loads(contents()[name])["panels"]
+    }
+    named = re.findall(r'panel "([^"]+)"', FILE.read_text(encoding="utf-8"))
+    assert named and set(named) <= titles
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
+import yaml
+
+from tests.dashboards.promtool import needs_promtool, promtool
 from vllm_tide.cli.main import main
-from vllm_tide.dashboards import contents
+from vllm_tide.dashboards import ALERTS, BOARDS, contents
 
 
 def export(folder, *words: str) -> int:
     return main(["dashboards", "export", str(folder), *words])
+
+
+def rules(document) -> list[dict]:
+    return [rule for group in document["groups"] for rule in group["rules"]]
 
 
 def test_export_writes_every_file(tmp_path, capsys):
@@ -15,8 +24,64 @@ def test_export_writes_every_file(tmp_path, capsys):
     assert export(folder) == 0
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     assert written == contents()
-    assert sorted(written) == ["alerts.yml", "vllm_tide.json"]
+    assert set(written) == {*BOARDS, ALERTS, "runbooks.md"}
     assert capsys.readouterr().out.count("written: ") == len(written)
+    # As it is written a runbook is a file beside the rules.
+    for rule in rules(yaml.safe_load(written[ALERTS])):
+        page, anchor = rule["annotations"]["runbook_url"].split("#")
+        assert f"\n## {rule['alert']}\n" in written[page]
+        assert anchor == rule["alert"].lower()
+
+
+def test_runbooks_are_where_the_operator_has_them(tmp_path):
+    base = "https://wiki.example.com/tide"
+    assert export(tmp_path, "--runbooks", base) == 0
+    text = (tmp_path / ALERTS).read_text(encoding="utf-8")
+    for ours, theirs in zip(
+        rules(yaml.safe_load(contents()[ALERTS])),
+        rules(yaml.safe_load(text)),
+        strict=True,
+    ):
+        assert theirs["annotations"].pop("runbook_url") == (
+            f"{base}#{ours['alert'].lower()}"
+        )
+        del ours["annotations"]["runbook_url"]
+        assert theirs == ours
+
+
+def test_configmap_holds_the_boards_as_grafanas_sidecar_wants_them(tmp_path):
+    assert export(tmp_path, "--format", "configmap") == 0
+    (file,) = tmp_path.iterdir()
+    made = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert (made["apiVersion"], made["kind"]) == ("v1", "ConfigMap")
+    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+    boards = {name: json.loads(text) for name, text in made["data"].items()}
+    assert boards == {name: json.loads(contents()[name]) for name in BOARDS}
+    # `kubectl apply` keeps a copy in an annotation, which holds so much.
+    assert len(json.dumps(made)) < 262_144
+
+
+def test_prometheusrule_holds_the_rules(tmp_path):
+    base = "https://wiki.example.com/tide"
+    assert export(tmp_path, "--format", "prometheusrule", "--runbooks", base) == 0
+    (file,) = tmp_path.iterdir()
+    made = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert made["apiVersion"] == "monitoring.coreos.com/v1"
+    assert made["kind"] == "PrometheusRule"
+    names = [rule["alert"] for rule in rules(made["spec"])]
+    assert names == [
+        rule["alert"] for rule in rules(yaml.safe_load(contents()[ALERTS]))
+    ]
+    urls = {rule["annotations"]["runbook_url"] for rule in rules(made["spec"])}
+    assert urls == {f"{base}#{name.lower()}" for name in names}
+
+
+@needs_promtool
+def test_promtool_accepts_the_spec_of_a_prometheusrule(tmp_path):
+    assert export(tmp_path, "--format", "prometheusrule") == 0
+    made = yaml.safe_load((tmp_path / "prometheusrule.yaml").read_text("utf-8"))
+    said = promtool(tmp_path, "check", made["spec"])
+    assert f"{len(rules(made['spec']))} rules found" in said
 
 
 def test_export_does_not_overwrite_unless_told_to(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,21 +27,57 @@ def steps_of(target: str, name: str) -> list[Step]:
 def test_base_image_is_the_version_that_the_patches_are_for() -> None:
     first = STEPS[0]
     assert (first.stage, first.name) == ("", "ARG")
-    assert first.text == f"BASE_IMAGE=vllm/vllm-openai:v{VLLM_VERSION}"
+    assert first.text == f"BASE_IMAGE=docker.io/vllm/vllm-openai:v{VLLM_VERSION}"
     outside = [s.text.split()[0] for s in STEPS if s.name == "FROM"]
     assert set(outside) == {"${BASE_IMAGE}", "base"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_images_drop_root_and_are_offline(target: str) -> None:
-    assert steps_of(target, "USER")[-1].text == "${TIDE_UID}"
-    assert steps_of(target, "ARG")[-1].text == "TIDE_UID=10001"
+def test_images_run_as_vllms_user_and_report_nothing(target: str) -> None:
+    # vLLM's images document user 2000 of group 0, and no user outside of that group.
+    assert steps_of(target, "USER")[-1].text == "${TIDE_UID}:0"
+    assert "TIDE_UID=2000" in [step.text for step in steps_of(target, "ARG")]
     env = dict(
-        pair.split("=") for s in steps_of(target, "ENV") for pair in s.text.split()
+        pair.split("=", 1) for s in steps_of(target, "ENV") for pair in s.text.split()
     )
-    assert env["VLLM_NO_USAGE_STATS"] == env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
+    assert "HF_HUB_OFFLINE" not in env  # `docker run ... Qwen/Qwen3-8B` downloads
+    # A user that the image does not know (OpenShift) has neither of them.
+    assert (env["HOME"], env["USER"]) == ("/home/vllm", "vllm")
+    assert steps_of(target, "WORKDIR")[-1].text == env["HOME"]
     # Below the volume, whose root may be root's: it must be the user's own.
     assert env["TIDE_RUN_DIR"] == "/run/tide/run"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_group_0_may_write_where_something_is_kept(target: str) -> None:
+    (made,) = (s.text for s in steps_of(target, "RUN") if "useradd" in s.text)
+    folders = made.partition('install -d -o "${TIDE_UID}" -g 0 -m 0770')[2]
+    named = folders.partition("&&")[0].split()
+    assert {"/run/tide", "/var/lib/tide", "/home/vllm/.cache"} <= set(named)
+    assert "chmod -R g=u /home/vllm" in made
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_base_preloads_is_kept(target: str) -> None:
+    (env,) = (s.text for s in steps_of(target, "ENV") if "LD_PRELOAD" in s.text)
+    assert "LD_PRELOAD=${LD_PRELOAD:-$PRELOAD}" in env.split()
+    assert 'PRELOAD=""' in [step.text for step in steps_of(target, "ARG")]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_labels_say_what_the_image_is(target: str) -> None:
+    (label,) = steps_of(target, "LABEL")
+    named = dict(
+        re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]*)"', label.text)
+    )
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert named["version"] == config["version"]
+    assert named["licenses"] == config["license"]
+    assert named["base.name"] == "${BASE_IMAGE}"
+    assert named["revision"] == "${REVISION}"
+    arguments = {step.text.partition("=")[0] for step in steps_of(target, "ARG")}
+    assert {"BASE_IMAGE", "REVISION"} <= arguments  # without them they are empty
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -71,6 +108,7 @@ def test_health_check_of_the_server_is_a_program() -> None:
     assert (python, flag) == ("python3", "-c")
     ast.parse(code)
     assert "'/health'" in code
+    assert "os.environ.get('PORT', 8000)" in code
     assert "8000" in [step.text for step in steps_of("serve", "EXPOSE")]
 
 

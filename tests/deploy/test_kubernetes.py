@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,13 @@ from vllm_tide.config import parse_tide
 from vllm_tide.speculative import read_json_object
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "scripts" / "deploy"
-ONE_POD = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-TWO_HOSTS = list(yaml.safe_load_all((DEPLOY / "kubernetes-two-hosts.yaml").read_text()))
+DEPLOY = ROOT / "scripts" / "deploy" / "kubernetes"
+ONE_POD = list(yaml.safe_load_all((DEPLOY / "base" / "pod.yaml").read_text()))
+TWO_HOSTS = list(yaml.safe_load_all((DEPLOY / "two-hosts.yaml").read_text()))
+TAG = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+SERVE, TRAIN = (
+    f"registry.example.com/tide-{name}:{TAG}" for name in ("serve", "train")
+)
 UID = next(
     int(step.text.partition("=")[2])
     for step in read_steps(ROOT / "Dockerfile")
@@ -93,14 +100,16 @@ def test_mounts_and_ports_refer_to_what_is_there(pod: dict[str, Any]) -> None:
 def test_pods_run_without_root_or_rights(pod: dict[str, Any]) -> None:
     user = pod["securityContext"]
     assert user["runAsNonRoot"] is True
-    assert user["runAsUser"] == user["fsGroup"] == UID
+    assert user["runAsUser"] == UID
+    assert user["runAsGroup"] == user["fsGroup"] == 0  # as vLLM's images document
     assert pod["automountServiceAccountToken"] is False
     for item in containers(pod):
         rights = item["securityContext"]
         assert rights["allowPrivilegeEscalation"] is False
         assert rights["capabilities"] == {"drop": ["ALL"]}
         assert "memory" in item["resources"]["limits"]
-        assert item["image"] in ("tide-serve", "tide-train")
+        # With registry and tag: another image of that name would have the models.
+        assert item["image"] in (SERVE, TRAIN)
 
 
 def test_one_pod_shares_pids_memory_run_directory_and_user() -> None:
@@ -112,7 +121,7 @@ def test_one_pod_shares_pids_memory_run_directory_and_user() -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for path in ("/dev/shm", "/run/tide"):  # noqa: S108 - of the container
         assert volumes[paths[path]]["emptyDir"]["medium"] == "Memory"
-    config = read_json_object(str(DEPLOY / "tide.json"))
+    config = read_json_object(str(DEPLOY / "base" / "tide.json"))
     state_dir = parse_tide(config["tide"]).train.state_dir
     assert state_dir is not None
     assert volumes[paths[str(Path(state_dir).parent)]].keys() >= {
@@ -131,7 +140,7 @@ def test_token_becomes_a_private_file_of_the_user() -> None:
 @pytest.mark.parametrize("pod", ALL_PODS)
 def test_trainers_probe_is_a_command_of_ours(pod: dict[str, Any]) -> None:
     for item in pod["containers"]:
-        if item["image"] != "tide-train":
+        if item["image"] != TRAIN:
             continue
         probe = item["livenessProbe"]
         program, *words = probe["exec"]["command"]
@@ -163,7 +172,8 @@ def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("documents", "file"), [(ONE_POD, "tide.json"), (TWO_HOSTS, "tide-spool.json")]
+    ("documents", "file"),
+    [(ONE_POD, "base/tide.json"), (TWO_HOSTS, "tide-spool.json")],
 )
 def test_the_tenants_key_outlives_the_server(
     documents: list[dict[str, Any]], file: str
@@ -182,3 +192,95 @@ def test_nothing_in_the_pod_may_call_out() -> None:
     (policy,) = (doc["spec"] for doc in ONE_POD if doc["kind"] == "NetworkPolicy")
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == []
+
+
+def kustomization(folder: str) -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
+
+
+@pytest.mark.parametrize("folder", ["base", "cuda", "rocm", "monitoring"])
+def test_a_kustomization_names_what_is_there(folder: str) -> None:
+    content = kustomization(folder)
+    assert content["apiVersion"] == "kustomize.config.k8s.io/v1beta1"
+    assert content["kind"] == "Kustomization"
+    for name in content["resources"]:
+        place = (DEPLOY / folder / name).resolve()
+        assert place.is_file() or (place / "kustomization.yaml").is_file()
+    # kustomize reads no file outside of the folder.
+    for one in content.get("configMapGenerator", []):
+        assert all((DEPLOY / folder / name).is_file() for name in one["files"])
+
+
+def test_the_base_makes_the_configuration_that_its_pod_mounts() -> None:
+    (made,) = kustomization("base")["configMapGenerator"]
+    (pod,) = pods(ONE_POD).values()
+    mounted = [v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v]
+    assert mounted == [made["name"]]
+    (file,) = made["files"]
+    assert f"--speculative-config=/etc/tide/{file}" in named(pod, "serve")["args"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "resource"), [("cuda", "nvidia.com/gpu"), ("rocm", "amd.com/gpu")]
+)
+def test_a_gpu_is_a_limit_of_the_server(folder: str, resource: str) -> None:
+    content = kustomization(folder)
+    assert content["resources"] == ["../base"]
+    (entry,) = content["patches"]
+    patch = yaml.safe_load(entry["patch"])
+    deployment = next(doc for doc in ONE_POD if doc["kind"] == "Deployment")
+    for key in ("apiVersion", "kind"):
+        assert patch[key] == deployment[key]
+    assert patch["metadata"]["name"] == deployment["metadata"]["name"]
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container == {"name": "serve", "resources": {"limits": {resource: "1"}}}
+    images = {image["name"]: image["newTag"] for image in content["images"]}
+    assert images == {
+        image.partition(":")[0]: f"{TAG}-{folder}" for image in (SERVE, TRAIN)
+    }
+
+
+def test_server_and_trainer_are_scraped_under_one_job() -> None:
+    (file,) = kustomization("monitoring")["resources"]
+    monitor = yaml.safe_load((DEPLOY / "monitoring" / file).read_text())
+    assert monitor["kind"] == "PodMonitor"
+    (deployment,) = (doc for doc in ONE_POD if doc["kind"] == "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"] == {"matchLabels": labels}
+    (pod,) = pods(ONE_POD).values()
+    ports = {port["name"] for one in containers(pod) for port in one.get("ports", [])}
+    scraped = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
+    assert set(scraped) == ports == {"http", "metrics"}
+    config = parse_tide(read_json_object(str(DEPLOY / "base" / "tide.json"))["tide"])
+    (port,) = named(pod, "train")["ports"]
+    assert port["containerPort"] == config.train.metrics_port
+    (policy,) = (doc["spec"] for doc in ONE_POD if doc["kind"] == "NetworkPolicy")
+    allowed = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert set(scraped) <= allowed
+
+
+@pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])
+def test_caches_outlive_the_pod(documents: list[dict[str, Any]]) -> None:
+    pod = next(iter(pods(documents).values()))
+    mounts = {m["mountPath"]: m["name"] for m in named(pod, "serve")["volumeMounts"]}
+    volume = mounts["/home/vllm/.cache"]
+    claim = next(v for v in pod["volumes"] if v["name"] == volume)
+    assert "persistentVolumeClaim" in claim
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["base", "cuda", "rocm", "monitoring"])
+def test_kustomize_builds_it(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(DEPLOY / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = {doc["kind"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    if folder == "monitoring":
+        assert set(made) == {"PodMonitor"}
+        return
+    pod = made["Deployment"]["spec"]["template"]["spec"]
+    (config,) = (v["configMap"] for v in pod["volumes"] if "configMap" in v)
+    assert config["name"] == made["ConfigMap"]["metadata"]["name"]
+    resources = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+    gpus = [name for name in named(pod, "serve")["resources"]["limits"] if "/" in name]
+    assert gpus == ([resources[folder]] if folder in resources else [])
+    assert "memory" in named(pod, "serve")["resources"]["limits"]

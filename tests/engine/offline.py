@@ -18,6 +18,18 @@ os.environ |= {
 }
 
 
+def by_label(name: str, label: str) -> dict[str, float]:
+    """A metric of ours by one of its labels."""
+    from prometheus_client import REGISTRY
+
+    return {
+        sample.labels[label]: sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == f"vllm_tide:{name}"
+    }
+
+
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
@@ -38,7 +50,6 @@ def main() -> None:
         from v2_on_cpu import verify_adaptively
 
         verify_adaptively(*case["curves"])
-    from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
     policy = None
@@ -95,12 +106,11 @@ def main() -> None:
                 for metric in llm.get_metrics()
                 if hasattr(metric, "value")
             },
-            "prefixes": {  # `get_metrics` leaves out names that are not vLLM's
-                sample.labels["prefix"]: sample.value
-                for metric in REGISTRY.collect()
-                for sample in metric.samples
-                if sample.name == "vllm_tide:prefix_verified_tokens_total"
-            },
+            # `get_metrics` leaves out names that are not vLLM's.
+            "prefixes": by_label("prefix_verified_tokens_total", "prefix"),
+            "prefixes_accepted": by_label("prefix_accepted_tokens_total", "prefix"),
+            "contexts": by_label("step_accepted_tokens_count", "context"),
+            "contexts_accepted": by_label("step_accepted_tokens_sum", "context"),
         }
         if tide is not None and tide.capture is not None:
             report["rows"] = tide.capture.rows

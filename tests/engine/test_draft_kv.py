@@ -80,7 +80,12 @@ def test_a_request_after_the_swap(models, of_b, tmp_path):
         assert got != of_b[1]  # its prefix has the KV of the draft before
         engine.work([AGAIN], params={"max_tokens": 24})
         time.sleep(0.6)  # the workers' next report
-        verified = settled(engine)["prefixes"]
+        report = settled(engine)
+        verified = report["prefixes"]
     assert {"none", "most", "part"} <= set(verified)
     assert "most_old" in verified
     assert all(count > 0 for count in verified.values())
+    # The same steps by their length so far; all prompts are short.
+    accepted = sum(report["prefixes_accepted"].values())
+    assert report["contexts_accepted"] == {"0-1k": accepted}
+    assert 0 < report["contexts"]["0-1k"] <= sum(verified.values())

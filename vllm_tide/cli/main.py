@@ -30,7 +30,7 @@ COMMANDS = (
     ("compare", "Compare two results of `vllm bench serve` or GuideLLM."),
     ("plan", "Say on which accelerators to train, if at all."),
     ("profile", "Measure forward times for speculation control."),
-    ("dashboards", "Write the Grafana dashboard and the Prometheus rules."),
+    ("dashboards", "Write the Grafana boards and the Prometheus rules."),
 )
 
 # Commands of `cli/trainer.py`; the others have a module of their name.

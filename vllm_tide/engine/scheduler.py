@@ -12,6 +12,7 @@ live when the prefix was computed.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -23,6 +24,11 @@ from vllm_tide.engine.server_log import MetricsLine
 from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
+
+
+CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
+"""Labels of a request's length so far (tokens)."""
+_CONTEXT_ENDS = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
 
 
 class Order(TypedDict):
@@ -86,6 +92,8 @@ class SchedulerTide:
         self._old: dict[int, Any] = {}
         self._verified: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
+        # Verify steps by accepted tokens, for each context, since the last report.
+        self._steps: list[Counter[int]] = [Counter() for _ in CONTEXTS]
 
     def control(self, new_requests: Iterable[Any] = ()) -> Order | None:
         """What the next step's workers are told, or None.
@@ -144,6 +152,7 @@ class SchedulerTide:
         prefix = getattr(request, "tide_prefix", "none")
         self._verified[prefix] += drafts
         self._accepted[prefix] += accepted
+        self._steps[bisect_right(_CONTEXT_ENDS, request.num_tokens)][accepted] += 1
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.
@@ -187,8 +196,15 @@ class SchedulerTide:
                 "swap_seconds": self._swap_seconds,
                 "prefix_verified": dict(self._verified),
                 "prefix_accepted": dict(self._accepted),
+                "step_accepted": {
+                    name: dict(steps)
+                    for name, steps in zip(CONTEXTS, self._steps, strict=True)
+                    if steps
+                },
             }
             self._swap_seconds = []
+            for steps in self._steps:
+                steps.clear()
             self._line.observe(stats)
             stats = increments(stats, self._counted)
         return stats
