@@ -11,7 +11,8 @@
 #                    few for the gate's evidence, so a swap is not asked for
 #
 # Installs, patches, inflates the demo target, and replays one stream of prompts, whose
-# domain shifts on the way, against three servers: no speculation, a frozen draft, TIDE.
+# domain shifts on the way, against four servers: no speculation, a frozen draft at the
+# static length that is best before the shift, all but learning, everything.
 # Exit status 0 only if the run was sound (see scripts/bench/README.md).
 #
 # Environment:
@@ -34,7 +35,7 @@ extra=()
 
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 say() { echo "quickstart.sh: [${SECONDS}s] $*"; }
-usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -65,6 +66,7 @@ if [ "${TIDE_NO_INSTALL:-0}" != 1 ]; then
     "$here/scripts/install.sh" --venv "$venv"
 fi
 python=$venv/bin/python
+export TQDM_DISABLE=1  # transformers' bars
 [ -x "$python" ] || die "$python is missing."
 mkdir -p "$build"
 
@@ -79,7 +81,7 @@ if [ ! -f "$inflated/inflated.json" ]; then
     mv "$inflated.tmp" "$inflated"
 fi
 
-say "three arms on one stream"
+say "four arms on one stream"
 set +e
 (
     cd "$here" &&
