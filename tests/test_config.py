@@ -26,8 +26,8 @@ BAD_SECTIONS = [
     ),
     (
         {"zzz": 1},
-        "tide.zzz: unknown key; known: preset, run_dir, capture, train, control, swap, "
-        "schedule, deploy, fresh, spool.",
+        "tide.zzz: unknown key; known: preset, run_dir, capture, train, control, "
+        "test_time, swap, schedule, deploy, fresh, spool.",
     ),
     (
         {"preset": "watch"},

@@ -31,6 +31,7 @@ LAYERS = {
     "capture": 2,
     "draft": 2,
     "train": 3,
+    "memory": 3,
     "plan": 3,
     "engine": 4,
     "doctor": 5,
@@ -38,7 +39,10 @@ LAYERS = {
     "cli": 6,
     "__main__": 7,
 }
-NO_TORCH = ("config", "dashboards", "transport", "patching", "metrics", "compare")
+NO_TORCH = (
+    *("config", "dashboards", "transport", "patching", "metrics", "compare"),
+    *("control", "memory"),
+)
 
 
 @cache

@@ -21,7 +21,8 @@ def full_report(time: int) -> dict[str, object]:
         "rows", "requests", "swaps", "rounds", "draft_steps", "drafted_tokens",
         "verified_tokens", "accepted_tokens", "trimmed_tokens", "probes",
         "hole_tokens", "slo_misses", "plain_seconds", "round_seconds",
-        "malformed_slo", "limits_left_out",
+        "malformed_slo", "limits_left_out", "memory_proposals",
+        "memory_accepted_tokens",
     )  # fmt: skip
     labelled = (
         "dropped", "refused", "faults", "off_rounds", "rounds_by_length",

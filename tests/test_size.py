@@ -15,11 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 37_110,
-    "code tokens": 215_600,
+    "lines": 37_800,
+    "code tokens": 220_600,
     "files": 230,
     "classes": 300,
-    "knobs": 48,
+    "knobs": 49,
     "lines of the longest file": 550,
 }
 NOT_CODE = {

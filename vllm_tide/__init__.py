@@ -20,7 +20,8 @@ The way of one step, and who runs each part:
    all ranks (`engine/scheduler.py`), and `engine/install.py` installs it.
 8. Numbers travel worker, scheduler, API server, `/metrics` (`metrics.py`).
 
-Imports point one way: config, transport, capture and draft, train and engine, cli.
+Imports point one way: config, transport, capture and draft, train, memory and engine,
+cli.
 Only `engine/` imports vLLM.
 
 Glossary (one term per concept; a new term needs a line here):
@@ -33,6 +34,8 @@ Glossary (one term per concept; a new term needs a line here):
 * *confidence*: probability that the draft gives a token it drafted; *acceptance*:
   share of verified tokens that the target keeps; *acceptance length*: tokens per
   verify step.
+* *memory*: drafts from a request's own text (`memory/`), which need no draft pass;
+  *proposal*: its tokens for a step; *match*: how many tokens before it occurred before.
 * *row*: hidden states and token of one position; *record*: a request's rows of one
   step, as they travel; *sample*: what is trained on, rows of one request.
 * *held-out*: never trained on; *candidate*: a draft of the trainer that is not

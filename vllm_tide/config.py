@@ -247,6 +247,19 @@ class ControlConfig(_Section):
     )
 
 
+class TestTimeConfig(_Section):
+    """Adaptation inside one generation."""
+
+    __test__ = False  # to pytest
+
+    memory: Literal["off", "ngram"] = Field(
+        "off",
+        description="Draft from the request's own text where that has been right more "
+        "often than the draft: `ngram` looks its last tokens up (Model Runner V1, "
+        "greedy drafts).",
+    )
+
+
 class SwapConfig(_Section):
     """Installation of a published draft."""
 
@@ -280,6 +293,7 @@ class TideConfig(_Section):
     capture: CaptureConfig = CaptureConfig.model_validate({})
     train: TrainConfig = TrainConfig.model_validate({})
     control: ControlConfig = ControlConfig.model_validate({})
+    test_time: TestTimeConfig = TestTimeConfig.model_validate({})
     swap: SwapConfig = SwapConfig.model_validate({})
     schedule: ScheduleConfig = ScheduleConfig.model_validate({})
     deploy: DeployConfig = DeployConfig.model_validate({})

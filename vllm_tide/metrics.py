@@ -61,6 +61,12 @@ ENGINE = (
     _counter("verified_tokens", "Drafted tokens sent to verification."),
     _counter("accepted_tokens", "Verified tokens accepted."),
     _counter("trimmed_tokens", "Drafted tokens left out of verification."),
+    _counter(
+        "memory_proposals",
+        "Drafts verified of a request and step that were found in its own text "
+        "(tide.test_time.memory); other counts of drafts leave them out, vLLM's not.",
+    ),
+    _counter("memory_accepted_tokens", "Accepted tokens of these."),
     _counter("probes", "Shadow probes while drafting was off."),
     _counter(
         "hole_tokens",

@@ -66,6 +66,7 @@ class Row:
     finished: bool = False
     tenant: int = 0
     verify_chance: float = 1.0
+    memory: bool = False
 
 
 class Times:

@@ -39,6 +39,8 @@ def report(tick: int) -> dict[str, Any]:
         "verified_tokens": 28,
         "accepted_tokens": 20,
         "trimmed_tokens": 2,
+        "memory_proposals": 2,
+        "memory_accepted_tokens": 4,
     }
     return {
         **{name: tick * number for name, number in per_tick.items()},

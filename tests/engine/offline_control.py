@@ -1,14 +1,17 @@
 """Runs real vLLM offline under a scripted policy; records every drafted token.
 
 Argument: JSON case with `scripts`, one after the other from an empty cache: of each
-engine step, cycled, how many draft steps, and which share of the drafts is verified.
-Prints a `REPORT {...}` for each.
+engine step, cycled, how many draft steps, and which share of the drafts is verified; or
+the name of a real policy. Prints a `REPORT {...}` for each.
+
+With `garbage` the memory proposes random tokens at every place.
 """
 
 import json
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -35,6 +38,7 @@ class Scripted:
         self.confidences: list[list[float]] = []
         self.probes: list[list[float]] = []
         self.outcomes = {"verified": 0, "accepted": 0, "emitted": 0}
+        self.memory = self.remembered = None
 
     def plan(self, batch, now):
         """The script's next line."""
@@ -42,6 +46,7 @@ class Scripted:
 
         self.round += 1
         self.size = len(batch.slots)
+        self.memory = batch.memory
         self.limit = self.script[self.round % len(self.script)]
         self.drafted = 0
         return Plan(self.limit[0], "script", bool(self.limit[2]))
@@ -58,9 +63,17 @@ class Scripted:
         import numpy as np
 
         most = min(self.limit[1], self.drafted)
+        lengths = np.full(self.size, most)
         if self.limit[1] < 0:
-            return self.random.integers(0, self.drafted + 1, self.size)
-        return np.full(self.size, most)
+            lengths = self.random.integers(0, self.drafted + 1, self.size)
+        self.remembered = None
+        if self.memory is not None:
+            # Any of either source, at any length.
+            there = (self.memory.survival >= 0).sum(axis=0)
+            self.remembered = (self.random.random(self.size) < 0.6) & (there > 0)
+            other = self.random.integers(0, there + 1)
+            lengths = np.where(self.remembered, other, lengths)
+        return lengths
 
     def observe(self, outcome):
         """Add up what the adapter reports."""
@@ -88,6 +101,35 @@ class Scripted:
         return {"rounds": self.round, "draft_steps": 0, "length_hist": []}
 
 
+def policy_of(script, control):
+    """The policy of a script, or the real one of that name."""
+    from vllm_tide.control.online_time import OnlineTime
+    from vllm_tide.control.policies import ControlSettings, make_policy
+
+    if not isinstance(script, str):
+        return Scripted(script, 0)
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(root), str(root / "scripts")]
+    from tests.control.toys import published
+
+    most = control.num_speculative_tokens
+    settings = ControlSettings(k_max=most, max_requests=control.capacity)
+    return make_policy(script, settings, OnlineTime(published("Llama-3.3-70B")))
+
+
+def propose_garbage(memory):
+    """Have a memory that is always certain, of anything."""
+    import numpy as np
+
+    random, most = np.random.default_rng(0), len(memory.index._ahead)
+
+    def propose(slots, text):
+        tokens = random.integers(0, 256, (len(slots), most))
+        return tokens, np.full(len(slots), 16)
+
+    memory.index.propose = propose
+
+
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
@@ -103,6 +145,8 @@ def main() -> None:
     def start(worker, control, config):
         control.policy = Scripted([[0, 0, 0]], 0)
         steered.append((worker, control))
+        if case.get("garbage"):
+            propose_garbage(control._memory)
 
     policy_start.start_policy = start
     speculative = case["speculative_config"]
@@ -157,17 +201,20 @@ def main() -> None:
             # No script finds what another has drafted.
             for cache in worker.model_runner.kv_caches:
                 cache.zero_()
-            control.policy = policy = Scripted(script, 0)
+            control.policy = policy = policy_of(script, control)
+            proposed = control._memory_count.copy()
             drafts.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
         if steered:
             report |= {
                 "drafts": drafts,
-                "probes": policy.probes,
+                "probes": getattr(policy, "probes", []),
                 "written": written[0],
-                "confidences": policy.confidences,
-                "outcomes": policy.outcomes,
+                "confidences": getattr(policy, "confidences", []),
+                "outcomes": getattr(policy, "outcomes", {}),
+                "memory": (control._memory_count - proposed).tolist(),
+                "counts": policy.stats(),
                 "asked": asked[0],
                 "holes": control._backlog.holes,
                 "lost": control.policy is None,

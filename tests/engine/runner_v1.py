@@ -25,12 +25,20 @@ def request(**xargs):
 
 
 class Engine:
-    """Requests that decode, and one step over them; `replace` brings others."""
+    """Requests that decode, and one step over them; `replace` brings others.
 
-    def __init__(self, agree=lambda value: value, leader=True, reqs=REQS, **config):
+    The target says 7 for ever; the draft says 1.
+    """
+
+    def __init__(
+        self, agree=lambda value: value, leader=True, reqs=REQS, memory=False, **config
+    ):
         self.reqs, self.ended = list(reqs), []
         self.batch = SimpleNamespace(
-            req_ids=self.reqs, num_computed_tokens_cpu=np.full(len(reqs), 50)
+            req_ids=self.reqs,
+            num_computed_tokens_cpu=np.full(len(reqs), 50),
+            num_tokens_no_spec=np.full(len(reqs), 51),
+            token_ids_cpu=np.arange(2000 * len(reqs), dtype=np.int32).reshape(-1, 2000),
         )
         runner = SimpleNamespace(
             max_num_reqs=2 * len(reqs),
@@ -44,7 +52,7 @@ class Engine:
         )
         self.runner = runner
         config = ControlConfig(**{"policy": "threshold"} | config)
-        self.control = ControlV1(runner, config, K, 1, 4, agree, leader)
+        self.control = ControlV1(runner, config, K, 1, 4, agree, leader, memory)
         self.drafts = {}
 
     def replace(self, place, name, **xargs):
@@ -53,13 +61,14 @@ class Engine:
         self.reqs[place] = name
         self.runner.requests[name] = request(**xargs)
         self.batch.num_computed_tokens_cpu[place] = 0
+        self.batch.num_tokens_no_spec[place] = PROMPT
 
     def remove(self):
         """The last request ends."""
         self.ended.append(self.reqs.pop())
 
     def step(self, sure=0.9):
-        """One step whose drafts are all rejected; passes that ran, drafts to come."""
+        """One step; passes that ran, drafts to come. The draft's are all rejected."""
         control, reqs = self.control, self.reqs
         num = len(reqs)
         spec = {r: d for r, d in self.drafts.items() if d and r in reqs}
@@ -79,6 +88,9 @@ class Engine:
         self.ended = []
         sampled = torch.full((num, 1 + K), -1)
         sampled[:, 0] = 7
+        for i, r in enumerate(reqs):
+            accepted = list(spec.get(r, ())).count(7)  # of one source, so all or none
+            sampled[i, : 1 + accepted] = 7
         features = [torch.zeros(128, 4)]
         steps, more = 0, True
         planned = control.plan(output, sampled, features, None)
@@ -93,5 +105,8 @@ class Engine:
         made = control.choose(reqs, [[1] * steps for _ in reqs])
         self.drafts = dict(zip(reqs, made, strict=False))
         for i in range(num):
-            computed[i] += 1 if computed[i] else PROMPT
+            emitted, known = int((sampled[i] >= 0).sum()), self.batch.num_tokens_no_spec
+            self.batch.token_ids_cpu[i, known[i] : known[i] + emitted] = 7
+            computed[i] += emitted if computed[i] else PROMPT
+            known[i] += emitted
         return planned, [len(self.drafts.get(r, ())) for r in reqs]

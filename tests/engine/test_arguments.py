@@ -80,6 +80,36 @@ def test_a_draft_that_does_not_fit_is_refused(
     assert sentence in said
 
 
+@pytest.mark.parametrize("policy", ["static", "adaspec"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"draft_sample_method": "probabilistic"},
+            "tide.test_time.memory: a token of the memory's has no draft probability, "
+            "which draft_sample_method 'probabilistic' needs; set that to 'greedy', or "
+            "the memory to 'off'.",
+        ),
+        ({"parallel_drafting": True}, "parallel_drafting: tide."),
+        ({"disable_padded_drafter_batch": True}, "disable_padded_drafter_batch: tide."),
+        ({"draft_sample_method": "greedy"}, None),
+        ({}, None),
+    ],
+)
+def test_drafts_that_a_memory_cannot_stand_beside_are_refused(
+    policy, change, said, target, target_dir, tmp_path
+):
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    section = {"test_time": {"memory": "ngram"}, "control": {"policy": policy}}
+    config = {"method": "eagle3", "model": str(draft), "tide": section, **change}
+    if said is None:
+        check_speculative_config(config, target)
+    else:
+        assert refusal(config, target).startswith(said)
+
+
 def test_missing_and_unreadable_drafts(target, tmp_path):
     assert refusal({"tide": {}}, target).startswith("model: missing;")
     absent = str(tmp_path / "absent")
@@ -369,6 +399,11 @@ def vllm_error(said: str) -> ValidationError:
             {"draft_sample_method": "probabilistic"},
             "draft_sample_method: with 'probabilistic' tide does not see",
         ),
+        (
+            {"tide": {"test_time": {"memory": "ngram"}}},
+            "tide.test_time.memory: 'ngram' needs Model Runner V1, which a CPU has; "
+            "set it to 'off', or VLLM_USE_V2_MODEL_RUNNER to 0 on a CPU.",
+        ),
         ({"tide": {"control": {"policy": "threshold"}}}, None),
         ({"tide": {"control": {"policy": "adaspec", "profile": "x"}}}, None),
         ({}, None),
@@ -453,6 +488,9 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
         speculative_config=Config(tide={"control": {"policy": "adaspec"}}),
     )
     with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
+        check_engine_config(config)
+    config.speculative_config.tide = {"test_time": {"memory": "ngram"}}
+    with pytest.raises(ConfigError, match="mixture of experts .* set it to 'off'"):
         check_engine_config(config)
     config.speculative_config.tide = {"control": {"min_gain": 0.1}}
     check_engine_config(config)

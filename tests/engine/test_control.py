@@ -58,6 +58,7 @@ def run_each(models: Any, run_dir: Path, scripts: list[Any], **case: Any) -> lis
     speculative = None
     if scripts != [None]:
         control = {"policy": "adaspec", **case.pop("control", {})}
+        test_time = case.pop("test_time", {})
         speculative = {
             "method": "eagle3",
             "model": str(models[1]),
@@ -67,6 +68,7 @@ def run_each(models: Any, run_dir: Path, scripts: list[Any], **case: Any) -> lis
                 "capture": {"enabled": False},
                 "swap": {"enabled": False},
                 "control": control,
+                "test_time": test_time,
             },
         }
     work = {

@@ -177,6 +177,15 @@ def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
     assert {chance for _, _, chance in told} == {1.0, 0.125}
 
 
+def test_a_record_says_that_its_drafts_were_the_memory_s(step):
+    for light in (False, True):
+        one = step()
+        one.reader.set_collect(Collect.LIGHT if light else Collect.FULL)
+        one.capture.remembered = {"b", "x"}
+        told = [r.memory for r in one.run(aux=not light) if not r.finished]
+        assert told == [False, True] * (len(told) // 2) and told
+
+
 def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
     for resumed in (False, True):
         one = step("topk")

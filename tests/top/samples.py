@@ -37,6 +37,7 @@ def page_text(tide=True, **changed):
         "plain_seconds": 0.0,
         "round_seconds": 0.0,
         "faults": {},
+        "memory": (0, 0),
     } | changed
     lines = []
 
@@ -65,6 +66,9 @@ def page_text(tide=True, **changed):
         add("vllm_tide:draft_steps", "counter", totals["steps"])
         add("vllm_tide:plain_seconds", "counter", totals["plain_seconds"])
         add("vllm_tide:round_seconds", "counter", totals["round_seconds"])
+        proposals, from_memory = totals["memory"]
+        add("vllm_tide:memory_proposals", "counter", proposals)
+        add("vllm_tide:memory_accepted_tokens", "counter", from_memory)
         for reason, count in totals["dropped"].items():
             add("vllm_tide:dropped_rows", "counter", count, reason=reason)
         for reason, count in totals["off"].items():

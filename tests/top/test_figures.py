@@ -41,6 +41,14 @@ def test_acceptance_is_vllm_s_definition_now_and_since_the_start():
     assert found["acceptance_by_position"] == [300 / 400, 80 / 400, 20 / 400]
 
 
+def test_acceptance_leaves_out_what_the_memory_drafted():
+    memory = {"memory": (100, 200)}
+    found = server_figures(history({}, memory), URL)
+    assert found["acceptance_length"] == 1 + (400 - 200) / (400 - 100)
+    every = {"drafts": 400, "accepted": 600, "memory": (400, 600)}
+    assert server_figures(history({}, every), URL)["acceptance_length_total"] is None
+
+
 def test_the_chosen_length_and_why_drafting_was_off():
     found = server_figures(history(), URL)
     assert found["draft_length"] == (1900 - 900) / (1000 - 500)

@@ -182,6 +182,15 @@ def test_rejected_rows_become_a_branch_when_asked_for():
     assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
 
 
+def test_rejected_rows_of_the_memory_are_no_branch_and_its_accepted_ones_are_taught():
+    assembler = Assembler(WIDTH, "float32", max_branches=4)
+    for start, memory in ((2, False), (4, True)):
+        assembler.add(replace(_verify(start, 5, accepted=1), memory=memory), 0.0)
+    (sample,) = assembler.flush()
+    assert [branch.position for branch in sample.branches] == [3]
+    assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
+
+
 def test_malformed_records_are_counted_not_raised():
     assembler = Assembler(WIDTH + 1, "float32")
     assert assembler.add(_verify(2, 4), 0.0) == []

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_tide.config import DeployConfig
+from vllm_tide.train.canary import Canary
 from vllm_tide.train.groups import Groups
 from vllm_tide.train.served import ServedRequests, bucket_of
 
@@ -15,7 +17,7 @@ PREFILL, VERIFY = 0, 1
 
 def record(
     start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False,
-    first=0, cost=1.0, concurrency=4, chance=1.0,
+    first=0, cost=1.0, concurrency=4, chance=1.0, memory=False,
 ):  # fmt: skip
     """A record as the ring gives it; VERIFY when `accepted` is given."""
     verify = accepted is not None
@@ -32,6 +34,7 @@ def record(
         cost=cost,
         concurrency=concurrency,
         verify_chance=chance,
+        memory=memory,
     )
 
 
@@ -75,6 +78,69 @@ def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
     assert request.tries == pytest.approx(1 + 1 + 10)
     assert request.hits == pytest.approx(1 + 10)
     assert request.squares == pytest.approx(1 + 1 + 100)
+
+
+def test_steps_in_which_the_memory_drafted_say_nothing_of_the_draft():
+    shown = [record(10, 4, 2, cost=1.5), record(17, 3, 0), record(18, 1, 0)]
+    hidden = [
+        record(13, 4, 3, cost=1.1, memory=True),
+        record(19, 4, 0, memory=True),
+        record(20, 1, 0, memory=True),  # nothing of it was worth verifying
+    ]
+    groups = [Groups(), Groups()]
+    begin = record(0, 10)
+    (without,) = serve(begin, *shown, farewell(), groups=groups[0])
+    both = shown[0], hidden[0], *shown[1:], *hidden[1:]
+    (among,) = serve(begin, *both, farewell(), groups=groups[1])
+    assert among.cells == without.cells
+    for name in ("tries", "hits", "squares", "versions", "whole"):
+        assert getattr(among, name) == getattr(without, name), name
+
+
+def played(random, version, level, number, marked):
+    """Records of a request half of whose steps the memory drafts for, all right."""
+    at = 10
+    yield record(0, 10, key=number, version=version)
+    for _ in range(24):
+        for memory in (False, True):
+            if memory and marked is None:
+                continue
+            hits = [memory or random.random() < level for _ in range(3)]
+            accepted = 3 if all(hits) else hits.index(False)
+            step = record(at, 4, accepted, key=number, version=version, cost=1.2)
+            step.memory = bool(memory and marked)
+            yield step
+            at += accepted + 1
+    yield farewell(number)
+
+
+def verdict_on(level, marked):
+    """What the canary says of a draft of that level after one of 0.6."""
+    random, served = np.random.default_rng(0), ServedRequests()
+    canary, number = Canary(DeployConfig()), 0
+    for version, each in ((1, 0.6), (2, level)):
+        if version == 2:
+            canary.begin("", 2)
+        for _ in range(96):
+            number += 1
+            if version == 2:
+                canary.look()
+                if (verdict := canary.poll()) is not None:
+                    return verdict
+            # Draws of the draft are the same with and without the memory.
+            random = np.random.default_rng(number)
+            for step in played(random, version, each, number, marked):
+                for request in served.add(step, "", 0.0):
+                    canary.observe(request)
+    raise AssertionError("undecided")
+
+
+@pytest.mark.parametrize("level", [0.05, 0.45])
+def test_a_bad_draft_is_taken_back_as_soon_with_the_memory_as_without(level):
+    without, marked = verdict_on(level, None), verdict_on(level, marked=True)
+    assert (marked.decision, marked.requests) == ("rollback", without.requests)
+    hidden = verdict_on(level, marked=False)  # if nothing said which drafts are whose
+    assert hidden.comparison.change > 0.6 * marked.comparison.change, "half of it"
 
 
 def test_first_token_acceptance_does_not_move_with_the_lengths_that_control_chooses():

@@ -58,6 +58,7 @@ def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
         teacher_topk_logprobs=logprobs if topk else None,
         teacher_tail_logprob=np.full(rows, -np.inf, np.float32) if topk else None,
         sampled=bool(seed % 2),
+        memory=seed % 5 == 4,
         concurrency=int(rng.integers(2**10)),
         cost=float(rng.random(dtype=np.float32) + np.float32(0.5)),
         verify_chance=float(rng.random(dtype=np.float32)),

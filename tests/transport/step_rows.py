@@ -21,7 +21,8 @@ def request_rows(tickets: list[Ticket], chance: float = 1.0, **columns) -> Reque
     n = len(tickets)
     made = {name: np.broadcast_to(columns.get(name, 0), n) for name in COLUMNS}
     made = {name: np.array(values, np.int64) for name, values in made.items()}
-    return RequestRows(tickets, verify_chance=np.full(n, chance), **made)
+    memory = np.arange(n) % 2 == 1
+    return RequestRows(tickets, verify_chance=np.full(n, chance), memory=memory, **made)
 
 
 def expected(
@@ -64,6 +65,7 @@ def expected(
             concurrency=step.concurrency,
             cost=float(np.float32(step.cost)),
             verify_chance=float(np.float32(requests.verify_chance[i])),
+            memory=requests.memory is not None and bool(requests.memory[i]),
         )
         if verifies and step.drafted_by is not None:
             record = replace(record, draft_version=step.drafted_by)

@@ -454,6 +454,6 @@ def test_a_ring_of_another_format_is_refused_with_a_sentence(monkeypatch):
     with monkeypatch.context() as older:
         older.setattr("vllm_tide.transport.ring.FORMAT_VERSION", 1)
         writer = RingWriter.create(make_spec(), 4096)
-    with pytest.raises(TransportError, match="has format 1, this process speaks 4"):
+    with pytest.raises(TransportError, match="has format 1, this process speaks 5"):
         RingReader.attach(writer.name)
     writer.close()

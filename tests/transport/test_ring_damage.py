@@ -123,7 +123,7 @@ def test_a_record_of_format_1_is_refused_with_a_sentence(num_rows):
     _shm.gather(body, 0, parts)
     older = np.delete(body, np.s_[72:80])
     older[71] = 0
-    with pytest.raises(RecordError, match="record of format 1, .*speaks 4"):
+    with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
         decode(older.data)
 
 

@@ -149,8 +149,9 @@ def test_a_meta_described_at_once_has_the_bytes_of_one_alone():
             if hasattr(record, name):
                 at_once[name] = getattr(record, name)
         at_once["rows"], at_once["feature_width"] = record.features.shape
-        at_once["topk"], at_once["format"] = 3, 4
+        at_once["topk"], at_once["format"] = 3, 5
         at_once["flags"] = record.finished | 4 | 8 * record.sampled
+        at_once["flags"] |= 16 * record.memory
         assert at_once.tobytes() == alone
 
 

@@ -19,6 +19,7 @@ from vllm_tide.transport.record import (
     FINISHED,
     FORMAT_VERSION,
     HIDDEN,
+    MEMORY,
     META,
     SAMPLED,
     TOPK,
@@ -62,7 +63,7 @@ class StepRows:
 
 @dataclass(slots=True)
 class RequestRows:
-    """The requests of a step that are captured; arrays are int64 [n] but for the last.
+    """The requests of a step that are captured; arrays are int64 [n] if not said.
 
     Attributes:
         low: First row of each among `StepRows.features`, and `hidden`.
@@ -77,6 +78,7 @@ class RequestRows:
         next_token: The sampled one that follows the last real row (a placeholder may be
             accepted by chance); -1 if nothing was sampled.
         verify_chance: float [n]; see `Record`.
+        memory: bool [n]; see `Record`. None: False of all.
     """
 
     tickets: list[Ticket]
@@ -91,6 +93,7 @@ class RequestRows:
     committed: np.ndarray
     next_token: np.ndarray
     verify_chance: np.ndarray
+    memory: np.ndarray | None = None
 
 
 def lay_out(
@@ -131,6 +134,8 @@ def lay_out(
     metas["teacher_start"] = taught - low
     metas["phase"] = np.where(final & verify[of], Phase.VERIFY, Phase.PREFILL)
     metas["flags"] = SAMPLED * np.array([t.sampled for t in requests.tickets])[of]
+    if requests.memory is not None:
+        metas["flags"] |= np.where(requests.memory[of], MEMORY, 0).astype(np.uint8)
     metas["concurrency"] = step.concurrency
     metas["cost"] = step.cost
     metas["verify_chance"] = requests.verify_chance[of]

@@ -132,8 +132,9 @@ class AdaSpecPolicy:
     """AdaSpec's control.
 
     Order of calls: `plan`; if it says to draft, `go_on` after each draft step until it
-    is False or the plan's steps are done, then `choose`; `observe` once the target has
-    sampled. `add` and `drop` when a request begins and ends, between rounds.
+    is False or the plan's steps are done; then, or where `Batch.memory` is, `choose`;
+    `observe` once the target has sampled. `add` and `drop` when a request begins and
+    ends, between rounds.
 
     Args:
         time: Time model, refined by what `observe` is given.
@@ -142,6 +143,7 @@ class AdaSpecPolicy:
     Attributes:
         verify_chance: float64 [n], of what `choose` chose: the chance with which the
             first token of each draft is verified (`Record.verify_chance`).
+        remembered: bool [n], where `choose` chose the memory's; None if it has none.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class AdaSpecPolicy:
         share = _EXPLORE_SHARE * settings.probe_share * settings.explore
         self._exploration = Exploration(share)
         self.verify_chance = np.empty(0)
+        self.remembered: np.ndarray | None = None
         # Per round of a lot, [K, n] views are cut out of these.
         self._space = np.empty((_LOT, 3 * k * capacity))
         self._survival_space = np.empty((_LOT, k * capacity), np.float32)
@@ -171,6 +174,7 @@ class AdaSpecPolicy:
         self._bar_tokens = 0.0  # per request of a round
         self._bar_seconds = 0.0  # over plain seconds
         self._step = 0
+        self._from_memory = 0  # tokens that `choose` took of the memory's
         self._trial = False
         self._trials = 0  # that are still to come in a row
         self._unanswered = 0
@@ -212,9 +216,15 @@ class AdaSpecPolicy:
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
         self._count["slo_misses"] += costs.missed
+        room = self._room = batch.room  # of requests that the draft is of use to
+        if batch.memory is not None:
+            gains = self.history.accepted(batch.slots, np.minimum(room, most))
+            room = self._room = batch.memory.left_to_draft(room, gains)
+            if not room.any():
+                return self._stay_off("memory")
         enough = self.gate.threshold if self.gate.on else np.inf
         limited = costs.limit < costs.loose
-        forecast = self.drafter.begin(batch.slots, batch.room, costs, enough)
+        forecast = self.drafter.begin(batch.slots, room, costs, enough)
         if limited and costs.limit == costs.loose:
             self._count["limits_left_out"] += 1
         elif batch.asked is not None:
@@ -268,19 +278,24 @@ class AdaSpecPolicy:
         if self._least_room < step:
             row[batch.room < step] = ABSENT
         return self.drafter.go_on(
-            step, self._depth, survival, batch.room, costs, self._bar
+            step, self._depth, survival, self._room, costs, self._bar
         )
 
     def choose(self) -> np.ndarray:
-        """int64 [n], draft tokens of each request to verify: at most step and room."""
+        """int64 [n], tokens of each request to verify, of what `remembered` says."""
         batch, step = self._batch, self._step
         assert batch is not None  # noqa: S101
         n = len(batch)
-        if not step:
+        if not step and batch.memory is None:
             return np.zeros(n, np.int64)
         costs, survival = self._costs, self._survival[:step]
-        seconds = costs.target[: step * n + 1] + float(costs.draft[step])
-        whole = np.minimum(batch.room, step)
+        whole = drafted = np.minimum(batch.room, step)
+        if batch.memory is not None:
+            survival, whole, self.remembered = batch.memory.merge(survival, drafted)
+        if not step:  # nothing was forecast: what was reached lately
+            reached = n / costs.plain * self._bar_tokens
+            self._bar = reached / self._bar_seconds if self._bar_seconds else None
+        seconds = costs.target[: len(survival) * n + 1] + float(costs.draft[step])
         if self._settings.verify:
             choice = select(survival, n, seconds, costs.limit, self._bar)
             if costs.limit < costs.loose:
@@ -290,16 +305,22 @@ class AdaSpecPolicy:
                     choice = free
                     self._count["limits_left_out"] += 1
             expected, spent = choice.tokens, choice.seconds
-            lengths = self._exploration.widen(choice.lengths, whole, seconds)
+            lengths = choice.lengths
+            if self.remembered is not None:  # what is cut there is graded all the same
+                whole = np.where(self.remembered, lengths, whole)
+            if step:
+                lengths = self._exploration.widen(lengths, whole, seconds)
         else:
             lengths = whole
             expected = n + float(np.maximum(survival, 0.0).sum())
             spent = float(seconds[int(whole.sum())])
-        total, drafted = int(lengths.sum()), int(whole.sum())
+        total = int(lengths.sum())
+        if self.remembered is not None:
+            self._from_memory = int(lengths[self.remembered].sum())
         self.verify_chance = self._exploration.verify_chance(lengths)
         self._predicted = (expected, float(seconds[total]))
-        self._count["drafted_tokens"] += drafted
-        self._count["trimmed_tokens"] += drafted - total
+        self._count["drafted_tokens"] += int(drafted.sum())
+        self._count["trimmed_tokens"] += int(drafted.sum()) - total + self._from_memory
         keep = 1.0 - n / (n + _BAR_REQUESTS)
         self._bar_tokens = keep * self._bar_tokens + expected / n
         self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
@@ -388,8 +409,10 @@ class AdaSpecPolicy:
             self._row[self._batch.slots] = -1
         self._batch = batch
         self._planned_at = now
-        self._step = 0
+        self._step = self._from_memory = 0
+        self._survival = self._survival_space[0, :0].reshape(0, len(batch))
         self._trial = False
+        self.remembered = None
         self._row[batch.slots] = np.arange(len(batch))
         self._count["rounds"] += 1
 
@@ -397,6 +420,7 @@ class AdaSpecPolicy:
         self._study()
         self._off[reason] += 1
         self._count["probes"] += probe
+        self._exploration.draw(0, allowed=False)
         if not self.gate.on:
             self._off_at = self._count["rounds"]
         if reason != "no_room":
@@ -513,7 +537,8 @@ class AdaSpecPolicy:
         self._against_plain.add(self._costs.plain, emitted, seconds * rounds, idle)
         predicted = self._predicted[1]
         record = self.gate.drafting if step else self.gate.plain
-        record.add_time(predicted, seconds)
+        if step or not self._from_memory:  # else it is a round of neither kind
+            record.add_time(predicted, seconds)
         if step:
             self.gate.plain.fade()
         before, measured = self._seconds

@@ -17,6 +17,62 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class Proposals:
+    """Drafts from the requests' own texts (`vllm_tide.memory`), beside the draft's.
+
+    Attributes:
+        survival: float32 [K, n], probability that token j of the proposal and all
+            before it are accepted; below 0 where there is no such token.
+        drafted: float32 [K, n], the same of the draft's tokens, by counts; None for a
+            policy that knows better.
+        look: The draft is to run even if no request needs it: else nothing would be
+            learnt of it where the memory is better for long.
+    """
+
+    survival: np.ndarray
+    drafted: np.ndarray | None = None
+    look: bool = False
+
+    def better(self, drafted: np.ndarray) -> np.ndarray:
+        """True where the proposal has the larger sum of survivals; bool [n].
+
+        Args:
+            drafted: float [s, n], survivals of the draft's tokens.
+        """
+        worth = [np.maximum(s, 0.0).sum(axis=0) for s in (self.survival, drafted)]
+        return np.asarray(worth[0] > worth[1])
+
+    def left_to_draft(self, room: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """`Batch.room`, 0 where the proposal is worth more than is expected of a draft.
+
+        Args:
+            accepted: float [n], tokens of the draft expected to be accepted.
+        """
+        if self.look:
+            return room
+        return np.where(self.better(accepted[None]), 0, room)
+
+    def merge(
+        self, drafted: np.ndarray, size: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What stands for each request: the better one of draft and proposal.
+
+        Args:
+            drafted: float32 [s, n], survivals of the draft's tokens.
+            size: int64 [n], how many of them each request has.
+
+        Returns:
+            float32 [k, n] survivals; int64 [n] tokens; bool [n] True for the proposal.
+        """
+        better = self.better(drafted)
+        size = np.where(better, (self.survival >= 0).sum(axis=0), size)
+        survival = np.full((int(size.max()), len(size)), -1.0, np.float32)
+        survival[: len(drafted)] = drafted[: len(survival)]
+        survival[:, better] = self.survival[: len(survival), better]
+        return survival, size, better
+
+
+@dataclass(slots=True)
 class Batch:
     """The requests of one step, between sampling and drafting.
 
@@ -34,6 +90,7 @@ class Batch:
         first_rows: Rows of the first draft pass (committed and rejected rows too).
         catchup_rows: Missed rows to catch up before drafting; 0 while drafting.
         prefill: Prefill rows expected in the next target step; 0 if unknown.
+        memory: Drafts that need no draft pass; None if there are none.
     """
 
     slots: np.ndarray
@@ -45,6 +102,7 @@ class Batch:
     catchup_rows: int = 0
     prefill: int = 0
     asked: np.ndarray | None = None
+    memory: Proposals | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -56,8 +114,9 @@ class Plan:
 
     Attributes:
         steps: Most draft steps; 0: do not draft.
-        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo", "override"
-            or "check" (to measure what a round takes undrafted).
+        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo", "override",
+            "memory" (all requests have better proposals) or "check" (to measure what a
+            round takes undrafted).
         probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
             `steps` >= 1: this round is a trial while speculation is off.
         rest: With `steps` 0: rounds of about as many requests, none with a limit, that
@@ -80,7 +139,8 @@ class Outcome:
 
     Attributes:
         slots: int64 [n].
-        verified: int64 [n], draft tokens that were sent to verification.
+        verified: int64 [n], tokens of the draft that were sent to verification; 0 of a
+            request whose proposal was the memory's.
         accepted: int64 [n], 0..verified.
         emitted: int64 [n], tokens emitted; 0 for a prefill chunk.
         now: Time at which this is known (s), on the clock given to `Policy.plan`.

@@ -113,6 +113,13 @@ class History:
         np.subtract(1.0, share[n:], out=share[:n])
         return both, share
 
+    def accepted(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Tokens expected to be accepted of the first `length` drafted ones, [n]."""
+        both, share = self.classes(slots)
+        last = np.tile(np.maximum(length, 1) - 1, 2)
+        gains = (self.gains[0][both, last] * share).reshape(2, -1).sum(axis=0)
+        return np.asarray(np.where(length > 0, gains, 0.0))
+
     def expected(self) -> np.ndarray:
         """Mean conditional acceptance of positions 1..K at the workload's level."""
         survival = self.survival @ CHANCE

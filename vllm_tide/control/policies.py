@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings, totals
-from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.batch import Batch, Outcome, Plan, Proposals
 from vllm_tide.control.calibration import HALF_LIFE_TOKENS
 from vllm_tide.control.costs import Times
 from vllm_tide.control.slo import SloBook
@@ -50,6 +50,8 @@ class _Baseline:
         self._time = time
         self._book = book
         self._room = np.zeros(0, np.int64)
+        self._memory: Proposals | None = None
+        self.remembered: np.ndarray | None = None
         self._step = 0
         self._open = False
         self._count: Counter[str] = Counter()
@@ -66,12 +68,16 @@ class _Baseline:
         """The draft has new weights."""
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        self._room = batch.room
+        self._room, self._memory, self.remembered = batch.room, batch.memory, None
         self._step = 0
         self._open = True
         self._count["rounds"] += 1
         most = min(int(batch.room.max()), self._k) if len(batch) else 0
         reason = "" if most else "no_room"
+        if most and batch.memory is not None:
+            gains = np.maximum(_drafted(batch.memory)[:most], 0.0).sum(axis=0)
+            left = batch.memory.left_to_draft(batch.room, gains)
+            reason = "" if left.any() else "memory"
         if not reason:
             reason = self._gate(batch, most)
         if reason:
@@ -89,6 +95,9 @@ class _Baseline:
     def choose(self) -> np.ndarray:
         lengths = np.minimum(self._room, self._step)
         self._count["drafted_tokens"] += int(lengths.sum())
+        if self._memory is not None:
+            drafted = _drafted(self._memory)[: self._step]
+            _, lengths, self.remembered = self._memory.merge(drafted, lengths)
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
@@ -111,6 +120,11 @@ class _Baseline:
             "plain_seconds": 0.0,
             "round_seconds": 0.0,
         }
+
+
+def _drafted(memory: Proposals) -> np.ndarray:
+    assert memory.drafted is not None  # noqa: S101 (given to who has no confidences)
+    return memory.drafted
 
 
 Policy = AdaSpecPolicy | _Baseline

@@ -93,6 +93,22 @@ _NO_NODES = (
     "--nnodes: tide's segments are shared memory of one host; give each host its own "
     "server, or remove the tide section."
 )
+_ONE_DRAFTER = (
+    "{}: tide.test_time.memory changes what is drafted request by request and needs it "
+    "false or absent; remove it, or set tide.test_time.memory to 'off'."
+)
+_MEMORY_SAMPLED = (
+    "tide.test_time.memory: a token of the memory's has no draft probability, which "
+    "draft_sample_method {!r} needs; set that to 'greedy', or the memory to 'off'."
+)
+_MEMORY_V2 = (
+    "tide.test_time.memory: 'ngram' needs Model Runner V1, which a CPU has; set it to "
+    "'off', or VLLM_USE_V2_MODEL_RUNNER to 0 on a CPU."
+)
+_MEMORY_MOE = (
+    "tide.test_time.memory: it may leave the draft out on one rank, which a mixture of "
+    "experts with --data-parallel-size above 1 cannot follow; set it to 'off'."
+)
 # vLLM may say it first, of adaptive verification only.
 _NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
 
@@ -163,6 +179,8 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         except _NoControl as error:
             config["tide"] = _without_control(config["tide"], error)
             tide = parse_tide(config["tide"])
+    if tide.test_time.memory != "off":
+        _check_memory(config)
     if config.get(KNOB):
         check_adaptive(tide.control, target)
     elif tide.control.policy != "static":
@@ -185,6 +203,19 @@ def _check_control(config: dict[str, Any]) -> None:
                 f"{knob}: tide.control stops the draft between two of its steps and "
                 "needs it false; or set tide.control.policy to 'static'."
             )
+
+
+def _check_memory(config: dict[str, Any]) -> None:
+    method = config.get("draft_sample_method") or "greedy"
+    if method != "greedy":
+        raise ConfigError(_MEMORY_SAMPLED.format(method))
+    for knob in (
+        "num_speculative_tokens_per_batch_size",
+        "disable_padded_drafter_batch",
+        "parallel_drafting",
+    ):
+        if config.get(knob):
+            raise ConfigError(_ONE_DRAFTER.format(knob))
 
 
 def _without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
@@ -265,7 +296,10 @@ def check_engine_config(vllm_config: Any) -> None:
 
 
 def _check_moe_ranks(speculative: Any) -> None:
-    if parse_tide(speculative.tide).control.policy != "static":
+    tide = parse_tide(speculative.tide)
+    if tide.test_time.memory != "off":
+        raise ConfigError(_MEMORY_MOE)
+    if tide.control.policy != "static":
         error = ConfigError(
             "--data-parallel-size: tide.control may choose another length on each "
             "rank, which a mixture of experts cannot follow; set tide.control.policy "
@@ -293,7 +327,10 @@ def _check_v2(vllm_config: Any) -> None:
             "--enable-batch-sharded-sampling: tide needs the logits of all requests on "
             "one rank; leave it out."
         )
-    control = parse_tide(speculative.tide).control
+    tide = parse_tide(speculative.tide)
+    if tide.test_time.memory != "off":
+        raise ConfigError(_MEMORY_V2)
+    control = tide.control
     if speculative.enable_adaptive_verification and not control.verify:
         raise ConfigError(
             "tide.control.verify: false keeps every drafted token, which "

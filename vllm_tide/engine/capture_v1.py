@@ -61,6 +61,8 @@ class CaptureV1(Recorder):
         # requests whose drafts only exploration verified.
         self.step_cost = 1.0
         self.explored: dict[str, float] = {}
+        # Requests whose drafts in it were not the draft's: `Record.memory`.
+        self.remembered: set[str] = set()
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
         """Keep the top-k teacher: before sampling, which may work on them in place.
@@ -139,6 +141,7 @@ class CaptureV1(Recorder):
             tickets=[tickets[i] for i in at],
             low=(low := np.cumsum(count) - count),
             verify_chance=np.array([self.explored.get(ids[i], 1.0) for i in at]),
+            memory=np.array([ids[i] in self.remembered for i in at], bool),
             **of,
         )
         features = None

@@ -5,6 +5,10 @@ step, in order: `begin`, `plan` (the target's tokens are known), `go_on` after e
 draft pass but the last, `end`, `choose` (drafts are handed to the scheduler). With
 several ranks the leader decides and the others follow, so a collective of the draft
 never waits for a rank that thought otherwise.
+
+The memory (`tide.test_time.memory`) is asked in `plan`, where it may make the draft
+needless; what stands for each request is decided in `choose`. The policy hears of the
+draft's tokens only: to it a request that the memory drafted for had none.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ import torch
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import AdaSpecPolicy
-from vllm_tide.control.batch import Outcome
+from vllm_tide.control.batch import Outcome, Proposals
 from vllm_tide.control.costs import PROBE_REQUESTS
 from vllm_tide.control.online_time import RoundSample, step_cost
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.catchup import DraftBacklog
 from vllm_tide.engine.requests import Control
 from vllm_tide.engine.timers import RoundTimer
+from vllm_tide.memory.ngram import Text
+from vllm_tide.memory.source import Memory
 
 CATCHUP_MIB = 64
 """Memory for features of tokens the draft has not seen while drafting was off; older
@@ -34,6 +40,8 @@ ones leave a hole in its KV cache."""
 # Rows of one shadow probe, at most: it must be cheap, not precise.
 PROBE_ROWS = 256
 _PROBE = -1
+# Steps in a row that the memory leaves the draft out of before it is looked at again.
+_LEFT_OUT = 32
 _NO_ROWS = np.empty(0), np.empty(0), 0  # first positions, rows without drafts, drafts
 
 
@@ -43,6 +51,12 @@ class ControlV1(Control):
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
         agree: Gives every rank the leader's integer; identity for one rank.
+        memory: Whether drafts come from the requests' own texts too.
+
+    Attributes:
+        remembered: Requests whose newest drafts are the memory's, or in whose place the
+            memory left the draft out.
+        verified_memory: Those of them whose drafts the step that ends has verified.
     """
 
     def __init__(
@@ -54,6 +68,7 @@ class ControlV1(Control):
         hidden_size: int,
         agree: Callable[[int], int],
         leader: bool,
+        memory: bool = False,
     ) -> None:
         capacity = int(runner.max_num_reqs)
         super().__init__(capacity, int(runner.max_model_len), config, most)
@@ -72,6 +87,16 @@ class ControlV1(Control):
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
         self._rests: Counter[str] = Counter()  # all of them, by reason
+        self.remembered: set[str] = set()
+        self.verified_memory: set[str] = set()
+        self._memory: Memory | None = None
+        if memory and leader:
+            self._memory = Memory(capacity, int(runner.max_model_len), most)
+        # Of this step: what the memory proposes, and the slots of its requests.
+        self._recalled: tuple[np.ndarray, Proposals] | None = None
+        self._at = np.empty(0, np.int64)
+        self._left_out = 0  # steps in a row without the draft, for the memory
+        self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
     def force(self, steps: int | None) -> None:
         """Draft exactly so many steps, verify them all; None asks the policy again."""
@@ -87,6 +112,8 @@ class ControlV1(Control):
         self._steps = self._asked = 0
         self._decoding = _NO_ROWS
         self._planned = []
+        self._recalled = None
+        self.verified_memory = self.remembered
 
     def plan(
         self,
@@ -109,7 +136,10 @@ class ControlV1(Control):
         if slots is None:
             return self.agree(0)
         row, rows, start, num_rows = self._rows(num)
-        if self._rests_on(slots, num_rows > num, now):
+        sampled = sampled_token_ids.numpy()
+        if self._memory is not None:
+            self._recalled = self._contain("memory", self._recall, slots, sampled)
+        if self._recalled is None and self._rests_on(slots, num_rows > num, now):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
             self._decoding = start, rows, 0
@@ -120,18 +150,18 @@ class ControlV1(Control):
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
         )
-        sampled = sampled_token_ids.numpy()
-        self._newest = sampled[:, 0]
-        emitted = (sampled >= 0).sum(axis=1)
-        emitted[runner.discard_request_mask.np[:num]] = 0
+        self._newest, emitted = sampled[:, 0], self._emitted(sampled)
         accepted = np.maximum(emitted - 1, 0)
         count = rows - drafts + np.minimum(accepted, drafts)
         verified = int(drafts.sum())
         self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
-        self._decoding = start, rows - drafts, verified
+        own = drafts
+        if self.verified_memory:
+            own = self._own_drafts(req_ids, drafts, np.minimum(accepted, drafts))
+        self._decoding = start, rows - drafts, int(own.sum())
         code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
-            facts = slots, start + count, emitted, drafts, accepted, num_rows, now
+            facts = slots, start + count, emitted, own, accepted, num_rows, now
             decided = self._contain("plan", self._decide, *facts)
             code = code if decided is None else decided
         code = self.agree(code)
@@ -227,8 +257,14 @@ class ControlV1(Control):
         self._sample = None
         waiting = int(self._backlog.missing[slots].sum())
         batch = self._batch(slots, context, emitted, now, num_rows, waiting)
+        if self._recalled is not None:
+            batch.memory = self._recalled[1]
+            batch.memory.look = self._left_out >= _LEFT_OUT
         plan = self.policy.plan(batch, now)
         self._resting, self._reason = plan.rest, plan.reason
+        self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
+        if plan.reason == "check":  # what a plain step takes is to be measured
+            self._recalled = None
         if plan.steps > 0:
             return min(plan.steps, self.num_speculative_tokens)
         return _PROBE if plan.probe else 0
@@ -265,8 +301,8 @@ class ControlV1(Control):
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        self.explored = {}
-        if self._planned != req_ids:
+        self.explored, self.remembered = {}, set()
+        if self._planned != req_ids and self._recalled is None:
             # Not drafted in this step (off, or the input does not fit the draft): the
             # scheduler has nothing to give to any request.
             return []
@@ -277,10 +313,70 @@ class ControlV1(Control):
         if lengths is None:  # it failed in this step
             return [[] for _ in req_ids]
         self.explored = self._contain("choose", explored, policy, req_ids) or {}
+        made = draft_token_ids
+        if self._memory is not None:
+            given = policy, req_ids, lengths, draft_token_ids
+            made = self._contain("memory", self._replace, *given) or made
         return [
             tokens[:length]
-            for tokens, length in zip(draft_token_ids, lengths.tolist(), strict=True)
+            for tokens, length in zip(made, lengths.tolist(), strict=True)
         ]
+
+    def _emitted(self, sampled: np.ndarray) -> np.ndarray:
+        """Tokens that each request got in this step, [n]; 0 inside of a prompt."""
+        emitted = (sampled >= 0).sum(axis=1)
+        emitted[self._runner.discard_request_mask.np[: len(sampled)]] = 0
+        return np.asarray(emitted)
+
+    def _recall(
+        self, slots: np.ndarray, sampled: np.ndarray
+    ) -> tuple[np.ndarray, Proposals] | None:
+        """What the memory proposes: the table of tokens ends before this step's."""
+        batch, num = self._runner.input_batch, len(slots)
+        emitted = self._emitted(sampled)
+        known = batch.num_tokens_no_spec[:num].astype(np.int64)
+        text = Text(batch.token_ids_cpu, known, sampled, emitted)
+        room = self._book.room(slots, text.length - 1, self.num_speculative_tokens)
+        room[emitted == 0] = 0
+        self._at = slots
+        assert self._memory is not None  # noqa: S101 (asked by `plan`)
+        counts = not isinstance(self.policy, AdaSpecPolicy)
+        return self._memory.recall(slots, text, room, counts=counts)
+
+    def _replace(
+        self,
+        policy: Policy,
+        req_ids: list[str],
+        lengths: np.ndarray,
+        drafts: list[list[int]],
+    ) -> list[list[int]]:
+        """Put the memory's proposals in the place of the drafts that they are to be."""
+        assert self._memory is not None  # noqa: S101 (asked by `choose`)
+        if self._planned and not isinstance(policy, AdaSpecPolicy):
+            self._memory.drafted(self._at, np.array(drafts))
+        memory = policy.remembered
+        if self._recalled is None or memory is None:
+            return drafts
+        counts = memory & ((lengths > 0) | (self._left_out > 0))
+        self.remembered = {req_ids[i] for i in np.flatnonzero(counts)}
+        if self.remembered:
+            self._resting = 0  # the next step verifies something
+        tokens = self._recalled[0].tolist()
+        return [tokens[i] if memory[i] else drafts[i] for i in range(len(drafts))]
+
+    def _own_drafts(
+        self, req_ids: list[str], drafts: np.ndarray, accepted: np.ndarray
+    ) -> np.ndarray:
+        """The draft's tokens among those that the step verified; counts the memory's.
+
+        Args:
+            drafts, accepted: int64 [n].
+        """
+        verified = self.verified_memory
+        memory = np.fromiter((r in verified for r in req_ids), bool, len(req_ids))
+        found = np.count_nonzero(drafts[memory]), accepted[memory].sum()
+        self._memory_count += np.array(found)
+        return np.where(memory, 0, drafts)
 
     def _tell_confidence(self) -> bool:
         if self.policy is None or self._confidence is None:
@@ -308,6 +404,8 @@ class ControlV1(Control):
 
     def draft_swapped(self) -> None:
         self._resting = 0  # it may pay where the old one did not
+        if self._memory is not None:
+            self._memory.record.draft_swapped()
         super().draft_swapped()
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
@@ -319,6 +417,8 @@ class ControlV1(Control):
             "off_rounds": dict(self._rests + Counter(stats.get("off_rounds"))),
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
+            "memory_proposals": int(self._memory_count[0]),
+            "memory_accepted_tokens": int(self._memory_count[1]),
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
@@ -328,7 +428,10 @@ class ControlV1(Control):
                 continue
             state = requests[req_id]
             facts = state.num_prompt_tokens, state.sampling_params
-            self._backlog.forget(self._admit(req_id, set(req_ids), *facts))
+            slot = self._admit(req_id, set(req_ids), *facts)
+            self._backlog.forget(slot)
+            if self._memory is not None:
+                self._memory.begin(slot)
         return table.slots(req_ids)
 
     def _end(self, slot: int) -> None:

@@ -84,6 +84,7 @@ class SchedulerTide:
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
         self._drafts: Any = None
+        self._memory: set[str] = set()  # requests whose verified drafts are no draft's
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
@@ -148,7 +149,9 @@ class SchedulerTide:
         return share if old is None or old != first.block_hash else share + "_old"
 
     def verified(self, request: Any, drafts: int, accepted: int) -> None:
-        """Count what verification made of one request's drafts in a step."""
+        """Count what verification made of the draft's tokens of a request in a step."""
+        if self._memory and request.request_id in self._memory:
+            return
         prefix = getattr(request, "tide_prefix", "none")
         self._verified[prefix] += drafts
         self._accepted[prefix] += accepted
@@ -169,10 +172,11 @@ class SchedulerTide:
         A version that is still staged after it was ordered is ordered again: a rank
         did not hold it yet.
         """
-        self._drafts = None
+        self._drafts, self._memory = None, set()
         if report is None:
             return
         self._drafts = report.pop("drafts", None)
+        self._memory = set(report.pop("memory", ()))
         self._depth, self._prices = report.get("depth"), report.get("prices")
         if "staged" not in report:
             return  # no numbers this time

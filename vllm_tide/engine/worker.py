@@ -137,7 +137,7 @@ class WorkerTide:
             self._open_capture()
         if config.swap.enabled:
             self._open_swap(worker, cores)
-        if config.control.policy != "static":
+        if config.control.policy != "static" or config.test_time.memory != "off":
             self._open_control(worker)
         if room:
             self._unannounced = True
@@ -235,6 +235,7 @@ class WorkerTide:
                 cost = self._guard.run("cost", self.control.cost)
                 self.capture.step_cost = 1.0 if cost is None else cost
                 self.capture.explored = self.control.explored
+                self.capture.remembered = self.control.verified_memory
             self._guard.run(
                 "sampled",
                 self.capture.on_sampled,
@@ -252,6 +253,8 @@ class WorkerTide:
                 # Asked for apart they cost two messages.
                 drafts = runner.take_draft_token_ids()
                 output.tide = {**(output.tide or {}), "drafts": drafts}
+                if self.control is not None and self.control.verified_memory:
+                    output.tide["memory"] = list(self.control.verified_memory)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent."""
@@ -448,6 +451,7 @@ class WorkerTide:
             facts.hidden_size,
             self.agree,
             self._leader,
+            self._config.test_time.memory != "off",
         )
 
     def agree(self, value: int) -> int:

@@ -20,6 +20,7 @@ GAIN = 1.01
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 _DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+_MEMORY = "vllm_tide:memory_proposals_total", "vllm_tide:memory_accepted_tokens_total"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _STEPS = "vllm_tide:control_rounds_total"
 _DRAFT_STEPS = "vllm_tide:draft_steps_total"
@@ -122,8 +123,9 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
     """Figures of a server over the last seconds; with an `error` the rest is empty.
 
     `acceptance_length` is vLLM's: 1 + accepted / drafts, the target's own token
-    included; `draft_length` are draft passes per step; `lengths` and `off_rounds` are
-    shares of steps; `slo_*`, `faults`, `refused_drafts` are totals since its start.
+    included, without the drafts of the memory; `draft_length` are draft passes per
+    step; `lengths` and `off_rounds` are shares of steps; `slo_*`, `faults`,
+    `refused_drafts` are totals since its start.
     """
     page, grown = _window(history, url)
     seen = history[-1].pages.get(url, "not seen")
@@ -246,8 +248,13 @@ def _speed(page: Page) -> float | None:
 
 
 def _length(page: Page) -> float | None:
-    accepted = _ratio(page, _ACCEPTED, _DRAFTS)
-    return None if accepted is None else 1.0 + accepted
+    """Of the draft's steps: vLLM counts those of the memory too."""
+    drafts, accepted = page.value(_DRAFTS), page.value(_ACCEPTED)
+    if not drafts or accepted is None:
+        return None
+    proposals, from_memory = (page.value(name) or 0.0 for name in _MEMORY)
+    drafts -= proposals
+    return 1.0 + (accepted - from_memory) / drafts if drafts > 0 else None
 
 
 def _shares(grown: Page, name: str, label: str, whole: float | None) -> Json:

@@ -168,7 +168,8 @@ class Assembler:
         request.pieces.append(_Piece(positions, record, committed))
         request.num_rows += count
         self.open_rows += count
-        if committed < count and len(request.branches) < self.max_branches:
+        rejected = committed < count and not record.memory  # no text of the draft's
+        if rejected and len(request.branches) < self.max_branches:
             branch = self._branch(record, committed)
             if branch is not None:
                 request.branches.append(branch)

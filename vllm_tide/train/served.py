@@ -41,7 +41,8 @@ class ServedRequest:
         cached: Bucket of the share of the prompt that came from the prefix cache.
         cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
             these steps in steps without drafts (`Record.cost`). Only of steps under the
-            first version: later ones had draft KV of two versions.
+            first version: later ones had draft KV of two versions. Steps in which the
+            memory drafted are left out, here and below.
         tries: Drafted first tokens that were verified, weighted by 1 / `verify_chance`.
         hits: Those of them that were accepted, weighted alike.
         squares: Sum of the squared weights of `tries`.
@@ -221,6 +222,8 @@ def _append(request: _Open, record: Record, count: int) -> None:
         request.versions += (record.draft_version,)
     _keep_tokens(request, record, count)
     if record.phase == PREFILL or record.start < record.num_prompt_tokens:
+        return
+    if record.memory:  # the draft had no part in it
         return
     drafts, accepted = count - 1, record.num_accepted
     if drafts and record.verify_chance > 0:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
@@ -52,8 +52,8 @@ _FORMAT_AT = 71
 DTYPE_CODES = {"bfloat16": 0, "float32": 2}  # 1 was float16
 _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 
-FINISHED, HIDDEN, TOPK, SAMPLED = 1, 2, 4, 8
-_ALL_FLAGS = FINISHED | HIDDEN | TOPK | SAMPLED
+FINISHED, HIDDEN, TOPK, SAMPLED, MEMORY = 1, 2, 4, 8, 16
+_ALL_FLAGS = FINISHED | HIDDEN | TOPK | SAMPLED | MEMORY
 _ALIGN = 8
 
 
@@ -110,6 +110,8 @@ class Record:
             first drafted token was verified: 1 where control wanted it verified, its
             share of exploration where only that verified it, 0 where it was cut where
             the chance is not known.
+        memory: Its drafts were the memory's (`tide.test_time.memory`) instead of the
+            draft's, or the draft was left out for them: the step says nothing of it.
     """
 
     key: int
@@ -132,6 +134,7 @@ class Record:
     concurrency: int = 0
     cost: float = 1.0
     verify_chance: float = 1.0
+    memory: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -164,6 +167,7 @@ def encode(
     _check_counts(record.phase, n, record.num_accepted, record.teacher_start)
     teacher_rows = n - record.teacher_start
     flags = FINISHED * record.finished | SAMPLED * record.sampled
+    flags |= MEMORY * record.memory
     hidden_width = topk = 0
     arrays = [record.token_ids, record.features]
     if record.teacher_hidden is not None:
@@ -251,7 +255,7 @@ def decode(body: memoryview) -> Record:
         key, Phase(phase), start, num_prompt_tokens, num_accepted, next_token,
         draft_version, token_ids, features, teacher_start, hidden, ids, logprobs, tail,
         bool(flags & FINISHED), tenant, bool(flags & SAMPLED), concurrency, cost,
-        verify_chance,
+        verify_chance, bool(flags & MEMORY),
     )  # fmt: skip
 
 

@@ -7,6 +7,9 @@ the ablation of the AdaSpec paper's Table 2, each adding one part to the one bef
 `adaspec_adaptive` is `adaspec` whose drafts vLLM's adaptive verification cuts on the
 device. Both arms with it have to be asked for: few engines can (`why_not`).
 
+`memory` is a static length of `MEMORY_TOKENS` with drafts from each request's own text
+beside the draft's (`tide.test_time.memory`), `adaspec_memory` the same under AdaSpec.
+
 An arm may be followed by `@SCALE`: its requests then carry a TPOT limit of SCALE x the
 P90 TPOT of arm `none` (`adaspec_slo` is `adaspec@1.0`). Arms that differ in nothing but
 the limit share one server, since the limit travels with the request.
@@ -74,6 +77,8 @@ Schedule = Sequence[tuple[int, int, int]]
 STATIC = re.compile(r"^static([1-9]\d?)$")
 TIDE_MAX_TOKENS = 7
 SLO_KEY = "tide_slo_tpot_ms"
+MEMORY_TOKENS = 3
+_MEMORY_ARMS = {"memory": ("static", MEMORY_TOKENS), "adaspec_memory": ("adaspec", 7)}
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "threshold": {"policy": "threshold"},
     "tide_gate": {"policy": "tide_gate"},
@@ -95,6 +100,8 @@ class Arm:
     control: Mapping[str, Any] | None = field(default=None, hash=False)
     # Its requests' TPOT limit, as a factor of arm `none`'s P90 TPOT.
     slo_scale: float | None = None
+    # The `tide.test_time` section.
+    test_time: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def is_dynamic(self) -> bool:
@@ -111,7 +118,7 @@ class Arm:
     @property
     def server_key(self) -> str:
         kind = [self.is_dynamic, self.is_adaptive]
-        return json.dumps([*kind, self.num_tokens, self.control])
+        return json.dumps([*kind, self.num_tokens, self.control, self.test_time])
 
 
 def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
@@ -133,10 +140,14 @@ def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
         return Arm(text, int(match[1]))
     if name in ("vllm_dynamic", "vllm_adaptive"):
         return Arm(text, TIDE_MAX_TOKENS)
+    if name in _MEMORY_ARMS:
+        policy, most = _MEMORY_ARMS[name]
+        merged = {**(control or {}), "policy": policy}
+        return Arm(text, most, merged, test_time={"memory": "ngram"})
     if name in _POLICIES:
         merged = {"client_slo_tpot_ms": 1e-3, **(control or {}), **_POLICIES[name]}
         return Arm(text, TIDE_MAX_TOKENS, merged, scale)
-    known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS))
+    known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS, *_MEMORY_ARMS))
     raise BenchError(f"there is no arm {text!r}; known: {known}, static<k>")
 
 
@@ -183,4 +194,6 @@ def speculative_config(
             "preset": "control",
             "control": dict(arm.control),
         }
+    if arm.test_time is not None:
+        config["tide"]["test_time"] = dict(arm.test_time)
     return json.dumps(config)

@@ -360,6 +360,50 @@ def measure_closed(
     return Measured(record, run.finished)
 
 
+def measure_all(
+    server: VllmServer,
+    requests: Sequence[BenchRequest],
+    concurrency: int,
+    extra: Extra = None,
+    timeout_s: float = 3600.0,
+) -> Measured:
+    """Serves a set of requests to their ends, so many at once.
+
+    Raises:
+        TimeoutError: It took too long.
+    """
+
+    async def visit() -> tuple[list[RequestResult], Scrape, Scrape]:
+        async with make_session(timeout_s) as session, asyncio.timeout(timeout_s):
+            scraper = Scraper(server.url, time.perf_counter())
+            await _until_idle(session, scraper)
+            before, place = await scraper.read(session), asyncio.Semaphore(concurrency)
+
+            async def one(request: BenchRequest) -> RequestResult:
+                async with place:
+                    origin_s = scraper.origin_s
+                    return await send(
+                        session, server.url, SERVED_NAME, request, origin_s, extra
+                    )
+
+            results = await asyncio.gather(*map(one, requests))
+            await asyncio.sleep(SETTLE_S)
+            return results, before, await scraper.read(session)
+
+    with _prompt_client():
+        results, before, after = asyncio.run(visit())
+    ok = [result for result in results if result.ok]
+    tokens = sum(len(result.token_ids) for result in ok)
+    ends = [result.end_s for result in ok if result.end_s is not None]
+    duration_s = max(ends) - min(r.start_s for r in ok) if ok else 0.0
+    record = {
+        **request_figures(results, duration_s, tokens, len(results) - len(ok)),
+        **speculation(before, after),
+        "tide": tide_values(before, after),
+    }
+    return Measured(record, results)
+
+
 def measure_open(
     server: VllmServer,
     requests: Sequence[BenchRequest],

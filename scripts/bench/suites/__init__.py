@@ -19,6 +19,7 @@ _SUITES = {
     "loss": ("loss", "LossOptions"),
     "rollback": ("rollback", "RollbackOptions"),
     "multi": ("multi", "MultiOptions"),
+    "long": ("long", "LongOptions"),
 }
 SUITES = tuple(_SUITES)
 

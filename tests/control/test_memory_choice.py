@@ -1,0 +1,138 @@
+"""Drafts that need no pass, beside the draft's: what AdaSpec makes of them."""
+
+import numpy as np
+import pytest
+
+from tests.control.toys import published
+from vllm_tide.control.batch import Batch, Outcome, Proposals
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+
+K, N = 5, 4
+
+
+def policy(model="Llama-3.3-70B", **knobs):
+    settings = ControlSettings(k_max=K, max_requests=N, **{"probe_share": 0.0} | knobs)
+    made = AdaSpecPolicy(settings, OnlineTime(published(model)))
+    for slot in range(N):
+        made.add(slot, False, 0.0)
+    return made
+
+
+def proposals(*chances, look=False):
+    """Of each request: the chance of each token; None: no proposal."""
+    survival = np.full((K, N), -1.0, np.float32)
+    for i, chance in enumerate(chances):
+        if chance is not None:
+            survival[:, i] = chance ** np.arange(1, K + 1)
+    drafted = (0.5 ** np.arange(1, K + 1))[:, None] * np.ones(N)
+    return Proposals(survival, drafted.astype(np.float32), look)
+
+
+def batch(memory=None, room=K):
+    return Batch(
+        slots=np.arange(N),
+        context=np.full(N, 50),
+        room=np.zeros(N, np.int64) + room,
+        sampled=np.zeros(N, bool),
+        limit=np.full(N, np.inf),
+        first_rows=N,
+        memory=memory,
+    )
+
+
+def drafted(made, confidence, plan, steps=K):
+    step = 0
+    while step < min(plan.steps, steps):
+        step += 1
+        if not made.go_on(step, np.full(N, confidence)):
+            break
+    return step
+
+
+def test_each_request_gets_what_is_worth_more():
+    made = policy()
+    plan = made.plan(batch(proposals(0.99, 0.05, None, 0.97)), 1.0)
+    assert plan.steps == K, "two requests need the draft"
+    step = drafted(made, 0.9, plan)
+    lengths = made.choose()
+    assert made.remembered.tolist() == [True, False, False, True]
+    assert step and (lengths[[1, 2]] <= step).all() and (lengths[[0, 3]] == K).all()
+    stats = made.stats()
+    assert stats["drafted_tokens"] == N * step
+    assert stats["trimmed_tokens"] == N * step - lengths[[1, 2]].sum()
+
+
+@pytest.mark.parametrize("kind", [policy, lambda: StaticPolicy(K)])
+def test_the_draft_is_left_out_where_nobody_needs_it(kind):
+    made = kind()
+    plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99)), 1.0)
+    assert (plan.steps, plan.reason) == (0, "memory")
+    assert made.choose().tolist() == [K] * N
+    assert made.remembered.all()
+    made = kind()
+    plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99, look=True)), 1.0)
+    assert plan.steps == K, "it is looked at"
+    made = kind()
+    assert made.plan(batch(proposals(0.99, 0.98, 0.97, None)), 1.0).steps == K
+
+
+def test_who_must_not_draft_needs_no_proposal_either():
+    made = policy()
+    memory = proposals(0.99, 0.98, 0.97, None)
+    asked = batch(memory)
+    asked.room = np.array([K, K, K, 0])
+    assert made.plan(asked, 1.0).reason == "memory"
+    assert made.choose().tolist() == [K, K, K, 0]
+
+
+def test_proposals_are_trimmed_by_what_they_cost():
+    """The dear half of a proposal is not verified, its first tokens are."""
+    made = policy("gpt-oss-120b")
+    memory = proposals(0.5, 0.5, 0.5, 0.5)
+    made.history.accepted = lambda *_: np.zeros(N)
+    assert made.plan(batch(memory), 1.0).reason == "memory"
+    lengths = made.choose()
+    assert (lengths < K).all()
+    kept = policy("gpt-oss-120b", verify=False)
+    kept.history.accepted = lambda *_: np.zeros(N)
+    kept.plan(batch(memory), 1.0)
+    assert kept.choose().tolist() == [K] * N
+
+
+def test_a_round_of_the_memory_s_is_no_plain_round():
+    made = policy()
+    for turn in range(50):
+        made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * turn)
+        lengths = made.choose()
+        none = np.zeros(N, np.int64)
+        made.observe(Outcome(np.arange(N), none, none, lengths + 1, 0.1 * turn + 0.09))
+    assert made.gate.plain.ratio() == made.gate.drafting.ratio() == 1.0
+    stats = made.stats()
+    assert stats["off_rounds"] == {"memory": 50}
+    assert stats["verified_tokens"] == stats["accepted_tokens"] == 0
+    # It counts for the speed over plain decoding, as tokens that were served.
+    assert stats["plain_seconds"] / stats["round_seconds"] > 0.5
+
+
+def test_calibration_learns_of_the_draft_alone():
+    """The same labels as of a policy to which the memory's requests were not there."""
+    random = np.random.default_rng(0)
+    made, twin = policy(), policy()
+    odd = np.arange(N) % 2 == 1
+    for turn in range(200):
+        accepted, confidence = random.integers(0, 3, N), random.random((2, N))
+        for each in (made, twin):
+            each.gate.decide = lambda *_: ""
+            memory = proposals(0.99, None, 0.99, None) if each is made else None
+            assert each.plan(batch(memory), 0.1 * turn).steps
+            for step in (1, 2):
+                each.go_on(step, confidence[step - 1])
+            each.choose()
+            assert memory is None or each.remembered.tolist() == (~odd).tolist()
+            right = np.where(odd, accepted, 0)
+            sent, now = np.where(odd, 2, 0), 0.1 * turn + 0.05
+            each.observe(Outcome(np.arange(N), sent, right, accepted + 1, now))
+    assert np.allclose(made.calibration._line, twin.calibration._line)
+    assert np.allclose(made.calibration._counts, twin.calibration._counts)
+    assert made.offsets.value == pytest.approx(twin.offsets.value)

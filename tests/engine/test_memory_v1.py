@@ -1,0 +1,222 @@
+"""The memory on Model Runner V1 without vLLM: what is proposed, and who hears of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.control.toys import published
+from tests.engine.runner_v1 import Engine, K, N
+from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+from vllm_tide.engine.control_v1 import _LEFT_OUT
+
+
+def started(policy=None, **config):
+    engine = Engine(memory=True, **config)
+    engine.control.policy = policy or StaticPolicy(K)
+    engine.control.start = lambda: None
+    return engine
+
+
+def adaspec(engine):
+    engine.control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
+    settings = ControlSettings(k_max=K, max_requests=4)
+    engine.control.policy = AdaSpecPolicy(settings, engine.control.times)
+
+
+def watch(engine):
+    """Outcomes that the policy gets."""
+    got, observe = [], engine.control.policy.observe
+
+    def keep(outcome):
+        got.append(outcome)
+        observe(outcome)
+
+    engine.control.policy.observe = keep
+    return got
+
+
+def catch_up(engine):
+    engine.control._backlog.missing[:] = 0  # nothing here can catch up
+
+
+def test_a_text_that_repeats_needs_no_draft_pass():
+    """After three sevens the memory says seven, and soon knows that it is right."""
+    engine = started()
+    passes, own = [], []
+    for _ in range(12):
+        before = engine.drafts
+        steps, _ = engine.step()
+        passes.append(steps)
+        own.append({tuple(d) for d in before.values()})
+        assert engine.control.faults == {}
+    assert passes[0] == K
+    assert passes[-4:] == [0] * 4
+    assert own[-1] == {(7,) * K}, "the proposals are what is verified"
+    stats = engine.control.stats()
+    assert stats["off_rounds"]["memory"] >= 4
+    assert stats["memory_proposals"] >= 2 * 4
+    assert stats["memory_accepted_tokens"] == K * stats["memory_proposals"]
+
+
+@pytest.mark.parametrize("kind", ["static", "adaspec"])
+def test_only_the_draft_s_tokens_are_learnt_of_the_draft(kind):
+    engine = started()
+    if kind == "adaspec":
+        adaspec(engine)
+    got, sent = watch(engine), []
+    control = engine.control
+    for _ in range(40):
+        catch_up(engine)
+        verified = {r: list(d) for r, d in engine.drafts.items()}
+        engine.step(sure=0.6)
+        sent.append(verified)
+        flagged = {r for r, d in verified.items() if 7 in d}
+        assert flagged <= control.verified_memory
+        assert all(1 not in verified.get(r, ()) for r in control.verified_memory)
+    assert control.faults == {}
+    memory = sum(7 in d for v in sent for d in v.values())
+    drafts = sum(d.count(1) for v in sent for d in v.values())
+    assert memory > 20
+    assert sum(int(o.verified.sum()) for o in got) == drafts
+    assert sum(int(o.accepted.sum()) for o in got) == 0, "the draft's are all wrong"
+    stats = control.stats()
+    assert stats["verified_tokens"] == drafts and stats["accepted_tokens"] == 0
+    assert stats["memory_proposals"] == memory
+    if kind == "adaspec":
+        # Conditional on what came before, all of them misses.
+        tries, hits = control.policy.calibration._counts
+        assert hits.sum() == 0 and tries.sum() <= drafts
+
+
+def test_a_step_with_drafts_of_both_costs_what_the_draft_s_do():
+    engine = started()
+    adaspec(engine)
+    control = engine.control
+    control.policy = StaticPolicy(K)
+    for _ in range(12):
+        catch_up(engine)
+        engine.step()
+    assert control.verified_memory == set(engine.reqs)
+    model, start = control.times.model, engine.batch.num_computed_tokens_cpu
+    engine.step()
+    assert engine.cost == pytest.approx(1.0), "its verification is not the draft's"
+    assert int(start.sum()) and model is not None
+
+
+def test_the_draft_is_looked_at_now_and_then():
+    engine = started()
+    passes = []
+    for _ in range(3 * _LEFT_OUT):
+        catch_up(engine)
+        passes.append(engine.step()[0])
+    late = passes[_LEFT_OUT:]
+    assert late.count(K) in (1, 2) and late.count(0) == len(late) - late.count(K)
+
+
+def test_while_off_rounds_rest_only_where_nothing_is_proposed():
+    """A round that rests takes every row for a committed one."""
+    engine = started()
+    adaspec(engine)
+    control = engine.control
+    control.policy.gate.decide = lambda *_: "no_gain"
+    control.policy.gate.probe_due = lambda *_: False
+    got = watch(engine)
+    kept, keep = [], control._backlog.keep
+    control._backlog.keep = lambda *step: (kept.append(step[3].copy()), keep(*step))
+    for _ in range(40):
+        before = engine.batch.num_tokens_no_spec.copy()
+        engine.step()
+        emitted = engine.batch.num_tokens_no_spec - before
+        assert np.array_equal(kept[-1], emitted), "rows that are committed"
+    assert control.faults == {}
+    assert control._memory_count[0] > 20, "proposals are verified all the same"
+    assert sum(int(o.verified.sum()) for o in got) == 0
+
+
+def test_another_request_of_a_slot_is_offered_nothing_of_the_former():
+    engine = started()
+    for _ in range(12):
+        engine.step()
+    catch_up(engine)
+    engine.replace(0, "new")
+    engine.batch.token_ids_cpu[0, :PROMPT_TOKENS] = [7, 7, 7, 7, 3]
+    steps, lengths = engine.step()
+    assert steps == K, "one request has no proposal"
+    assert engine.drafts["new"] == [1] * K
+    assert engine.drafts["r1"] == [7] * K
+    assert lengths == [K] * N
+
+
+PROMPT_TOKENS = 5
+
+
+@pytest.mark.parametrize("where", ["recall", "drafted"])
+def test_a_fault_of_the_memory_s_is_contained(where):
+    engine = started()
+
+    def fail(*args):
+        raise ValueError
+
+    setattr(engine.control._memory, where, fail)
+    for _ in range(3):
+        engine.step()
+    assert engine.control.faults["control_memory"] >= 1
+    assert engine.control.policy is None
+
+
+def test_followers_and_off_have_no_memory():
+    follower = Engine(leader=False, memory=True)
+    assert follower.control._memory is None
+    assert Engine().control._memory is None
+    assert follower.step() == (K, [K] * N)
+
+
+def test_a_fixed_length_is_the_draft_s():
+    engine = started()
+    engine.control.force(2)
+    for _ in range(8):
+        assert engine.step() == (2, [2] * N)
+    assert engine.control.verified_memory == set()
+
+
+def test_records_say_whose_drafts_they_hold():
+    """The flag of the step that verifies, not of the one that proposes."""
+    engine = started()
+    told = []
+    for _ in range(12):
+        drafts = {r: tuple(d) for r, d in engine.drafts.items()}
+        engine.step()
+        told.append((drafts, set(engine.control.verified_memory)))
+    for drafts, memory in told:
+        assert {r for r, d in drafts.items() if 7 in d} == memory
+
+
+def test_an_outcome_has_no_other_fields():
+    """A new one would have to be kept clear of the memory's tokens."""
+    from vllm_tide.control.batch import Outcome
+
+    assert [f.name for f in dataclasses.fields(Outcome)] == [
+        *("slots", "verified", "accepted", "emitted", "now", "sample", "probe"),
+        "rounds",
+    ]
+
+
+def test_the_scheduler_counts_the_draft_s_tokens_only():
+    """Its report comes before the verdicts of the same step."""
+    from types import SimpleNamespace
+
+    from tests.engine.idle_scheduler import idle_scheduler
+    from vllm_tide.config import TideConfig
+    from vllm_tide.engine.scheduler import SchedulerTide
+
+    tide = SchedulerTide(K, idle_scheduler(), TideConfig())
+    for memory in ([], ["r1"], []):
+        tide.observe({"drafts": None, "memory": memory} if memory else {})
+        for name in ("r0", "r1"):
+            tide.verified(SimpleNamespace(request_id=name), 3, 2)
+    tide.observe({"staged": 0})
+    stats = tide.stats()
+    assert stats["prefix_verified"] == {"none": 3 * 5}
+    assert stats["prefix_accepted"] == {"none": 2 * 5}

@@ -1,0 +1,179 @@
+"""What each source was worth, and that the better one is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_tide.control.batch import Proposals
+from vllm_tide.memory.ngram import Text
+from vllm_tide.memory.source import DRAFT, MEMORY, Memory, SourceRecord
+
+K = 3
+
+
+def outcome(random, chance):
+    """Accepted tokens of n requests: int64 [n], of chances [n, K]."""
+    return np.logical_and.accumulate(random.random(chance.shape) < chance, 1).sum(1)
+
+
+def play(random, draft, memory, rounds, *, shifts=False, n=8, choose=None):
+    """Tokens of a source that is chosen by the record, in expectation.
+
+    Args:
+        draft, memory: Chances [n, K] of the two, with a match of bucket [n].
+        shifts: The two change places in the middle.
+        choose: Always so, instead of by the record.
+    """
+    record, slots = SourceRecord(n, K), np.arange(n)
+    total = 0.0
+    for number in range(rounds):
+        if shifts and number == rounds // 2:
+            draft, memory = memory, draft
+        bucket = random.integers(0, 6, n)
+        found = bucket > 0
+        # A longer match is a better one; a stream without one has the draft only.
+        better = memory ** (2.0 / (1 + bucket[:, None]))
+        mine = record.survival(MEMORY, slots, bucket)
+        mine[:, ~found] = -1.0
+        ours = record.survival(DRAFT, slots, bucket)
+        pick = Proposals(mine, ours).better(ours)
+        if choose is not None:
+            pick = found & choose(draft, better)
+        chance = np.where(pick[:, None], better, draft)
+        total += float(np.cumprod(chance, axis=1).sum()) + n
+        # Both are graded by what was emitted, as far as that goes.
+        passed = {DRAFT: outcome(random, draft), MEMORY: outcome(random, better)}
+        known = np.minimum(np.where(pick, passed[MEMORY], passed[DRAFT]) + 1, K)
+        for source, right in passed.items():
+            judged = np.minimum(right + 1, known)
+            if source == MEMORY:
+                judged = judged * found
+            record.learn(source, slots, bucket, judged, np.minimum(right, judged))
+    return total / rounds
+
+
+def chances(level, n=8):
+    return np.full((n, K), level)
+
+
+MIXED = np.repeat([[0.9], [0.15]], 4, axis=0) * np.ones(K)
+
+
+@pytest.mark.parametrize(
+    ("draft", "memory", "shifts"),
+    [
+        (chances(0.7), chances(0.3), False),
+        (chances(0.3), chances(0.7), False),
+        (chances(0.6), chances(0.6), False),
+        (chances(0.6), MIXED, False),  # requests differ, their matches do not
+        (MIXED, chances(0.5), False),
+        (chances(0.8), chances(0.2), True),
+    ],
+)
+def test_never_below_the_better_single_source(draft, memory, shifts):
+    rounds = 1000
+    found = play(np.random.default_rng(0), draft, memory, rounds, shifts=shifts)
+    single = [
+        play(np.random.default_rng(0), draft, memory, rounds, shifts=shifts, choose=c)
+        for c in (lambda d, m: np.zeros(8, bool), lambda d, m: np.ones(8, bool))
+    ]
+    ideal = play(
+        np.random.default_rng(0),
+        draft,
+        memory,
+        rounds,
+        shifts=shifts,
+        choose=lambda d, m: np.cumprod(m, 1).sum(1) > np.cumprod(d, 1).sum(1),
+    )
+    assert found >= 0.98 * max(single)
+    assert found >= (0.93 if shifts else 0.97) * ideal
+
+
+def test_survivals_approach_the_chances_and_forget():
+    random, record = np.random.default_rng(0), SourceRecord(4, K)
+    slots, bucket = np.arange(4), np.array([1, 2, 4, 5])
+    for level in (0.9, 0.4):
+        for _ in range(3000):
+            right = outcome(random, np.full((4, K), level))
+            record.learn(MEMORY, slots, bucket, np.minimum(right + 1, K), right)
+        expected = np.cumprod(np.full(K, level))
+        found = record.survival(MEMORY, slots, bucket)
+        assert np.abs(found - expected[:, None]).max() < 0.12
+    assert record.survival(DRAFT, slots, bucket) == pytest.approx(
+        np.cumprod(np.full(K, 0.6))[:, None] * np.ones(4), abs=1e-6
+    ), "nothing was learnt of the draft"
+
+
+def step(memory, table, upto, new, slot=0, room=K):
+    """One step of one request whose `new` tokens follow `upto` of its table."""
+    view = Text(
+        np.array([table], np.int32),
+        np.array([upto]),
+        np.array([[*new, *[-1] * (K + 1 - len(new))]]),
+        np.array([len(new)]),
+    )
+    return memory.recall(np.array([slot]), view, np.array([room]))
+
+
+LOOP = list(range(50, 60)) * 6
+
+
+def test_proposals_are_graded_by_what_came_chosen_or_not():
+    memory = Memory(2, 256, K)
+    bucket = np.array([5])
+    before = memory.record.survival(MEMORY, np.zeros(1, int), bucket)[:, 0].copy()
+    upto = 25
+    found = step(memory, LOOP, upto, LOOP[upto : upto + 1])
+    while upto < 45:  # plain decoding: every proposal's first token is right
+        assert found[0][0].tolist() == LOOP[upto + 1 : upto + 1 + K]
+        upto += 1
+        found = step(memory, LOOP, upto, LOOP[upto : upto + 1])
+    good = memory.record.survival(MEMORY, np.zeros(1, int), bucket)[:, 0].copy()
+    assert good[0] > before[0] + 0.2
+    other = LOOP[: upto + 1] + [7, 8, 9, 7, 8] * 4
+    for at in range(upto + 1, upto + 9):
+        step(memory, other, at, other[at : at + 1])
+    bad = memory.record.survival(MEMORY, np.zeros(1, int), bucket)[:, 0]
+    assert bad[0] < good[0]
+
+
+def test_only_tokens_that_are_known_are_judged():
+    """Two tokens came, the third of the proposal may yet have been right."""
+    memory = Memory(2, 256, K)
+    step(memory, LOOP, 25, LOOP[25:26])
+    step(memory, LOOP, 26, LOOP[26:28])
+    tries, hits = memory.record._counts[MEMORY]
+    assert tries[5].tolist() == pytest.approx([1, 1, 0], abs=0.01)
+    assert hits[5].tolist() == pytest.approx([1, 1, 0], abs=0.01)
+    wrong = LOOP[:28] + [1, 2]
+    step(memory, wrong, 28, [1, 2])
+    tries, hits = memory.record._counts[MEMORY]
+    assert tries[5].tolist() == pytest.approx([2, 1, 0], abs=0.01)
+    assert hits[5].tolist() == pytest.approx([1, 1, 0], abs=0.01)
+
+
+def test_drafts_are_graded_too_and_nothing_after_a_pause_or_another_request():
+    memory = Memory(2, 256, K)
+    step(memory, LOOP, 25, LOOP[25:26])
+    memory.drafted(np.zeros(1, int), np.array([[LOOP[26], 0]]))
+    step(memory, LOOP, 26, LOOP[26:28])
+    tries, hits = memory.record._counts[DRAFT]
+    assert tries[5].tolist() == pytest.approx([1, 1, 0], abs=0.01)
+    assert hits[5].tolist() == pytest.approx([1, 0, 0], abs=0.01)
+    seen = memory.record._counts.copy()
+    step(memory, LOOP, 40, LOOP[40:41])  # not what followed
+    assert np.array_equal(memory.record._counts, seen)
+    memory.begin(0)
+    step(memory, LOOP, 41, LOOP[41:42])  # nor what the slot's former request got
+    assert np.array_equal(memory.record._counts, seen)
+
+
+def test_proposals_are_cut_to_the_room():
+    memory = Memory(2, 256, K)
+    tokens, found = step(memory, LOOP, 25, LOOP[25:26], room=1)
+    assert (found.survival[:, 0] >= 0).tolist() == [True, False, False]
+    assert (found.drafted[:, 0] >= 0).tolist() == [True, False, False]
+    assert step(memory, LOOP, 26, LOOP[26:27], room=0) is None
+    assert step(memory, list(range(40)), 25, [25], slot=1) is None, "no match"
+    assert len(tokens[0]) == K

@@ -1,0 +1,1 @@
+"""Drafts from a request's own text: an index of its n-grams, and who was right."""

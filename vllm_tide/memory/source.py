@@ -1,0 +1,199 @@
+"""Proposals from the request's own text, and what each source of drafts was worth.
+
+Every proposal is graded by the tokens that the target then emitted, whether it was
+verified or not: a token is accepted with the probability that the target draws it, so a
+match is a fair sample of acceptance. The draft's tokens are graded alike, by the length
+of the match beside them: where text repeats, drafting is easier too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_tide.control.batch import Proposals
+from vllm_tide.control.calibration import HALF_LIFE_TOKENS, RequestOffsets
+from vllm_tide.control.verifier import ABSENT
+from vllm_tide.memory.ngram import NgramIndex, Text
+
+DRAFT, MEMORY = 0, 1
+"""Sources of drafts."""
+MATCHES = (3, 4, 5, 8, 16)
+"""Lengths of a match at which the next bucket begins; bucket 0 is no match."""
+_PRIOR = np.array([0.6, 0.4])  # acceptance of a token that nothing is known of
+_SHRINK = 8.0  # tokens of evidence that the rest is worth: buckets, depths
+_SPREAD = 1.0  # standard deviation between requests, log-odds
+_GROWTH = 32  # a table is made anew with every 32nd part of the evidence
+_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
+
+
+class SourceRecord:
+    """Acceptance of each source by match and depth, and how easy a request is.
+
+    Counts per (source, bucket, depth) that decay by half each `HALF_LIFE_TOKENS`, Beta
+    means shrunk to the bucket and that to a prior; a level per request in log-odds.
+
+    Args:
+        capacity: Slots of requests.
+        most: Tokens proposed, K.
+    """
+
+    def __init__(self, capacity: int, most: int) -> None:
+        # [source] x [tries, hits] x bucket x depth
+        self._counts = np.zeros((2, 2, len(MATCHES) + 1, most))
+        self._levels = [RequestOffsets(capacity, _SPREAD) for _ in _PRIOR]
+        self._logits = [self._table(source) for source in (DRAFT, MEMORY)]
+        self._fresh = [0, 0]  # labels since the table was made
+        self._depth = np.arange(most)
+
+    def begin(self, slot: int) -> None:
+        """Another request has the slot."""
+        for level in self._levels:
+            level.add(slot)
+
+    def draft_swapped(self) -> None:
+        """The draft has new weights: keep little of what was learnt about the old."""
+        self._counts[DRAFT] *= _SWAP_KEEP
+        self._levels[DRAFT].reset()
+        self._logits[DRAFT] = self._table(DRAFT)
+
+    def learn(
+        self,
+        source: int,
+        slots: np.ndarray,
+        bucket: np.ndarray,
+        judged: np.ndarray,
+        right: np.ndarray,
+    ) -> None:
+        """Take a step's outcome.
+
+        Args:
+            slots, bucket: int64 [n], each slot at most once.
+            judged: int64 [n], tokens up to the first that was wrong or is not known.
+            right: int64 [n], how many of them were right.
+        """
+        if not judged.all():
+            rows = judged > 0
+            if not rows.any():
+                return
+            slots, bucket, judged, right = (
+                a[rows] for a in (slots, bucket, judged, right)
+            )
+        counts, chance = self._counts[source], self._chance(source, slots, bucket)
+        labels, hits = (self._depth < n[:, None] for n in (judged, right))
+        expected, weight = chance * labels, chance * (1.0 - chance) * labels
+        surprise = right - expected.sum(axis=1)
+        self._levels[source].learn(slots, surprise, weight.sum(axis=1))
+        cell = bucket[:, None] * len(self._depth) + self._depth
+        counts *= 0.5 ** (int(judged.sum()) / HALF_LIFE_TOKENS)
+        for total, mask in zip(counts, (labels, hits), strict=True):
+            total += np.bincount(cell[mask], None, total.size).reshape(total.shape)
+        self._fresh[source] += int(judged.sum())
+        if _GROWTH * self._fresh[source] >= counts[0].sum():
+            self._logits[source], self._fresh[source] = self._table(source), 0
+
+    def survival(
+        self, source: int, slots: np.ndarray, bucket: np.ndarray
+    ) -> np.ndarray:
+        """Chance that token j and all before it are accepted, float32 [K, n]."""
+        chance = self._chance(source, slots, bucket)
+        return np.cumprod(chance, axis=1).T.astype(np.float32)
+
+    def _chance(self, source: int, slots: np.ndarray, bucket: np.ndarray) -> np.ndarray:
+        logit = self._logits[source][bucket]
+        logit = logit + self._levels[source].value[slots][:, None]
+        return np.asarray(1.0 / (1.0 + np.exp(-logit)))
+
+    def _table(self, source: int) -> np.ndarray:
+        """Log-odds of acceptance, float64 [bucket, depth]."""
+        tries, hits = self._counts[source]
+        mean = hits.sum(axis=1) + _SHRINK * _PRIOR[source]
+        mean = (mean / (tries.sum(axis=1) + _SHRINK))[:, None]
+        hits = hits + _SHRINK * mean
+        return np.asarray(np.log(hits / (tries + _SHRINK * 1.0 - hits)))
+
+
+class Memory:
+    """The memory of all running requests.
+
+    Args:
+        capacity: Slots of requests.
+        longest: Tokens of a request, at most.
+        most: Tokens proposed, K.
+
+    Attributes:
+        record: What the sources were worth.
+    """
+
+    def __init__(self, capacity: int, longest: int, most: int) -> None:
+        self.record = SourceRecord(capacity, most)
+        self.index = NgramIndex(capacity, longest, most)
+        # What was proposed last, by [source, slot], and the text's length then.
+        self._tokens = np.full((2, capacity, most), -1)
+        self._bucket = np.zeros(capacity, np.int64)
+        self._at = np.zeros(capacity, np.int64)
+        self._has_drafts = False
+
+    def begin(self, slot: int) -> None:
+        """Another request has the slot: nothing of the former one is left."""
+        self.record.begin(slot)
+        self.index.begin(slot)
+        self._tokens[:, slot], self._at[slot] = -1, 0
+
+    def recall(
+        self, slots: np.ndarray, text: Text, room: np.ndarray, *, counts: bool = True
+    ) -> tuple[np.ndarray, Proposals] | None:
+        """Grade the last proposals, and make others.
+
+        Args:
+            slots: int64 [n].
+            text: Of these requests.
+            room: int64 [n], most draft tokens of each request.
+            counts: Say what the draft's tokens are worth too.
+
+        Returns:
+            Tokens int64 [n, K] and their worth; None if nothing is proposed.
+        """
+        self._grade(slots, text)
+        tokens, match = self.index.propose(slots, text)
+        self._tokens[MEMORY, slots] = tokens
+        self._bucket[slots] = bucket = np.searchsorted(MATCHES, match, side="right")
+        self._at[slots] = text.length
+        if not (room[match > 0] > 0).any():
+            return None
+        survival = self.record.survival(MEMORY, slots, bucket)
+        beyond = np.arange(len(survival))[:, None] >= room
+        survival[beyond | (match == 0)] = ABSENT
+        if not counts:
+            return tokens, Proposals(survival)
+        drafted = self.record.survival(DRAFT, slots, bucket)
+        drafted[beyond] = ABSENT
+        return tokens, Proposals(survival, drafted)
+
+    def drafted(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Have the draft's tokens of this step graded too.
+
+        Args:
+            slots: int64 [n].
+            tokens: int64 [n, s], s <= K.
+        """
+        self._tokens[DRAFT, slots] = -1
+        self._tokens[DRAFT, slots, : tokens.shape[1]] = tokens
+        self._has_drafts = True
+
+    def _grade(self, slots: np.ndarray, text: Text) -> None:
+        """Compare what was proposed at the end of the last step with what came."""
+        follows = (self._at[slots] == text.known) & (text.count > 0)
+        most = self._tokens.shape[2]
+        known = np.minimum(text.count, most) * follows
+        width = min(text.new.shape[1], most)
+        sources = (MEMORY, DRAFT)[: 1 + self._has_drafts]
+        self._has_drafts = False
+        for source in sources:
+            tokens = self._tokens[source, slots]
+            same = tokens[:, :width] == text.new[:, :width]
+            # A token that does not exist is -1, as is one that did not come.
+            right = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+            right = np.minimum(right, known)
+            judged = np.minimum(np.minimum(right + 1, known), (tokens >= 0).sum(axis=1))
+            right = np.minimum(right, judged)
+            self.record.learn(source, slots, self._bucket[slots], judged, right)
