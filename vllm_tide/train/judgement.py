@@ -52,6 +52,8 @@ class CycleResult:
         harmful: The candidate is worse than the live draft by more than chance, in
             tokens accepted and in probability mass.
         evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
+        evaluation_s: Time in evaluations (s).
+        elsewhere_s: Time in the caller's hands, rests of a shared GPU included (s).
     """
 
     steps: int
@@ -67,6 +69,8 @@ class CycleResult:
     fresh_requests: int = 0
     harmful: bool = False
     evidence: float = 1.0
+    evaluation_s: float = 0.0
+    elsewhere_s: float = 0.0
 
 
 def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
