@@ -9,7 +9,8 @@ take time by their rows (`--step-s`, `--evaluation-s`, as measured by
 `train_step.py` on a quiet core, over the share of the core that the trainer gets). So
 the same file gives the same cycles on any machine, however busy it is. Each request is
 first drafted for by the live draft (teacher-forced, greedy), then handed to the
-trainer. A case may also say `"prompts": true`: rows of the prompt are trained on too.
+trainer. A case may also say `"prompts": true`: rows of the prompt are trained on too;
+and `"optimizer": "adamw"`: AdamW moves all weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.evaluate import Evaluation
+from vllm_tide.train.report import finite
 from vllm_tide.train.sample import Sample, by_request
+from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -84,9 +87,9 @@ class Stream:
             self.began.setdefault(name, self._ends - self.args.request_s)
             live = self._evaluate(self.trainer.live, samples=request)
             self.accepted[name].append((live.num_rows, sum(live.reached["greedy"])))
-            self.trainer.add_samples(
-                replace(s, num_prompt_tokens=1) if self.prompts else s for s in request
-            )
+            more = {"num_prompt_tokens": 1} if self.prompts else {}
+            # Passes made over a document are its own: other cases get it without.
+            self.trainer.add_samples(replace(s, trained=[], **more) for s in request)
             self._next = next(self._ahead, None)
             self._ends += self.args.request_s
         return self._next is not None
@@ -127,6 +130,7 @@ def replay(
     began, cpu = time.monotonic(), time.process_time()
     knobs = dict(knobs)
     prompts = knobs.pop("prompts", False)
+    TrainStep.whole_matrices = knobs.pop("optimizer", "muon") == "muon"
     config = TrainConfig(**{**SETTINGS, **knobs})
     trainer = Trainer(
         load_draft(draft, target, shared),
@@ -249,7 +253,7 @@ def main() -> None:
         options = {
             k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()
         }
-        data = {"options": options, "cases": out}
+        data = finite({"options": options, "cases": out})
         args.json.write_text(json_text(data), encoding="utf-8")
 
 
