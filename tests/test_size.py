@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 37_100,
-    "code tokens": 215_500,
+    "lines": 37_200,
+    "code tokens": 216_400,
     "files": 230,
     "classes": 300,
     "knobs": 48,

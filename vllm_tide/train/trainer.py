@@ -273,7 +273,6 @@ class Trainer:
         a draft that is gone.
         """
         rows = self.config.steps_per_cycle * self.config.batch_tokens // 8
-        # Copies: `progress` may change the reservoir.
         chosen, others = self.buffer.held_out(self._known, rows, self.cycles)
         self._live_scores.keep({s.key for s in chosen + others})
         held_out = self._compared(chosen, watch)
@@ -283,8 +282,8 @@ class Trainer:
                 held_out += self._compared(others, watch)
         if not watch.going or self._restored != restored:
             return None
-        how = self.config, self.metric, self.evidence
-        return judge(steps, loss, held_out, ahead, *how)
+        how = held_out, ahead, self.config, self.metric, self.evidence
+        return judge(steps, loss, *how)
 
     def _give_back(self) -> None:
         """The next cycle need not wait until as many have come again."""
