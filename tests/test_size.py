@@ -15,10 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 37_800,
-    "code tokens": 220_600,
+    "lines": 38_000,
+    "code tokens": 221_800,
     "files": 230,
-    "classes": 300,
+    "classes": 302,
     "knobs": 49,
     "lines of the longest file": 550,
 }

@@ -37,7 +37,7 @@ class Trace:
 
 
 @torch.no_grad()
-def _capture(
+def capture(
     generator: Generator, rows: Sequence[list[int]], layer_ids: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (features, hidden) of each row; rows are padded on the right."""
@@ -96,7 +96,7 @@ def collect(
         if not pairs:
             continue
         rows = [prompt + new for prompt, new in pairs]
-        captured = _capture(generator, rows, layer_ids)
+        captured = capture(generator, rows, layer_ids)
         for (prompt, _), row, (features, hidden) in zip(
             pairs, rows, captured, strict=True
         ):

@@ -11,6 +11,7 @@ from bench.harness.summary import (
     arm_figures,
     capture_figures,
     first_swap_after_shift_s,
+    first_swap_split_s,
     swap_figures,
 )
 from bench.suites.quickstart import ARMS, build_report, problems, table
@@ -179,7 +180,7 @@ def test_rollbacks_are_listed_and_leave_a_run_sound():
     last = {"swaps_total": 2, "captured_rows_total": 9, "swap_seconds_last": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     event = {"unix": 1.0, "version": 3, "to": 2, "reason": "served less"}
-    runs["tide"].rollbacks = [event]
+    runs["tide"].events = [{"event": "rollback", "t_s": 1.0, "bytes": 9, **event}]
     report = build_report(runs, [], {})
     assert (report["rollbacks"], report["rolled_back"]) == (1, [event])
     assert problems(report, runs) == []
@@ -199,6 +200,53 @@ def test_the_first_swap_after_the_shift_is_timed_from_its_first_request():
     assert first_swap_after_shift_s(run) is None
     run.segments = run.segments[:1]
     assert first_swap_after_shift_s(run) is None
+
+
+def cycle(t_s, seconds, gain, error=0.1, **more):
+    spent = {"evaluation_s": 1.0, "elsewhere_s": 0.5}
+    return {
+        "event": "cycle",
+        "t_s": t_s,
+        "seconds": seconds,
+        "gain": gain,
+        "gain_error": error,
+        **spent,
+        **more,
+    }
+
+
+def test_the_time_until_the_first_swap_is_split_by_what_the_trainer_recorded():
+    run = make_run()
+    for segment in run.segments[1:]:
+        segment.start.values["vllm_tide:swaps_total", ()] = 1.0
+    run.segments[1].results[0].end_s = 13.0
+    run.samples = [scrape(t, swaps_total=n) for t, n in ((5, 1), (41.5, 2))]
+    run.events = [
+        {"event": "publish", "t_s": 9.0},  # before the shift, at 11 s
+        cycle(14.0, 3.0, 0.5),  # began before a shifted request had ended
+        cycle(20.0, 5.0, 0.3, None),
+        cycle(26.0, 4.0, 0.2),
+        cycle(30.0, 4.0, -0.2),
+        cycle(40.0, 4.0, 0.9),
+        {"event": "publish", "t_s": 40.5},
+        {"event": "publish", "t_s": 41.0},
+    ]
+    split = first_swap_split_s(run)
+    assert split == {
+        "rows": 4.0,  # 11 to 15
+        "training": 6.0,  # 5 + 4, less 2 times (1 + 0.5)
+        "evaluation": 2.0,
+        "waiting": 3.0,  # 20 to 22, and 2 times 0.5
+        "gate": 14.0,
+        "publish": 0.5,
+        "install": 1.0,
+    }
+    assert sum(split.values()) == first_swap_after_shift_s(run) == 30.5
+    assert "rows 4.0, training 6.0" in table(build_report({"tide": run}, [], {}))
+    run.events = run.events[:1]
+    assert first_swap_split_s(run) is None
+    run.samples = run.samples[:1]
+    assert first_swap_split_s(run) is None
 
 
 def test_what_makes_a_run_unsound_is_said():

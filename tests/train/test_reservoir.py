@@ -460,3 +460,21 @@ def test_without_max_age_nothing_expires():
     clock.now += 1e9
     assert not buffer.expired(next(iter([*buffer.train, *buffer.holdout])))
     assert buffer.expire() == Purged()
+
+
+def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
+    buffer, _ = buffer_of()
+    for key in HELD_KEYS[:30]:
+        buffer.add(document(key))
+    held = [s.key for s in buffer.holdout]
+    scored = set(held[:-5])
+    seen = Counter()
+    for turn in range(40):
+        chosen, others = buffer.held_out(scored, 100, turn)
+        assert Counter(s.key for s in chosen + others) == Counter(held)
+        assert set(held[-5:]) <= {s.key for s in chosen}
+        assert sum(s.num_tokens for s in chosen if s.key in scored) == 100
+        seen.update(s.key for s in chosen)
+    assert set(seen) == set(held)
+    assert buffer.held_out(scored, 10**6, 0)[1] == []
+    assert buffer.held_out(scored, 0, 0)[1] and buffer.held_out((), 0, 0)[1] == []

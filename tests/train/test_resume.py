@@ -111,6 +111,7 @@ def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     assert (again.train_tokens, again.evidence) == taken[0]
     assert again.evidence != Evidence()
     again.add_samples(documents(60))
+    again.evidence = Evidence(running=30.0)  # enough before: no cycle without steps
     assert again.train_cycle().steps == KNOBS.steps_per_cycle
     assert (again.steps, again.cycles) == (steps + 1 + KNOBS.steps_per_cycle, 2)
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft import DraftError, VocabMap
+from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.evaluate import (
@@ -56,13 +56,6 @@ def _trainer(count: int = 30, **changes) -> Trainer:
 
 def _weights(draft: Eagle3Draft) -> torch.Tensor:
     return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])
-
-
-def test_features_of_other_layers_are_refused():
-    with pytest.raises(
-        DraftError, match=r"\(1, 2, 4\) are not the draft's \(1, 2, 3\)"
-    ):
-        _trainer().check_features((1, 2, 4))
 
 
 def test_live_draft_moves_only_when_published():
@@ -154,6 +147,7 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch)
         return found
 
     monkeypatch.setattr(trainer, "evaluate", judge)
+    trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
     assert result.gain > result.gain_error > 0
     assert not result.publish
@@ -252,6 +246,117 @@ def test_a_request_of_which_a_part_was_learnt_is_not_judged():
     trainer.buffer.purge()  # however long ago the first part was learnt
     trainer.add_samples([late.window(40, 60, 0)])
     assert not trainer.unscored
+
+
+def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
+    trainer = _trainer(40, batch_tokens=4096, steps_per_cycle=1)
+    counted: Counter[str] = Counter()
+
+    def counting(draft, target, samples, depth, **kwargs):
+        found = evaluate(draft, target, samples, depth, **kwargs)
+        counted["live" if draft is trainer.live else "new"] += found.num_rows
+        return found
+
+    monkeypatch.setattr("vllm_tide.train.trainer.evaluate", counting)
+    results = [trainer.train_cycle() for _ in range(3)]
+    held = trainer.evaluate(trainer.live).num_rows
+    assert (counted["live"], counted["new"]) == (2 * held, 3 * held)  # and once above
+    for result in results:
+        exact = trainer.evaluate(trainer.live, samples=trainer.buffer.holdout)
+        for key, row in exact.requests.items():
+            assert result.live.requests[key] == pytest.approx(row)
+    trainer.published()
+    counted.clear()
+    before = trainer.train_cycle().live
+    assert counted["live"] == held  # another draft
+    assert before.acceptance() == pytest.approx(
+        trainer.evaluate(trainer.live).acceptance()
+    )
+    rng = random.Random(3)
+    while (counted.clear(), len(trainer.buffer.holdout))[1] == len(before.requests):
+        trainer.add_samples([TOY.document(5, 20, 3, rng.getrandbits(64))])
+    result = trainer.train_cycle()
+    assert 0 < counted["live"] < held  # the new requests alone
+
+
+def test_what_is_purged_is_not_kept_for_its_scores():
+    trainer = _trainer(40)
+    trainer.train_cycle()
+    held = trainer.buffer.holdout
+    assert not trainer._live_scores.missing(held)
+    trainer.purge()
+    assert trainer._live_scores.missing(held) == held
+
+
+def test_a_restore_amid_an_evaluation_leaves_no_score_of_the_draft_that_is_gone():
+    trainer = _trainer(40)
+    snapshot = trainer.snapshot()
+    for when in range(5, 0, -1):
+        calls = []
+
+        def progress(when=when, calls=calls) -> bool:
+            calls.append(1)
+            if len(calls) == 3 + when:  # three steps come before
+                trainer.restore(snapshot)
+            return True
+
+        trainer.train_cycle(progress)
+    exact = trainer.evaluate(trainer.live)
+    kept = trainer._live_scores.of(trainer.buffer.holdout).requests
+    for key, row in kept.items():
+        assert row == pytest.approx(exact.requests[key])
+
+
+def test_enough_evidence_publishes_what_was_scored_without_more_steps():
+    trainer = _trainer(40, holdout_share=0.3)
+    trainer.train_cycle()
+    scored = _weights(trainer.draft)
+    trainer.evidence = Evidence(running=19.0, total=5.0, weight=20.0, requests=60)
+    trainer._differs, waiting = True, trainer.buffer.new_tokens
+    rng = random.Random(8)
+
+    def better(draft=None, progress=None, samples=None):
+        found = Evaluation(3)
+        more = 0.0 if draft is trainer.live else 10.0
+        for sample in samples:
+            found.requests[sample.key] = [20.0] + [20.0 + more] * 4
+        return found
+
+    trainer.evaluate = better  # type: ignore[method-assign]
+    trainer.add_samples(
+        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        for _ in range(10)
+    )
+    result = trainer.train_cycle()
+    assert (result.publish, result.steps) == (True, 0)
+    assert result.evidence >= ENOUGH > 19
+    assert result.new is not None
+    assert {s.key for s in trainer.buffer.holdout} == set(result.new.requests)
+    assert torch.equal(_weights(trainer.draft), scored)
+    assert trainer.buffer.new_tokens > waiting  # what came is still to be learnt
+    # Where nobody could publish it, training goes on.
+    assert trainer.train_cycle().steps == 3
+
+
+def test_a_cycles_time_is_told_apart(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    trainer = _trainer()
+    exact = trainer.evaluate
+
+    def slow(draft=None, progress=None, samples=None):
+        clock[0] += 3.0
+        return exact(draft, progress, samples)
+
+    def progress() -> bool:
+        clock[0] += 10.0
+        return True
+
+    calls = []
+    trainer.evaluate = slow  # type: ignore[method-assign]
+    result = trainer.train_cycle(lambda: calls.append(1) or progress())
+    assert result.evaluation_s == 6.0  # both drafts on what is held out
+    assert result.elsewhere_s == 10.0 * len(calls) > 30.0
 
 
 def test_evaluations_add_up():
@@ -404,7 +509,10 @@ def test_no_document_is_trained_on_more_often_than_max_passes(wanted, changes):
             more = {"group": n // 8, "tenant": n % 3}
             trainer.buffer.add(replace(document, **more))
         before = seen.copy()
-        assert trainer.train_cycle(wanted_groups=wanted).steps > 0
+        result = trainer.train_cycle(wanted_groups=wanted)
+        if result.publish and not result.steps:  # first what was scored
+            result = trainer.train_cycle(wanted_groups=wanted)
+        assert result.steps > 0
         assert max((seen - before).values()) <= 4
         assert max(seen.values()) <= most
     if wanted is None and not changes:  # and none starves: new ones have their four

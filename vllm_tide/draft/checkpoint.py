@@ -7,6 +7,7 @@ other form.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -197,6 +198,15 @@ def export_tensors(
     if stored_names:
         out = {draft.stored_names.get(name, name): t for name, t in out.items()}
     return out
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """BLAKE2b of names and values (hexadecimal), whatever their order."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def save_draft(

@@ -38,7 +38,8 @@ STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+_MUON_MOMENTS = ("momentum_buffer",)
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ def draft_fingerprint(draft: Eagle3Draft) -> str:
 
 
 def train_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Live master weights and AdamW moments by name (this rank's shards of them)."""
+    """Live master weights and moments by name (this rank's shards of them)."""
     out = {}
     for name, value in step.draft.named_tensors().items():
         out[f"draft.{name}"] = value.detach()
-        for moment in _MOMENTS:
+        for moment in (*_MOMENTS, *_MUON_MOMENTS):
             if moment in (state := step.optimizer.state.get(value, {})):
                 out[f"{moment}.{name}"] = state[moment]
     return out
@@ -80,8 +81,8 @@ def train_tensors(step: TrainStep) -> dict[str, Tensor]:
 
 def optimizer_steps(step: TrainStep) -> int:
     """Updates in AdamW's moments; 0 without any."""
-    counts = [int(s["step"]) for s in step.optimizer.state.values()]
-    return counts[0] if counts else 0
+    states = step.optimizer.state.values()
+    return next((int(s["step"]) for s in states if "step" in s), 0)
 
 
 def save(
@@ -192,7 +193,11 @@ def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
 
 
 def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
-    """Every rank reads its shards of a verified checkpoint."""
+    """Every rank reads its shards of a verified checkpoint.
+
+    Moments of another optimizer (one rank has Muon, several have not) are left out:
+    training goes on from the weights.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -200,6 +205,11 @@ def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
     if count:
         _make_moments(step, count)
     reader = HuggingFaceStorageReader(str(path))
+    if (
+        not train_tensors(step).keys()
+        <= reader.read_metadata().state_dict_metadata.keys()
+    ):
+        step.reset()
     with _alone() as alone:
         dcp.load(train_tensors(step), storage_reader=reader, no_dist=alone)
 
@@ -213,12 +223,15 @@ def _alone() -> Iterator[bool]:
 
 
 def _make_moments(step: TrainStep, count: int) -> None:
-    # the entries AdamW makes at its first step, so that there is something to read into
+    # the entries made at a first step, so that there is something to read into
+    matrices = set(map(id, step.matrices))
     for parameter in step.parameters:
-        step.optimizer.state[parameter] = {
-            "step": torch.full((), float(count), device=parameter.device),
-            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-        }
+        by_muon = id(parameter) in matrices
+        names = _MUON_MOMENTS if by_muon else _MOMENTS
+        state = {name: torch.zeros_like(parameter) for name in names}
+        if not by_muon:
+            state["step"] = torch.full((), float(count), device=parameter.device)
+        step.optimizer.state[parameter] = state
 
 
 def _read_document(folder: Path) -> dict[str, Any]:

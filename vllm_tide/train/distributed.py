@@ -37,7 +37,7 @@ from vllm_tide.train.ranks import (
     send,
     watched,
 )
-from vllm_tide.train.sample import Sample
+from vllm_tide.train.sample import Sample, by_request
 from vllm_tide.train.step import GRAD_CLIP, StepResult, TrainStep
 from vllm_tide.transport.header import TransportError
 
@@ -61,6 +61,8 @@ class ShardedStep(TrainStep):
     stay gathered until the backward pass has used them: a draft has one layer, so
     gathering it twice would save nothing.
     """
+
+    whole_matrices = False
 
     def __init__(
         self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
@@ -159,9 +161,7 @@ def deal_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     Graham 1969). All documents of one request stay together. Some shares are empty
     when there are fewer requests than ranks.
     """
-    requests: dict[int, list[Sample]] = {}
-    for sample in samples:
-        requests.setdefault(sample.key, []).append(sample)
+    requests = by_request(samples)
     rows = {key: sum(map(_num_rows, group)) for key, group in requests.items()}
     shares: list[list[Sample]] = [[] for _ in range(size)]
     loads = [0] * size

@@ -27,7 +27,7 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
 from vllm_tide.train.loss_rows import plan_steps
 from vllm_tide.train.packing import PackedBatch, pack, take_batch
-from vllm_tide.train.sample import Sample
+from vllm_tide.train.sample import Sample, by_request
 
 FORMS = ("greedy", "mass", "argmax_mass", "served")
 _PROBS_BYTES = 128 << 20
@@ -39,7 +39,8 @@ class Evaluation:
 
     Attributes:
         requests: Per request key: rows, then accepted drafts in each form.
-        reached: Per form, sum over rows of the cumulative product at each step.
+        reached: Per form, sum over rows of the cumulative product at each step; empty
+            where only the requests are known.
     """
 
     num_steps: int
@@ -83,8 +84,42 @@ class Evaluation:
         reached = {
             form: [a + b for a, b in zip(sums, other.reached[form], strict=True)]
             for form, sums in self.reached.items()
+            if form in other.reached
         }
         return Evaluation(self.num_steps, requests, reached)
+
+
+class Scores:
+    """What one draft accepts of requests, so that it is evaluated on each once."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        # By request: its windows, and its entry in `Evaluation.requests`.
+        self._kept: dict[int, tuple[list[Sample], list[float]]] = {}
+
+    def missing(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Those of requests that were not evaluated with the same windows."""
+        requests = by_request(samples)
+        out = []
+        for key, windows in requests.items():
+            known, _ = self._kept.get(key, ([], []))
+            if list(map(id, known)) != list(map(id, windows)):
+                out += windows
+        return out
+
+    def add(self, samples: Iterable[Sample], evaluation: Evaluation) -> None:
+        requests = by_request(samples)
+        for key, row in evaluation.requests.items():
+            self._kept[key] = requests[key], row
+
+    def of(self, samples: Iterable[Sample]) -> Evaluation:
+        """Evaluation on requests that were added; others are left out."""
+        kept = [key for key in by_request(samples) if key in self._kept]
+        return Evaluation(self._num_steps, {key: self._kept[key][1] for key in kept})
+
+    def keep(self, keys: Collection[int]) -> None:
+        """Forget all other requests."""
+        self._kept = {k: v for k, v in self._kept.items() if k in keys}
 
 
 def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float, float]:
@@ -244,10 +279,9 @@ def _accept(
     out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS[:3]}
     for lo in range(0, at.numel(), 256):
         part = slice(lo, lo + 256)
-        log_q = draft.logits(normed[part], weights).float().log_softmax(-1)
-        p = probs[at[part]]
-        choice = log_q.argmax(-1)
+        z, p = draft.logits(normed[part], weights).float(), probs[at[part]]
+        choice = z.argmax(-1)
         out["greedy"][part] = (choice == best[at[part]]).float()
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
-        out["mass"][part] = torch.minimum(p, log_q.exp()).sum(-1)
+        out["mass"][part] = torch.minimum(p, z.softmax(-1)).sum(-1)
     return out

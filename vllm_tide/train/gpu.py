@@ -243,21 +243,30 @@ class Turns:
 
 
 class Watch:
-    """The caller's `progress`, remembering that it said to stop; `turns` have rests."""
+    """The caller's `progress`, remembering that it said to stop; `turns` have rests.
+
+    Attributes:
+        elsewhere_s: Time in calls, rests included (s).
+        evaluation_s: Time in evaluations, calls left out; its owner adds to it (s).
+    """
 
     def __init__(self, progress: Progress | None, turns: Turns | None = None) -> None:
         self._progress, self._turns, self.going = progress, turns, True
+        self.elsewhere_s = self.evaluation_s = 0.0
         if turns is not None:
             turns.begin()
 
     def __call__(self) -> bool:
         """True to go on."""
+        began = time.monotonic()
         if self._turns is None:
-            return self._ask()
-        self._turns.end()
-        while self._ask() and (rest := self._turns.rest(time.monotonic())):
-            time.sleep(min(rest, NAP_S))
-        self._turns.begin()
+            self._ask()
+        else:
+            self._turns.end()
+            while self._ask() and (rest := self._turns.rest(time.monotonic())):
+                time.sleep(min(rest, NAP_S))
+            self._turns.begin()
+        self.elsewhere_s += time.monotonic() - began
         return self.going
 
     def _ask(self) -> bool:

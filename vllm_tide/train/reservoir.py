@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.train.sample import Sample, by_request, split_windows
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.tenant import NOBODY
 
@@ -253,6 +253,26 @@ class SampleBuffer:
             self._drop(name, oldest, "tenant_share")
         while (victim := side.overfull()) is not None:
             self._drop(name, victim, name)
+
+    def held_out(
+        self, scored: Collection[int], rows: int, turn: int
+    ) -> tuple[list[Sample], list[Sample]]:
+        """Held-out windows to evaluate on, and the others.
+
+        Args:
+            scored: Request keys; windows of other requests are all among the first.
+            rows: Of requests that are `scored`, most of them among the first (tokens).
+            turn: Which of them, at random, is different in every turn.
+        """
+        requests = by_request(self.holdout)
+        order = list(requests)
+        random.Random(SEED + turn).shuffle(order)  # noqa: S311 - not cryptographic
+        chosen: list[Sample] = []
+        others: list[Sample] = []
+        for key in order:
+            rows -= sum(s.num_tokens for s in requests[key]) if key in scored else 0
+            (others if key in scored and rows < 0 else chosen).extend(requests[key])
+        return chosen, others
 
     def shuffled(
         self, wanted_groups: Collection[int] | None = None, cycle: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -188,6 +189,14 @@ class Sample:
             branches=tuple(b for b in self.branches if own <= b.position < last),
             trained=self.trained.copy(),
         )
+
+
+def by_request(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """Windows by request key, both in order of appearance."""
+    out: dict[int, list[Sample]] = {}
+    for sample in samples:
+        out.setdefault(sample.key, []).append(sample)
+    return out
 
 
 def split_windows(sample: Sample, max_tokens: int) -> list[Sample]:

@@ -260,7 +260,7 @@ class Sidecar:
 
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
-        before = self.trainer.out_of_memory
+        before, cpu = self.trainer.out_of_memory, time.process_time()
         result = self.trainer.train_cycle(
             self._tick_in_cycle, self.schedule.wanted_groups()
         )
@@ -268,7 +268,7 @@ class Sidecar:
         seconds = now - began
         self._shortage.cycle_done(self.trainer.out_of_memory > before, now)
         self._trained_s, self._cycle_began = self._trained_s + seconds, None
-        self._finish_cycle(result, seconds)
+        self._finish_cycle(result, seconds, time.process_time() - cpu)
 
     def _tick_in_cycle(self) -> bool:
         """True if the cycle goes on: a pause ends it, and so does a purge.
@@ -277,7 +277,7 @@ class Sidecar:
         """
         return self._tick() and not self._pause.on and not self._purge_waits
 
-    def _finish_cycle(self, result: CycleResult, seconds: float) -> None:
+    def _finish_cycle(self, result: CycleResult, seconds: float, cpu_s: float) -> None:
         status = self.status
         new = live = None
         if result.new is not None and result.live is not None:
@@ -294,6 +294,9 @@ class Sidecar:
             cycle=self.trainer.cycles,
             steps=result.steps,
             seconds=round(seconds, 3),
+            evaluation_s=round(result.evaluation_s, 3),
+            elsewhere_s=round(result.elsewhere_s, 3),
+            cpu_s=round(cpu_s, 3),
             loss=result.loss,
             holdout_new=new,
             holdout_live=live,
@@ -347,6 +350,12 @@ class Sidecar:
                 f"target: hidden size {target.hidden_size} is not the engine's "
                 f"{manifest.hidden_size}."
             )
+        got, want = tuple(spec.aux_layer_ids), draft.config.aux_layer_ids
+        if got != want:
+            raise DraftError(
+                f"captured layers {got} are not the draft's {want}; training on them "
+                "would give a draft that serves badly."
+            )
         self._target_path, self._draft_path = target_path, draft_path
         self.feeds.vocab_size = target.vocab_size
         stepper: Stepper
@@ -372,7 +381,6 @@ class Sidecar:
             stepper=stepper,
             group_of=self._group_of,
         )
-        trainer.check_features(spec.aux_layer_ids)
         return trainer
 
     def _group_of(self, key: int) -> int:

@@ -5,8 +5,8 @@ Knows nothing of transport: records come in, checkpoint tensors go out.
 
 from __future__ import annotations
 
-import hashlib
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.checkpoint import export_tensors
-from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.checkpoint import digest, export_tensors
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.prune import reprune
 from vllm_tide.draft.target import TargetRows
@@ -26,9 +25,10 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import MAX_BRANCHES, Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import Evaluation, evaluate
+from vllm_tide.train.evaluate import Evaluation, Scores, evaluate
 from vllm_tide.train.gpu import Progress, Turns, Watch, give_up_memory, lacks_memory
 from vllm_tide.train.judgement import (
+    ENOUGH,
     CycleResult,
     Evidence,
     Pair,
@@ -124,6 +124,9 @@ class Trainer:
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # too many came at once: no evidence
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
+        self._live_scores = Scores(
+            self.depth
+        )  # of the live draft, which rarely changes
         self.rate = 1.0
         self._in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
@@ -131,19 +134,6 @@ class Trainer:
     @property
     def _branches(self) -> bool:
         return self.stepper.step.trains_branches
-
-    def check_features(self, aux_layer_ids: Iterable[int]) -> None:
-        """Refuse data captured at other layers than the draft was made for.
-
-        Raises:
-            DraftError: The ids differ.
-        """
-        got, want = tuple(aux_layer_ids), self.draft.config.aux_layer_ids
-        if got != want:
-            raise DraftError(
-                f"captured layers {got} are not the draft's {want}; training on them "
-                "would give a draft that serves badly."
-            )
 
     def add_records(self, records: Iterable[Record], now: float) -> None:
         """Take records from the ring.
@@ -208,9 +198,9 @@ class Trainer:
             wanted_groups: Groups to train on, each with the same weight; None takes
                 everything.
         """
-        steps = self.steps
+        steps, watch = self.steps, Watch(progress, self._turns)
         try:
-            return self._run_cycle(progress, wanted_groups)
+            result = self._run_cycle(watch, wanted_groups)
         except RuntimeError as error:
             # Other ranks are amid the same step.
             if not (lacks_memory(error) and isinstance(self.stepper, OneRank)):
@@ -220,15 +210,23 @@ class Trainer:
             self.out_of_memory += 1
             self._differs = self._differs or self.steps > steps
             self._give_back()
-            return unjudged(0, math.nan, "out of memory")
+            result = unjudged(0, math.nan, "out of memory")
         finally:  # a purge finds no documents here
             self._taken = 0, [], deque()
+        spent = watch.evaluation_s, watch.elsewhere_s
+        return replace(result, evaluation_s=spent[0], elsewhere_s=spent[1])
 
     def _run_cycle(
-        self, progress: Progress | None, wanted_groups: Collection[int] | None
+        self, watch: Watch, wanted_groups: Collection[int] | None
     ) -> CycleResult:
-        watch, restored = Watch(progress, self._turns), self._restored
+        restored, before = self._restored, self.evidence.wealth
         ahead = self._judge_fresh(watch)
+        if before < ENOUGH <= self.evidence.wealth:
+            # What was scored is published as it is: more steps would delay it.
+            judged = self._judge(0, self.last_loss, ahead, watch, restored)
+            if judged is not None and judged.publish:
+                self.cycles += 1
+                return judged
         self._follow_vocabulary(watch)
         taken, fresh = self.buffer.new_tokens, self.buffer.fresh
         self.buffer.new_tokens = 0
@@ -256,13 +254,8 @@ class Trainer:
             return replace(result, reason="no row could be trained")
         if watch.going and self._restored == restored:
             self.stepper.gather()
-            # A copy: `progress` may change the reservoir.
-            held_out = self._compared(self.buffer.holdout, watch)
-            # Neither half an evaluation counts nor one of a draft that is gone.
-            if watch.going and self._restored == restored:
-                self._count(held_out)
-                how = self.config, self.metric, self.evidence
-                judged = judge(len(losses), mean, held_out, ahead, *how)
+            judged = self._judge(len(losses), mean, ahead, watch, restored)
+            if judged is not None:
                 self._adapt_rate(judged)
                 return judged
         if self._restored != restored:
@@ -270,6 +263,27 @@ class Trainer:
         elif not watch.going:
             self._give_back()
         return result
+
+    def _judge(
+        self, steps: int, loss: float, ahead: Pair | None, watch: Watch, restored: int
+    ) -> CycleResult | None:
+        """Judge the candidate by `ahead` and by held-out requests.
+
+        None if the cycle ended meanwhile: neither half an evaluation counts nor one of
+        a draft that is gone.
+        """
+        rows = self.config.steps_per_cycle * self.config.batch_tokens // 8
+        chosen, others = self.buffer.held_out(self._known, rows, self.cycles)
+        self._live_scores.keep({s.key for s in chosen + others})
+        held_out = self._compared(chosen, watch)
+        if watch.going and self._restored == restored:
+            self._count(held_out)
+            if others and self.evidence.wealth >= ENOUGH:
+                held_out += self._compared(others, watch)
+        if not watch.going or self._restored != restored:
+            return None
+        how = held_out, ahead, self.config, self.metric, self.evidence
+        return judge(steps, loss, *how)
 
     def _give_back(self) -> None:
         """The next cycle need not wait until as many have come again."""
@@ -322,12 +336,8 @@ class Trainer:
         return export_tensors(self.live)
 
     def live_digest(self) -> str:
-        """BLAKE2b of the live draft as it is published: its name over restarts."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self.live_tensors().items()):
-            digest.update(name.encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        """Of the live draft as it is published: its name over restarts."""
+        return digest(self.live_tensors())
 
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
@@ -335,7 +345,7 @@ class Trainer:
             self.live = self.draft.clone()
         self.live.take(self.draft.named_tensors())
         self._differs = False
-        self.evidence = Evidence()
+        self.evidence, self._live_scores = Evidence(), Scores(self.depth)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Master weights of the live draft, on the host; `d2t` too if it is pruned."""
@@ -354,7 +364,7 @@ class Trainer:
         self.draft.take(tensors)
         self.stepper.restore()
         self._differs = False
-        self.evidence = Evidence()
+        self.evidence, self._live_scores = Evidence(), Scores(self.depth)
         self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
@@ -366,6 +376,7 @@ class Trainer:
         self._queue = deque(
             s for s in self._queue if tenant is not None and s.tenant != tenant
         )
+        self._live_scores.keep(())
         gone = self.buffer.purge(tenant)
         return {
             "samples": gone.samples,
@@ -377,6 +388,7 @@ class Trainer:
         """Forget documents older than `max_age_s`, for good."""
         if self.buffer.expire().samples:
             expired = self.buffer.expired
+            self._live_scores.keep(())
             self._queue = deque(s for s in self._queue if not expired(s))
 
     def save(self, directory: Path, published_version: int) -> Path:
@@ -486,11 +498,10 @@ class Trainer:
 
         None if there are none, or both are the same draft. The candidate is the one of
         before the cycle, as a rule a little worse than the one it ends with. Under
-        overload only the newest, as many rows as a quarter of the cycle's steps take:
-        that costs about a sixth of them.
+        overload only the newest, an eighth as many rows as a cycle trains on.
         """
         unscored, restored = self.unscored if self._differs else [], self._restored
-        most = self.config.steps_per_cycle * self.config.batch_tokens // 4
+        most = self.config.steps_per_cycle * self.config.batch_tokens // 8
         most = max(most, HOLDOUT_TOKENS)
         samples: deque[Sample] = deque()
         for sample in reversed(unscored):
@@ -520,12 +531,20 @@ class Trainer:
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    def _compared(self, samples: list[Sample], progress: Progress) -> Pair:
-        new = self.evaluate(self.draft, progress, samples)
-        live = self.evaluate(self.live, progress, samples)
+    def _compared(self, samples: list[Sample], watch: Watch) -> Pair:
+        began, elsewhere = time.monotonic(), watch.elsewhere_s
+        scores = self._live_scores  # another draft put in place gets others
+        new = self.evaluate(self.draft, watch, samples)
+        if missing := scores.missing(samples):
+            found = self.evaluate(self.live, watch, missing)
+            if watch.going:
+                scores.add(missing, found)
+        live = scores.of(samples)
         for key, row in list(live.requests.items()):
             if not all(map(math.isfinite, row)):  # no judge of any draft
                 self.skipped["not_finite"] += int(row[0])
                 del live.requests[key]
                 new.requests.pop(key, None)
+        spent = time.monotonic() - began
+        watch.evaluation_s += spent - (watch.elsewhere_s - elsewhere)
         return Pair(samples, new, live)

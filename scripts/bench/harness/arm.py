@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +25,7 @@ from bench.harness.scrape import (
 )
 from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
 from bench.harness.stream import StreamRequest, segments
-from bench.harness.trainers import read_events, trainer_statuses
+from bench.harness.trainers import TrainerWatch, trainer_statuses
 from vllm_tide.transport.rendezvous import read_manifests
 
 PLAIN_PERIOD_S = 5.0
@@ -280,6 +280,12 @@ def run_arm(
 ) -> ArmRun:
     """Starts a server, replays the stream, stops the server."""
     view = LiveView(options.name, len(stream), options.run_dir)
+    watch = TrainerWatch(options.run_dir)
+
+    def on_sample(sample: Scrape) -> None:
+        watch.on_sample(sample)
+        hooks.on_sample(sample)
+
     with VllmServer(options.server) as server:
         server.wait_ready(view.starting)
         view.message(f"server ready after {server.startup_s:.1f} s")
@@ -287,18 +293,20 @@ def run_arm(
             wait_for_trainer(options.run_dir, view)
         at_start = server.memory_mib().get("engine", {})
         parts, samples = asyncio.run(
-            drive(server, stream, view, hooks, options.time_limit_s)
+            drive(
+                server,
+                stream,
+                view,
+                replace(hooks, on_sample=on_sample),
+                options.time_limit_s,
+            )
         )
         hooks.before_stop(server)
         run = ArmRun(options.name, parts, samples, server.startup_s)
         finish(server, run, at_start)
         _check_trainer(server, run, options.expect_trainer)
         run.trainers = trainer_statuses(options.run_dir)
-        run.rollbacks = [
-            {key: event.get(key) for key in ("unix", "version", "to", "reason")}
-            for event in (read_events(options.run_dir) if options.run_dir else ())
-            if event["event"] == "rollback"
-        ]
+        run.events = watch.events()
         stop(server, run, options.run_dir)
     view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
     return run
@@ -358,9 +366,15 @@ class ArmRun:
     problems: list[str] = field(default_factory=list)
     # Last status file of each trainer.
     trainers: list[dict[str, object]] = field(default_factory=list)
-    # Of the trainers' event logs.
-    rollbacks: list[dict[str, object]] = field(default_factory=list)
+    # Of the trainers' event logs, `t_s` since the run's start.
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def results(self) -> list[RequestResult]:
         return [r for segment in self.segments for r in segment.results]
+
+    @property
+    def rollbacks(self) -> list[dict[str, Any]]:
+        keys = "unix", "version", "to", "reason"
+        found = [event for event in self.events if event["event"] == "rollback"]
+        return [{key: event.get(key) for key in keys} for event in found]

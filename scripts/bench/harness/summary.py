@@ -210,6 +210,57 @@ def first_swap_after_shift_s(run: ArmRun) -> float | None:
     return rounded(next((t_s - began for t_s in seen), None), 2)
 
 
+def first_swap_split_s(run: ArmRun) -> dict[str, float] | None:
+    """`first_swap_after_shift_s` by what it went into (s), of the trainer's events.
+
+    `rows`: until the first cycle that began after a shifted request had ended, what is
+    left of the cycle before included. Then, until the end of the first cycle that found
+    the candidate better by more than chance: `training`, `evaluation`, and `waiting`,
+    for rows and in draining the rings. `gate`: from there until the cycle that
+    published it, in which training goes on. `publish`: writing the weights. `install`:
+    until a reading of the metrics, one a second, shows the swap.
+    """
+    total = first_swap_after_shift_s(run)
+    if total is None:
+        return None
+    shifted = next(s for s in run.segments if s.name == AFTER_SHIFT and s.results)
+    began = min(result.start_s for result in shifted.results)
+    ended = min(r.end_s for r in shifted.results if r.end_s is not None)
+    seen = [e for e in run.events if began <= (e["t_s"] or 0.0) <= began + total]
+    publish = next((e["t_s"] for e in seen if e["event"] == "publish"), None)
+    cycles = [
+        e
+        for e in seen
+        if e["event"] == "cycle"
+        and e["t_s"] - e["seconds"] >= ended
+        and publish is not None
+        and e["t_s"] <= publish
+    ]
+    if publish is None or not cycles:
+        return None
+    better = next((i for i, e in enumerate(cycles) if _better(e)), len(cycles) - 1)
+    first, last, until = cycles[0], cycles[-1], cycles[better]
+    learning = cycles[: better + 1]
+    start = first["t_s"] - first["seconds"]
+    evaluation = sum(e["evaluation_s"] for e in learning)
+    training = sum(e["seconds"] - e["elsewhere_s"] for e in learning) - evaluation
+    split = {
+        "rows": start - began,
+        "training": training,
+        "evaluation": evaluation,
+        "waiting": until["t_s"] - start - training - evaluation,
+        "gate": last["t_s"] - until["t_s"],
+        "publish": publish - last["t_s"],
+        "install": began + total - publish,
+    }
+    return {name: round(value, 2) for name, value in split.items()}
+
+
+def _better(cycle: Mapping[str, Any]) -> bool:
+    error = cycle["gain_error"]
+    return error is not None and cycle["gain"] > error
+
+
 def capture_figures(samples: Sequence[Scrape]) -> dict[str, object]:
     """Captured and dropped rows of an arm."""
     if not samples:

@@ -43,6 +43,7 @@ from bench.harness.summary import (
     arm_figures,
     capture_figures,
     first_swap_after_shift_s,
+    first_swap_split_s,
     request_columns,
     step_ms,
     swap_figures,
@@ -69,6 +70,7 @@ def build_report(
         },
         "swaps": {**swap_figures(tide), "at_s": swap_times_s(tide)},
         "first_swap_after_shift_s": first_swap_after_shift_s(run),
+        "first_swap_split_s": first_swap_split_s(run),
         "rollbacks": len(run.rollbacks),
         "rolled_back": run.rollbacks,
         "capture": capture_figures(tide),
@@ -192,6 +194,12 @@ def table(report: Mapping[str, Any]) -> str:
         f"(near ties: {report['near_ties']})",
         f"verify step over a plain one: {cell_text(report['verify_step_price'])}",
     ]
+    split = report["first_swap_split_s"] or {}
+    lines.append(
+        f"first swap {cell_text(report['first_swap_after_shift_s'])} s after the shift"
+        + (": " if split else "")
+        + ", ".join(f"{name} {seconds:.1f}" for name, seconds in split.items())
+    )
     lines += [f"{name}: {value}" for name, value in report["gain"].items()]
     return "\n".join(lines)
 
