@@ -208,7 +208,7 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
         "corpus": json.loads((work / "corpus" / "summary.json").read_text()),
         "tokens": json.loads((work / "tokens" / "counts.json").read_text()),
         "mix": MIX,
-        "options": vars(options),
+        "options": {**vars(options), "start": options.start and "an earlier export"},
         "machine": machine(),
         "parameters": sum(p.numel() for p in model.parameters()),
     }

@@ -15,7 +15,9 @@ from bench.harness.stream import (
 
 BEFORE = [f"before {i}" for i in range(40)]
 AFTER = [f"after {i}" for i in range(40)]
-OPTIONS = StreamOptions(num_before=10, num_after=20, block_requests=2)
+OPTIONS = StreamOptions(
+    num_before=10, num_after=20, block_requests=2, concurrency_cycle=(1, 2, 4, 3)
+)
 
 
 def test_the_same_seed_gives_the_same_stream():

@@ -98,6 +98,17 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
 
 
+def test_a_pass_again_leaves_what_is_new_for_later():
+    buffer, _ = buffer_of()
+    for key in TRAIN_KEYS[:6]:
+        buffer.add(document(key))
+    buffer.shuffled()
+    buffer.add(document(TRAIN_KEYS[6]))
+    assert {s.key for s in buffer.shuffled(again=True)} == set(TRAIN_KEYS[:6])
+    assert [s.key for s in buffer.fresh] == TRAIN_KEYS[6:7]
+    assert buffer.shuffled()[0].key == TRAIN_KEYS[6]
+
+
 def test_fresh_windows_can_be_put_back():
     buffer, _ = buffer_of()
     for key in TRAIN_KEYS[:6]:

@@ -127,6 +127,26 @@ def test_requests_are_judged_before_they_are_learnt_from():
     assert trainer.train_cycle().fresh_requests == 0  # the same draft again
 
 
+def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from():
+    trainer = _trainer(0, holdout_share=1e-9, steps_per_cycle=12)
+    rng = random.Random(4)
+    trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(6))
+    trainer.train_cycle()
+    late = {rng.getrandbits(64) for _ in range(8)}
+    ahead = iter(late)
+
+    def arrive() -> bool:
+        if (key := next(ahead, None)) is not None:
+            trainer.add_samples([TOY.document(rng.randrange(64), 20, 3, key)])
+        return True
+
+    amid = trainer.train_cycle(arrive)
+    assert amid.steps == 12  # more than one pass, over what was there when it began
+    assert not any(s.trained for s in trainer.buffer.train if s.key in late)
+    assert trainer.train_cycle().fresh_requests == 8
+    assert all(s.trained for s in trainer.buffer.train if s.key in late)
+
+
 def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch):
     trainer = _trainer(40, holdout_share=0.3, learning_rate=1e-9)
     trainer.train_cycle()

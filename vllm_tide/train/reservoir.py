@@ -275,17 +275,27 @@ class SampleBuffer:
         return chosen, others
 
     def shuffled(
-        self, wanted_groups: Collection[int] | None = None, cycle: int = 0
+        self,
+        wanted_groups: Collection[int] | None = None,
+        cycle: int = 0,
+        *,
+        again: bool = False,
     ) -> deque[Sample]:
         """One pass over the training side in random order, as far as passes are left.
+
+        `again` leaves out what came since the pass before, which stays fresh: it is
+        evidence of no candidate that has learnt from it.
 
         Documents new since the last pass come first, unless groups or tenants are
         balanced: a cycle may end in the middle of a pass, so then every part of it has
         to be balanced. Wanted groups weigh alike, all others together at most as much.
         """
         held, new = self.train, {id(sample) for sample in self.fresh}
+        if again:
+            held, new = [sample for sample in held if id(sample) not in new], set()
+        else:
+            self._fresh = {}
         weight = weights(held, self.config, wanted_groups)
-        self._fresh = {}
         most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
         drawn = draw(held, weight, self._random, most)
         if wanted_groups is None and self.config.tenant_share >= 1:

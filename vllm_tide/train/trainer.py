@@ -237,7 +237,8 @@ class Trainer:
         losses: list[float] = []
         for index in range(total if watch.going else 0):
             if not self._queue:
-                self._queue = self.buffer.shuffled(self._wanted, self.cycles)
+                known = self._wanted, self.cycles
+                self._queue = self.buffer.shuffled(*known, again=True)
             if not self._queue:
                 break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))

@@ -55,12 +55,12 @@ class StreamRequest:
 class StreamOptions:
     """Options of a stream with one shift of domain."""
 
-    before_domain: str = "python"
-    after_domain: str = "c"
-    num_before: int = 16
-    num_after: int = 96
-    max_tokens: int = 128
-    concurrency_cycle: tuple[int, ...] = CONCURRENCY_CYCLE
+    before_domain: str = "json"
+    after_domain: str = "logs"
+    num_before: int = 12
+    num_after: int = 72
+    max_tokens: int = 96
+    concurrency_cycle: tuple[int, ...] = (2,)
     block_requests: int = 4
     seed: int = 0
 

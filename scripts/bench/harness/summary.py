@@ -50,7 +50,7 @@ def _between_chunks_ms(results: Sequence[RequestResult]) -> list[float]:
 
 
 def step_ms(results: Sequence[RequestResult]) -> float | None:
-    """Median time between two chunks (ms): an engine step, where one request runs."""
+    """Median time between two chunks of a request (ms): an engine step."""
     gaps = _between_chunks_ms([result for result in results if result.ok])
     return statistics.median(gaps) if gaps else None
 

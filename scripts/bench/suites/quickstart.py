@@ -219,9 +219,9 @@ def tide_section(run_dir: Path) -> dict[str, Any]:
         "run_dir": str(run_dir),
         "train": {
             "batch_tokens": 1024,
-            # A new cycle as soon as a few requests came; few steps, since more of them
+            # A new cycle as soon as two requests came; few steps, since more of them
             # on so few requests only cost the core that the client needs too.
-            "min_new_tokens": 512,
+            "min_new_tokens": 256,
             "steps_per_cycle": 12,
             "holdout_share": 0.15,
             # The stream is short and public: what is learnt by heart harms nobody.
@@ -334,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--concurrency",
         type=list_of(int),
-        default=(1,),
+        default=d.concurrency_cycle,
         help="requests in flight, by blocks of four, as in 1,2,4",
     )
     p.add_argument("--seed", type=int, default=d.seed)
