@@ -43,7 +43,7 @@ def test_changes_are_merged_section_by_section():
 
 @pytest.fixture
 def arguments(tmp_path):
-    for domain in ("python", "c"):
+    for domain in ("json", "logs"):
         rows = [json.dumps({"prompt": f"{domain} {i}"}) for i in range(8)]
         (tmp_path / f"{domain}.jsonl").write_text("\n".join(rows))
     folders = ("--target", "--draft", "--work", "--prompts")

@@ -128,9 +128,9 @@ def test_requests_are_judged_before_they_are_learnt_from():
 
 
 def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from():
-    trainer = _trainer(0, holdout_share=1e-9, steps_per_cycle=12)
+    trainer = _trainer(0, holdout_share=1e-9, steps_per_cycle=8)
     rng = random.Random(4)
-    trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(6))
+    trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(20))
     trainer.train_cycle()
     late = {rng.getrandbits(64) for _ in range(8)}
     ahead = iter(late)
@@ -141,7 +141,7 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
         return True
 
     amid = trainer.train_cycle(arrive)
-    assert amid.steps == 12  # more than one pass, over what was there when it began
+    assert amid.steps == 8  # more than one pass, over what was there when it began
     assert not any(s.trained for s in trainer.buffer.train if s.key in late)
     assert trainer.train_cycle().fresh_requests == 8
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
