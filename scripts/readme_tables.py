@@ -22,7 +22,8 @@ from vllm_tide import dashboards, metrics
 from vllm_tide.cli import config
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from bench.harness import plots
 from tests.faults.report import markdown
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
@@ -32,9 +33,7 @@ READMES = (
     "vllm_tide/dashboards/runbooks.md",
     "tests/README.md",
 )
-PICTURE = RESULTS / "learning.png"
-WINDOW = 24
-"""Requests of which the picture shows the mean."""
+PICTURE = RESULTS / "quickstart.png"
 
 
 def stored(name: str) -> Any:
@@ -87,35 +86,6 @@ def rewritten(text: str) -> str:
     return text
 
 
-def draw(path: Path) -> None:
-    """Draws acceptance along a stream that shifts, from `learning_long.json.xz`."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    arms = stored("learning_long")["results"]["shift"]
-    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
-    axes = figure.subplots()
-    for name, label, color in (
-        ("frozen", "frozen draft", "tab:gray"),
-        ("always", "vllm_tide", "tab:blue"),
-    ):
-        requests = arms[name]["requests"]
-        order = np.argsort(requests["start_s"], kind="stable")
-        values = np.asarray(requests["tokens_per_step"])[order]
-        mean = np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid")
-        axes.plot(np.arange(WINDOW, len(values) + 1), mean, label=label, color=color)
-    ends = np.sort(arms["always"]["requests"]["end_s"])
-    swaps = [e["t_s"] for e in arms["always"]["events"] if e["event"] == "publish"]
-    at = np.searchsorted(ends, swaps)
-    axes.plot(at, np.full(len(at), 1.0), "^", color="tab:blue", label="new draft")
-    shift = arms["always"]["requests"]["domain"].count("python")
-    axes.axvline(shift, color="black", linestyle=":")
-    axes.annotate("traffic shifts from Python to C", (shift + 3, 2.75))
-    axes.set(xlabel="requests served", ylabel="tokens per verify step", ylim=(0.9, 2.9))
-    axes.legend(loc="upper right", ncols=3)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
 def main() -> int:
     """Rewrite all of them."""
     for name in READMES:
@@ -123,7 +93,7 @@ def main() -> int:
         before = path.read_text(encoding="utf-8")
         path.write_text(rewritten(before), encoding="utf-8")
     if find_spec("matplotlib"):
-        draw(PICTURE)
+        plots.draw(stored("quickstart"), PICTURE)
     return 0
 
 

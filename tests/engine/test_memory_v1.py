@@ -215,8 +215,9 @@ def test_the_scheduler_counts_the_draft_s_tokens_only():
     for memory in ([], ["r1"], []):
         tide.observe({"drafts": None, "memory": memory} if memory else {})
         for name in ("r0", "r1"):
-            tide.verified(SimpleNamespace(request_id=name), 3, 2)
+            tide.verified(SimpleNamespace(request_id=name, num_tokens=9), 3, 2)
     tide.observe({"staged": 0})
     stats = tide.stats()
+    assert sum(sum(steps.values()) for steps in stats["step_accepted"].values()) == 5
     assert stats["prefix_verified"] == {"none": 3 * 5}
     assert stats["prefix_accepted"] == {"none": 2 * 5}

@@ -124,9 +124,8 @@ class Trainer:
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # too many came at once: no evidence
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
-        self._live_scores = Scores(
-            self.depth
-        )  # of the live draft, which rarely changes
+        # Of the live draft, which rarely changes.
+        self._live_scores = Scores(self.depth)
         self.rate = 1.0
         self._in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
