@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "lines": 38_000,
-    "code tokens": 221_800,
+    "code tokens": 222_000,
     "files": 230,
     "classes": 302,
     "knobs": 49,

@@ -47,6 +47,31 @@ def refusal(config, target) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "dropped"),
+    [
+        ({}, True),
+        ({"disable_eagle_block_drop": False}, False),
+        ({"tide": {"preset": "observe"}}, None),
+    ],
+)
+def test_the_last_cached_block_is_kept_unless_said_otherwise(
+    changes, dropped, target, target_dir, tmp_path
+):
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    draft = toys.make_draft(tmp_path / "draft", target_dir)
+    config = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+        "tide": {},
+        **changes,
+    }
+    check_speculative_config(config, target)
+    assert config.get("disable_eagle_block_drop") is dropped
+
+
 CASES = [
     (
         {"hidden_size": 128},

@@ -45,6 +45,7 @@ def case(models: tuple[Path, Path], run_dir: Path, **capture: Any) -> dict[str, 
             "method": "eagle3",
             "model": str(models[1]),
             "num_speculative_tokens": 3,
+            "disable_eagle_block_drop": True,
             "tide": {
                 # The test reads the ring, and each step drafts.
                 "preset": "observe",
@@ -172,7 +173,7 @@ def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, started):
     second = engine.work([shared + [2]], params={"max_tokens": 4})
     records = [r for r in drain(reader) if r.num_rows]
     missing = records[0].start
-    # All whole blocks, as without a draft: vLLM by itself would leave the last one out.
+    # All whole blocks: without `disable_eagle_block_drop` the last one is left out.
     assert missing == 32 * (len(shared) // 32)
     assert second["dropped"]["prefix_cached"] == missing
     check_all(records, [shared + [2] + second["tokens"][0]], oracle)

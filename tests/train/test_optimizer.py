@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.train.toys import ToyTarget
@@ -9,10 +10,10 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank
-from vllm_tide.train.step import BETAS, MUON_RATE, TrainStep
+from vllm_tide.train.step import BETAS, MUON_RATE, TrainStep, muon_is_cheap
 
 TOY = ToyTarget()
-KNOBS = TrainConfig(batch_tokens=128, learning_rate=5e-3)
+KNOBS = TrainConfig(batch_tokens=1024, learning_rate=5e-3)
 DOCUMENTS = [TOY.document(7 * key, 30, 3, key) for key in range(4)]
 
 
@@ -75,3 +76,15 @@ def test_moments_of_another_optimizer_are_left_out(tmp_path, monkeypatch):
         for one, two in zip(first.step.parameters, again.step.parameters, strict=True):
             assert torch.equal(one, two)
         assert again.run(DOCUMENTS) is not None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "rows", "cheap"),
+    [(256, 512, 1024 * 3, True), (4096, 14336, 2048 * 3, False)],
+)
+def test_muon_moves_matrices_only_where_it_is_cheap(hidden, mlp, rows, cheap):
+    shapes = [(hidden, 3 * hidden), (hidden, hidden), (3 * mlp, hidden)]
+    matrices = [torch.empty(shape, device="meta") for shape in shapes]
+    lm_head = torch.empty(8 * mlp, hidden, device="meta")
+    assert muon_is_cheap(matrices, [*matrices, lm_head], rows) == cheap
+    assert muon_is_cheap([], [lm_head], rows)

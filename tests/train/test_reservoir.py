@@ -98,13 +98,14 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
 
 
-def test_a_pass_again_leaves_what_is_new_for_later():
+def test_a_pass_leaves_what_came_later_fresh():
     buffer, _ = buffer_of()
     for key in TRAIN_KEYS[:6]:
         buffer.add(document(key))
     buffer.shuffled()
+    until = buffer.newest
     buffer.add(document(TRAIN_KEYS[6]))
-    assert {s.key for s in buffer.shuffled(again=True)} == set(TRAIN_KEYS[:6])
+    assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:6])
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[6:7]
     assert buffer.shuffled()[0].key == TRAIN_KEYS[6]
 

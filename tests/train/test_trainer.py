@@ -132,8 +132,9 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
     rng = random.Random(4)
     trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(20))
     trainer.train_cycle()
+    trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in (30, 31))
     late = {rng.getrandbits(64) for _ in range(8)}
-    ahead = iter(late)
+    ahead = iter(late)  # the first of them amid the evaluation of those two
 
     def arrive() -> bool:
         if (key := next(ahead, None)) is not None:
@@ -141,9 +142,11 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
         return True
 
     amid = trainer.train_cycle(arrive)
+    assert amid.fresh_requests == 2
     assert amid.steps == 8  # more than one pass, over what was there when it began
     assert not any(s.trained for s in trainer.buffer.train if s.key in late)
     assert trainer.train_cycle().fresh_requests == 8
+    trainer.train_cycle()  # the one before may have published what it scored
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
 
 

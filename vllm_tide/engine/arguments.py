@@ -186,9 +186,10 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     elif tide.control.policy != "static":
         config["tide"] = settle_adaptive(config["tide"], config.get(KNOB))
     # vLLM leaves the last cached block of a prompt out, lest one entry of the draft's
-    # KV be of another next token. That costs 16 tokens of prefill for every cached
-    # prompt, also while nothing is drafted, and the draft next to nothing.
-    config.setdefault("disable_eagle_block_drop", True)
+    # KV be of another next token. That costs a block of prefill for every cached
+    # prompt, also while nothing is drafted. `observe` changes nothing that is served.
+    if tide.preset != "observe":
+        config.setdefault("disable_eagle_block_drop", True)
 
 
 def _check_control(config: dict[str, Any]) -> None:

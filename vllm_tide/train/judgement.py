@@ -22,8 +22,6 @@ _CAUTION = 0.9  # share of the largest fall to be expected that a bet may risk
 _LEAST = 0.05  # factor of a fall that is larger still
 _FIRST = 0.75  # share of the wealth that is staked from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
-FORGOTTEN = 0.03
-"""Share of the acceptance length on held-out requests that a better draft may lose."""
 VETO_REQUESTS = 8
 """Held-out requests of a group that can speak against a publication."""
 _VETO_Z, _VETO_SPREAD = 3.6, 0.15
@@ -220,11 +218,8 @@ def judge(
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
     held, held_error = gain(held_out.new, held_out.live, metric)
-    # What was judged before the cycle cannot speak for what the cycle did. After a
-    # shift, most held-out requests are of what is served no more.
-    known = held_out.live.num_rows > 0
-    lost = FORGOTTEN * held_out.live.acceptance(metric) if known else 0.0
-    forgot = held < -max(held_error, lost)
+    # What was judged before the cycle cannot speak for what the cycle did.
+    forgot = held < -held_error
     improved = difference >= config.min_gain and difference > error and not forgot
     if len(both.new.requests) < 2:
         improved = True  # nothing speaks against going on

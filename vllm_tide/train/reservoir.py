@@ -214,6 +214,11 @@ class SampleBuffer:
         return list(self._sides["holdout"].windows.values())
 
     @property
+    def newest(self) -> int:
+        """Serial number of the training window that came last; -1 of none."""
+        return next(reversed(self._sides["train"].windows), -1)
+
+    @property
     def fresh(self) -> list[Sample]:
         """Training windows that no pass has begun with yet, oldest first.
 
@@ -278,23 +283,23 @@ class SampleBuffer:
         self,
         wanted_groups: Collection[int] | None = None,
         cycle: int = 0,
-        *,
-        again: bool = False,
+        until: int | None = None,
     ) -> deque[Sample]:
         """One pass over the training side in random order, as far as passes are left.
 
-        `again` leaves out what came since the pass before, which stays fresh: it is
-        evidence of no candidate that has learnt from it.
+        Windows that came after `until` (see `newest`) are left out and stay fresh:
+        they are no evidence of a candidate that has learnt from them.
 
         Documents new since the last pass come first, unless groups or tenants are
         balanced: a cycle may end in the middle of a pass, so then every part of it has
         to be balanced. Wanted groups weigh alike, all others together at most as much.
         """
-        held, new = self.train, {id(sample) for sample in self.fresh}
-        if again:
-            held, new = [sample for sample in held if id(sample) not in new], set()
-        else:
-            self._fresh = {}
+        windows = self._sides["train"].windows
+        if until is None:
+            until = self.newest
+        held = [window for serial, window in windows.items() if serial <= until]
+        new = {id(windows[serial]) for serial in self._fresh if serial <= until}
+        self._fresh = {serial: None for serial in self._fresh if serial > until}
         weight = weights(held, self.config, wanted_groups)
         most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
         drawn = draw(held, weight, self._random, most)

@@ -44,6 +44,7 @@ from vllm_tide.train.packing import BranchPlan, PackedBatch, plan_branches
 logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
+MUON_SHARE = 0.25
 MUON_RATE = 3.0  # learning rate of Muon over that of AdamW; its steps are 0.2 as large
 COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
 GRAD_CLIP = 1.0  # largest global gradient norm, as EAGLE-3's trainers have it
@@ -108,6 +109,22 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """Type of the forward pass: float32 where a CPU would emulate bfloat16."""
     fast = torch.bfloat16 != COMPUTE_DTYPE or has_fast_bfloat16(str(device))
     return COMPUTE_DTYPE if fast else torch.float32
+
+
+def muon_is_cheap(matrices: list[Tensor], parameters: list[Tensor], rows: int) -> bool:
+    """True if Muon costs at most a quarter of the gradients' operations.
+
+    Five Newton-Schulz iterations of an m x n matrix take 5 (4 m^2 n + 2 m^3), whatever
+    is trained on; the gradients 6 for each weight and row. So Muon is for small drafts
+    and large batches: at a hidden size of 4,096 it would take longer than they.
+
+    Args:
+        rows: Rows of a batch, in all of its training-time-test steps.
+    """
+    shapes = [sorted(matrix.shape) for matrix in matrices]
+    own = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shapes)
+    gradients = 6 * rows * sum(p.numel() for p in parameters)
+    return own <= MUON_SHARE * gradients
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -193,6 +210,9 @@ class TrainStep:
             for name, value in named
             if self.whole_matrices and value.ndim == 2 and name != "lm_head.weight"
         ]
+        rows = config.batch_tokens * config.ttt_steps
+        if not muon_is_cheap(self.matrices, self.parameters, rows):
+            self.matrices = []
         moved = set(map(id, self.matrices))
         others = [p for p in self.parameters if id(p) not in moved]
         self.optimizer = MuonAdamW(self.matrices, others, config.learning_rate)

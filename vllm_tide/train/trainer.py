@@ -117,7 +117,6 @@ class Trainer:
         self._queue: deque[Sample] = deque()
         # New tokens and fresh documents that the cycle being run took, and its queue.
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
-        self._wanted: Collection[int] | None = None
         self._capacity = self._packed = 0
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
@@ -219,6 +218,8 @@ class Trainer:
         self, watch: Watch, wanted_groups: Collection[int] | None
     ) -> CycleResult:
         restored, before = self._restored, self.evidence.wealth
+        # What comes from now on is scored in the next cycle, before it is learnt from.
+        until, taken = self.buffer.newest, self.buffer.new_tokens
         ahead = self._judge_fresh(watch)
         if before < ENOUGH <= self.evidence.wealth:
             # What was scored is published as it is: more steps would delay it.
@@ -227,17 +228,16 @@ class Trainer:
                 self.cycles += 1
                 return judged
         self._follow_vocabulary(watch)
-        taken, fresh = self.buffer.new_tokens, self.buffer.fresh
-        self.buffer.new_tokens = 0
-        self._wanted = wanted_groups
-        self._queue = self.buffer.shuffled(wanted_groups, self.cycles)
+        fresh = self.buffer.fresh
+        self.buffer.new_tokens = max(0, self.buffer.new_tokens - taken)
+        drawn = wanted_groups, self.cycles, until
+        self._queue = self.buffer.shuffled(*drawn)
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
         for index in range(total if watch.going else 0):
             if not self._queue:
-                known = self._wanted, self.cycles
-                self._queue = self.buffer.shuffled(*known, again=True)
+                self._queue = self.buffer.shuffled(*drawn)
             if not self._queue:
                 break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
