@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from tests import toys
 from tests.e2e.test_serve import greedy
@@ -165,12 +166,14 @@ def test_any_lengths_give_the_targets_own_greedy_tokens(plain_demo, tmp_path, ea
 def test_any_lengths_keep_the_distribution_of_samples(tmp_path):
     """256 samples of one prompt at temperature 1, with a draft that gets accepted."""
     demo = (DEMO / "target", DEMO / "draft")
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    prompt = tokenizer.encode('{"id": "queue.Queue", "line": 12, "name": "').ids
 
     def sample(seed: int, **case: Any) -> dict[str, Any]:
         return run(
             demo,
             tmp_path,
-            prompts=[list(b"hello world")] * 256,
+            prompts=[prompt] * 256,
             params={"max_tokens": 8, "temperature": 1.0},
             engine={"max_num_seqs": 64, "seed": seed},
             **case,
