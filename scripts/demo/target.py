@@ -216,7 +216,8 @@ def train(work: Path, options: TargetOptions) -> dict[str, object]:
     step, num_tokens, mean_loss, elapsed = 0, 0, 0.0, 0.0
     checkpoint = work / "target.checkpoint.pt"
     if checkpoint.exists():
-        state = torch.load(checkpoint)
+        # Tensors and numbers only: torch loads no other objects by default.
+        state = torch.load(checkpoint, weights_only=True)
         step, num_tokens, mean_loss, elapsed = state["progress"]
         model.load_state_dict(state["model"])
         for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):

@@ -55,7 +55,7 @@ class Proposals:
     def merge(
         self, drafted: np.ndarray, size: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What stands for each request: the better one of draft and proposal.
+        """The better one of draft and proposal for each request.
 
         Args:
             drafted: float32 [s, n], survivals of the draft's tokens.

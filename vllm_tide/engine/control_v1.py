@@ -331,7 +331,7 @@ class ControlV1(Control):
     def _recall(
         self, slots: np.ndarray, sampled: np.ndarray
     ) -> tuple[np.ndarray, Proposals] | None:
-        """What the memory proposes: the table of tokens ends before this step's."""
+        """The memory's proposals; the table of tokens ends before this step's."""
         batch, num = self._runner.input_batch, len(slots)
         emitted = self._emitted(sampled)
         known = batch.num_tokens_no_spec[:num].astype(np.int64)

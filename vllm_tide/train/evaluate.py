@@ -90,7 +90,7 @@ class Evaluation:
 
 
 class Scores:
-    """What one draft accepts of requests, so that it is evaluated on each once."""
+    """Scores of one draft by request, so that it is evaluated on each once."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
