@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_000,
-    "code tokens": 222_000,
+    "lines": 38_100,
+    "code tokens": 222_500,
     "files": 230,
     "classes": 302,
     "knobs": 49,
-    "lines of the longest file": 550,
+    "lines of the longest file": 600,
 }
 NOT_CODE = {
     tokenize.COMMENT,

@@ -148,7 +148,8 @@ def replay(
                 break
             continue
         at, rate = stream.now, trainer.rate
-        result = trainer.train_cycle(stream.deliver)
+        # The end of the stream interrupts no cycle.
+        result = trainer.train_cycle(lambda: stream.deliver() or True)
         part = list(stream.began)[-1]
         cycles.append(
             {

@@ -83,6 +83,7 @@ class Engine:
             finished_req_ids=self.ended,
             scheduled_cached_reqs=SimpleNamespace(req_ids=goes_on),
             scheduled_spec_decode_tokens=spec,
+            num_scheduled_tokens=dict(zip(reqs, rows, strict=True)),
         )
         control.begin(output)
         self.ended = []

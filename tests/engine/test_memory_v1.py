@@ -90,6 +90,27 @@ def test_only_the_draft_s_tokens_are_learnt_of_the_draft(kind):
         assert hits.sum() == 0 and tries.sum() <= drafts
 
 
+def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
+    engine = started()
+    got = watch(engine)
+    for _ in range(12):
+        engine.step()
+    assert engine.control.remembered == set(engine.reqs)
+    waits, kept = engine.reqs.pop(), dict(engine.drafts)
+    engine.step()
+    assert engine.control.verified_memory == set(engine.reqs)
+    engine.reqs.append(waits)
+    engine.drafts[waits] = kept[waits]
+    before = sum(int(o.verified.sum()) for o in got)
+    engine.step()
+    assert waits in engine.control.verified_memory
+    assert sum(int(o.verified.sum()) for o in got) == before
+    assert engine.control.faults == {}
+    engine.remove()
+    engine.step()
+    assert engine.control.remembered <= set(engine.reqs), "nothing of who has ended"
+
+
 def test_a_step_with_drafts_of_both_costs_what_the_draft_s_do():
     engine = started()
     adaspec(engine)

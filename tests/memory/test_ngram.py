@@ -94,6 +94,20 @@ def test_a_long_text_is_indexed_in_pieces_and_found_whole():
     assert index._indexed[0] == len(text) - 1
 
 
+def test_many_long_texts_share_what_a_step_indexes():
+    random = np.random.default_rng(3)
+    texts = [random.integers(0, 50_000, 3000).tolist() for _ in range(8)]
+    index, slots = NgramIndex(8, 4096, K), np.arange(8)
+    for text in texts:
+        text += text[100:120]
+    done = 0
+    while done < 8 * (len(texts[0]) - 1):
+        tokens, match = index.propose(slots, text_of(texts, [[]] * 8, len(texts[0])))
+        assert 0 < index._indexed.sum() - done <= CHUNK
+        done = int(index._indexed.sum())
+    assert tokens.tolist() == [text[120 : 120 + K] for text in texts]
+
+
 def test_more_grams_than_cells_lose_old_ones_and_make_nothing_up(monkeypatch):
     monkeypatch.setattr(ngram, "_MOST_BITS", 6)
     index = NgramIndex(2, 4096, K)

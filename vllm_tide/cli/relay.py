@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        return _run(args)
+        with process.stopped_by_signals(sys.exit):  # also while it waits for an engine
+            return _run(args)
     except (ConfigError, TransportError) as error:
         return fail(error)
 

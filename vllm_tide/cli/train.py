@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +40,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_tide.draft.config import DraftError
     from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.process import stopped_by_signals
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        status = _run(args)
+        with stopped_by_signals(sys.exit):  # also while it waits for an engine
+            status = _run(args)
+    except SystemExit:
+        status = 0
     except (ConfigError, DraftError, TransportError) as error:
         status = fail(error)
     if _many_ranks():

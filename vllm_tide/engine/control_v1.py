@@ -113,7 +113,13 @@ class ControlV1(Control):
         self._decoding = _NO_ROWS
         self._planned = []
         self._recalled = None
-        self.verified_memory = self.remembered
+        # A request may wait for some steps with its drafts.
+        here = scheduler_output.num_scheduled_tokens
+        self.verified_memory = {r for r in self.remembered if r in here}
+        self.remembered -= self.verified_memory
+        for req_id in scheduler_output.finished_req_ids:
+            self.remembered.discard(req_id)
+            self.explored.pop(req_id, None)
 
     def plan(
         self,
@@ -301,7 +307,8 @@ class ControlV1(Control):
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        self.explored, self.remembered = {}, set()
+        kept = self.explored.keys() - req_ids
+        self.explored = {req_id: self.explored[req_id] for req_id in kept}
         if self._planned != req_ids and self._recalled is None:
             # Not drafted in this step (off, or the input does not fit the draft): the
             # scheduler has nothing to give to any request.
@@ -312,7 +319,7 @@ class ControlV1(Control):
         lengths = None if policy is None else self._contain("choose", policy.choose)
         if lengths is None:  # it failed in this step
             return [[] for _ in req_ids]
-        self.explored = self._contain("choose", explored, policy, req_ids) or {}
+        self.explored |= self._contain("choose", explored, policy, req_ids) or {}
         made = draft_token_ids
         if self._memory is not None:
             given = policy, req_ids, lengths, draft_token_ids
@@ -358,8 +365,8 @@ class ControlV1(Control):
         if self._recalled is None or memory is None:
             return drafts
         counts = memory & ((lengths > 0) | (self._left_out > 0))
-        self.remembered = {req_ids[i] for i in np.flatnonzero(counts)}
-        if self.remembered:
+        self.remembered |= (chosen := {req_ids[i] for i in np.flatnonzero(counts)})
+        if chosen:
             self._resting = 0  # the next step verifies something
         tokens = self._recalled[0].tolist()
         return [tokens[i] if memory[i] else drafts[i] for i in range(len(drafts))]

@@ -17,8 +17,8 @@ ORDERS = (8, 5, 3)
 MOST_MATCH = 16
 """A hit is extended backwards to this many tokens: how long a match counts."""
 CHUNK = 4096
-"""Tokens of one request that a step adds to its tables, at most: a long prompt takes
-several steps, in which the grams of its beginning are already found."""
+"""Tokens that a step adds to the tables, at most: long prompts take several steps, in
+which the grams of their beginnings are already found. The first requests come first."""
 _MOST_BITS = 17  # of a table: 1.5 MiB a slot, touched when the slot is used
 _LONGEST = max(ORDERS)
 # Odd 64-bit factors: the hash of a gram is the high bits of their sum of products.
@@ -148,7 +148,8 @@ class NgramIndex:
             Of each gram the slot, where its text begins, and its end in the text.
         """
         done = self._indexed[slots]
-        count = np.minimum(np.maximum(length - 1 - done, 0), CHUNK)
+        count = np.maximum(length - 1 - done, 0)
+        count = np.minimum(count, np.maximum(CHUNK - (np.cumsum(count) - count), 0))
         self._indexed[slots] = done + count
         of = np.repeat(np.arange(len(slots)), count)
         nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)

@@ -78,6 +78,24 @@ def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
+def returns(pair: Pair, metric: str, evidence: Evidence) -> CycleResult:
+    """The first draft is the candidate again, by evidence of requests of now."""
+    difference, error = gain(pair.new, pair.live, metric)
+    return CycleResult(
+        0,
+        math.nan,
+        pair.new,
+        pair.live,
+        difference,
+        error,
+        publish=True,
+        reason=f"the first draft serves better again: gain {evidence.gain:+.4f}",
+        improved=True,
+        fresh_requests=len(pair.new.requests),
+        evidence=evidence.wealth,
+    )
+
+
 @dataclass
 class Evidence:
     """Wealth of a bettor that candidates are better than one live draft.

@@ -35,6 +35,7 @@ from vllm_tide.train.judgement import (
     cycle_lr_scale,
     judge,
     next_rate,
+    returns,
     unjudged,
 )
 from vllm_tide.train.packing import take_batch
@@ -122,6 +123,10 @@ class Trainer:
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # too many came at once: no evidence
+        # The live draft of the start, once another one is live, and the evidence that
+        # it would be better again; None while it is live.
+        self.first: Eagle3Draft | None = None
+        self.returning: Evidence | None = None
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
@@ -220,7 +225,11 @@ class Trainer:
         restored, before = self._restored, self.evidence.wealth
         # What comes from now on is scored in the next cycle, before it is learnt from.
         until, taken = self.buffer.newest, self.buffer.new_tokens
-        ahead = self._judge_fresh(watch)
+        samples, left_out = self._to_score()
+        returned = self._judge_first(samples, watch)
+        if returned is not None:
+            return returned
+        ahead = self._judge_fresh(samples, left_out, watch)
         if before < ENOUGH <= self.evidence.wealth:
             # What was scored is published as it is: more steps would delay it.
             judged = self._judge(0, self.last_loss, ahead, watch, restored)
@@ -341,31 +350,37 @@ class Trainer:
 
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
-        if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
-            self.live = self.draft.clone()
-        self.live.take(self.draft.named_tensors())
+        self._make_live(self.draft, self.draft.named_tensors())
+
+    def _make_live(self, draft: Eagle3Draft, tensors: dict[str, Tensor]) -> None:
+        self.first = self.first or self.live.clone()
+        if not torch.equal(self.live.vocab.target_ids, draft.vocab.target_ids):
+            self.live = draft.clone()
+        self.live.take(tensors)
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
+        same = digest(self.snapshot(self.first)) == digest(self.snapshot())
+        self.returning = None if same else Evidence()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Master weights of the live draft, on the host; `d2t` too if it is pruned."""
-        live, master = self.live, self.live.named_tensors()
+    def snapshot(self, draft: Eagle3Draft | None = None) -> dict[str, Tensor]:
+        """Master weights (None: of the live draft) on the host; `d2t` if pruned."""
+        draft = draft or self.live
+        master = draft.named_tensors()
         out = {name: t.detach().to("cpu", copy=True) for name, t in master.items()}
-        return out if live.vocab.is_identity else out | {"d2t": live.vocab.d2t}
+        return out if draft.vocab.is_identity else out | {"d2t": draft.vocab.d2t}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Make `tensors` both live and candidate, and forget the optimizer's state."""
+        self._put_candidate(tensors)
+        self._make_live(self.draft, tensors)
+        self._restored += 1
+
+    def _put_candidate(self, tensors: dict[str, Tensor]) -> None:
         draft = self._with_vocabulary_of(tensors)
         if draft is not self.draft:
             self._use_draft(draft)
-        if not torch.equal(draft.vocab.target_ids, self.live.vocab.target_ids):
-            self.live = draft.clone()
-        self.live.take(tensors)
         self.draft.take(tensors)
         self.stepper.restore()
-        self._differs = False
-        self.evidence, self._live_scores = Evidence(), Scores(self.depth)
-        self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
         """Forget what was captured, for good; the draft keeps what it has learnt.
@@ -427,9 +442,8 @@ class Trainer:
         """After harm: smaller steps, from the live draft again."""
         self.rate = next_rate(self.rate, result)
         if result.harmful:
-            left = self.evidence.dropped()
-            self.restore(self.snapshot())
-            self.evidence = left
+            self._put_candidate(self.snapshot())
+            self._differs, self.evidence = False, self.evidence.dropped()
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
@@ -493,16 +507,14 @@ class Trainer:
         """Fresh windows of requests neither learnt from nor counted yet."""
         return [s for s in self.buffer.fresh if s.key not in self._known]
 
-    def _judge_fresh(self, progress: Watch) -> Pair | None:
-        """Candidate and live draft on requests that neither has learnt from.
+    def _to_score(self) -> tuple[list[Sample], set[int]]:
+        """Windows to score before they are learnt from, and the requests left out.
 
-        None if there are none, or both are the same draft. The candidate is the one of
-        before the cycle, as a rule a little worse than the one it ends with. Under
-        overload only the newest, an eighth as many rows as a cycle trains on.
+        Under overload the newest, an eighth as many rows as a cycle trains on.
         """
-        unscored, restored = self.unscored if self._differs else [], self._restored
         most = self.config.steps_per_cycle * self.config.batch_tokens // 8
         most = max(most, HOLDOUT_TOKENS)
+        unscored = self.unscored
         samples: deque[Sample] = deque()
         for sample in reversed(unscored):
             most -= sample.num_tokens
@@ -510,15 +522,47 @@ class Trainer:
                 break
             # As held-out ones are: also rows whose token a pruned draft cannot say.
             samples.appendleft(replace(sample, in_vocab=None))
-        if not samples:
+        return list(samples), {s.key for s in unscored} - {s.key for s in samples}
+
+    def _judge_fresh(
+        self, samples: list[Sample], left_out: set[int], progress: Watch
+    ) -> Pair | None:
+        """Candidate and live draft on requests that neither has learnt from.
+
+        None if there are none, or both are the same draft. The candidate is the one of
+        before the cycle, as a rule a little worse than the one it ends with.
+        """
+        restored = self._restored
+        if not (samples and self._differs):
             return None
-        pair = self._compared(list(samples), progress)
+        pair = self._compared(samples, progress)
         if progress.going and self._restored == restored:
             self._count(pair)
-            left_out = {s.key for s in unscored} - {s.key for s in samples}
             self.unscored_requests += len(left_out)
             self._know(left_out)
         return pair
+
+    def _judge_first(self, samples: list[Sample], watch: Watch) -> CycleResult | None:
+        """The first draft as the candidate, once it serves better than the live one.
+
+        Traffic that comes back finds the draft that knew it, whatever was forgotten
+        meanwhile. Only requests of now speak, not those held out before.
+        """
+        first, evidence, restored = self.first, self.returning, self._restored
+        if first is None or evidence is None or not samples:
+            return None
+        pair = self._compared(samples, watch, first)
+        if not watch.going or self._restored != restored:
+            return None
+        evidence.add(list(pair.gains(self.metric).values()))
+        if evidence.total < 0:  # a return is looked for anew, as in a CUSUM chart
+            self.returning = Evidence()
+        if evidence.wealth < 2 * ENOUGH or evidence.gain < self.config.min_gain:
+            return None
+        self._put_candidate(self.snapshot(first))
+        self._differs, self.evidence = True, evidence
+        self.cycles += 1
+        return returns(pair, self.metric, evidence)
 
     def _count(self, pair: Pair) -> None:
         """Take scores as evidence; those of known requests have been taken before."""
@@ -531,10 +575,13 @@ class Trainer:
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    def _compared(self, samples: list[Sample], watch: Watch) -> Pair:
+    def _compared(
+        self, samples: list[Sample], watch: Watch, draft: Eagle3Draft | None = None
+    ) -> Pair:
+        """A draft (None: the candidate) and the live one."""
         began, elsewhere = time.monotonic(), watch.elsewhere_s
         scores = self._live_scores  # another draft put in place gets others
-        new = self.evaluate(self.draft, watch, samples)
+        new = self.evaluate(draft, watch, samples)
         if missing := scores.missing(samples):
             found = self.evaluate(self.live, watch, missing)
             if watch.going:

@@ -279,6 +279,18 @@ def run_arm(
     options: ArmOptions, stream: Sequence[StreamRequest], hooks: Hooks = NO_HOOKS
 ) -> ArmRun:
     """Starts a server, replays the stream, stops the server."""
+    with VllmServer(options.server) as server:
+        server.wait_ready(LiveView(options.name, len(stream)).starting)
+        return serve_arm(server, options, stream, hooks)
+
+
+def serve_arm(
+    server: VllmServer,
+    options: ArmOptions,
+    stream: Sequence[StreamRequest],
+    hooks: Hooks = NO_HOOKS,
+) -> ArmRun:
+    """Replays the stream to a server that is ready, stops the server."""
     view = LiveView(options.name, len(stream), options.run_dir)
     watch = TrainerWatch(options.run_dir)
 
@@ -286,28 +298,21 @@ def run_arm(
         watch.on_sample(sample)
         hooks.on_sample(sample)
 
-    with VllmServer(options.server) as server:
-        server.wait_ready(view.starting)
-        view.message(f"server ready after {server.startup_s:.1f} s")
-        if options.expect_trainer and options.run_dir is not None:
-            wait_for_trainer(options.run_dir, view)
-        at_start = server.memory_mib().get("engine", {})
-        parts, samples = asyncio.run(
-            drive(
-                server,
-                stream,
-                view,
-                replace(hooks, on_sample=on_sample),
-                options.time_limit_s,
-            )
-        )
-        hooks.before_stop(server)
-        run = ArmRun(options.name, parts, samples, server.startup_s)
-        finish(server, run, at_start)
-        _check_trainer(server, run, options.expect_trainer)
-        run.trainers = trainer_statuses(options.run_dir)
-        run.events = watch.events()
-        stop(server, run, options.run_dir)
+    view.message(f"server ready after {server.startup_s:.1f} s")
+    if options.expect_trainer and options.run_dir is not None:
+        wait_for_trainer(options.run_dir, view)
+    at_start = server.memory_mib().get("engine", {})
+    hooks = replace(hooks, on_sample=on_sample)
+    parts, samples = asyncio.run(
+        drive(server, stream, view, hooks, options.time_limit_s)
+    )
+    hooks.before_stop(server)
+    run = ArmRun(options.name, parts, samples, server.startup_s)
+    finish(server, run, at_start)
+    _check_trainer(server, run, options.expect_trainer)
+    run.trainers = trainer_statuses(options.run_dir)
+    run.events = watch.events()
+    stop(server, run, options.run_dir)
     view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
     return run
 

@@ -26,6 +26,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import aiohttp
@@ -278,10 +279,22 @@ class VllmServer:
                 peak[name] = max(peak[name], total[name])
         return now
 
+    def pause(self) -> None:
+        """Stops its processes where they are, so that they take no time of a core."""
+        for process in chain.from_iterable(self.processes().values()):
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def resume(self) -> None:
+        for process in chain.from_iterable(self.processes().values()):
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.resume()
+
     def stop(self, grace_s: float = 30.0) -> bool:
         if self._process is None:
             return True
-        self.processes()  # remember the children before they lose their parent
+        self.resume()  # it also remembers the children before they lose their parent
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
         _, left = psutil.wait_procs(list(self._seen.values()), timeout=grace_s)
@@ -324,7 +337,7 @@ class ServerPool:
     def __exit__(self, *_: object) -> None:
         while self._servers:
             _, server = self._servers.popitem()
-            _stop_server(server)
+            server.stop()
 
     def check_room(self, arms: Sequence[Arm]) -> None:
         """Raises BenchError where not every arm's server fits into memory."""
@@ -345,12 +358,12 @@ class ServerPool:
         if key in self._servers and not self._servers[key].alive():
             self.drop(arm)
         if self._running not in (None, key):
-            _signal_server(self._servers[self._running], stop=True)
+            self._servers[self._running].pause()
         if key not in self._servers:
             self._running = None
             self._start(arm)
         elif self._running != key:
-            _signal_server(self._servers[key], stop=False)
+            self._servers[key].resume()
         self._running = key
         return self._servers[key]
 
@@ -359,7 +372,7 @@ class ServerPool:
         if key == self._running:
             self._running = None
         if key in self._servers:
-            _stop_server(self._servers.pop(key))
+            self._servers.pop(key).stop()
 
     def _start(self, arm: Arm) -> None:
         self.say(f"starting the server of {arm.name}")
@@ -383,21 +396,6 @@ class ServerPool:
             f"{arm.name}: ready after {server.startup_s:.0f} s, "
             f"{self.memory_mib[arm.name] / 1024:.1f} GiB"
         )
-
-
-def _signal_server(server: VllmServer, *, stop: bool) -> None:
-    for processes in server.processes().values():
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                if stop:
-                    process.suspend()
-                elif process.status() == psutil.STATUS_STOPPED:
-                    process.resume()
-
-
-def _stop_server(server: VllmServer) -> None:
-    _signal_server(server, stop=False)
-    server.stop()
 
 
 # What a visit may raise when its server is at fault.

@@ -58,7 +58,7 @@ class StreamOptions:
     before_domain: str = "json"
     after_domain: str = "logs"
     num_before: int = 12
-    num_after: int = 72
+    num_after: int = 64
     max_tokens: int = 96
     concurrency_cycle: tuple[int, ...] = (2,)
     block_requests: int = 4

@@ -2,20 +2,22 @@
 
 Run by `scripts/quickstart.sh`; every arm gets the same prompts in the same order, the
 same number of tokens, the same cores. The frozen draft is served at the static length
-that was the fastest on the prompts before the shift. Exit status 0 only if the run was
-sound.
+that was the fastest on other prompts of the domain before the shift. Exit status 0 only
+if the run was sound.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
@@ -25,15 +27,21 @@ from vllm_tide.config import parse_tide
 from vllm_tide.speculative import merged
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from bench.harness.arm import ArmOptions, ArmRun, run_arm
+from bench.harness.arm import (
+    ArmOptions,
+    ArmRun,
+    LiveView,
+    drive,
+    run_arm,
+    serve_arm,
+)
 from bench.harness.arms import STATIC
 from bench.harness.common import ServerError, cell_text, columns_text, environment
 from bench.harness.identity import Rescored, compare_arms, rescore_all
 from bench.harness.options import json_object, list_of
 from bench.harness.plots import draw
-from bench.harness.server import ServerOptions
+from bench.harness.server import ServerOptions, VllmServer
 from bench.harness.stream import (
-    BEFORE_SHIFT,
     StreamOptions,
     StreamRequest,
     build_stream,
@@ -279,39 +287,60 @@ def _keep_logs(name: str, run_dir: Path | None, work: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _run_arms(
-    args: argparse.Namespace, stream: Sequence[StreamRequest], names: Sequence[str]
-) -> dict[str, ArmRun]:
-    runs: dict[str, ArmRun] = {}
-    for name in names:
-        left_s = args.deadline - time.monotonic()
-        if left_s <= 0:
-            print(f"[{name:>6}] left out: the time limit is over", flush=True)
-            continue
-        options = _arm_options(args, name)
-        options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
-        try:
-            runs[name] = run_arm(options, stream)
-        except (ServerError, TimeoutError, RuntimeError, OSError) as error:
-            what = str(error) or f"longer than {options.time_limit_s:.0f} s"
-            print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
-        finally:
-            _keep_logs(name, options.run_dir, args.work)
-    return runs
+def _attempt(
+    args: argparse.Namespace, name: str, run: Callable[[ArmOptions], ArmRun]
+) -> ArmRun | None:
+    """What `run` makes of an arm; None, with a line that says why, if it cannot."""
+    left_s = args.deadline - time.monotonic()
+    if left_s <= 0:
+        print(f"[{name:>6}] left out: the time limit is over", flush=True)
+        return None
+    options = _arm_options(args, name)
+    options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
+    try:
+        return run(options)
+    except (ServerError, TimeoutError, RuntimeError, OSError) as error:
+        what = str(error) or f"longer than {options.time_limit_s:.0f} s"
+        print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
+    finally:
+        _keep_logs(name, options.run_dir, args.work)
+    return None
 
 
-def static_rates(
-    args: argparse.Namespace, stream: Sequence[StreamRequest]
-) -> dict[int, float]:
-    """Output tokens/s of the frozen draft before the shift, by static length."""
-    before = [request for request in stream if request.phase == BEFORE_SHIFT]
-    names = [f"static{length}" for length in args.static_lengths]
-    rates = {}
-    for name, run in _run_arms(args, before, names).items():
-        rate = throughput(run.segments)
-        if rate:
-            rates[int(name.removeprefix("static"))] = round(rate, 3)
-    return rates
+def run_frozen(
+    args: argparse.Namespace,
+    options: ArmOptions,
+    stream: Sequence[StreamRequest],
+    probe: Sequence[StreamRequest],
+) -> ArmRun:
+    """The frozen draft at the static length that is the fastest on `probe`.
+
+    Its servers start together, are tried one at a time, and the best one serves the
+    stream. Sets `args.static_rates` and `args.frozen_length`.
+    """
+    with ExitStack() as stack:
+        servers: dict[int, VllmServer] = {}
+        for length in args.static_lengths:
+            one = _arm_options(args, f"static{length}").server
+            servers[length] = stack.enter_context(VllmServer(one))
+        view = LiveView(options.name, len(probe))
+        for server in servers.values():
+            server.wait_ready(view.starting)
+        for server in servers.values():
+            server.pause()
+        for length, server in servers.items():
+            server.resume()
+            view = LiveView(f"static{length}", len(probe))
+            limit_s = options.time_limit_s
+            parts, _ = asyncio.run(drive(server, probe, view, limit_s=limit_s))
+            args.static_rates[length] = round(throughput(parts) or 0.0, 3)
+            server.pause()
+        args.frozen_length = max(args.static_rates, key=args.static_rates.__getitem__)
+        best = servers.pop(args.frozen_length)
+        for server in servers.values():
+            server.stop()
+        best.resume()
+        return serve_arm(best, options, stream)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -359,7 +388,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _stream(args: argparse.Namespace) -> tuple[list[StreamRequest], dict[str, Any]]:
+def _streams(
+    args: argparse.Namespace,
+) -> tuple[list[StreamRequest], list[StreamRequest], dict[str, Any]]:
+    """The stream; as many other requests as it has before the shift; its options."""
     options = StreamOptions(
         before_domain=args.before_domain,
         after_domain=args.after_domain,
@@ -373,22 +405,34 @@ def _stream(args: argparse.Namespace) -> tuple[list[StreamRequest], dict[str, An
         read_prompts(args.prompts, domain)
         for domain in (options.before_domain, options.after_domain)
     )
-    return build_stream(before, after, options), asdict(options)
+    stream = build_stream(before, after, options)
+    count = options.num_before
+    more = build_stream(before, after, replace(options, num_before=2 * count))
+    return stream, more[count : 2 * count], asdict(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
-    stream, stream_facts = _stream(args)
+    stream, probe, stream_facts = _streams(args)
     began = time.monotonic()
     # The engine's cores are left to the engine: the client belongs with the rest.
     os.sched_setaffinity(0, args.other_cpus)
     args.deadline = began + args.total_limit_s
-    args.frozen_length, rates = args.static_lengths[0], {}
-    if "frozen" in args.arms and len(args.static_lengths) > 1:
-        rates = static_rates(args, stream)
-        args.frozen_length = max(rates, key=rates.__getitem__, default=1)
-    runs = _run_arms(args, stream, args.arms)
+    args.frozen_length, args.static_rates = args.static_lengths[0], {}
+    runs: dict[str, ArmRun] = {}
+    for name in args.arms:
+        run = _attempt(
+            args,
+            name,
+            lambda options: (
+                run_frozen(args, options, stream, probe)
+                if options.name == "frozen"
+                else run_arm(options, stream)
+            ),
+        )
+        if run is not None:
+            runs[name] = run
     differences = compare_arms({name: run.results for name, run in runs.items()})
     print(f"comparing outputs: {len(differences)} first differences", flush=True)
     rescored = rescore_all(differences, args.target, args.dtype)
@@ -404,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "enforce_eager": not args.compile,
             "num_speculative_tokens": args.num_speculative_tokens,
             "frozen_length": args.frozen_length,
-            "static_tokens_per_s_before_shift": rates,
+            "static_tokens_per_s_before_shift": args.static_rates,
             "stream": stream_facts,
             "wall_clock_s": round(time.monotonic() - began, 1),
         }

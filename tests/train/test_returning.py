@@ -1,0 +1,125 @@
+"""Traffic that comes back to what the first draft knew."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.train.toys import VOCAB, ToyTarget
+from vllm_tide.config import TrainConfig
+from vllm_tide.train.trainer import Trainer
+
+TOY = ToyTarget()
+KNOBS = {
+    "batch_tokens": 128,
+    "steps_per_cycle": 3,
+    "learning_rate": 5e-3,
+    "buffer_tokens": 4096,
+    "holdout_share": 0.3,
+}
+BACK = "the first draft serves better again"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
+    monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
+
+
+def requests(trainer, count, rng):
+    for _ in range(count):
+        document = TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        trainer.add_samples([document])
+
+
+@pytest.fixture(scope="module")
+def able():
+    """A draft that knows the target."""
+    trainer, rng = (
+        Trainer(TOY.draft(), TOY.rows, TrainConfig(**KNOBS)),
+        random.Random(0),
+    )
+    for _ in range(12):
+        requests(trainer, 8, rng)
+        trainer.train_cycle()
+    return trainer.draft
+
+
+def trainer_with(first, live, **changes):
+    """A trainer that began with `first` and has published `live`; none learns fast."""
+    knobs = {**KNOBS, "learning_rate": 1e-6, **changes}
+    trainer = Trainer(first.clone(), TOY.rows, TrainConfig(**knobs))
+    trainer.draft.take(live.named_tensors())
+    trainer.published()
+    return trainer
+
+
+def same(one, other):
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(
+            one.named_tensors().values(), other.named_tensors().values(), strict=True
+        )
+    )
+
+
+def cycles(trainer, count, seed=3):
+    rng, results = random.Random(seed), []
+    for _ in range(count):
+        requests(trainer, 6, rng)
+        results.append(trainer.train_cycle())
+        if results[-1].publish:
+            break
+    return results
+
+
+def test_the_first_draft_is_published_again_when_it_serves_better(able):
+    trainer = trainer_with(able, TOY.draft(seed=5))
+    results = cycles(trainer, 12)
+    assert results[-1].publish and results[-1].reason.startswith(BACK)
+    assert results[-1].gain > 0 and results[-1].steps == 0
+    assert len(results) > 1, "one cycle's requests are not enough"
+    assert same(trainer.draft, able) and not same(trainer.live, able)
+    trainer.published()
+    assert same(trainer.live, able) and trainer.returning is None
+    # While it is live nothing is scored for it.
+    assert not any(r.reason.startswith(BACK) for r in cycles(trainer, 4, seed=4))
+
+
+def test_a_first_draft_that_is_worse_stays_away(able):
+    trainer = trainer_with(TOY.draft(seed=5), able)
+    assert not any(r.publish for r in cycles(trainer, 10))
+    assert trainer.returning.wealth <= 1
+
+
+def test_it_returns_after_long_service_of_a_better_one(able):
+    """What spoke against it while other traffic was there does not bury it."""
+    trainer = trainer_with(able, TOY.draft(seed=5))
+    for _ in range(30):
+        trainer.returning.add([-1.0, -1.0, -1.0])
+    assert cycles(trainer, 12)[-1].reason.startswith(BACK)
+
+
+def test_before_a_publication_there_is_none():
+    trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**KNOBS))
+    cycles(trainer, 2)
+    assert trainer.first is None and trainer.returning is None
+
+
+def test_a_harmful_cycle_forgets_nothing_of_it(able):
+    trainer = trainer_with(TOY.draft(seed=5), able, learning_rate=0.5)
+    first, results = trainer.first, cycles(trainer, 4)
+    assert any(r.harmful for r in results)
+    assert trainer.first is first and trainer.returning is not None
+    assert trainer.returning.requests or trainer.returning.total == 0
+
+
+def test_a_draft_put_in_place_is_compared_with_the_same_first(able):
+    trainer = trainer_with(able, TOY.draft(seed=5))
+    other = TOY.draft(seed=6)
+    trainer.restore({n: t.detach() for n, t in other.named_tensors().items()})
+    assert same(trainer.first, able) and trainer.returning.requests == 0
+    trainer.restore({n: t.detach() for n, t in able.named_tensors().items()})
+    assert trainer.returning is None
