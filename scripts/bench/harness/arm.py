@@ -302,10 +302,8 @@ def serve_arm(
     if options.expect_trainer and options.run_dir is not None:
         wait_for_trainer(options.run_dir, view)
     at_start = server.memory_mib().get("engine", {})
-    hooks = replace(hooks, on_sample=on_sample)
-    parts, samples = asyncio.run(
-        drive(server, stream, view, hooks, options.time_limit_s)
-    )
+    own = replace(hooks, on_sample=on_sample)
+    parts, samples = asyncio.run(drive(server, stream, view, own, options.time_limit_s))
     hooks.before_stop(server)
     run = ArmRun(options.name, parts, samples, server.startup_s)
     finish(server, run, at_start)

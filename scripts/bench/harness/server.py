@@ -142,7 +142,7 @@ class VllmServer:
         self.options = options
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.startup_s = 0.0
+        self.startup_s = self._began = 0.0
         self.peak_mib: dict[str, dict[str, float]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, psutil.Process] = {}
@@ -150,6 +150,7 @@ class VllmServer:
     def __enter__(self) -> VllmServer:
         self.options.log_path.parent.mkdir(parents=True, exist_ok=True)
         own = os.sched_getaffinity(0)
+        self._began = time.monotonic()
         # The child inherits our cores; it needs all of its own from the start, or
         # OpenMP ignores the core it is told to bind to.
         os.sched_setaffinity(0, {*self.options.engine_cpus, *self.options.other_cpus})
@@ -186,9 +187,8 @@ class VllmServer:
     def wait_ready(
         self, progress: Callable[[float], None], timeout_s: float = 300.0
     ) -> None:
-        began = time.monotonic()
         while not self._healthy():
-            self.startup_s = time.monotonic() - began
+            self.startup_s = time.monotonic() - self._began
             if not self.alive() or self.startup_s > timeout_s:
                 why = "is not ready in time" if self.alive() else "ended"
                 raise ServerError(
@@ -197,7 +197,7 @@ class VllmServer:
                 )
             progress(self.startup_s)
             time.sleep(0.5)
-        self.startup_s = time.monotonic() - began
+        self.startup_s = time.monotonic() - self._began
         self.pin()
 
     def _healthy(self) -> bool:
