@@ -123,3 +123,20 @@ def test_a_draft_put_in_place_is_compared_with_the_same_first(able):
     assert same(trainer.first, able) and trainer.returning.requests == 0
     trainer.restore({n: t.detach() for n, t in able.named_tensors().items()})
     assert trainer.returning is None
+
+
+def test_a_request_speaks_once_and_a_return_that_has_to_wait_does_not_loop(able):
+    trainer = trainer_with(able, TOY.draft(seed=5))
+    requests(trainer, 14, random.Random(3))
+    for _ in range(2):  # each is broken off at its first step, and the rest comes again
+        before, steps = trainer.returning.requests, trainer.steps
+        trainer.train_cycle(lambda steps=steps: trainer.steps == steps)
+        counted = trainer.returning.requests
+        assert trainer.steps == steps + 1
+        assert trainer.unscored if before == 0 else before == counted, "asked twice"
+    assert cycles(trainer, 12)[-1].reason.startswith(BACK)
+    # Not published: the next cycle trains on, and counts nothing twice.
+    counted = trainer.evidence.requests
+    result = trainer.train_cycle()
+    assert result.steps > 0 and not result.reason.startswith(BACK)
+    assert trainer.evidence.requests - counted <= len(trainer.buffer.holdout)

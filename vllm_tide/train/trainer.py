@@ -127,6 +127,7 @@ class Trainer:
         # it would be better again; None while it is live.
         self.first: Eagle3Draft | None = None
         self.returning: Evidence | None = None
+        self._asked: set[int] = set()  # request keys that it has heard of last
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
@@ -554,13 +555,17 @@ class Trainer:
         pair = self._compared(samples, watch, first)
         if not watch.going or self._restored != restored:
             return None
-        evidence.add(list(pair.gains(self.metric).values()))
+        gains = pair.gains(self.metric)
+        evidence.add([g for key, g in gains.items() if key not in self._asked])
+        self._asked = set(gains)  # those of a cycle that broke off come again
         if evidence.total < 0:  # a return is looked for anew, as in a CUSUM chart
             self.returning = Evidence()
         if evidence.wealth < 2 * ENOUGH or evidence.gain < self.config.min_gain:
             return None
         self._put_candidate(self.snapshot(first))
-        self._differs, self.evidence = True, evidence
+        # If it may not be published now, training goes on from it.
+        self._differs, self.evidence, self.returning = True, evidence, Evidence()
+        self._know(gains)
         self.cycles += 1
         return returns(pair, self.metric, evidence)
 
