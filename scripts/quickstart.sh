@@ -56,7 +56,8 @@ venv=$(realpath -m "$venv")
 demo=$(realpath -m "$demo")
 build=$(realpath -m "$build")
 
-[ "$(nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
+# nproc follows OMP_NUM_THREADS.
+[ "$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
 for part in target draft prompts; do
     [ -d "$demo/$part" ] || die "$demo/$part is missing (make it: scripts/make_demo_model.py)."
 done

@@ -123,11 +123,10 @@ class Trainer:
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # too many came at once: no evidence
-        # The live draft of the start, once another one is live, and the evidence that
-        # it would be better again; None while it is live.
+        # The first live draft; evidence that it is better again, None while it is live.
         self.first: Eagle3Draft | None = None
         self.returning: Evidence | None = None
-        self._asked: set[int] = set()  # request keys that it has heard of last
+        self._asked = set[int]()  # request keys that it heard of last
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
@@ -351,12 +350,12 @@ class Trainer:
 
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
-        self._make_live(self.draft, self.draft.named_tensors())
+        self._make_live(self.draft.named_tensors())
 
-    def _make_live(self, draft: Eagle3Draft, tensors: dict[str, Tensor]) -> None:
+    def _make_live(self, tensors: dict[str, Tensor]) -> None:
         self.first = self.first or self.live.clone()
-        if not torch.equal(self.live.vocab.target_ids, draft.vocab.target_ids):
-            self.live = draft.clone()
+        if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
+            self.live = self.draft.clone()
         self.live.take(tensors)
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
@@ -366,14 +365,14 @@ class Trainer:
     def snapshot(self, draft: Eagle3Draft | None = None) -> dict[str, Tensor]:
         """Master weights (None: of the live draft) on the host; `d2t` if pruned."""
         draft = draft or self.live
-        master = draft.named_tensors()
-        out = {name: t.detach().to("cpu", copy=True) for name, t in master.items()}
+        named = draft.named_tensors().items()
+        out = {n: t.detach().to("cpu", copy=True) for n, t in named}
         return out if draft.vocab.is_identity else out | {"d2t": draft.vocab.d2t}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Make `tensors` both live and candidate, and forget the optimizer's state."""
         self._put_candidate(tensors)
-        self._make_live(self.draft, tensors)
+        self._make_live(tensors)
         self._restored += 1
 
     def _put_candidate(self, tensors: dict[str, Tensor]) -> None:
@@ -513,10 +512,9 @@ class Trainer:
 
         Under overload the newest, an eighth as many rows as a cycle trains on.
         """
-        most = self.config.steps_per_cycle * self.config.batch_tokens // 8
-        most = max(most, HOLDOUT_TOKENS)
-        unscored = self.unscored
-        samples: deque[Sample] = deque()
+        config = self.config
+        most = max(HOLDOUT_TOKENS, config.steps_per_cycle * config.batch_tokens // 8)
+        unscored, samples = self.unscored, deque[Sample]()
         for sample in reversed(unscored):
             most -= sample.num_tokens
             if most < 0:
@@ -549,11 +547,11 @@ class Trainer:
         Traffic that comes back finds the draft that knew it, whatever was forgotten
         meanwhile. Only requests of now speak, not those held out before.
         """
-        first, evidence, restored = self.first, self.returning, self._restored
+        first, evidence = self.first, self.returning
         if first is None or evidence is None or not samples:
             return None
         pair = self._compared(samples, watch, first)
-        if not watch.going or self._restored != restored:
+        if not watch.going or self.returning is not evidence:
             return None
         gains = pair.gains(self.metric)
         evidence.add([g for key, g in gains.items() if key not in self._asked])
