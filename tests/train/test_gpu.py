@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.train.test_sidecar import KNOBS, Engine
-from tests.train.test_trainer import TOY, _trainer
-from tests.train.toys import ToyTarget
+from tests.train.toys import TOY, ToyTarget, toy_trainer
 from vllm_tide.cli import train as cli
 from vllm_tide.cli.main import main
 from vllm_tide.config import TrainConfig
@@ -106,7 +105,7 @@ def starved(kind: str) -> RuntimeError:
     ],
 )
 def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where, kind):
-    trainer = _trainer()
+    trainer = toy_trainer()
     if where == "fresh":  # judged there is what came after a first cycle
         trainer.train_cycle()
         trainer.add_samples(TOY.document(3, 20, 3, key) for key in range(90, 99))
@@ -138,7 +137,7 @@ def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where,
 
 
 def test_a_group_of_ranks_cannot_go_on_without_memory():
-    trainer = _trainer()
+    trainer = toy_trainer()
     run = Mock(side_effect=starved("allocator"))
     trainer.stepper = Mock(run=run, step=trainer.stepper.step)
     with pytest.raises(torch.OutOfMemoryError):
@@ -146,7 +145,7 @@ def test_a_group_of_ranks_cannot_go_on_without_memory():
 
 
 def test_another_error_of_a_step_is_no_shortage(monkeypatch):
-    trainer = _trainer()
+    trainer = toy_trainer()
     wrong = Mock(side_effect=RuntimeError("size mismatch"))
     monkeypatch.setattr(TrainStep, "clip_gradients", wrong)
     with pytest.raises(RuntimeError, match="size mismatch"):

@@ -7,50 +7,28 @@ import random
 import pytest
 import torch
 
-from tests.train.toys import VOCAB, ToyTarget
-from vllm_tide.config import TrainConfig
-from vllm_tide.train.trainer import Trainer
+from tests.train.toys import TOY, add_requests, small, toy_trainer
 
-TOY = ToyTarget()
-KNOBS = {
-    "batch_tokens": 128,
-    "steps_per_cycle": 3,
-    "learning_rate": 5e-3,
-    "buffer_tokens": 4096,
-    "holdout_share": 0.3,
-}
 BACK = "the first draft serves better again"
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
-    monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
-
-
-def requests(trainer, count, rng):
-    for _ in range(count):
-        document = TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
-        trainer.add_samples([document])
+pytestmark = pytest.mark.usefixtures("small")
+__all__ = ["small"]
 
 
 @pytest.fixture(scope="module")
 def able():
     """A draft that knows the target."""
-    trainer, rng = (
-        Trainer(TOY.draft(), TOY.rows, TrainConfig(**KNOBS)),
-        random.Random(0),
-    )
+    trainer, rng = toy_trainer(0), random.Random(0)
     for _ in range(12):
-        requests(trainer, 8, rng)
+        add_requests(trainer, 8, rng)
         trainer.train_cycle()
     return trainer.draft
 
 
 def trainer_with(first, live, **changes):
     """A trainer that began with `first` and has published `live`; none learns fast."""
-    knobs = {**KNOBS, "learning_rate": 1e-6, **changes}
-    trainer = Trainer(first.clone(), TOY.rows, TrainConfig(**knobs))
+    trainer = toy_trainer(0, first.clone(), **{"learning_rate": 1e-6, **changes})
     trainer.draft.take(live.named_tensors())
     trainer.published()
     return trainer
@@ -68,7 +46,7 @@ def same(one, other):
 def cycles(trainer, count, seed=3):
     rng, results = random.Random(seed), []
     for _ in range(count):
-        requests(trainer, 6, rng)
+        add_requests(trainer, 6, rng)
         results.append(trainer.train_cycle())
         if results[-1].publish:
             break
@@ -103,7 +81,7 @@ def test_it_returns_after_long_service_of_a_better_one(able):
 
 
 def test_before_a_publication_there_is_none():
-    trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**KNOBS))
+    trainer = toy_trainer(0)
     cycles(trainer, 2)
     assert trainer.first is None and trainer.returning is None
 
@@ -127,7 +105,7 @@ def test_a_draft_put_in_place_is_compared_with_the_same_first(able):
 
 def test_a_request_speaks_once_and_a_return_that_has_to_wait_does_not_loop(able):
     trainer = trainer_with(able, TOY.draft(seed=5))
-    requests(trainer, 14, random.Random(3))
+    add_requests(trainer, 14, random.Random(3))
     for _ in range(2):  # each is broken off at its first step, and the rest comes again
         before, steps = trainer.returning.requests, trainer.steps
         trainer.train_cycle(lambda steps=steps: trainer.steps == steps)

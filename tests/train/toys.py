@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 from torch import Tensor
 
+from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.trainer import Trainer
 
 HIDDEN, VOCAB = 32, 64
 
@@ -63,3 +68,36 @@ class ToyTarget:
         return Eagle3Draft.initialise(
             config(**changes), self.embed, self.head, seed=seed
         )
+
+
+TOY = ToyTarget()
+KNOBS = {
+    "batch_tokens": 128,
+    "steps_per_cycle": 3,
+    "learning_rate": 5e-3,
+    "buffer_tokens": 4096,
+    "holdout_share": 0.3,
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and a held-out side of a size for the documents here."""
+    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
+    monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
+
+
+def toy_trainer(count: int = 30, draft: object = None, **changes: object) -> Trainer:
+    """A trainer (of a fresh draft if None) with so many requests."""
+    config = TrainConfig(**{**KNOBS, **changes})  # type: ignore[arg-type]
+    trainer = Trainer(draft or TOY.draft(), TOY.rows, config)  # type: ignore[arg-type]
+    add_requests(trainer, count, random.Random(1))
+    return trainer
+
+
+def add_requests(trainer: Trainer, count: int, rng: random.Random) -> None:
+    """Documents with the first token and the key at random."""
+    trainer.add_samples(
+        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
+        for _ in range(count)
+    )

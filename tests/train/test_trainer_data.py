@@ -1,0 +1,213 @@
+"""What the trainer takes of its records and trains on; pruned drafts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.toys import KNOBS, TOY, VOCAB, ToyTarget, small, toy_trainer
+from vllm_tide.config import TrainConfig
+from vllm_tide.draft import VocabMap
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.evaluate import (
+    evaluate,
+    gain,
+)
+from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.trainer import Trainer
+from vllm_tide.transport.record import Record
+
+pytestmark = pytest.mark.usefixtures("small")
+
+__all__ = ["small"]
+
+
+def _weights(draft: Eagle3Draft) -> torch.Tensor:
+    return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])
+
+
+def test_evaluation_of_a_draft_against_itself_has_no_gain():
+    trainer = toy_trainer()
+    new, live = trainer.evaluate(), trainer.evaluate(trainer.live)
+    assert gain(new, live) == (0.0, 0.0)
+
+
+def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
+    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
+    draft = TOY.draft()
+    pruned = Eagle3Draft(
+        replace(draft.config, draft_vocab_size=VOCAB // 2),
+        draft.named_tensors()
+        | {"lm_head.weight": draft.tensor("lm_head.weight")[kept.target_ids]},
+        kept,
+        TOY.embed,
+    )
+    sample = TOY.document(1, 30, 1, 5)
+    result = evaluate(pruned, TOY.rows, [sample], 2)
+    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept.target_ids]
+    assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
+    assert result.reached["greedy"][0] <= result.num_rows
+
+
+def test_rows_the_pruned_draft_cannot_say_are_not_trained():
+    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(TOY.draft().config, draft_vocab_size=VOCAB // 2),
+        TOY.embed,
+        TOY.head,
+        kept,
+    )
+    trainer = Trainer(draft, TOY.rows, TrainConfig(**KNOBS))
+    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    document = TOY.document(1, 30, 1, key)
+    trainer.add_samples([document])
+    (stored,) = trainer.buffer.train
+    best = (document.teacher_hidden @ TOY.head.T).argmax(-1)
+    assert torch.equal(stored.in_vocab, best % 2 == 0)
+    assert trainer.train_cycle().steps == 1
+
+
+def test_a_candidate_that_is_no_number_shows_in_the_loss():
+    trainer = toy_trainer()
+    trainer.train_cycle()
+    assert trainer.last_loss > 0
+    trainer.draft.take({n: t * np.nan for n, t in trainer.snapshot().items()})
+    assert trainer.train_cycle().reason == "no row could be trained"
+    assert np.isnan(trainer.last_loss)
+
+
+def passes_of(trainer: Trainer) -> Counter[int]:
+    """Counts steps on each request from now on."""
+    seen: Counter[int] = Counter()
+    run = trainer.stepper.run
+
+    def counted(samples, *how):
+        seen.update(sample.key for sample in samples)
+        return run(samples, *how)
+
+    trainer.stepper.run = counted
+    return seen
+
+
+def test_a_small_buffer_gets_few_steps(monkeypatch):
+    """60 tokens in batches of 64: four passes in a cycle at most."""
+    monkeypatch.setattr("vllm_tide.train.reservoir.window_tokens", lambda _: 64)
+    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    for most, steps in ((1, [1, 0]), (6, [4, 2, 0]), (10**6, [4, 4, 4])):
+        knobs = {**KNOBS, "max_passes": most, "steps_per_cycle": 9, "batch_tokens": 64}
+        trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**knobs))
+        seen = passes_of(trainer)
+        trainer.add_samples([TOY.document(1, 60, 3, key)])
+        found = [trainer.train_cycle() for _ in steps]
+        assert [result.steps for result in found] == steps
+        assert seen == {key: sum(steps)}
+    assert trainer.train_cycle().reason != "no row could be trained"
+
+
+@pytest.mark.parametrize("wanted", [None, {0}, {0, 1}])
+@pytest.mark.parametrize("changes", [{}, {"tenant_share": 0.5}, {"max_passes": 3}])
+def test_no_document_is_trained_on_more_often_than_max_passes(wanted, changes):
+    trainer = toy_trainer(0, steps_per_cycle=40, **changes)
+    seen, rng = passes_of(trainer), random.Random(3)
+    most = trainer.config.max_passes
+    for _ in range(4):
+        for n in range(9):
+            document = TOY.document(rng.randrange(VOCAB), 40, 3, rng.getrandbits(64))
+            more = {"group": n // 8, "tenant": n % 3}
+            trainer.buffer.add(replace(document, **more))
+        before = seen.copy()
+        result = trainer.train_cycle(wanted_groups=wanted)
+        if result.publish and not result.steps:  # first what was scored
+            result = trainer.train_cycle(wanted_groups=wanted)
+        assert result.steps > 0
+        assert max((seen - before).values()) <= 4
+        assert max(seen.values()) <= most
+    if wanted is None and not changes:  # and none starves: new ones have their four
+        newest = [s.key for s in trainer.buffer.train[-3:]]
+        assert min(seen[key] for key in newest) >= 3
+
+
+def test_publication_leaves_t2d_out_and_keeps_d2t():
+    kept = VocabMap.from_target_ids(torch.arange(40), VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(TOY.draft().config, draft_vocab_size=40), TOY.embed, TOY.head, kept
+    )
+    names = set(Trainer(draft, TOY.rows, TrainConfig(**KNOBS)).candidate_tensors())
+    assert "d2t" in names
+    assert "t2d" not in names
+
+
+@pytest.mark.parametrize("version", [0, 99])
+def test_stale_draft_versions_are_trained_on(version):
+    """Features and teacher come from the target, whatever draft made the tokens."""
+    trainer = toy_trainer(0)
+    document = TOY.document(1, 20, 3, 77)
+    record = Record(
+        77, VERIFY, 0, 3, 19, -1, version,
+        document.tokens.numpy(),
+        document.features.numpy(), 0, document.teacher_hidden.numpy(), finished=True,
+    )  # fmt: skip
+    trainer.add_records([record], 0.0)
+    assert trainer.buffer.num_samples == 1
+    assert trainer.rows_read == 20
+
+
+def test_tokens_outside_the_vocabulary_are_refused_and_counted():
+    trainer = toy_trainer(0)
+    document = TOY.document(1, 20, 3, 7)
+    trainer.add_samples([replace(document, tokens=document.tokens + 60)])
+    assert trainer.rows_skipped == {"token_out_of_range": 20}
+
+
+def test_buffers_stay_bounded_and_keep_the_newest():
+    buffer = SampleBuffer(TrainConfig(**{**KNOBS, "buffer_tokens": 1024}))
+    for key in range(300):
+        buffer.add(TOY.document(1, 20, 3, key))
+        assert buffer.train_tokens <= 1024
+        assert buffer.holdout_tokens <= 512
+    newest = max(k for k in range(300) if not is_held_out(k, 0.3))
+    assert buffer.train[-1].key == newest
+    assert buffer.evicted["train"] > 0
+    assert not {s.key for s in buffer.train} & {s.key for s in buffer.holdout}
+
+
+def test_held_out_share_is_what_was_asked():
+    share = sum(is_held_out(k, 0.1) for k in range(20000)) / 20000
+    assert abs(share - 0.1) < 0.01
+
+
+def test_a_pruned_vocabulary_follows_what_the_target_says():
+    toy = ToyTarget()
+    ids = torch.arange(VOCAB // 2)
+    vocab = VocabMap.from_target_ids(ids, VOCAB)
+    draft = Eagle3Draft.initialise(
+        replace(toy.draft().config, draft_vocab_size=VOCAB // 2),
+        toy.rows.embed_tokens,
+        toy.rows.lm_head,
+        vocab,
+    )
+    config = TrainConfig(batch_tokens=256, steps_per_cycle=4, holdout_share=0.3)
+    trainer = Trainer(draft, toy.rows, config)
+    assert trainer.vocabulary is not None
+    trainer.vocabulary.counts[VOCAB // 2 :] = 10_000.0
+    trainer.add_samples(toy.document(k % VOCAB, 60, 3, k) for k in range(20))
+    before = trainer.snapshot()
+    trainer.train_cycle()
+    new = trainer.draft.vocab.target_ids
+    assert int((new >= VOCAB // 2).sum()) == VOCAB - VOCAB // 2
+    assert torch.equal(trainer.live.vocab.target_ids, ids)
+    assert torch.equal(trainer.candidate_tensors()["d2t"], trainer.draft.vocab.d2t)
+    trainer.published()
+    assert torch.equal(trainer.live.vocab.target_ids, new)
+    published = trainer.snapshot()
+    trainer.restore(before)
+    assert torch.equal(trainer.draft.vocab.target_ids, ids)
+    assert torch.equal(trainer.live.tensor("fc.weight"), before["fc.weight"])
+    trainer.restore(published)
+    assert torch.equal(trainer.live.vocab.target_ids, new)
