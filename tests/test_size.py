@@ -16,11 +16,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "lines": 38_100,
-    "code tokens": 222_500,
+    "code tokens": 222_600,
     "files": 230,
     "classes": 302,
     "knobs": 49,
-    "lines of the longest file": 600,
+    "lines of the longest file": 605,
 }
 NOT_CODE = {
     tokenize.COMMENT,

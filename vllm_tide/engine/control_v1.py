@@ -145,14 +145,15 @@ class ControlV1(Control):
         sampled = sampled_token_ids.numpy()
         if self._memory is not None:
             self._recalled = self._contain("memory", self._recall, slots, sampled)
-        if self._recalled is None and self._rests_on(slots, num_rows > num, now):
+        spec = scheduler_output.scheduled_spec_decode_tokens
+        rests = self._recalled is None and not spec  # one may have waited with drafts
+        if rests and self._rests_on(slots, num_rows > num, now):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
             self._decoding = start, rows, 0
             self.timer.planned(num, int(start.sum()), 0, num_rows - num)
             self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
             return self.agree(0)
-        spec = scheduler_output.scheduled_spec_decode_tokens
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
         )

@@ -78,12 +78,12 @@ def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
-def returns(pair: Pair, metric: str, evidence: Evidence) -> CycleResult:
+def returns(loss: float, pair: Pair, metric: str, evidence: Evidence) -> CycleResult:
     """The first draft is the candidate again, by evidence of requests of now."""
     difference, error = gain(pair.new, pair.live, metric)
     return CycleResult(
         0,
-        math.nan,
+        loss,
         pair.new,
         pair.live,
         difference,

@@ -127,6 +127,7 @@ class Trainer:
         self.first: Eagle3Draft | None = None
         self.returning: Evidence | None = None
         self._asked = set[int]()  # request keys that it heard of last
+        self._may_return = target.lm_head.device.type == "cpu"  # once; GPUs lack room
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
@@ -351,16 +352,17 @@ class Trainer:
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
         self._make_live(self.draft.named_tensors())
+        self.returning = Evidence() if self._may_return else None
 
     def _make_live(self, tensors: dict[str, Tensor]) -> None:
-        self.first = self.first or self.live.clone()
+        if self._may_return:
+            self.first = self.first or self.live.clone()
         if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
             self.live = self.draft.clone()
         self.live.take(tensors)
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
-        same = digest(self.snapshot(self.first)) == digest(self.snapshot())
-        self.returning = None if same else Evidence()
+        self.returning = None  # nor after a rollback: only of what is published next
 
     def snapshot(self, draft: Eagle3Draft | None = None) -> dict[str, Tensor]:
         """Master weights (None: of the live draft) on the host; `d2t` if pruned."""
@@ -562,10 +564,11 @@ class Trainer:
             return None
         self._put_candidate(self.snapshot(first))
         # If it may not be published now, training goes on from it.
-        self._differs, self.evidence, self.returning = True, evidence, Evidence()
+        self._differs, self.evidence = True, evidence
+        self._may_return, self.first, self.returning = False, None, None
         self._know(gains)
         self.cycles += 1
-        return returns(pair, self.metric, evidence)
+        return returns(self.last_loss, pair, self.metric, evidence)
 
     def _count(self, pair: Pair) -> None:
         """Take scores as evidence; those of known requests have been taken before."""

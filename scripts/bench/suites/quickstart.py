@@ -13,8 +13,10 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -413,6 +415,8 @@ def _streams(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops its servers
     args.work.mkdir(parents=True, exist_ok=True)
     stream, probe, stream_facts = _streams(args)
     began = time.monotonic()
