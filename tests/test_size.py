@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_100,
-    "code tokens": 222_600,
+    "lines": 38_020,
+    "code tokens": 222_100,
     "files": 230,
     "classes": 302,
     "knobs": 49,
-    "lines of the longest file": 605,
+    "lines of the longest file": 550,
 }
 NOT_CODE = {
     tokenize.COMMENT,

@@ -72,6 +72,20 @@ def test_rounds_that_nobody_is_asked_about_say_what_plain_decoding_takes(monkeyp
     assert known == [*[True] * REST, False, *[True] * REST]
 
 
+def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
+    """Its rows may be rejected ones, and its drafts' verdict is to be heard."""
+    engine = Off(monkeypatch)
+    kept, keep = [], engine.control._backlog.keep
+    engine.control._backlog.keep = lambda *a: (kept.append(a[3].copy()), keep(*a))
+    engine.go()
+    assert engine.control._resting == REST
+    engine.drafts["r3"] = [7, 1, 1]
+    assert engine.go() == 1, "the policy was asked"
+    assert kept[-1].tolist() == [1] * 3 + [2] + [1] * 12, "committed rows alone"
+    assert engine.policy.stats()["verified_tokens"] == 3
+    assert not engine.control.faults
+
+
 def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(REST + 3):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.toys import TOY, VOCAB, small, toy_trainer
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from tests.train.toys import TOY, VOCAB, small, toy_trainer, weights_of
 from vllm_tide.train.evaluate import (
     FORMS,
     Evaluation,
@@ -26,28 +25,24 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def _weights(draft: Eagle3Draft) -> torch.Tensor:
-    return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])
-
-
 def test_live_draft_moves_only_when_published():
     trainer = toy_trainer()
-    before = _weights(trainer.live)
+    before = weights_of(trainer.live)
     trainer.train_cycle()
-    assert torch.equal(_weights(trainer.live), before)
-    assert not torch.equal(_weights(trainer.draft), before)
+    assert torch.equal(weights_of(trainer.live), before)
+    assert not torch.equal(weights_of(trainer.draft), before)
     trainer.published()
-    assert torch.equal(_weights(trainer.live), _weights(trainer.draft))
+    assert torch.equal(weights_of(trainer.live), weights_of(trainer.draft))
 
 
 def test_restore_goes_back_to_a_snapshot():
     trainer = toy_trainer()
-    snapshot, before = trainer.snapshot(), _weights(trainer.live)
+    snapshot, before = trainer.snapshot(), weights_of(trainer.live)
     trainer.train_cycle()
     trainer.published()
     trainer.restore(snapshot)
-    assert torch.equal(_weights(trainer.draft), before)
-    assert torch.equal(_weights(trainer.live), before)
+    assert torch.equal(weights_of(trainer.draft), before)
+    assert torch.equal(weights_of(trainer.live), before)
 
 
 def test_gate_refuses_a_gain_below_min_gain():
@@ -152,7 +147,7 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch)
 
 def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
     trainer = toy_trainer(40)
-    before = _weights(trainer.live)
+    before = weights_of(trainer.live)
     gains = iter([-1.0, -1.0, 0.001, 1.0, -1.0])
 
     def judged(new, old, form="greedy"):
@@ -164,11 +159,11 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
         result = trainer.train_cycle()
         rates.append(trainer.rate)
         harmed = current < -0.5
-        assert torch.equal(_weights(trainer.draft), before) == harmed
+        assert torch.equal(weights_of(trainer.draft), before) == harmed
         assert not (harmed and result.publish)
         if result.publish:
             trainer.published()
-            before = _weights(trainer.live)
+            before = weights_of(trainer.live)
     small = 0.25 * REGROWTH
     assert rates == pytest.approx([0.5, 0.25, small, 2 * small, small])
 
@@ -183,7 +178,7 @@ def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch)
     result = trainer.train_cycle()
     assert not result.harmful and not result.publish
     assert trainer.rate == 1.0
-    assert not torch.equal(_weights(trainer.draft), _weights(trainer.live))
+    assert not torch.equal(weights_of(trainer.draft), weights_of(trainer.live))
 
 
 @pytest.mark.parametrize("when", [0, 1, 4, 7])
@@ -305,7 +300,7 @@ def test_a_restore_amid_an_evaluation_leaves_no_score_of_the_draft_that_is_gone(
 def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     trainer = toy_trainer(40, holdout_share=0.3)
     trainer.train_cycle()
-    scored = _weights(trainer.draft)
+    scored = weights_of(trainer.draft)
     trainer.evidence = Evidence(running=19.0, total=5.0, weight=20.0, requests=60)
     trainer._differs, waiting = True, trainer.buffer.new_tokens
     rng = random.Random(8)
@@ -327,7 +322,7 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     assert result.evidence >= ENOUGH > 19
     assert result.new is not None
     assert {s.key for s in trainer.buffer.holdout} == set(result.new.requests)
-    assert torch.equal(_weights(trainer.draft), scored)
+    assert torch.equal(weights_of(trainer.draft), scored)
     assert trainer.buffer.new_tokens > waiting  # what came is still to be learnt
     # Where nobody could publish it, training goes on.
     assert trainer.train_cycle().steps == 3
@@ -382,7 +377,7 @@ def test_training_is_deterministic():
     first, second = toy_trainer(), toy_trainer()
     first.train_cycle()
     second.train_cycle()
-    assert torch.equal(_weights(first.draft), _weights(second.draft))
+    assert torch.equal(weights_of(first.draft), weights_of(second.draft))
 
 
 def test_new_tokens_are_counted_once():

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.toys import KNOBS, TOY, VOCAB, ToyTarget, small, toy_trainer
+from tests.train.toys import (
+    KNOBS,
+    TOY,
+    VOCAB,
+    ToyTarget,
+    small,
+    toy_trainer,
+)
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -26,10 +33,6 @@ from vllm_tide.transport.record import Record
 pytestmark = pytest.mark.usefixtures("small")
 
 __all__ = ["small"]
-
-
-def _weights(draft: Eagle3Draft) -> torch.Tensor:
-    return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])
 
 
 def test_evaluation_of_a_draft_against_itself_has_no_gain():

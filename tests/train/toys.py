@@ -87,17 +87,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
 
 
-def toy_trainer(count: int = 30, draft: object = None, **changes: object) -> Trainer:
-    """A trainer (of a fresh draft if None) with so many requests."""
+def toy_trainer(count: int = 30, **changes: object) -> Trainer:
+    """A trainer with so many requests, the first token and the key at random."""
     config = TrainConfig(**{**KNOBS, **changes})  # type: ignore[arg-type]
-    trainer = Trainer(draft or TOY.draft(), TOY.rows, config)  # type: ignore[arg-type]
-    add_requests(trainer, count, random.Random(1))
-    return trainer
-
-
-def add_requests(trainer: Trainer, count: int, rng: random.Random) -> None:
-    """Documents with the first token and the key at random."""
+    trainer, rng = Trainer(TOY.draft(), TOY.rows, config), random.Random(1)
     trainer.add_samples(
         TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
         for _ in range(count)
     )
+    return trainer
+
+
+def weights_of(draft: Eagle3Draft) -> Tensor:
+    """All weights in one row."""
+    return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])

@@ -38,16 +38,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_tide.draft.config import DraftError
-    from vllm_tide.transport.header import TransportError
     from vllm_tide.transport.process import stopped_by_signals
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    with stopped_by_signals(sys.exit):  # also while it waits for an engine
+        return _start(args)
+
+
+def _start(args: argparse.Namespace) -> int:
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.transport.header import TransportError
+
     try:
-        with stopped_by_signals(sys.exit):  # also while it waits for an engine
-            status = _run(args)
-    except SystemExit:
-        status = 0
+        status = _run(args)
     except (ConfigError, DraftError, TransportError) as error:
         status = fail(error)
     if _many_ranks():

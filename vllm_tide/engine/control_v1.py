@@ -115,7 +115,7 @@ class ControlV1(Control):
         self._recalled = None
         # A request may wait for some steps with its drafts.
         here = scheduler_output.num_scheduled_tokens
-        self.verified_memory = {r for r in self.remembered if r in here}
+        self.verified_memory = self.remembered & here.keys()
         self.remembered -= self.verified_memory
         for req_id in scheduler_output.finished_req_ids:
             self.remembered.discard(req_id)
@@ -308,8 +308,9 @@ class ControlV1(Control):
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        kept = self.explored.keys() - req_ids
-        self.explored = {req_id: self.explored[req_id] for req_id in kept}
+        if self.explored:  # those of requests that wait with their drafts are left
+            kept = self.explored.keys() - req_ids
+            self.explored = {req_id: self.explored[req_id] for req_id in kept}
         if self._planned != req_ids and self._recalled is None:
             # Not drafted in this step (off, or the input does not fit the draft): the
             # scheduler has nothing to give to any request.

@@ -78,24 +78,6 @@ def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
-def returns(loss: float, pair: Pair, metric: str, evidence: Evidence) -> CycleResult:
-    """The first draft is the candidate again, by evidence of requests of now."""
-    difference, error = gain(pair.new, pair.live, metric)
-    return CycleResult(
-        0,
-        loss,
-        pair.new,
-        pair.live,
-        difference,
-        error,
-        publish=True,
-        reason=f"the first draft serves better again: gain {evidence.gain:+.4f}",
-        improved=True,
-        fresh_requests=len(pair.new.requests),
-        evidence=evidence.wealth,
-    )
-
-
 @dataclass
 class Evidence:
     """Wealth of a bettor that candidates are better than one live draft.

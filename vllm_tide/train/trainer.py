@@ -35,7 +35,6 @@ from vllm_tide.train.judgement import (
     cycle_lr_scale,
     judge,
     next_rate,
-    returns,
     unjudged,
 )
 from vllm_tide.train.packing import take_batch
@@ -123,11 +122,6 @@ class Trainer:
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # too many came at once: no evidence
-        # The first live draft; evidence that it is better again, None while it is live.
-        self.first: Eagle3Draft | None = None
-        self.returning: Evidence | None = None
-        self._asked = set[int]()  # request keys that it heard of last
-        self._may_return = target.lm_head.device.type == "cpu"  # once; GPUs lack room
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
@@ -226,11 +220,7 @@ class Trainer:
         restored, before = self._restored, self.evidence.wealth
         # What comes from now on is scored in the next cycle, before it is learnt from.
         until, taken = self.buffer.newest, self.buffer.new_tokens
-        samples, left_out = self._to_score()
-        returned = self._judge_first(samples, watch)
-        if returned is not None:
-            return returned
-        ahead = self._judge_fresh(samples, left_out, watch)
+        ahead = self._judge_fresh(watch)
         if before < ENOUGH <= self.evidence.wealth:
             # What was scored is published as it is: more steps would delay it.
             judged = self._judge(0, self.last_loss, ahead, watch, restored)
@@ -351,38 +341,31 @@ class Trainer:
 
     def published(self) -> None:
         """The candidate is served now: it becomes the live draft."""
-        self._make_live(self.draft.named_tensors())
-        self.returning = Evidence() if self._may_return else None
-
-    def _make_live(self, tensors: dict[str, Tensor]) -> None:
-        if self._may_return:
-            self.first = self.first or self.live.clone()
         if not torch.equal(self.live.vocab.target_ids, self.draft.vocab.target_ids):
             self.live = self.draft.clone()
-        self.live.take(tensors)
+        self.live.take(self.draft.named_tensors())
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
-        self.returning = None  # nor after a rollback: only of what is published next
 
-    def snapshot(self, draft: Eagle3Draft | None = None) -> dict[str, Tensor]:
-        """Master weights (None: of the live draft) on the host; `d2t` if pruned."""
-        draft = draft or self.live
-        named = draft.named_tensors().items()
-        out = {n: t.detach().to("cpu", copy=True) for n, t in named}
-        return out if draft.vocab.is_identity else out | {"d2t": draft.vocab.d2t}
+    def snapshot(self) -> dict[str, Tensor]:
+        """Master weights of the live draft, on the host; `d2t` too if it is pruned."""
+        live, master = self.live, self.live.named_tensors()
+        out = {name: t.detach().to("cpu", copy=True) for name, t in master.items()}
+        return out if live.vocab.is_identity else out | {"d2t": live.vocab.d2t}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Make `tensors` both live and candidate, and forget the optimizer's state."""
-        self._put_candidate(tensors)
-        self._make_live(tensors)
-        self._restored += 1
-
-    def _put_candidate(self, tensors: dict[str, Tensor]) -> None:
         draft = self._with_vocabulary_of(tensors)
         if draft is not self.draft:
             self._use_draft(draft)
+        if not torch.equal(draft.vocab.target_ids, self.live.vocab.target_ids):
+            self.live = draft.clone()
+        self.live.take(tensors)
         self.draft.take(tensors)
         self.stepper.restore()
+        self._differs = False
+        self.evidence, self._live_scores = Evidence(), Scores(self.depth)
+        self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
         """Forget what was captured, for good; the draft keeps what it has learnt.
@@ -444,8 +427,9 @@ class Trainer:
         """After harm: smaller steps, from the live draft again."""
         self.rate = next_rate(self.rate, result)
         if result.harmful:
-            self._put_candidate(self.snapshot())
-            self._differs, self.evidence = False, self.evidence.dropped()
+            left = self.evidence.dropped()
+            self.restore(self.snapshot())
+            self.evidence = left
 
     def _follow_vocabulary(self, progress: Progress) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
@@ -509,66 +493,32 @@ class Trainer:
         """Fresh windows of requests neither learnt from nor counted yet."""
         return [s for s in self.buffer.fresh if s.key not in self._known]
 
-    def _to_score(self) -> tuple[list[Sample], set[int]]:
-        """Windows to score before they are learnt from, and the requests left out.
+    def _judge_fresh(self, progress: Watch) -> Pair | None:
+        """Candidate and live draft on requests that neither has learnt from.
 
-        Under overload the newest, an eighth as many rows as a cycle trains on.
+        None if there are none, or both are the same draft. The candidate is the one of
+        before the cycle, as a rule a little worse than the one it ends with. Under
+        overload only the newest, an eighth as many rows as a cycle trains on.
         """
-        config = self.config
-        most = max(HOLDOUT_TOKENS, config.steps_per_cycle * config.batch_tokens // 8)
-        unscored, samples = self.unscored, deque[Sample]()
+        unscored, restored = self.unscored if self._differs else [], self._restored
+        most = self.config.steps_per_cycle * self.config.batch_tokens // 8
+        most = max(most, HOLDOUT_TOKENS)
+        samples: deque[Sample] = deque()
         for sample in reversed(unscored):
             most -= sample.num_tokens
             if most < 0:
                 break
             # As held-out ones are: also rows whose token a pruned draft cannot say.
             samples.appendleft(replace(sample, in_vocab=None))
-        return list(samples), {s.key for s in unscored} - {s.key for s in samples}
-
-    def _judge_fresh(
-        self, samples: list[Sample], left_out: set[int], progress: Watch
-    ) -> Pair | None:
-        """Candidate and live draft on requests that neither has learnt from.
-
-        None if there are none, or both are the same draft. The candidate is the one of
-        before the cycle, as a rule a little worse than the one it ends with.
-        """
-        restored = self._restored
-        if not (samples and self._differs):
+        if not samples:
             return None
-        pair = self._compared(samples, progress)
+        pair = self._compared(list(samples), progress)
         if progress.going and self._restored == restored:
             self._count(pair)
+            left_out = {s.key for s in unscored} - {s.key for s in samples}
             self.unscored_requests += len(left_out)
             self._know(left_out)
         return pair
-
-    def _judge_first(self, samples: list[Sample], watch: Watch) -> CycleResult | None:
-        """The first draft as the candidate, once it serves better than the live one.
-
-        Traffic that comes back finds the draft that knew it, whatever was forgotten
-        meanwhile. Only requests of now speak, not those held out before.
-        """
-        first, evidence = self.first, self.returning
-        if first is None or evidence is None or not samples:
-            return None
-        pair = self._compared(samples, watch, first)
-        if not watch.going or self.returning is not evidence:
-            return None
-        gains = pair.gains(self.metric)
-        evidence.add([g for key, g in gains.items() if key not in self._asked])
-        self._asked = set(gains)  # those of a cycle that broke off come again
-        if evidence.total < 0:  # a return is looked for anew, as in a CUSUM chart
-            self.returning = Evidence()
-        if evidence.wealth < 2 * ENOUGH or evidence.gain < self.config.min_gain:
-            return None
-        self._put_candidate(self.snapshot(first))
-        # If it may not be published now, training goes on from it.
-        self._differs, self.evidence = True, evidence
-        self._may_return, self.first, self.returning = False, None, None
-        self._know(gains)
-        self.cycles += 1
-        return returns(self.last_loss, pair, self.metric, evidence)
 
     def _count(self, pair: Pair) -> None:
         """Take scores as evidence; those of known requests have been taken before."""
@@ -581,13 +531,10 @@ class Trainer:
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    def _compared(
-        self, samples: list[Sample], watch: Watch, draft: Eagle3Draft | None = None
-    ) -> Pair:
-        """A draft (None: the candidate) and the live one."""
+    def _compared(self, samples: list[Sample], watch: Watch) -> Pair:
         began, elsewhere = time.monotonic(), watch.elsewhere_s
         scores = self._live_scores  # another draft put in place gets others
-        new = self.evaluate(draft, watch, samples)
+        new = self.evaluate(self.draft, watch, samples)
         if missing := scores.missing(samples):
             found = self.evaluate(self.live, watch, missing)
             if watch.going:

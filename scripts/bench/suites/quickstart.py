@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -190,7 +189,6 @@ def table(report: Mapping[str, Any]) -> str:
             for phase in ("before_shift", "after_shift", "final")
         },
         "failed requests": [f["failed_requests"] for f in figures],
-        "server start-up, s": [f["startup_s"] for f in figures],
     }
     lines = [columns_text(34, list(report["arms"]), rows)]
     swaps, capture = report["swaps"], report["capture"]
@@ -318,7 +316,7 @@ def run_frozen(
     """The frozen draft at the static length that is the fastest on `probe`.
 
     Its servers start together, are tried one at a time, and the best one serves the
-    stream. Sets `args.static_rates` and `args.frozen_length`.
+    stream. Sets `args.static_rates` and `args.frozen_length`. One length is not tried.
     """
     with ExitStack() as stack:
         servers: dict[int, VllmServer] = {}
@@ -330,14 +328,15 @@ def run_frozen(
             server.wait_ready(view.starting)
         for server in servers.values():
             server.pause()
-        for length, server in servers.items():
+        for length, server in servers.items() if len(servers) > 1 else ():
             server.resume()
             view = LiveView(f"static{length}", len(probe))
             limit_s = options.time_limit_s
             parts, _ = asyncio.run(drive(server, probe, view, limit_s=limit_s))
             args.static_rates[length] = round(throughput(parts) or 0.0, 3)
             server.pause()
-        args.frozen_length = max(args.static_rates, key=args.static_rates.__getitem__)
+        rates = args.static_rates
+        args.frozen_length = max(rates or servers, key=lambda n: rates.get(n, 0.0))
         best = servers.pop(args.frozen_length)
         for server in servers.values():
             server.stop()
@@ -393,7 +392,7 @@ def parser() -> argparse.ArgumentParser:
 def _streams(
     args: argparse.Namespace,
 ) -> tuple[list[StreamRequest], list[StreamRequest], dict[str, Any]]:
-    """The stream; as many other requests as it has before the shift; its options."""
+    """The stream; as many others as before its shift, to try lengths; its options."""
     options = StreamOptions(
         before_domain=args.before_domain,
         after_domain=args.after_domain,
@@ -407,16 +406,14 @@ def _streams(
         read_prompts(args.prompts, domain)
         for domain in (options.before_domain, options.after_domain)
     )
-    stream = build_stream(before, after, options)
-    count = options.num_before
-    more = build_stream(before, after, replace(options, num_before=2 * count))
+    stream, count, more = build_stream(before, after, options), args.num_before, []
+    if "frozen" in args.arms and len(args.static_lengths) > 1:
+        more = build_stream(before, after, replace(options, num_before=2 * count))
     return stream, more[count : 2 * count], asdict(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops its servers
     args.work.mkdir(parents=True, exist_ok=True)
     stream, probe, stream_facts = _streams(args)
     began = time.monotonic()
@@ -472,4 +469,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Servers have sessions of their own, and those that wait cannot notice our end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
