@@ -80,3 +80,52 @@ def test_arms_after_the_time_limit_are_left_out(arguments, monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "run_arm", lambda *_: pytest.fail("ran"))
     assert quickstart.main([*arguments, "--total-limit-s", "0"]) == 1
     assert "left out" in capsys.readouterr().out
+
+
+def test_more_requests_than_prompts_are_refused_in_a_sentence(arguments, capsys):
+    with pytest.raises(SystemExit):
+        quickstart.main([*arguments, "--num-before", "9"])
+    assert "ask for fewer requests" in capsys.readouterr().err
+
+
+def test_a_static_length_that_cannot_be_served_is_left_out(
+    arguments, monkeypatch, capsys
+):
+    ended: list[int] = []
+
+    class Server:
+        def __init__(self, options) -> None:
+            config = json.loads(options.speculative_config)
+            self.length = config["num_speculative_tokens"]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+        def wait_ready(self, _) -> None:
+            if self.length == 3:
+                raise ServerError("no memory")
+
+        def pause(self) -> None:
+            pass
+
+        resume = pause
+
+        def stop(self) -> None:
+            ended.append(self.length)
+
+    async def drive(server, *_, **__):
+        return [server.length], []
+
+    monkeypatch.setattr(quickstart, "VllmServer", Server)
+    monkeypatch.setattr(quickstart, "drive", drive)
+    monkeypatch.setattr(quickstart, "throughput", lambda parts: float(parts[0]))
+    monkeypatch.setattr(quickstart, "serve_arm", lambda best, *_: best)
+    args = quickstart.parser().parse_args(arguments)
+    args.frozen_length, args.static_rates = 1, {}
+    options = quickstart._arm_options(args, "frozen")
+    assert quickstart.run_frozen(args, options, [], []).length == 5
+    assert (args.static_rates, ended) == ({1: 1.0, 5: 5.0}, [3, 1])
+    assert "[static3] left out: no memory" in capsys.readouterr().out

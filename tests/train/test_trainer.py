@@ -278,6 +278,27 @@ def test_what_is_purged_is_not_kept_for_its_scores():
     assert trainer._live_scores.missing(held) == held
 
 
+def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkeypatch):
+    trainer, rng = toy_trainer(60), random.Random(6)
+    trainer.train_cycle()
+    trainer.add_samples(TOY.document(5, 20, 3, rng.getrandbits(64)) for _ in range(20))
+    whole, purges = trainer.evaluate, 0
+
+    def evaluate(draft=None, progress=None, samples=None):
+        nonlocal purges
+        found = whole(draft, progress, samples)
+        if draft is trainer.live:
+            trainer.purge(tenant=7)  # nobody here
+            purges += 1
+        return found
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    result = trainer.train_cycle()
+    assert purges
+    assert result.new is not None
+    assert result.new.requests
+
+
 def test_a_restore_amid_an_evaluation_leaves_no_score_of_the_draft_that_is_gone():
     trainer = toy_trainer(40)
     snapshot = trainer.snapshot()

@@ -387,9 +387,8 @@ class Trainer:
     def expire(self) -> None:
         """Forget documents older than `max_age_s`, for good."""
         if self.buffer.expire().samples:
-            expired = self.buffer.expired
             self._live_scores.keep(())
-            self._queue = deque(s for s in self._queue if not expired(s))
+            self._queue = deque(s for s in self._queue if not self.buffer.expired(s))
 
     def save(self, directory: Path, published_version: int) -> Path:
         """Write a checkpoint: weights, moments, counters, evidence, no records."""
@@ -450,8 +449,8 @@ class Trainer:
 
     def _use_draft(self, draft: Eagle3Draft, progress: Progress | None = None) -> None:
         """Another vocabulary, and the optimizer anew: its rows are other tokens'."""
-        self.draft = draft
         self.stepper.replace(draft)
+        self.draft = draft
 
         def look_up(sample: Sample) -> Sample:
             if progress is not None:
@@ -544,7 +543,8 @@ class Trainer:
             if not all(map(math.isfinite, row)):  # no judge of any draft
                 self.skipped["not_finite"] += int(row[0])
                 del live.requests[key]
-                new.requests.pop(key, None)
+        # A purge meanwhile may have taken scores of the live draft.
+        new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
         spent = time.monotonic() - began
         watch.evaluation_s += spent - (watch.elsewhere_s - elsewhere)
         return Pair(samples, new, live)

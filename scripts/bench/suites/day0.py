@@ -1,7 +1,8 @@
 """The day-0 suite: from a draft of random weights, without a slowdown on the way.
 
 * `none`: no speculation, before and after, so that the machine's own drift is seen;
-* `fresh`: `"model": "fresh"`, policy adaspec, training;
+* `fresh`: what `"model": "fresh"` builds for the target as it is before it is inflated (the
+  draft's MLP would be inflated with it), policy adaspec, training;
 * `ceiling`: the same first draft trained offline to convergence on the stream but its
   last part, served in the same way on the last part, which neither was trained on when
   it began.
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.harness.arm import Hooks
 from bench.harness.client import RequestResult
@@ -43,6 +46,8 @@ from bench.suites.ceiling import (
     keep_published,
     train_ceiling,
 )
+from vllm_tide.config import FreshConfig
+from vllm_tide.draft.fresh import fresh_directory
 from vllm_tide.speculative import merged
 from vllm_tide.train.sample import Sample
 from vllm_tide.transport.header import TransportError
@@ -260,9 +265,15 @@ class _Day0:
                 except TransportError as error:
                     self.session.document.problem(f"{FRESH}: {error}")
 
+            head = fresh_directory(
+                self.options.target,
+                FreshConfig.model_validate(self.fresh),
+                getattr(torch, self.options.dtype),
+                self.options.work / "heads",
+            )
             self._arm(
                 FRESH,
-                draft_config(self.options, FRESH, section),
+                draft_config(self.options, str(head), section),
                 self.stream,
                 trained=True,
                 run_dir=run_dir,

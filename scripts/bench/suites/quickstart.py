@@ -37,7 +37,13 @@ from bench.harness.arm import (
     serve_arm,
 )
 from bench.harness.arms import STATIC
-from bench.harness.common import ServerError, cell_text, columns_text, environment
+from bench.harness.common import (
+    ServerError,
+    StreamError,
+    cell_text,
+    columns_text,
+    environment,
+)
 from bench.harness.identity import Rescored, compare_arms, rescore_all
 from bench.harness.options import json_object, list_of
 from bench.harness.plots import draw
@@ -316,7 +322,8 @@ def run_frozen(
     """The frozen draft at the static length that is the fastest on `probe`.
 
     Its servers start together, are tried one at a time, and the best one serves the
-    stream. Sets `args.static_rates` and `args.frozen_length`. One length is not tried.
+    stream. Sets `args.static_rates` and `args.frozen_length`. One length is not tried;
+    one that cannot be served is left out.
     """
     with ExitStack() as stack:
         servers: dict[int, VllmServer] = {}
@@ -324,8 +331,14 @@ def run_frozen(
             one = _arm_options(args, f"static{length}").server
             servers[length] = stack.enter_context(VllmServer(one))
         view = LiveView(options.name, len(probe))
-        for server in servers.values():
-            server.wait_ready(view.starting)
+        for length, server in list(servers.items()):
+            try:
+                server.wait_ready(view.starting)
+            except ServerError as error:
+                if len(servers) == 1:
+                    raise
+                print(f"[static{length}] left out: {error}", flush=True)
+                servers.pop(length).stop()
         for server in servers.values():
             server.pause()
         for length, server in servers.items() if len(servers) > 1 else ():
@@ -413,9 +426,12 @@ def _streams(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = (options := parser()).parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
-    stream, probe, stream_facts = _streams(args)
+    try:
+        stream, probe, stream_facts = _streams(args)
+    except StreamError as error:
+        options.error(str(error))
     began = time.monotonic()
     # The engine's cores are left to the engine: the client belongs with the rest.
     os.sched_setaffinity(0, args.other_cpus)
