@@ -1,7 +1,7 @@
 """The day-0 suite: from a draft of random weights, without a slowdown on the way.
 
 * `none`: no speculation, before and after, so that the machine's own drift is seen;
-* `fresh`: what `"model": "fresh"` builds for the target as it is before it is inflated (the
+* `fresh`: what `"model": "fresh"` builds for the target before it is inflated (the
   draft's MLP would be inflated with it), policy adaspec, training;
 * `ceiling`: the same first draft trained offline to convergence on the stream but its
   last part, served in the same way on the last part, which neither was trained on when
