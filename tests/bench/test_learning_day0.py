@@ -26,6 +26,7 @@ from bench.suites.day0 import (
 )
 from tests.bench.learning_toys import arm_run, options_for, request, result
 from vllm_tide.config import parse_tide
+from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.train.sample import Sample
 
 
@@ -150,7 +151,11 @@ def test_the_suite_serves_a_fresh_head_between_two_runs_without(tmp_path, monkey
     assert [arm.name for arm in ran] == ["none", "fresh", "none-again", "ceiling"]
     text = Path(ran[1].server.speculative_config).read_text()
     config = json.loads(text)
-    assert config["model"] == "fresh"
+    # Of the target as it is: the served one's MLP is inflated.
+    assert is_fresh(Path(config["model"]))
+    width = json.loads((given.target / "config.json").read_text())["intermediate_size"]
+    head = json.loads((Path(config["model"]) / "config.json").read_text())
+    assert head["intermediate_size"] == width
     tide = parse_tide(config["tide"])
     assert tide.control.policy == "adaspec" and tide.train.autostart
     ceiling_config = json.loads(Path(ran[3].server.speculative_config).read_text())

@@ -88,8 +88,9 @@ def test_more_requests_than_prompts_are_refused_in_a_sentence(arguments, capsys)
     assert "ask for fewer requests" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fails", ["at start", "amid its attempt"])
 def test_a_static_length_that_cannot_be_served_is_left_out(
-    arguments, monkeypatch, capsys
+    arguments, monkeypatch, capsys, fails
 ):
     ended: list[int] = []
 
@@ -105,7 +106,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
             pass
 
         def wait_ready(self, _) -> None:
-            if self.length == 3:
+            if self.length == 3 and fails == "at start":
                 raise ServerError("no memory")
 
         def pause(self) -> None:
@@ -117,6 +118,8 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
             ended.append(self.length)
 
     async def drive(server, *_, **__):
+        if server.length == 3:
+            raise ServerError("no memory")
         return [server.length], []
 
     monkeypatch.setattr(quickstart, "VllmServer", Server)

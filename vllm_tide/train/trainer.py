@@ -206,11 +206,12 @@ class Trainer:
             error.__traceback__ = None  # it holds the step's frames, so its tensors
             give_up_memory(self.stepper.step.optimizer)
             self.out_of_memory += 1
-            self._differs = self._differs or self.steps > steps
+            self._differs |= self.steps > steps
             self._give_back()
             result = unjudged(0, math.nan, "out of memory")
         finally:  # a purge finds no documents here
             self._taken = 0, [], deque()
+            self._live_scores.keep({s.key for s in self.buffer.holdout})
         spent = watch.evaluation_s, watch.elsewhere_s
         return replace(result, evaluation_s=spent[0], elsewhere_s=spent[1])
 
@@ -246,7 +247,7 @@ class Trainer:
                 self.last_loss = loss
             if not watch() or self._restored != restored:
                 break
-        self._differs = self._differs or bool(losses)
+        self._differs |= bool(losses)
         self.cycles += 1
         mean = sum(losses) / len(losses) if losses else math.nan
         result = unjudged(len(losses), mean, "interrupted")
@@ -531,7 +532,7 @@ class Trainer:
             del self._known[next(iter(self._known))]
 
     def _compared(self, samples: list[Sample], watch: Watch) -> Pair:
-        began, elsewhere = time.monotonic(), watch.elsewhere_s
+        began = time.monotonic() - watch.elsewhere_s
         scores = self._live_scores  # another draft put in place gets others
         new = self.evaluate(self.draft, watch, samples)
         if missing := scores.missing(samples):
@@ -543,8 +544,7 @@ class Trainer:
             if not all(map(math.isfinite, row)):  # no judge of any draft
                 self.skipped["not_finite"] += int(row[0])
                 del live.requests[key]
-        # A purge meanwhile may have taken scores of the live draft.
+        # An expiry meanwhile may have taken scores of the live draft.
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
-        spent = time.monotonic() - began
-        watch.evaluation_s += spent - (watch.elsewhere_s - elsewhere)
+        watch.evaluation_s += time.monotonic() - watch.elsewhere_s - began
         return Pair(samples, new, live)

@@ -288,8 +288,7 @@ class VllmServer:
     def resume(self) -> None:
         for process in chain.from_iterable(self.processes().values()):
             with contextlib.suppress(psutil.Error):
-                if process.status() == psutil.STATUS_STOPPED:
-                    process.resume()
+                process.resume()
 
     def stop(self, grace_s: float = 30.0) -> bool:
         if self._process is None:

@@ -293,6 +293,10 @@ def _keep_logs(name: str, run_dir: Path | None, work: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
+CANNOT = (ServerError, TimeoutError, RuntimeError, OSError)
+"""What serving an arm may end in."""
+
+
 def _attempt(
     args: argparse.Namespace, name: str, run: Callable[[ArmOptions], ArmRun]
 ) -> ArmRun | None:
@@ -305,7 +309,7 @@ def _attempt(
     options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
     try:
         return run(options)
-    except (ServerError, TimeoutError, RuntimeError, OSError) as error:
+    except CANNOT as error:
         what = str(error) or f"longer than {options.time_limit_s:.0f} s"
         print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
     finally:
@@ -327,7 +331,7 @@ def run_frozen(
     """
     with ExitStack() as stack:
         servers: dict[int, VllmServer] = {}
-        for length in args.static_lengths:
+        for length in dict.fromkeys(args.static_lengths):
             one = _arm_options(args, f"static{length}").server
             servers[length] = stack.enter_context(VllmServer(one))
         view = LiveView(options.name, len(probe))
@@ -341,11 +345,18 @@ def run_frozen(
                 servers.pop(length).stop()
         for server in servers.values():
             server.pause()
-        for length, server in servers.items() if len(servers) > 1 else ():
+        for length, server in list(servers.items()) if len(servers) > 1 else ():
             server.resume()
             view = LiveView(f"static{length}", len(probe))
             limit_s = options.time_limit_s
-            parts, _ = asyncio.run(drive(server, probe, view, limit_s=limit_s))
+            try:
+                parts, _ = asyncio.run(drive(server, probe, view, limit_s=limit_s))
+            except CANNOT as error:
+                if len(servers) == 1:
+                    raise
+                print(f"[static{length}] left out: {error}", flush=True)
+                servers.pop(length).stop()
+                continue
             args.static_rates[length] = round(throughput(parts) or 0.0, 3)
             server.pause()
         rates = args.static_rates
@@ -486,5 +497,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Servers have sessions of their own, and those that wait cannot notice our end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     sys.exit(main())
