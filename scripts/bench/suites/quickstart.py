@@ -354,7 +354,8 @@ def run_frozen(
             except CANNOT as error:
                 if len(servers) == 1:
                     raise
-                print(f"[static{length}] left out: {error}", flush=True)
+                what = str(error) or f"longer than {limit_s:.0f} s"
+                print(f"[static{length}] left out: {what}", flush=True)
                 servers.pop(length).stop()
                 continue
             args.static_rates[length] = round(throughput(parts) or 0.0, 3)
