@@ -6,7 +6,7 @@ engine core: the order names the new requests that have one.
 
 The draft's KV lies in the blocks of the target's, under hashes that do not know the
 draft: a request that finds its prefix in the cache drafts on KV of the draft that was
-live when the prefix was computed.
+live when the prefix was computed. A fast draft counts as the one it stands on.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class SchedulerTide:
         self._keep_out = not config.capture.salted
         self._staged = 0
         self._ordered = 0
+        self._fast = False  # what is staged changes the draft by little
         self._depth: int | None = None
         self._prices: Any = None
         self._stats: dict[str, Any] | None = None
@@ -105,7 +106,8 @@ class SchedulerTide:
         order = Order()
         if self._staged not in (0, self._ordered):
             self._ordered = order["install"] = self._staged
-            self._leave_old_kv()
+            if not self._fast:
+                self._leave_old_kv()
         salted = []
         for new in new_requests:
             if (request := self._scheduler.requests.get(new.req_id)) is None:
@@ -183,6 +185,7 @@ class SchedulerTide:
         if report["staged"] == self._ordered:
             self._ordered = 0
         self._staged = report["staged"]
+        self._fast = bool(report.get("staged_fast"))
         self._swap_seconds += report.get("swap_seconds", ())
         self._stats = report
 

@@ -22,6 +22,7 @@ import torch
 
 from vllm_tide.capture.staging import PinnedBytes
 from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.delta import Base, apply
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
 
@@ -241,6 +242,7 @@ class StagedDraft:
     Attributes:
         norms: Of its floating-point tensors.
         on_device: Where it is installed from, if the model runs elsewhere.
+        stands_on: Version of the base that a fast draft changes; None: it is a base.
     """
 
     version: int
@@ -248,6 +250,7 @@ class StagedDraft:
     norms: dict[str, float]
     on_device: dict[str, torch.Tensor] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    stands_on: int | None = None
 
 
 def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
@@ -272,8 +275,12 @@ class Stager:
     Args:
         cpus: Cores this thread may use; it must stay off the model's cores.
         room: Where drafts wait on the device; None on a CPU.
+        base: See `Attributes`.
 
     Attributes:
+        base: What changes of low rank are made whole with: the draft installed last
+            that was not a fast one. None, or another than the one they were made from:
+            they are refused.
         beat: Called at every look, so that an engine without requests, which makes no
             steps, still shows that it lives; None for nothing.
     """
@@ -284,8 +291,9 @@ class Stager:
         contract: DraftContract,
         cpus: set[int] | None = None,
         room: DeviceBuffer | None = None,
+        base: Base | None = None,
     ) -> None:
-        self._room = room
+        self._room, self.base = room, base
         self._segment = segment
         self._contract = contract
         self._cpus = cpus
@@ -321,6 +329,12 @@ class Stager:
         staged = self._staged
         return 0 if staged is None else staged.version
 
+    @property
+    def staged_fast(self) -> bool:
+        """True if that is a fast draft."""
+        staged = self._staged
+        return staged is not None and staged.stands_on is not None
+
     def take(self, version: int) -> StagedDraft | None:
         """The staged draft if it is exactly `version`."""
         staged = self._staged
@@ -350,8 +364,10 @@ class Stager:
         self._seen = version
         try:
             publication = self._segment.read()
-            tensors = tensors_of(publication)
+            tensors = self._whole(publication)
             norms = self._contract.check(tensors)
+            adaptation = publication.meta.get("adaptation")
+            stands_on = None if adaptation is None else int(adaptation["base"])
         except (WeightsRefused, DraftRefused) as refusal:
             self.refuse(version, refusal.reason, str(refusal))
             return
@@ -359,8 +375,26 @@ class Stager:
         on_device = None if self._room is None else self._room.upload(tensors)
         with self._lock:
             self._staged = StagedDraft(
-                publication.version, tensors, norms, on_device, publication.meta
+                publication.version,
+                tensors,
+                norms,
+                on_device,
+                publication.meta,
+                stands_on,
             )
+
+    def _whole(self, publication: Publication) -> dict[str, torch.Tensor]:
+        """All tensors of a publication, also of one that is a change."""
+        tensors, change = tensors_of(publication), publication.meta.get("delta")
+        if change is None:
+            return tensors
+        base = self.base
+        if base is None or change["base"] != base.fingerprint:
+            raise DraftRefused("base", "it changes a draft that is not served here.")
+        try:
+            return apply(base.tensors, tensors)
+        except DraftError as error:
+            raise DraftRefused("change", str(error)) from None
 
     def _watch(self) -> None:
         if self._cpus:

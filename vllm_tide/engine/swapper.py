@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from vllm_tide.draft.delta import Base
 from vllm_tide.engine.install import install, shared_with_target, verify_installed
 from vllm_tide.engine.staged_draft import (
     DeviceBuffer,
@@ -40,6 +42,8 @@ class Swapper:
 
     Attributes:
         version: Version of the live draft; 0 is the checkpoint's.
+        base: Version of the draft that a live fast draft stands on, else `version`.
+            What is learnt of a draft is kept while this is the same.
         seconds: Durations of installations since they were last taken.
     """
 
@@ -71,9 +75,11 @@ class Swapper:
         if device.type != "cpu":
             dtype = vllm_config.speculative_config.draft_model_config.dtype
             self._room = DeviceBuffer(reference, self.shared, dtype, device)
-        self.stager = Stager(segment, self._contract, cores, self._room)
+        self.stager = Stager(
+            segment, self._contract, cores, self._room, Base(self._stored)
+        )
         self._last_good: StagedDraft | None = None
-        self.version = 0
+        self.version = self.base = 0
         self.num_swaps = 0
         self.seconds: list[float] = []
         self._last_seconds = 0.0
@@ -121,6 +127,11 @@ class Swapper:
             self._contract.accept(staged.norms)
             self._last_good = staged
             self.version = version
+            if staged.stands_on is None:
+                self.base = version
+                self.stager.base = Base(partial(dict, staged.tensors))
+            else:
+                self.base = staged.stands_on
             self.num_swaps += 1
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
@@ -144,7 +155,8 @@ class Swapper:
             return
         back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
         text = ", a rollback of {!r:.20} to the weights of {!r:.20} ({!r:.200})"
-        logger.info(
+        logger.log(
+            logging.INFO if staged.stands_on is None else logging.DEBUG,
             "vllm_tide: draft %d is live%s; pause %.1f ms.",
             staged.version,
             "" if back[0] is None else text.format(*back),
@@ -163,6 +175,10 @@ class Swapper:
             flag, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
         )
         return bool(flag.item())
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        held = checkpoint_tensors(self._checkpoint)
+        return {name: t for name, t in held.items() if name not in self.shared}
 
     def _restore(self) -> None:
         try:

@@ -61,7 +61,7 @@ class TrainerProcess:
         self._log = run_dir / f"{self._name}-{engine_id}.log"
         self._lock: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self._stop = Event()
+        self._stop, self._asked = Event(), False
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
         self._deaths = 0
         self._began = self._next = 0.0
@@ -132,14 +132,20 @@ class TrainerProcess:
         said = "vllm_tide: the %s %s; it is started again in %d s, see %s."
         logger.warning(said, self._name, how, pause, self._log)
 
-    def close(self) -> None:
-        """Ask it to stop, then insist. Idempotent."""
+    def ask(self) -> None:
+        """Ask it to stop, without waiting; no other is started. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        if not self._asked and self.process is not None:
+            self._asked = True
+            self.process.terminate()  # nothing where it has ended
+
+    def close(self) -> None:
+        """Ask it to stop, then insist. Idempotent."""
+        self.ask()
         process, self.process = self.process, None
-        if process is not None and process.poll() is None:
-            process.terminate()
+        if process is not None:
             try:
                 process.wait(timeout=_STOP_SECONDS)
             except subprocess.TimeoutExpired:

@@ -125,7 +125,7 @@ class PricedVerification(AdaptiveVerificationManager):
         self.verify_chance = 0.0
 
     def order(self, scheduler_output: Any, version: int) -> None:
-        """A step begins: its draft steps and its prices."""
+        """A step begins: its draft steps and its prices; `version`: `Swapper.base`."""
         self._prices = (scheduler_output.tide or {}).get("prices")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
         self.verify_chance = 0.0

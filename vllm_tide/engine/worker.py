@@ -109,16 +109,13 @@ class WorkerTide:
         self._seeded: SeededSampling | None = None
         self._drafts: dict[str, list[int]] = {}  # verified by the step
         self._engine_id = secrets.token_hex(8)
-        self._run_dir = (
-            Path(config.run_dir) if config.run_dir else rendezvous.default_run_dir()
-        )
+        self._run_dir = Path(config.run_dir or rendezvous.default_run_dir())
         self._manifest: Path | None = None
         self._ring: RingWriter | None = None
         self._segment: WeightsSegment | None = None
         self._trainer: TrainerProcess | None = None
-        self._reported = 0.0
+        self._reported = self._replaced = 0.0
         self._sent_staged = 0
-        self._replaced = 0.0
         self._weights_bytes = 0  # of a slot; read off the checkpoint once
         self._unannounced, self._not_announced = False, ""
         self._collecting = True
@@ -257,17 +254,24 @@ class WorkerTide:
                     output.tide["memory"] = list(self.control.verified_memory)
 
     def close(self) -> None:
-        """Stop the trainer, unlink the segments. Idempotent."""
+        """Stop the trainer, unlink the segments. Idempotent.
+
+        Names go first: vLLM kills a worker that waits, and users' text would stay.
+        """
         if self.capture is not None:
             self._closing.set()
             self._guard.always("close", self.capture.close)
+        if self._trainer is not None:
+            self._trainer.ask()  # first: a segment that is lost is replaced, to it
+        for segment in (self._ring, self._segment):
+            if segment is not None:
+                segment.unlink()
+        if self._leader:
+            rendezvous.remove_manifest(self._run_dir, self._engine_id)
         for part in (self._trainer, self.swapper, self._ring, self._segment):
             if part is not None:
                 part.close()
-        self._trainer = self._ring = self._segment = None
-        self.capture = self.swapper = None
-        if self._leader:
-            rendezvous.remove_manifest(self._run_dir, self._engine_id)
+        self._trainer = self._ring = self._segment = self.capture = self.swapper = None
 
     def _keep_out(self, order: Order | None) -> None:
         """The scheduler's word on requests that capture may not have."""
@@ -286,14 +290,15 @@ class WorkerTide:
     def _install_ordered(self, order: Order | None) -> None:
         if order is None or "install" not in order or self.swapper is None:
             return
-        before = self.swapper.version
+        version, base = self.swapper.version, self.swapper.base
         self.swapper.install_ordered(order["install"])
         if self.capture is not None:
             self.capture.draft_version = self.swapper.version
-        if self.swapper.version != before:
+        if self.swapper.version != version:
             self._draft_since = time.time()
-            if self.control is not None:
-                self.control.draft_swapped()
+        # A fast draft is its base, a little better: what was learnt of that holds.
+        if self.swapper.base != base and self.control is not None:
+            self.control.draft_swapped()
 
     def _clean_run_dir(self) -> bool:
         """Remove what dead engines left; whether there is room to say anything."""
@@ -402,7 +407,6 @@ class WorkerTide:
     def _open_swap(self, worker: Any, cores: set[int]) -> None:
         from vllm.distributed import get_tp_group
 
-        facts = self._facts
         name = ""
         if self._leader:
             self._segment = self._create_weights()
@@ -415,7 +419,7 @@ class WorkerTide:
             worker.model_runner.get_draft_model(),
             worker.model_runner.get_model(),
             worker.vllm_config,
-            facts.draft_path,
+            self._facts.draft_path,
             self._segment,
             self._group,
             cores,
@@ -510,10 +514,10 @@ class WorkerTide:
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
             report |= self._reports.always("stats", self.control.stats) or {}
-        if self.swapper is not None:
-            swapper = self.swapper
+        if (swapper := self.swapper) is not None:
             swapper.report()
             report |= {
+                "staged_fast": staged > 0 and swapper.stager.staged_fast,
                 "draft_version": swapper.version,
                 "swaps": swapper.num_swaps,
                 "swap_seconds": swapper.seconds,

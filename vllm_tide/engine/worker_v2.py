@@ -225,8 +225,8 @@ class WorkerTideV2(WorkerTide):
         self._between_steps(scheduler_output.tide)
         self._steps.retry()
         if self._verification is not None:
-            version = 0 if self.swapper is None else self.swapper.version
-            self._verification.order(scheduler_output, version)
+            base = 0 if self.swapper is None else self.swapper.base
+            self._verification.order(scheduler_output, base)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended, not scheduled)
         if self._steps.tripped:

@@ -223,6 +223,10 @@ class RingWriter:
         own[Word.TAIL] = own[Word.HEAD]
         return ring_stats(_nothing, self.capacity, own)
 
+    def unlink(self) -> None:
+        """Take the name away; see :meth:`Segment.unlink`."""
+        self._segment.unlink()
+
     def close(self) -> None:
         """Unmap and unlink. Idempotent; later writes are dropped and counted."""
         self._segment.close()

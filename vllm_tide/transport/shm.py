@@ -215,11 +215,18 @@ class Segment:
         at = WORDS_AT + word * LINE_BYTES
         _shm.compare_exchange(self.buf, at, self._me.word, 0)
 
-    def close(self) -> None:
-        """Unmap, and unlink if this process created it. Idempotent, never raises.
+    def unlink(self) -> None:
+        """Take its name away if this process created it. Idempotent, never raises.
 
-        A forked child that inherited an owned segment does not unlink it.
+        Who has mapped it goes on; its memory goes with the last of them, by whatever
+        end. A forked child that inherited an owned segment does not unlink it.
         """
+        if self._owner_pid == os.getpid():
+            self._owner_pid = -1
+            _unlink(self.name)
+
+    def close(self) -> None:
+        """Unmap, and unlink if this process created it. Idempotent, never raises."""
         if self.closed:
             return
         self.closed = True
@@ -229,8 +236,7 @@ class Segment:
             self._map.close()
         with contextlib.suppress(OSError):
             os.close(self.fd)
-        if self._owner_pid == os.getpid():
-            _unlink(self.name)
+        self.unlink()
 
 
 def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:

@@ -242,6 +242,10 @@ class WeightsSegment:
             )
         return False
 
+    def unlink(self) -> None:
+        """Take the name away; see :meth:`Segment.unlink`."""
+        self._segment.unlink()
+
     def close(self) -> None:
         self._segment.close()
 

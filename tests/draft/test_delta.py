@@ -1,0 +1,165 @@
+"""A fast draft as a change of low rank of the draft that it stands on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_tide.draft import delta
+from vllm_tide.draft.config import DraftError
+
+ROWS, COLUMNS = 160, 224
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def base(request):
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).to(request.param)
+
+    return {
+        "fc.weight": normal(ROWS, COLUMNS),
+        "frozen.weight": normal(COLUMNS, ROWS),
+        "small.weight": normal(40, 40),
+        "norm.weight": normal(COLUMNS),
+        "d2t": torch.arange(ROWS),
+    }
+
+
+def product(rank, scale=0.1, seed=1):
+    """A matrix of a rank whose entries are about `scale`."""
+    random = torch.Generator().manual_seed(seed)
+    u = torch.randn(ROWS, rank, generator=random)
+    v = torch.randn(rank, COLUMNS, generator=random)
+    return scale * rank**-0.5 * u @ v
+
+
+def masters(base):
+    return {n: t.float() if t.is_floating_point() else t for n, t in base.items()}
+
+
+def test_a_change_of_no_higher_rank_is_made_whole_again(base):
+    held = masters(base)
+    change = product(delta.RANK)
+    fast = held | {
+        "fc.weight": held["fc.weight"] + change,
+        "small.weight": held["small.weight"] + 0.5,
+        "norm.weight": held["norm.weight"] * 2,
+    }
+    told = delta.factors(held, fast)
+    assert {n: tuple(t.shape) for n, t in told.items()} == {
+        "fc.weight.u": (ROWS, delta.RANK),
+        "fc.weight.v": (delta.RANK, COLUMNS),
+        "small.weight": (40, 40),  # factors would be larger
+        "norm.weight": (COLUMNS,),
+    }
+    made = delta.apply(held, told)
+    for name, want in fast.items():
+        torch.testing.assert_close(made[name], want, rtol=1e-4, atol=1e-4)
+    assert made["frozen.weight"] is held["frozen.weight"]
+    # Onto the checkpoint: as if the masters had been rounded to its type.
+    served = delta.apply(base, told)
+    assert served.keys() == base.keys()
+    for name, old in base.items():
+        assert served[name].dtype == old.dtype
+        want = fast[name].to(old.dtype)
+        # A rounding apart at most.
+        torch.testing.assert_close(served[name], want, rtol=2**-7, atol=1e-4)
+    assert not torch.equal(served["fc.weight"], base["fc.weight"])
+
+
+def test_a_change_of_higher_rank_is_met_as_well_as_its_rank_allows(base):
+    held = masters(base)
+    noise = torch.Generator().manual_seed(2)
+    change = 0.1 * torch.randn(ROWS, COLUMNS, generator=noise) + 10 * product(5)
+    fast = held | {"fc.weight": held["fc.weight"] + change}
+    for rank in (1, 8, delta.RANK):
+        made = delta.apply(held, delta.factors(held, fast, rank))
+        missed = torch.linalg.norm(fast["fc.weight"] - made["fc.weight"])
+        # Eckart and Young: no matrix of the rank is nearer than the rest of the
+        # singular values; 4 % more for the randomised decomposition.
+        least = torch.linalg.svdvals(change)[rank:].norm()
+        assert least * 0.999 <= missed <= 1.04 * least
+
+
+def test_no_change_is_no_tensor_and_the_base_bit_by_bit(base):
+    assert delta.factors(base, {n: t.clone() for n, t in base.items()}) == {}
+    made = delta.apply(base, {})
+    assert all(torch.equal(made[name], t) for name, t in base.items())
+    assert delta.fingerprint(made) == delta.fingerprint(base)
+
+
+def test_a_chain_of_changes_does_not_drift(base):
+    """Each is of the base: what was served in between leaves nothing behind."""
+    held, fast = masters(base), masters(base)
+    for seed in range(20):
+        fast = fast | {"fc.weight": fast["fc.weight"] + product(2, seed=seed)}
+        served = delta.apply(base, delta.factors(held, fast))
+    want = fast["fc.weight"].to(base["fc.weight"].dtype)
+    torch.testing.assert_close(served["fc.weight"], want, rtol=2**-7, atol=1e-3)
+    back = delta.apply(base, delta.factors(held, masters(base)))
+    assert torch.equal(back["fc.weight"], base["fc.weight"])
+
+
+def test_the_fingerprint_is_of_names_values_and_types(base):
+    name = delta.fingerprint(base)
+    assert name == delta.fingerprint(dict(reversed(base.items())))
+    assert name == delta.fingerprint(base | {"t2d": torch.ones(3, dtype=torch.bool)})
+    bumped = base["norm.weight"].clone()
+    bumped[3] += 1
+    other = {"norm.weight": bumped, "d2t": base["d2t"] + 1}
+    others = [base | {key: value} for key, value in other.items()]
+    others.append({n: t for n, t in base.items() if n != "small.weight"})
+    assert name not in {delta.fingerprint(tensors) for tensors in others}
+
+
+def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
+    reads = []
+    held = delta.Base(lambda: reads.append(1) or base)
+    assert not reads
+    assert held.fingerprint == delta.fingerprint(base) and held.tensors is base
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
+        ({"norm.weight": torch.ones(3)}, "norm.weight has shape .3,., its base .224,"),
+        ({"extra": torch.ones(3)}, "only one of the drafts has extra"),
+        ({"norm.weight": None}, "only one of the drafts has norm.weight"),
+        ({"fc.weight": torch.full((ROWS, COLUMNS), torch.inf)}, "fc.weight has NaN"),
+    ],
+)
+def test_no_change_is_made_of_drafts_that_do_not_fit(base, wrong, said):
+    fast = {n: t for n, t in (masters(base) | wrong).items() if t is not None}
+    with pytest.raises(DraftError, match=f"draft change: .*{said}"):
+        delta.factors(masters(base), fast)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
+        ({"norm.weight": torch.ones(3)}, "norm.weight has shape .3,., its base .224,"),
+        ({"norm.weight": torch.full((COLUMNS,), torch.nan)}, "norm.weight has NaN"),
+        ({"fc.weight.u": None}, "fc.weight has one factor and not the other"),
+        ({"fc.weight.u": torch.ones(COLUMNS, 4)}, "factors .224, 4. and .4, 224. of"),
+        ({"fc.weight.v": torch.ones(5, COLUMNS)}, "do not make .160, 224."),
+        ({"fc.weight.v": torch.ones(4)}, "do not make .160, 224."),
+        ({"fc.weight.v": torch.full((4, COLUMNS), 1e38)}, "fc.weight has NaN or inf"),
+        ({"extra": torch.ones(3)}, "extra belongs to nothing of the base"),
+        ({"extra.u": torch.ones(3, 3)}, "extra.u belongs to nothing of the base"),
+        ({"d2t.u": torch.ones(ROWS, 1), "d2t.v": torch.ones(1, 1)}, "of d2t do not"),
+    ],
+)
+def test_a_change_that_does_not_fit_is_refused(base, wrong, said):
+    good = {
+        "fc.weight.u": torch.full((ROWS, 4), 1e3),
+        "fc.weight.v": torch.ones(4, COLUMNS),
+    }
+    assert delta.apply(base, good)["fc.weight"].float().mean() > 3900
+    told = {name: t for name, t in (good | wrong).items() if t is not None}
+    with pytest.raises(DraftError, match=f"draft change: .*{said}"):
+        delta.apply(base, told)
