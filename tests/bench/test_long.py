@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.harness.arms import make_arm, speculative_config
+from bench.harness.blocks import Cell
 from bench.harness.client import RequestResult
 from bench.harness.common import BenchError, read_json
+from bench.harness.server import ServerError
+from bench.suites import long
 from bench.suites.long import (
     POSITION_EDGES,
     LongDocument,
     LongOptions,
+    LongRun,
     by_position,
     distinct_share,
     rows_of,
     sort_prompts,
+    visits,
 )
+from bench.suites.serving import PolicyRun
 from vllm_tide.config import parse_tide
+from vllm_tide.engine.trainer_process import TrainerProcess
 
 
 def options(tmp_path: Path, **given) -> LongOptions:
@@ -75,18 +84,67 @@ def test_ratios_are_taken_within_a_block():
     assert math.isclose(memory["output_tokens_per_s"], 240.0)
 
 
-@pytest.mark.parametrize("name", ["memory", "adaspec_memory"])
-def test_arms_with_a_memory_are_valid(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "policy", "memory", "adapt"),
+    [
+        ("memory", "static", "ngram", "off"),
+        ("adaspec_memory", "adaspec", "ngram", "off"),
+        ("shared", "static", "off", "shared"),
+        ("memory_shared", "static", "ngram", "shared"),
+        ("exact", "static", "off", "exact"),
+        ("everything", "adaspec", "ngram", "shared"),
+    ],
+)
+def test_arms_that_adapt_within_a_request_are_valid(
+    name, policy, memory, adapt, tmp_path
+):
     arm = make_arm(name, {"min_gain": 0.1})
     text = speculative_config(arm, Path("/draft"), tmp_path)
-    import json
+    tide = parse_tide(json.loads(text)["tide"])
+    assert (tide.test_time.memory, tide.test_time.adapt) == (memory, adapt)
+    assert tide.control.policy == policy and tide.control.min_gain == 0.1
+    trains = adapt != "off"
+    assert arm.adapts == tide.capture.enabled == tide.swap.enabled == trains
+    # Visits have a cache salt: without it nothing of them would be captured.
+    assert tide.capture.salted == TrainerProcess.wanted(tide) == trains
+    # What the loop between requests learns is the arm's that has all.
+    if trains:
+        assert (tide.train.min_new_tokens < 10**6) == (name == "everything")
 
-    config = json.loads(text)
-    tide = parse_tide(config["tide"])
-    assert tide.test_time.memory == "ngram"
-    assert tide.control.policy == ("static" if name == "memory" else "adaspec")
-    assert tide.control.min_gain == 0.1
-    assert arm.server_key != make_arm("static3").server_key
+
+def test_no_two_arms_of_the_suite_share_a_server(tmp_path):
+    names = options(tmp_path).arm_names
+    assert len({make_arm(name).server_key for name in names}) == len(names) == 7
+
+
+def test_the_exact_arm_is_served_one_request_at_a_time():
+    one, four = Cell("other", batch=1), Cell("other", batch=4)
+    assert visits("exact", one) and not visits("exact", four)
+    assert visits("shared", one) and visits("shared", four)
+
+
+@pytest.mark.parametrize("arm", ["static3", "memory", "shared"])
+def test_an_arm_that_adapts_is_measured_once_its_trainer_has_joined(
+    arm, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(PolicyRun, "_warm_up", lambda run, server: None)
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        state = {1: {}, 2: {"state": "starting"}, 3: {"state": "waiting"}}[len(looks)]
+        (tmp_path / "trainer-e1.json").write_text(json.dumps(state))
+
+    monkeypatch.setattr(long.time, "sleep", sleep)
+    config = speculative_config(make_arm(arm), Path("/draft"), tmp_path)
+    server = SimpleNamespace(options=SimpleNamespace(speculative_config=config))
+    LongRun._warm_up(object.__new__(LongRun), server)
+    assert len(looks) == (3 if arm == "shared" else 0)
+    monkeypatch.setattr(long, "TRAINER_TIMEOUT_S", -1.0)
+    (tmp_path / "trainer-e1.json").unlink(missing_ok=True)
+    if arm == "shared":
+        with pytest.raises(ServerError, match="no trainer joined"):
+            LongRun._warm_up(object.__new__(LongRun), server)
 
 
 def test_the_report_is_what_others_read(tmp_path):
@@ -122,5 +180,10 @@ def test_bad_options_are_refused(given, said, tmp_path):
 
 
 def test_static_is_the_length_that_the_memory_has(tmp_path):
-    assert options(tmp_path).arm_names == ("none", "static3", "memory")
-    assert make_arm("memory").num_tokens == make_arm("static3").num_tokens
+    names = options(tmp_path).arm_names
+    assert names == (
+        *("none", "static3", "memory", "shared", "memory_shared", "exact"),
+        "everything",
+    )
+    for name in names[2:-1]:
+        assert make_arm(name).num_tokens == make_arm("static3").num_tokens

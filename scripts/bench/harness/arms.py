@@ -9,6 +9,9 @@ device. Both arms with it have to be asked for: few engines can (`why_not`).
 
 `memory` is a static length of `MEMORY_TOKENS` with drafts from each request's own text
 beside the draft's (`tide.test_time.memory`), `adaspec_memory` the same under AdaSpec.
+`shared` and `exact` train a fast draft while requests run (`tide.test_time.adapt`),
+`memory_shared` has both; in none of them the ordinary loop trains. `everything` is all
+of tide: it, AdaSpec, the memory, a shared fast draft.
 
 An arm may be followed by `@SCALE`: its requests then carry a TPOT limit of SCALE x the
 P90 TPOT of arm `none` (`adaspec_slo` is `adaspec@1.0`). Arms that differ in nothing but
@@ -78,7 +81,17 @@ STATIC = re.compile(r"^static([1-9]\d?)$")
 TIDE_MAX_TOKENS = 7
 SLO_KEY = "tide_slo_tpot_ms"
 MEMORY_TOKENS = 3
-_MEMORY_ARMS = {"memory": ("static", MEMORY_TOKENS), "adaspec_memory": ("adaspec", 7)}
+# Policy, most draft tokens, `tide.test_time`.
+_TEST_TIME_ARMS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
+    "memory": ("static", MEMORY_TOKENS, {"memory": "ngram"}),
+    "adaspec_memory": ("adaspec", TIDE_MAX_TOKENS, {"memory": "ngram"}),
+    "shared": ("static", MEMORY_TOKENS, {"adapt": "shared"}),
+    "memory_shared": ("static", MEMORY_TOKENS, {"memory": "ngram", "adapt": "shared"}),
+    "exact": ("static", MEMORY_TOKENS, {"adapt": "exact", "stride": 10}),
+    "everything": ("adaspec", TIDE_MAX_TOKENS, {"memory": "ngram", "adapt": "shared"}),
+}
+# Of new tokens, before the ordinary loop trains.
+_NEVER = 1 << 40
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "threshold": {"policy": "threshold"},
     "tide_gate": {"policy": "tide_gate"},
@@ -116,6 +129,11 @@ class Arm:
         return self.name == "none" or STATIC.match(self.name) is not None
 
     @property
+    def adapts(self) -> bool:
+        """True if its server has a trainer, for a fast draft."""
+        return "adapt" in (self.test_time or {})
+
+    @property
     def server_key(self) -> str:
         kind = [self.is_dynamic, self.is_adaptive]
         return json.dumps([*kind, self.num_tokens, self.control, self.test_time])
@@ -140,14 +158,14 @@ def make_arm(text: str, control: Mapping[str, Any] | None = None) -> Arm:
         return Arm(text, int(match[1]))
     if name in ("vllm_dynamic", "vllm_adaptive"):
         return Arm(text, TIDE_MAX_TOKENS)
-    if name in _MEMORY_ARMS:
-        policy, most = _MEMORY_ARMS[name]
+    if name in _TEST_TIME_ARMS:
+        policy, most, test_time = _TEST_TIME_ARMS[name]
         merged = {**(control or {}), "policy": policy}
-        return Arm(text, most, merged, test_time={"memory": "ngram"})
+        return Arm(text, most, merged, test_time=test_time)
     if name in _POLICIES:
         merged = {"client_slo_tpot_ms": 1e-3, **(control or {}), **_POLICIES[name]}
         return Arm(text, TIDE_MAX_TOKENS, merged, scale)
-    known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS, *_MEMORY_ARMS))
+    known = ", ".join((*CONTROL_ARMS, *ADAPTIVE_ARMS, *ABLATION_ARMS, *_TEST_TIME_ARMS))
     raise BenchError(f"there is no arm {text!r}; known: {known}, static<k>")
 
 
@@ -196,4 +214,8 @@ def speculative_config(
         }
     if arm.test_time is not None:
         config["tide"]["test_time"] = dict(arm.test_time)
+    if arm.adapts:  # the suite's visits are salted
+        config["tide"] |= {"preset": "full", "capture": {"salted": True}}
+        if arm.name != "everything":
+            config["tide"]["train"] = {"min_new_tokens": _NEVER}
     return json.dumps(config)

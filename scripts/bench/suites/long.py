@@ -5,7 +5,8 @@ share of distinct 4-grams of that continuation the lower third of the prompts is
 *repetitive* group, the upper third the *other* one. A block of a group and a
 concurrency is one visit of every arm, in random order, to the same requests, each
 served to its end; ratios to `static` are taken within a block. Outputs are sampled with
-a seed; in a greedy pass of its own every arm's have to equal those of `none`.
+a seed; in a greedy pass of its own every arm's have to equal those of `none`. Arm
+`exact` adapts to one request at a time: it has visits of one request only.
 
 `by_position` are tokens per message of the stream by generated position
 (`POSITION_EDGES`): a message is a step's tokens where the client keeps up, steps
@@ -15,6 +16,7 @@ sources.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -22,17 +24,26 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench.harness.arm import TRAINER_TIMEOUT_S
 from bench.harness.arms import MEMORY_TOKENS, STATIC, Arm
 from bench.harness.blocks import NONE, Cell, ratio_of
 from bench.harness.client import RequestResult
 from bench.harness.common import BenchError
 from bench.harness.measure import measure_all
 from bench.harness.options import option
-from bench.harness.server import BROKEN, ServerPool, sentence
+from bench.harness.server import (
+    BROKEN,
+    ServerError,
+    ServerPool,
+    VllmServer,
+    sentence,
+)
 from bench.harness.session import Document
 from bench.harness.stream import BenchRequest
+from bench.harness.trainers import trainer_statuses
 from bench.suites.control import demo_sizes
 from bench.suites.serving import PolicyOptions, PolicyRun, conduct_policies
 
@@ -41,7 +52,9 @@ POSITION_EDGES = (200, 500, 900, 1300)
 """Generated tokens at which the next bin of `by_position` begins."""
 TEMPERATURE = 0.7
 GRAM = 4
+EXACT = "exact"
 _STATIC_ARM = f"static{MEMORY_TOKENS}"
+_ADAPTING = "shared", "memory_shared", EXACT, "everything"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,7 @@ class LongOptions(PolicyOptions):
 
     @property
     def arm_names(self) -> tuple[str, ...]:
-        given = self.arms or (NONE, "static", "memory")
+        given = self.arms or (NONE, "static", "memory", *_ADAPTING)
         return tuple(_STATIC_ARM if name == "static" else name for name in given)
 
     @property
@@ -200,6 +213,17 @@ class LongDocument(Document):
         super().write()
 
 
+def visits(arm: str, cell: Cell) -> bool:
+    """True if a cell is served by an arm."""
+    return arm != EXACT or cell.batch == 1
+
+
+def has_trainer(run_dir: Path) -> bool:
+    """True if a trainer has joined its engine."""
+    states = [status.get("state") for status in trainer_statuses(run_dir)]
+    return any(state not in (None, "starting") for state in states)
+
+
 class LongRun(PolicyRun):
     """Sorts the prompts, compares greedy outputs, measures block after block."""
 
@@ -226,9 +250,20 @@ class LongRun(PolicyRun):
                     for i in range(int(cell.batch or 1))
                 ]
                 for arm in rng.sample(self.arms, len(self.arms)):
-                    if not self.given_up(arm):
+                    if not self.given_up(arm) and visits(arm.name, cell):
                         self._visit(servers, arm, cell, block, chosen)
                 self.doc.write()
+
+    def _warm_up(self, server: VllmServer) -> None:
+        super()._warm_up(server)
+        given = json.loads(server.options.speculative_config or "{}").get("tide", {})
+        until = time.monotonic() + TRAINER_TIMEOUT_S
+        while "adapt" in given.get("test_time", ()) and not has_trainer(
+            Path(given["run_dir"])
+        ):
+            if time.monotonic() > until:
+                raise ServerError(f"no trainer joined within {TRAINER_TIMEOUT_S:g} s")
+            time.sleep(0.5)
 
     def _requests(self, prompts: Sequence[tuple[int, ...]]) -> list[BenchRequest]:
         length = self.options.output_tokens
@@ -270,7 +305,8 @@ class LongRun(PolicyRun):
         for arm in self.arms:
             self.progress.say(f"greedy pass: {arm.name}")
             try:
-                found = measure_all(servers.get(arm), requests, max(options.batches))
+                most = 1 if arm.name == EXACT else max(options.batches)
+                found = measure_all(servers.get(arm), requests, most)
             except BROKEN as error:
                 self.failed(servers, arm, "greedy pass", sentence(error))
                 continue
