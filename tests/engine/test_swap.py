@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests import toys
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from vllm_tide.capture.staging import wire_view
+from vllm_tide.draft import delta
 from vllm_tide.transport.record import Phase
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.weights import WeightsWriter
@@ -210,6 +211,52 @@ def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
     # A good one still gets in after all that.
     publish(writer, good, version + 1)
     assert settled(engine)["version"] == version + 1
+
+
+@pytest.mark.parametrize("serving_a", [True], indirect=True)
+def test_a_change_of_low_rank_drafts_as_the_tensors_that_it_makes(models, serving_a):
+    """Of one base, then of another."""
+    stored = {name: load_file(models[name] / "model.safetensors") for name in "ab"}
+    engine, reader, writer = serving_a
+    report = engine.work(PROMPTS, params={"max_tokens": 4})
+    version, refused = report["version"], report["refused"]
+
+    def served(tensors: dict[str, torch.Tensor], **meta: Any) -> tuple[list, list]:
+        nonlocal version
+        version += 1
+        publish(writer, tensors, version, **meta)
+        report = settled(engine)
+        assert report["version"] == version and report["refused"] == refused
+        drafted(reader)
+        report = engine.work(PROMPTS, params={"max_tokens": 16})
+        assert report["faults"] == {}
+        return report["tokens"], drafted(reader)
+
+    def fast(name: str, by: float) -> tuple[dict, dict]:
+        base = stored[name]
+        more = {n: t.float() for n, t in base.items()}
+        more["lm_head.weight"] = by * more["lm_head.weight"].flip(0)
+        more["norm.weight"] = more["norm.weight"] * 2
+        told = delta.factors({n: t.float() for n, t in base.items()}, more, rank=3)
+        marks = {"base": delta.fingerprint(base)}
+        return told, {"adaptation": {"base": version}, "delta": marks}
+
+    plain = served(stored["a"])
+    for name in "ab":
+        if name == "b":
+            assert served(stored["b"])[1] != plain[1]
+        told, meta = fast(name, 0.5)
+        assert set(told) == {"lm_head.weight.u", "lm_head.weight.v", "norm.weight"}
+        changed = served(told, **meta)
+        whole = served(delta.apply(stored[name], told))
+        assert changed[0] == plain[0] and changed == whole != plain
+        # A change of what is no base any more.
+        before, wrong = version, fast(name, 0.25)
+        publish(writer, wrong[0], version + 1, **wrong[1])
+        report = settled(engine)
+        refused["base"] = refused.get("base", 0) + 1
+        assert report["version"] == before and report["refused"] == refused
+        version += 1
 
 
 @pytest.mark.timeout(600)
