@@ -129,7 +129,7 @@ def test_speculation_does_not_shorten_prefill(control):
         expected = 1 / (0.25 + 0.75 * 1.5 / length)
         if control:
             expected = max(1.0, expected)
-        assert speed(length) == pytest.approx(expected, rel=3e-4)
+        assert speed(length) == pytest.approx(expected, rel=7e-4)
 
 
 def test_what_is_trained_before_the_first_deployment_counts():

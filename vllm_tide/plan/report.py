@@ -101,7 +101,7 @@ def make_plan(cluster: Cluster, draws: int = DRAWS) -> Plan:
 
 
 def best_of(found: list[Row]) -> Row:
-    """The row that serves most; of equals but for rounding the first, so the simplest."""
+    """The row that serves most; of equals but for rounding the first: the simplest."""
     best = found[0]
     for row in found[1:]:
         if row.training is not None and row.tokens_per_s > best.tokens_per_s * _SAME:
