@@ -76,8 +76,10 @@ for machine in x86_64 aarch64; do
         --no-build-isolation --no-deps --wheel-dir "$scratch/$machine" .
     rm -rf build ./*.egg-info
     tag=manylinux_${glibc/./_}_$machine
-    PATH=$scratch/venv/bin:$PATH logged "the wheel is not what $tag promises" \
-        auditwheel repair --only-plat --plat "$tag" --wheel-dir "$scratch/$tag" "$scratch/$machine"/*.whl
+    # Its --plat takes this machine's tags only; `auto` is the oldest that fits.
+    PATH=$scratch/venv/bin:$PATH logged "the wheel for $machine does not pass the audit" \
+        auditwheel repair --only-plat --plat auto --wheel-dir "$scratch/$tag" "$scratch/$machine"/*.whl
+    compgen -G "$scratch/$tag/*$tag*.whl" > /dev/null || die "the audit does not say $tag: $(ls "$scratch/$tag")"
     for wheel in "$scratch/$tag"/*.whl; do
         mv "$wheel" "$folder"
         say "$folder/$(basename "$wheel")"

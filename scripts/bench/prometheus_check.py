@@ -4,8 +4,9 @@ Starts a real Prometheus (Debian: `apt-get install prometheus`) that scrapes a s
 and its trainer for some minutes, with the package's rules loaded, then asks it for
 every expression. Without `--server` it starts both, on the demo models under load. A
 server that is given must be under load; for every panel to have data it needs
-`tide.control.policy` adaspec, capture, and a trainer that has ended a cycle by then
-(`tide.train.metrics_port`). Example::
+`tide.control.policy` adaspec, a `tide.control.slo_tpot_ms`, capture, and a trainer that
+ends a cycle while it is scraped (`tide.train.metrics_port`), and whose first draft is
+swapped in only then: one panel compares with the checkpoint's. Example::
 
     python scripts/bench/prometheus_check.py --server http://localhost:8000 \
         --trainer http://localhost:8001 --minutes 5 --json prometheus.json
@@ -54,6 +55,9 @@ from tests.faults.trainer import AGAIN, order  # noqa: E402
 JOB = "vllm_tide"
 # Counters by reason that are made with the first fault of that reason.
 NEED_A_FAULT = {"vllm_tide:faults_total", "vllm_tide:refused_drafts_total"}
+SWAP_AFTER = 0.4
+"""Share of the time of scraping in which the checkpoint's draft serves."""
+TPOT_LIMIT_MS = 50.0
 _SELECTOR = re.compile(r"(?:vllm|vllm_tide):\w+(?:\{[^}]*\})?")
 
 
@@ -328,12 +332,14 @@ def main() -> int:
 async def serve_and_look(
     args: argparse.Namespace, places: Places, known: Sequence[Known]
 ) -> int:
-    """Check a server and a trainer of our own, which swaps a head at once."""
+    """Check a server and a trainer of our own, which swaps a head in the middle."""
     port = free_port()
-    knobs = {"control": {"policy": "adaspec"}, "train": {"metrics_port": port}}
+    limit = {"policy": "adaspec", "slo_tpot_ms": TPOT_LIMIT_MS}
+    knobs = {"control": limit, "train": {"metrics_port": port}}
     async with serving(places, lambda s: Load(s, known, args.seed), knobs=knobs) as own:
         args.server, args.trainer = [own.server.url], [f"http://127.0.0.1:{port}"]
-        order(places.run_dir, AGAIN, 0)
+        swap = order, places.run_dir, AGAIN, 0
+        asyncio.get_running_loop().call_later(SWAP_AFTER * 60 * args.minutes, *swap)
         return await asyncio.to_thread(look, args)
 
 
