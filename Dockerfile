@@ -1,5 +1,6 @@
 # vLLM 0.32.0 with vllm_tide in it: patched, checked, without root.
 #
+#   scripts/wheel.sh dist
 #   docker build --target serve -t tide-serve .
 #   docker build --target train -t tide-train .
 #
@@ -13,22 +14,6 @@
 # whether the other lives. So the two containers share the IPC and pid namespaces, a
 # volume at /run/tide and the user: see scripts/deploy.
 ARG BASE_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
-
-FROM ${BASE_IMAGE} AS build
-# Root only while building: this stage becomes no image.
-# hadolint ignore=DL3002
-USER 0
-WORKDIR /src
-# Not every base has a C++ compiler; each has its own version of it.
-# hadolint ignore=DL3008
-RUN command -v g++ > /dev/null || { apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*; }
-COPY pyproject.toml setup.py README.md LICENSE ./
-COPY csrc csrc
-COPY patches patches
-COPY vllm_tide vllm_tide
-RUN python3 -m pip wheel --no-deps --no-cache-dir --wheel-dir /wheels .
 
 FROM ${BASE_IMAGE} AS base
 ARG BASE_IMAGE
@@ -44,8 +29,9 @@ LABEL org.opencontainers.image.title="vllm_tide" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.base.name="${BASE_IMAGE}"
 USER 0
-RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python3 -m pip install --no-deps --no-cache-dir /wheels/*.whl \
+# The wheel of scripts/wheel.sh for this image's architecture.
+RUN --mount=type=bind,source=dist,target=/wheels \
+    python3 -m pip install --no-deps --no-cache-dir --no-index --find-links=/wheels vllm-tide==0.1.0 \
     && vllm-tide patch apply \
     && vllm-tide patch check \
     && vllm-tide patch status

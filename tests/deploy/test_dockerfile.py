@@ -93,13 +93,18 @@ def test_patches_are_applied_and_judged_in_the_layer_that_installs(target: str) 
     assert "--no-deps" in commands[0]  # vLLM's image has the dependencies
 
 
-def test_everything_that_the_build_needs_is_copied() -> None:
-    copied = {word for s in STEPS if s.name == "COPY" for word in s.text.split()[:-1]}
-    assert all((ROOT / name).exists() for name in copied)
-    config = (ROOT / "pyproject.toml").read_text()
-    named = set(re.findall(r'readme = "(.+)"|license-files = \["(.+)"\]', config))
-    assert {name for pair in named for name in pair if name} <= copied
-    assert {"setup.py", "pyproject.toml", "csrc", "patches", "vllm_tide"} <= copied
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_wheel_of_this_architecture_is_all_that_is_brought(target: str) -> None:
+    assert not steps_of(target, "COPY") + steps_of(target, "ADD")
+    (install,) = (s for s in steps_of(target, "RUN") if "pip install" in s.text)
+    (mount,) = install.flags
+    assert mount == "--mount=type=bind,source=dist,target=/wheels"
+    # pip chooses among the wheels of both; nothing comes from an index.
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = f"--no-index --find-links=/wheels vllm-tide=={config['version']} "
+    assert named in install.text
+    how = (ROOT / "Dockerfile").read_text().partition("docker build")[0]
+    assert "scripts/wheel.sh dist" in how
 
 
 def test_health_check_of_the_server_is_a_program() -> None:
