@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -124,8 +125,11 @@ def greedy(target: Path, prompt: list[int], num_tokens: int = NUM_TOKENS) -> lis
 
 def trainers(server: VllmServer) -> list[psutil.Process]:
     (manifest,) = read_manifests(server.options.model.parent / "run")
-    engine = psutil.Process(manifest.pid)
-    return [p for p in engine.children() if "train" in " ".join(p.cmdline())]
+    found = []
+    for child in psutil.Process(manifest.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: a zombie
+            found += [child] if "train" in " ".join(child.cmdline()) else []
+    return found
 
 
 def what_the_trainer_does(server: VllmServer) -> str:
@@ -218,13 +222,19 @@ def test_a_killed_trainer_never_affects_serving(server):
     trainer.send_signal(signal.SIGKILL)
     before = complete(server.url, PROMPTS[3])
     assert complete(server.url, PROMPTS[3]) == before
+    trainer.wait(60)
 
 
 def test_stopping_the_server_leaves_nothing_behind(server):
     run_dir = server.options.model.parent / "run"
+    deadline = time.monotonic() + 120  # the test before may have killed the trainer
+    while not (running := trainers(server)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    (trainer,) = running
     (manifest,) = read_manifests(run_dir)
     mine = {manifest.ring, manifest.weights}
     assert mine <= ours_in_shm()
     server.stop()
     assert not mine & ours_in_shm()
     assert not read_manifests(run_dir)
+    assert not trainer.is_running()

@@ -114,7 +114,7 @@ def _prepare(config: TrainConfig) -> None:
     if config.cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, config.cpus)
-    os.nice(config.nice)  # adds up: once per process
+    process.be_nice(config.nice)  # adds up: once per process
 
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:

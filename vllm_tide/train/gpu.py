@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import DraftError
+from vllm_tide.transport.process import be_nice
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -160,7 +161,7 @@ def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) ->
     if pin:
         _pin(config)
     if config.nice:
-        os.nice(config.nice)
+        be_nice(config.nice)
     with contextlib.suppress(ImportError):
         import setproctitle
 
