@@ -11,9 +11,10 @@
 #                    few for the gate's evidence, so a swap is not asked for
 #
 # Installs, patches, inflates the demo target, and replays one stream of prompts, whose
-# domain shifts on the way, against four servers: no speculation, a frozen draft at the
-# static length that is best before the shift, all but learning, everything.
-# Exit status 0 only if the run was sound (see scripts/bench/README.md).
+# domain shifts on the way, against four servers, in turns: no speculation, a frozen draft
+# at the static length that is best before the shift, all but learning, everything.
+# Exit status 0 only if the run was sound (see scripts/bench/README.md). SIGINT, SIGTERM
+# and SIGHUP end all that it has started.
 #
 # Environment:
 #   TIDE_DEMO        folder with target/, draft/ and prompts/ (default: scripts/demo)
@@ -35,7 +36,32 @@ extra=()
 
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 say() { echo "quickstart.sh: [${SECONDS}s] $*"; }
-usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+
+# Each part runs as a group of its own, so that a signal reaches all of it; a server is
+# in a session of its own, and its part ends it.
+child=
+end() {
+    trap '' HUP INT TERM
+    if [ -n "$child" ]; then
+        kill -TERM -- "-${!:-none}" 2> /dev/null || true
+        wait || true
+    fi
+    exit $((128 + $1))
+}
+trap 'end 1' HUP
+trap 'end 2' INT
+trap 'end 15' TERM
+part() {
+    local status=0
+    child=started
+    set -m
+    "$@" &
+    set +m
+    wait $! || status=$?
+    child=
+    return "$status"
+}
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -64,7 +90,7 @@ done
 
 if [ "${TIDE_NO_INSTALL:-0}" != 1 ]; then
     say "installing into $venv"
-    "$here/scripts/install.sh" --venv "$venv"
+    part "$here/scripts/install.sh" --venv "$venv"
 fi
 python=$venv/bin/python
 export TQDM_DISABLE=1  # transformers' bars
@@ -76,22 +102,18 @@ stamp=$(cat "$demo/target"/* | sha256sum | cut -c1-16)-$width
 inflated=$build/target-$stamp
 if [ ! -f "$inflated/inflated.json" ]; then
     say "inflating the target's MLP to $width (same outputs, higher cost)"
-    "${isa[@]}" "$python" "$here/scripts/inflate_model.py" "$demo/target" "$inflated.tmp" \
+    part "${isa[@]}" "$python" "$here/scripts/inflate_model.py" "$demo/target" "$inflated.tmp" \
         --intermediate-size "$width"
     rm -rf "$inflated"
     mv "$inflated.tmp" "$inflated"
 fi
 
 say "four arms on one stream"
-set +e
-(
-    cd "$here" &&
-        "${isa[@]}" "$python" scripts/bench/suites/quickstart.py --venv "$venv" \
-            --target "$inflated" --draft "$demo/draft" --prompts "$demo/prompts" \
-            --work "$build" --json "$json" --picture "$picture" "${extra[@]}"
-)
-status=$?
-set -e
+status=0
+cd "$here"
+part "${isa[@]}" "$python" scripts/bench/suites/quickstart.py --venv "$venv" \
+    --target "$inflated" --draft "$demo/draft" --prompts "$demo/prompts" \
+    --work "$build" --json "$json" --picture "$picture" "${extra[@]}" || status=$?
 if [ $status -eq 0 ]; then
     say "sound; report $json, picture $picture"
 else

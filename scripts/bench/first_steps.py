@@ -5,7 +5,8 @@
 Of one part of a stream (`replay_samples.py`) some requests are trained on and others
 held out, drawn anew for every seed. Prints what the draft gains on those held out
 (tokens of acceptance length, teacher-forced, greedy) and the CPU time of a step.
-With many steps on many requests it gives a domain's ceiling:
+A case may name the peak learning rate: `adamw@0.003`. With many steps on many requests
+it gives a domain's ceiling:
 
     first_steps.py ... --cases muon --seeds 0 --train 80 --steps 240
         --batch-tokens 1024 --save DIR
@@ -52,16 +53,19 @@ def measure(
     before = evaluate(load_draft(args.draft, target), target, held, args.depth, **how)
     out = {}
     for case in args.cases:
-        TrainStep.whole_matrices = case.startswith("muon")
+        name, _, rate = case.partition("@")
+        TrainStep.whole_matrices = name.startswith("muon")
         draft = load_draft(args.draft, target)
-        step = TrainStep(draft, target, TrainConfig(batch_tokens=args.batch_tokens))
+        more = {"learning_rate": float(rate)} if rate else {}
+        config = TrainConfig(batch_tokens=args.batch_tokens, **more)
+        step = TrainStep(draft, target, config)
         shuffle, queue = random.Random(seed), deque[Sample]()
         began = time.process_time()
         for index in range(args.steps):
             if len(queue) < 3:
                 queue.extend(shuffle.sample(train, len(train)))
             batch = take_batch(queue, args.batch_tokens)
-            if case.endswith("+prompts"):
+            if name.endswith("+prompts"):
                 batch = [replace(s, num_prompt_tokens=1) for s in batch]
             step.run(pack(batch), cycle_lr_scale(index % CYCLE_STEPS, CYCLE_STEPS))
         spent = (time.process_time() - began) / args.steps

@@ -1,12 +1,20 @@
+import hashlib
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from bench.harness.common import ServerError
 from bench.suites import quickstart as quickstart
+from tests.bench.turn_toys import demo, fake_quickstart_venv, running, until, what_ran
 from vllm_tide.config import parse_tide
+
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "quickstart.sh")
 
 
 def test_the_demo_sets_sizes_only():
@@ -42,14 +50,23 @@ def test_changes_are_merged_section_by_section():
 
 
 @pytest.fixture
-def arguments(tmp_path):
-    for domain in ("json", "logs"):
-        rows = [json.dumps({"prompt": f"{domain} {i}"}) for i in range(8)]
-        (tmp_path / f"{domain}.jsonl").write_text("\n".join(rows))
-    folders = ("--target", "--draft", "--work", "--prompts")
-    command = [part for name in folders for part in (name, str(tmp_path))]
+def target(tmp_path):
+    return demo(tmp_path / "demo")[0]
+
+
+@pytest.fixture
+def arguments(tmp_path, target):
+    folders = {
+        "--venv": fake_quickstart_venv(tmp_path / "venv"),
+        "--target": target,
+        "--draft": target,
+        "--work": tmp_path / "work",
+        "--prompts": target.parent / "prompts",
+        "--json": tmp_path / "report.json",
+    }
+    command = [part for name, path in folders.items() for part in (name, str(path))]
     cpu = str(min(os.sched_getaffinity(0)))
-    command += ["--num-before", "4", "--num-after", "4", "--arms", "none"]
+    command += ["--num-before", "4", "--num-after", "8", "--max-tokens", "10"]
     return [*command, "--engine-cpus", cpu, "--other-cpus", cpu]
 
 
@@ -60,75 +77,140 @@ def same_cores_afterwards():
     os.sched_setaffinity(0, cpus)
 
 
-def test_a_server_that_does_not_start_makes_the_run_unsound(
-    arguments, tmp_path, monkeypatch, capsys
-):
-    def refuse(options, stream):
-        raise ServerError("the server ended; tide.train.steps: unknown key")
+def report_of(arguments, *more):
+    assert quickstart.main([*arguments, *more]) == 1  # nothing is captured
+    return json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
 
-    monkeypatch.setattr(quickstart, "run_arm", refuse)
-    path = tmp_path / "out" / "report.json"
-    assert quickstart.main([*arguments, "--json", str(path)]) == 1
-    report = json.loads(path.read_text())
+
+def test_arms_take_turns_and_one_runs_at_a_time(arguments, target):
+    report = report_of(arguments, "--arms", "none", "no_learning", "tide")
+    seen = what_ran(target)
+    turns = [4, 4, 2, 2]  # before the shift, after it, its last quarter
+    arms = ("none", "no_learning", "tide")
+    assert [arm for arm, *_ in seen] == [
+        arm for count in turns for arm in arms for _ in range(count)
+    ]
+    for arm, _, others in seen:
+        states = {"none": "T", "no_learning": "T", "tide": "T", "trainer": "T"}
+        if arm == "tide":
+            assert others.pop("trainer") != "T"
+            states.pop("trainer")
+        states.pop(arm)
+        assert others == states
+    for arm in arms:
+        assert report["arms"][arm]["requests"]["index"] == list(range(12))
+    prompts = [[p for a, p, _ in seen if a == arm] for arm in arms]
+    assert [sorted(p) for p in prompts] == [sorted(prompts[0])] * 3
+    assert report["environment"]["servers_together"] == 3
+    assert report["outputs_identical"] and not running(target)
+
+
+def test_without_room_for_all_arms_they_run_one_after_another(
+    arguments, target, monkeypatch, capsys
+):
+    monkeypatch.setattr(quickstart, "available_mib", lambda: 5000.0)
+    report = report_of(arguments, "--arms", "none", "tide")
+    assert "2 servers need 6.1 GiB together and 3.4 GiB are free" in (
+        capsys.readouterr().out
+    )
+    assert [arm for arm, *_ in what_ran(target)] == ["none"] * 12 + ["tide"] * 12
+    assert report["environment"]["servers_together"] == 1
+
+
+def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, capsys):
+    (target / "fails").write_text('{"none": "at start"}')
+    report = report_of(arguments, "--arms", "none")
     assert report["sound"] is False and report["outputs_identical"] is False
     assert (report["mode"], report["rollbacks"]) == ("full", 0)
     assert report["first_swap_after_shift_s"] is None
-    assert "unknown key" in capsys.readouterr().out
+    assert "no memory left" in capsys.readouterr().out
 
 
-def test_arms_after_the_time_limit_are_left_out(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(quickstart, "run_arm", lambda *_: pytest.fail("ran"))
+def test_arms_after_the_time_limit_are_left_out(arguments, target, capsys):
     assert quickstart.main([*arguments, "--total-limit-s", "0"]) == 1
-    assert "left out" in capsys.readouterr().out
+    assert "left out: the time limit is over" in capsys.readouterr().out
+    assert not list(target.glob("*.pid"))
 
 
-def test_more_requests_than_prompts_are_refused_in_a_sentence(arguments, capsys):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-before", "9", "--arms", "none"], "--num-before: 9 prompts"),
+        (["--num-before", "5"], "--num-before: 10 prompts of domain 'json' are needed"),
+        (["--num-after", "9"], "--num-after: 9 prompts of domain 'logs' are needed"),
+        (["--num-after", "0"], "must be at least 1"),
+    ],
+)
+def test_too_few_prompts_are_said_in_a_sentence(arguments, capsys, options, said):
     with pytest.raises(SystemExit):
-        quickstart.main([*arguments, "--num-before", "9"])
-    assert "ask for fewer requests" in capsys.readouterr().err
+        quickstart.main([*arguments, *options])
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fails", ["at start", "amid its attempt"])
+@pytest.mark.parametrize("fails", ["at start", "amid"])
 def test_a_static_length_that_cannot_be_served_is_left_out(
-    arguments, monkeypatch, capsys, fails
+    arguments, target, monkeypatch, capsys, fails
 ):
-    ended: list[int] = []
+    def tokens_per_chunk(segments):
+        results = [result for part in segments for result in part.results]
+        return len(results[0].token_ids) / results[0].num_chunks
 
-    class Server:
-        def __init__(self, options) -> None:
-            config = json.loads(options.speculative_config)
-            self.length = config["num_speculative_tokens"]
+    monkeypatch.setattr(quickstart, "throughput", tokens_per_chunk)
+    (target / "fails").write_text(json.dumps({"static3": fails}))
+    report = report_of(arguments, "--arms", "frozen")
+    facts = report["environment"]
+    assert facts["static_tokens_per_s_before_shift"] == {"1": 1.0, "5": 5.0}
+    assert facts["frozen_length"] == 5
+    assert report["arms"]["frozen"]["requests"]["index"] == list(range(12))
+    # Other requests of the same domain, each length in its turn.
+    tried = [(a, p) for a, p, _ in what_ran(target) if a != "static3"][:8]
+    assert [arm for arm, _ in tried] == ["static1"] * 4 + ["static5"] * 4
+    probe = {prompt for _, prompt in tried}
+    assert len(probe) == 4 and all(prompt.startswith("json") for prompt in probe)
+    assert not probe & {prompt for _, prompt, _ in what_ran(target)[-12:]}
+    assert "[static3] left out: " in capsys.readouterr().out
 
-        def __enter__(self):
-            return self
 
-        def __exit__(self, *_) -> None:
-            pass
+@pytest.mark.parametrize("number", quickstart.ENDINGS)
+def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
+    build, given = tmp_path / "build", tmp_path / "demo"
+    content = b"".join(path.read_bytes() for path in sorted(target.iterdir()))
+    stamp = hashlib.sha256(content).hexdigest()[:16]
+    inflated = build / f"target-{stamp}-8"
+    shutil.copytree(target, inflated)
+    (inflated / "inflated.json").write_text("{}")
+    (inflated / "hangs").touch()
+    cpu = str(min(os.sched_getaffinity(0)))
+    command = [SCRIPT, "--", "--arms", "none", "tide", "--num-before", "4"]
+    command += ["--num-after", "4", "--engine-cpus", cpu, "--other-cpus", cpu]
+    env = {
+        "TIDE_DEMO": str(given),
+        "TIDE_BUILD": str(build),
+        "TIDE_INFLATE": "8",
+        "TIDE_NO_INSTALL": "1",
+        "TIDE_VENV": str(fake_quickstart_venv(tmp_path / "venv")),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
 
-        def wait_ready(self, _) -> None:
-            if self.length == 3 and fails == "at start":
-                raise ServerError("no memory")
+    def as_a_terminal_has_them():
+        for ending in quickstart.ENDINGS:
+            signal.signal(ending, signal.SIG_DFL)
 
-        def pause(self) -> None:
-            pass
-
-        resume = pause
-
-        def stop(self) -> None:
-            ended.append(self.length)
-
-    async def drive(server, *_, **__):
-        if server.length == 3:
-            raise ServerError("no memory")
-        return [server.length], []
-
-    monkeypatch.setattr(quickstart, "VllmServer", Server)
-    monkeypatch.setattr(quickstart, "drive", drive)
-    monkeypatch.setattr(quickstart, "throughput", lambda parts: float(parts[0]))
-    monkeypatch.setattr(quickstart, "serve_arm", lambda best, *_: best)
-    args = quickstart.parser().parse_args(arguments)
-    args.frozen_length, args.static_rates = 1, {}
-    options = quickstart._arm_options(args, "frozen")
-    assert quickstart.run_frozen(args, options, [], []).length == 5
-    assert (args.static_rates, ended) == ({1: 1.0, 5: 5.0}, [3, 1])
-    assert "[static3] left out: no memory" in capsys.readouterr().out
+    script = subprocess.Popen(
+        command,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=as_a_terminal_has_them,
+    )
+    try:
+        until(lambda: what_ran(inflated) or script.poll() is not None)
+        assert set(running(inflated)) == {"none", "tide", "trainer"}
+        (suite,) = psutil.Process(script.pid).children()
+        os.killpg(script.pid, number)  # the suite is in a group of its own
+        script.wait(60)
+    finally:
+        os.killpg(script.pid, signal.SIGKILL) if script.poll() is None else None
+    assert script.returncode == 128 + number
+    assert not running(inflated) and not suite.is_running()

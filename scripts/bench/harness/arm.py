@@ -59,6 +59,12 @@ class LiveView:
             self._last_plain = now
             self.message(f"server starting, {elapsed_s:.0f} s")
 
+    def count(self, result: RequestResult) -> None:
+        self.num_done += 1
+        if result.error is not None:
+            self.num_failed += 1
+            self.message(f"request {result.index} failed: {result.error}")
+
     def sample(self, scrape: Scrape) -> None:
         self._recent = [*self._recent, scrape][-WINDOW_SAMPLES:]
         row = self.row()
@@ -151,7 +157,7 @@ class Hooks:
 NO_HOOKS = Hooks()
 
 
-async def _warm_up(session: aiohttp.ClientSession, url: str) -> None:
+async def warm_up(session: aiohttp.ClientSession, url: str) -> None:
     tasks = [
         send(
             session,
@@ -193,10 +199,7 @@ async def _run_segment(
 
     def on_result(result: RequestResult) -> None:
         hooks.on_result(result)
-        view.num_done += 1
-        if result.error is not None:
-            view.num_failed += 1
-            view.message(f"request {result.index} failed: {result.error}")
+        view.count(result)
 
     start = await scraper.read(session)
     results = await replay(
@@ -220,7 +223,7 @@ async def drive(
         TimeoutError: It took longer than `limit_s`.
     """
     async with asyncio.timeout(limit_s), make_session() as session:
-        await _warm_up(session, server.url)
+        await warm_up(session, server.url)
         await asyncio.sleep(SETTLE_S)
         scraper = Scraper(server.url, time.perf_counter())
 
@@ -279,18 +282,6 @@ def run_arm(
     options: ArmOptions, stream: Sequence[StreamRequest], hooks: Hooks = NO_HOOKS
 ) -> ArmRun:
     """Starts a server, replays the stream, stops the server."""
-    with VllmServer(options.server) as server:
-        server.wait_ready(LiveView(options.name, len(stream)).starting)
-        return serve_arm(server, options, stream, hooks)
-
-
-def serve_arm(
-    server: VllmServer,
-    options: ArmOptions,
-    stream: Sequence[StreamRequest],
-    hooks: Hooks = NO_HOOKS,
-) -> ArmRun:
-    """Replays the stream to a server that is ready, stops the server."""
     view = LiveView(options.name, len(stream), options.run_dir)
     watch = TrainerWatch(options.run_dir)
 
@@ -298,21 +289,36 @@ def serve_arm(
         watch.on_sample(sample)
         hooks.on_sample(sample)
 
-    view.message(f"server ready after {server.startup_s:.1f} s")
-    if options.expect_trainer and options.run_dir is not None:
-        wait_for_trainer(options.run_dir, view)
-    at_start = server.memory_mib().get("engine", {})
-    own = replace(hooks, on_sample=on_sample)
-    parts, samples = asyncio.run(drive(server, stream, view, own, options.time_limit_s))
-    hooks.before_stop(server)
-    run = ArmRun(options.name, parts, samples, server.startup_s)
+    with VllmServer(options.server) as server:
+        server.wait_ready(view.starting)
+        view.message(f"server ready after {server.startup_s:.1f} s")
+        if options.expect_trainer and options.run_dir is not None:
+            wait_for_trainer(options.run_dir, view)
+        at_start = server.memory_mib().get("engine", {})
+        own = replace(hooks, on_sample=on_sample)
+        parts, samples = asyncio.run(
+            drive(server, stream, view, own, options.time_limit_s)
+        )
+        hooks.before_stop(server)
+        run = ArmRun(options.name, parts, samples, server.startup_s)
+        close_arm(server, options, run, watch, at_start)
+    view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
+    return run
+
+
+def close_arm(
+    server: VllmServer,
+    options: ArmOptions,
+    run: ArmRun,
+    watch: TrainerWatch,
+    at_start: dict[str, float],
+) -> None:
+    """Notes in the run how its server and trainer ended up; stops the server."""
     finish(server, run, at_start)
     _check_trainer(server, run, options.expect_trainer)
     run.trainers = trainer_statuses(options.run_dir)
     run.events = watch.events()
     stop(server, run, options.run_dir)
-    view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")
-    return run
 
 
 def finish(server: VllmServer, run: ArmRun, at_start: dict[str, float]) -> None:

@@ -1,15 +1,14 @@
 """Four arms on one stream: none, a frozen draft, all but learning, everything.
 
 Run by `scripts/quickstart.sh`; every arm gets the same prompts in the same order, the
-same number of tokens, the same cores. The frozen draft is served at the static length
-that was the fastest on other prompts of the domain before the shift. Exit status 0 only
-if the run was sound.
+same number of tokens, the same cores, in turns of a few requests while the others are
+stopped. The frozen draft is served at the static length that was the fastest on other
+prompts of the domain before the shift. Exit status 0 only if the run was sound.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shutil
@@ -20,22 +19,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from vllm_tide.config import parse_tide
 from vllm_tide.speculative import merged
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from bench.harness.arm import (
-    ArmOptions,
-    ArmRun,
-    LiveView,
-    drive,
-    run_arm,
-    serve_arm,
-)
+from bench.harness.arm import ArmOptions, ArmRun
 from bench.harness.arms import STATIC
 from bench.harness.common import (
     ServerError,
@@ -47,7 +42,12 @@ from bench.harness.common import (
 from bench.harness.identity import Rescored, compare_arms, rescore_all
 from bench.harness.options import json_object, list_of
 from bench.harness.plots import draw
-from bench.harness.server import ServerOptions, VllmServer
+from bench.harness.server import (
+    RESERVE_MIB,
+    ServerOptions,
+    VllmServer,
+    available_mib,
+)
 from bench.harness.stream import (
     StreamOptions,
     StreamRequest,
@@ -65,6 +65,7 @@ from bench.harness.summary import (
     swap_times_s,
     throughput,
 )
+from bench.harness.turns import TURN_REQUESTS, TurnTaker, turns
 
 ARMS = ("none", "frozen", "no_learning", "tide")
 STATIC_LENGTHS = (1, 3, 5)
@@ -293,80 +294,103 @@ def _keep_logs(name: str, run_dir: Path | None, work: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-CANNOT = (ServerError, TimeoutError, RuntimeError, OSError)
+CANNOT = (ServerError, TimeoutError, RuntimeError, OSError, aiohttp.ClientError)
 """What serving an arm may end in."""
 
 
-def _attempt(
-    args: argparse.Namespace, name: str, run: Callable[[ArmOptions], ArmRun]
-) -> ArmRun | None:
-    """What `run` makes of an arm; None, with a line that says why, if it cannot."""
-    left_s = args.deadline - time.monotonic()
-    if left_s <= 0:
-        print(f"[{name:>6}] left out: the time limit is over", flush=True)
-        return None
-    options = _arm_options(args, name)
-    options = replace(options, time_limit_s=min(args.time_limit_s, left_s))
+def _can(name: str, serve: Callable[[], object]) -> bool:
+    """Whether `serve` worked; a line says why it did not."""
     try:
-        return run(options)
+        serve()
     except CANNOT as error:
-        what = str(error) or f"longer than {options.time_limit_s:.0f} s"
-        print(f"[{name:>6}] {type(error).__name__}: {what}", flush=True)
-    finally:
-        _keep_logs(name, options.run_dir, args.work)
-    return None
+        what = str(error) or "took longer than its limit"
+        print(f"[{name:>6}] left out: {type(error).__name__}: {what}", flush=True)
+        return False
+    return True
 
 
-def run_frozen(
+def serve_in_turns(
+    args: argparse.Namespace, names: Sequence[str], stream: Sequence[StreamRequest]
+) -> dict[str, ArmRun]:
+    """Arms whose servers are resident together; one that cannot be served is left out.
+
+    Controlled arms measure steps as they start, so each of them starts alone.
+    """
+    takers: dict[str, TurnTaker] = {}
+    with ExitStack() as stack:
+
+        def leave_out(name: str) -> None:
+            takers.pop(name).server.stop()
+
+        def start(name: str) -> None:
+            options = _arm_options(args, name)
+            stack.callback(_keep_logs, name, options.run_dir, args.work)
+            server = stack.enter_context(VllmServer(options.server))
+            takers[name] = TurnTaker(server, options, len(stream))
+
+        def in_time(name: str) -> bool:
+            if time.monotonic() < args.deadline:
+                return True
+            print(f"[{name:>6}] left out: the time limit is over", flush=True)
+            return False
+
+        plain = [name for name in names if name not in CONTROLLED]
+        for group in (plain, *([name] for name in names if name in CONTROLLED)):
+            started = [n for n in group if in_time(n) and _can(n, partial(start, n))]
+            for name in started:
+                if not _can(name, takers[name].ready):
+                    leave_out(name)
+        for part, ends in turns(stream):
+            for name, taker in list(takers.items()):
+                turn = partial(taker.take, part, ends)
+                if not (in_time(name) and _can(name, turn)):
+                    leave_out(name)
+        return {name: taker.end() for name, taker in takers.items()}
+
+
+CONTROLLED = ("no_learning", "tide")
+SERVER_MIB = 3100.0
+"""Of one server on the inflated demo target, its trainer included."""
+
+
+def num_together(args: argparse.Namespace) -> int:
+    """Servers that are resident together: all, or one where memory is short."""
+    wanted = max(len(args.arms), len(args.static_lengths) if args.probes else 0)
+    need, have = wanted * SERVER_MIB, available_mib() - RESERVE_MIB
+    if need <= have:
+        return wanted
+    print(
+        f"{wanted} servers need {need / 1024:.1f} GiB together and "
+        f"{max(0.0, have) / 1024:.1f} GiB are free: arms run one after another, so "
+        "what else the machine does meanwhile is in their ratios",
+        flush=True,
+    )
+    return 1
+
+
+def serve_all(
     args: argparse.Namespace,
-    options: ArmOptions,
     stream: Sequence[StreamRequest],
     probe: Sequence[StreamRequest],
-) -> ArmRun:
-    """The frozen draft at the static length that is the fastest on `probe`.
+) -> dict[str, ArmRun]:
+    """Every arm; sets `args.together`, `args.static_rates`, `args.frozen_length`."""
+    args.together = num_together(args)
 
-    Its servers start together, are tried one at a time, and the best one serves the
-    stream. Sets `args.static_rates` and `args.frozen_length`. One length is not tried;
-    one that cannot be served is left out.
-    """
-    with ExitStack() as stack:
-        servers: dict[int, VllmServer] = {}
-        for length in dict.fromkeys(args.static_lengths):
-            one = _arm_options(args, f"static{length}").server
-            servers[length] = stack.enter_context(VllmServer(one))
-        view = LiveView(options.name, len(probe))
-        for length, server in list(servers.items()):
-            try:
-                server.wait_ready(view.starting)
-            except ServerError as error:
-                if len(servers) == 1:
-                    raise
-                print(f"[static{length}] left out: {error}", flush=True)
-                servers.pop(length).stop()
-        for server in servers.values():
-            server.pause()
-        for length, server in list(servers.items()) if len(servers) > 1 else ():
-            server.resume()
-            view = LiveView(f"static{length}", len(probe))
-            limit_s = options.time_limit_s
-            try:
-                parts, _ = asyncio.run(drive(server, probe, view, limit_s=limit_s))
-            except CANNOT as error:
-                if len(servers) == 1:
-                    raise
-                what = str(error) or f"longer than {limit_s:.0f} s"
-                print(f"[static{length}] left out: {what}", flush=True)
-                servers.pop(length).stop()
-                continue
-            args.static_rates[length] = round(throughput(parts) or 0.0, 3)
-            server.pause()
-        rates = args.static_rates
-        args.frozen_length = max(rates or servers, key=lambda n: rates.get(n, 0.0))
-        best = servers.pop(args.frozen_length)
-        for server in servers.values():
-            server.stop()
-        best.resume()
-        return serve_arm(best, options, stream)
+    def serve(names: list[str], stream: Sequence[StreamRequest]) -> dict[str, ArmRun]:
+        runs: dict[str, ArmRun] = {}
+        for first in range(0, len(names), args.together):
+            group = names[first : first + args.together]
+            runs |= serve_in_turns(args, group, stream)
+        return runs
+
+    if args.probes:
+        lengths = {f"static{n}": n for n in args.static_lengths}
+        tried = serve(list(lengths), probe)
+        rates = {lengths[n]: throughput(run.segments) for n, run in tried.items()}
+        args.static_rates = {n: round(rate or 0.0, 3) for n, rate in rates.items()}
+        if rates:
+            args.frozen_length = max(args.static_rates, key=args.static_rates.get)
+    return serve(args.arms, stream)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -417,7 +441,11 @@ def parser() -> argparse.ArgumentParser:
 def _streams(
     args: argparse.Namespace,
 ) -> tuple[list[StreamRequest], list[StreamRequest], dict[str, Any]]:
-    """The stream; as many others as before its shift, to try lengths; its options."""
+    """The stream; as many others as before its shift, to try lengths; its options.
+
+    Raises:
+        StreamError: There are too few prompts.
+    """
     options = StreamOptions(
         before_domain=args.before_domain,
         after_domain=args.after_domain,
@@ -427,12 +455,27 @@ def _streams(
         concurrency_cycle=args.concurrency,
         seed=args.seed,
     )
-    before, after = (
-        read_prompts(args.prompts, domain)
-        for domain in (options.before_domain, options.after_domain)
-    )
-    stream, count, more = build_stream(before, after, options), args.num_before, []
-    if "frozen" in args.arms and len(args.static_lengths) > 1:
+    if min(args.num_before, args.num_after) < 1:
+        raise StreamError("--num-before and --num-after must be at least 1")
+    count = args.num_before
+    both = {
+        "--num-before": (options.before_domain, count * (2 if args.probes else 1)),
+        "--num-after": (options.after_domain, args.num_after),
+    }
+    prompts = {}
+    for knob, (domain, wanted) in both.items():
+        prompts[knob] = read_prompts(args.prompts, domain)
+        have = len(set(prompts[knob]))
+        if have < wanted:
+            twice = " (as many again to try --static-lengths)"
+            raise StreamError(
+                f"{knob}: {wanted} prompts of domain {domain!r} are needed"
+                f"{twice if args.probes and knob == '--num-before' else ''} and {args.prompts} has "
+                f"{have}; ask for fewer requests"
+            )
+    before, after = prompts.values()
+    stream, more = build_stream(before, after, options), []
+    if args.probes:
         more = build_stream(before, after, replace(options, num_before=2 * count))
     return stream, more[count : 2 * count], asdict(options)
 
@@ -440,6 +483,8 @@ def _streams(
 def main(argv: Sequence[str] | None = None) -> int:
     args = (options := parser()).parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
+    args.static_lengths = tuple(dict.fromkeys(args.static_lengths))
+    args.probes = "frozen" in args.arms and len(args.static_lengths) > 1
     try:
         stream, probe, stream_facts = _streams(args)
     except StreamError as error:
@@ -449,19 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.sched_setaffinity(0, args.other_cpus)
     args.deadline = began + args.total_limit_s
     args.frozen_length, args.static_rates = args.static_lengths[0], {}
-    runs: dict[str, ArmRun] = {}
-    for name in args.arms:
-        run = _attempt(
-            args,
-            name,
-            lambda options: (
-                run_frozen(args, options, stream, probe)
-                if options.name == "frozen"
-                else run_arm(options, stream)
-            ),
-        )
-        if run is not None:
-            runs[name] = run
+    runs = serve_all(args, stream, probe)
     differences = compare_arms({name: run.results for name, run in runs.items()})
     print(f"comparing outputs: {len(differences)} first differences", flush=True)
     rescored = rescore_all(differences, args.target, args.dtype)
@@ -479,6 +512,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "frozen_length": args.frozen_length,
             "static_tokens_per_s_before_shift": args.static_rates,
             "stream": stream_facts,
+            "requests_in_a_turn": TURN_REQUESTS,
+            "servers_together": args.together,
             "wall_clock_s": round(time.monotonic() - began, 1),
         }
     )
@@ -496,8 +531,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(reasons))
 
 
+def _end(number: int, _frame: object) -> None:
+    for ending in ENDINGS:  # once: what was started is being ended
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 if __name__ == "__main__":
     # Servers have sessions of their own, and those that wait cannot notice our end.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    for ending in ENDINGS:
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, _end)
     sys.exit(main())

@@ -1,0 +1,148 @@
+"""Arms that take turns on one machine: what it does meanwhile is in none of the ratios.
+
+All servers are resident and one of them runs; the others, their trainers too, are
+stopped with SIGSTOP. An arm's clock stands while it is stopped, so its times, those of
+swaps and of the trainer's events too, are seconds in which its processes ran.
+
+A pause is seen by what reads CLOCK_MONOTONIC itself: the heartbeats of trainer and
+engine look stale for a moment (both hold each other by their process ids), and seconds
+in the trainer's status contain it. Requests do not, since every turn is drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from bench.harness.arm import (
+    SETTLE_S,
+    ArmOptions,
+    ArmRun,
+    LiveView,
+    SegmentRun,
+    close_arm,
+    wait_for_trainer,
+    warm_up,
+)
+from bench.harness.client import make_session, replay
+from bench.harness.scrape import Scrape, Scraper
+from bench.harness.server import SERVED_NAME, VllmServer
+from bench.harness.stream import StreamRequest, segments
+from bench.harness.trainers import TrainerWatch
+
+TURN_REQUESTS = 4
+"""A turn of 96 tokens each takes about 5 s on two cores."""
+
+
+def turns(
+    stream: Sequence[StreamRequest],
+) -> Iterator[tuple[list[StreamRequest], bool]]:
+    """Parts of a stream in order, and whether each one ends its segment."""
+    for part in segments(stream):
+        for first in range(0, len(part), TURN_REQUESTS):
+            end = first + TURN_REQUESTS
+            yield part[first:end], end >= len(part)
+
+
+class TurnTaker:
+    """An arm whose server was started; from `ready` on it waits, stopped."""
+
+    def __init__(
+        self, server: VllmServer, options: ArmOptions, num_requests: int
+    ) -> None:
+        self.server, self.options = server, options
+        self.view = LiveView(options.name, num_requests, options.run_dir)
+        self._watch = TrainerWatch(options.run_dir)
+        self._scraper = Scraper(server.url, 0.0)
+        self._parts: list[SegmentRun] = []
+        self._at_start: dict[str, float] = {}
+        self._stopped = 0.0, 0.0  # time.perf_counter() and Unix time
+
+    def ready(self) -> None:
+        """Wait for the server and its trainer, warm up, and stop them.
+
+        Raises:
+            ServerError: The server ended, or is not ready in time.
+            RuntimeError: It answers no request.
+        """
+        self.server.wait_ready(self.view.starting)
+        self.view.message(f"server ready after {self.server.startup_s:.1f} s")
+        if self.options.expect_trainer and self.options.run_dir is not None:
+            wait_for_trainer(self.options.run_dir, self.view)
+        asyncio.run(self._warm_up())
+        self._at_start = self.server.memory_mib().get("engine", {})
+        self._stop()
+        self._scraper.origin_s = self._stopped[0]
+
+    async def _warm_up(self) -> None:
+        async with make_session() as session:
+            await warm_up(session, self.server.url)
+
+    def take(self, part: Sequence[StreamRequest], ends: bool) -> None:
+        """Serve the requests of a turn; `ends` says that they end their segment.
+
+        Raises:
+            TimeoutError: The arm has run for longer than its limit.
+        """
+        self._go_on()
+        try:
+            self._parts.append(asyncio.run(self._turn(part, ends)))
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.server.pause()
+        self._stopped = time.perf_counter(), time.time()
+
+    def _go_on(self) -> None:
+        since, unix = self._stopped
+        waited = time.perf_counter() - since
+        self._scraper.origin_s += waited
+        self._watch.waits.append((unix, waited))
+        self.server.resume()
+
+    async def _turn(self, part: Sequence[StreamRequest], ends: bool) -> SegmentRun:
+        scraper, name = self._scraper, part[0].segment
+        self.view.phase = name
+        ran_s = time.perf_counter() - scraper.origin_s
+        # The server closes a connection on which nothing comes for some seconds.
+        async with (
+            asyncio.timeout(self.options.time_limit_s - ran_s),
+            make_session() as session,
+        ):
+            # From where the turn before ended: its last counts may come only now.
+            start = self._parts[-1].end if self._parts else await scraper.read(session)
+            watcher = asyncio.create_task(scraper.run(session, self._on_sample))
+            try:
+                results = await replay(
+                    session,
+                    scraper.url,
+                    SERVED_NAME,
+                    part,
+                    scraper.origin_s,
+                    self.view.count,
+                )
+            finally:
+                watcher.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watcher
+            await asyncio.sleep(SETTLE_S if ends else 0.0)
+            return SegmentRun(name, start, await scraper.read(session), results)
+
+    def _on_sample(self, sample: Scrape) -> None:
+        self.server.memory_mib()
+        self._watch.on_sample(sample)
+        self.view.sample(sample)
+
+    def end(self) -> ArmRun:
+        """Stop the server for good; what all turns gave."""
+        self._go_on()
+        samples = sorted(self._scraper.samples, key=lambda sample: sample.t_s)
+        name, startup_s = self.options.name, self.server.startup_s
+        run = ArmRun(name, self._parts, samples, startup_s)
+        close_arm(self.server, self.options, run, self._watch, self._at_start)
+        failed = self.view.num_failed
+        self.view.message(f"done, {len(run.results)} requests, {failed} failed")
+        return run

@@ -1,0 +1,119 @@
+"""What an arm does is timed by a clock that stands while it waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bench.harness import client, scrape, trainers, turns
+from bench.harness.arm import ArmOptions
+from bench.harness.server import ServerOptions, VllmServer
+from bench.harness.stream import StreamRequest
+from bench.harness.turns import TurnTaker
+from tests.bench.turn_toys import demo, fake_quickstart_venv
+
+WAIT_S = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clocks, ahead by `ahead` seconds."""
+    made = SimpleNamespace(ahead=0.0)
+    made.perf_counter = lambda: time.perf_counter() + made.ahead
+    made.time = lambda: time.time() + made.ahead
+    for module in (client, scrape, trainers, turns):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@pytest.fixture
+def taker(tmp_path):
+    target, _ = demo(tmp_path / "demo")
+    cpu = min(os.sched_getaffinity(0))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    server = ServerOptions(
+        fake_quickstart_venv(tmp_path / "venv"),
+        target,
+        tmp_path / "log",
+        engine_cpus=(cpu,),
+        other_cpus=(cpu,),
+    )
+    with VllmServer(server) as started:
+        yield TurnTaker(started, ArmOptions("none", server, run_dir), 4)
+
+
+def part(first, name="after_shift"):
+    return [
+        StreamRequest(first + i, name, False, "logs", f"logs {i}", 3, 2)
+        for i in range(2)
+    ]
+
+
+def event(unix, **more):
+    return json.dumps({"unix": unix, "event": "cycle", **more})
+
+
+def test_an_arms_clock_stands_while_it_waits(taker, clock):
+    taker.ready()
+    clock.ahead += WAIT_S
+    began = clock.time()
+    taker.take(part(0), ends=False)
+    clock.ahead += WAIT_S
+    taker.take(part(2), ends=True)
+    # A cycle that began in the first turn, waited amid its evaluation and has ended.
+    after = taker._stopped[1]
+    spent = after - began  # the wait between the turns is in it
+    lines = [
+        event(began, seconds=0.0, evaluation_s=0.0, elsewhere_s=0.0),
+        event(after, seconds=spent, evaluation_s=WAIT_S + 0.5, elsewhere_s=0.25),
+    ]
+    path = taker.options.run_dir / "events-1.jsonl"
+    path.write_text("\n".join(lines))
+    clock.ahead += WAIT_S
+    run = taker.end()
+    first, second = run.segments
+    assert [r.index for r in run.results] == [0, 1, 2, 3] and second.start is first.end
+    starts = [r.start_s for r in run.results]
+    assert starts[0] >= 0.0 and starts == sorted(starts)
+    ends = [r.end_s for r in run.results]
+    assert starts[2] > max(ends[:2]) and ends[3] < WAIT_S / 2
+    times = [sample.t_s for sample in run.samples]
+    assert max(times) < WAIT_S / 2
+    one, two = run.events
+    assert one["t_s"] + 0.01 >= 0.0 and ends[3] <= two["t_s"] + 0.01 < WAIT_S / 2
+    assert (two["evaluation_s"], two["elsewhere_s"]) == (
+        pytest.approx(0.5, abs=0.1),
+        0.25,
+    )
+    assert two["seconds"] == pytest.approx(spent - WAIT_S, abs=0.1)
+
+
+def test_an_arm_that_has_run_for_too_long_is_cut_off(taker, clock):
+    taker.ready()
+    taker.take(part(0), ends=False)
+    clock.ahead += WAIT_S  # waits do not count
+    taker.take(part(2), ends=False)
+    taker._scraper.origin_s -= taker.options.time_limit_s
+    with pytest.raises(TimeoutError):
+        taker.take(part(4), ends=True)
+
+
+def test_a_wait_is_taken_from_the_part_of_a_cycle_that_it_fell_into(tmp_path):
+    watch = trainers.TrainerWatch(tmp_path, waits=[(105.0, 10.0)], _offset_s=100.0)
+    shares = {"seconds": 12.0, "evaluation_s": 0.5, "elsewhere_s": 0.25}
+    cases = [
+        ({}, {"seconds": 2.0}),
+        ({"evaluation_s": 10.5}, {"seconds": 2.0, "evaluation_s": 0.5}),
+        ({"elsewhere_s": 10.25}, {"seconds": 2.0, "elsewhere_s": 0.25}),
+        ({"seconds": 0.5}, {"seconds": 0.5}),  # it began after the wait
+    ]
+    lines = [event(116.0, **(shares | given)) for given, _ in cases]
+    (tmp_path / "events-1.jsonl").write_text("\n".join(lines))
+    for found, (_, expected) in zip(watch.events(), cases, strict=True):
+        assert {**found, **shares, **expected}.items() <= {**found}.items()
+        assert found["t_s"] == 6.0
