@@ -136,7 +136,10 @@ def test_arms_after_the_time_limit_are_left_out(arguments, target, capsys):
     ("options", "said"),
     [
         (["--num-before", "9", "--arms", "none"], "--num-before: 9 prompts"),
-        (["--num-before", "5"], "--num-before: 10 prompts of domain 'json' are needed"),
+        (
+            ["--num-before", "5"],
+            "static-lengths): 10 prompts of domain 'json' are needed",
+        ),
         (["--num-after", "9"], "--num-after: 9 prompts of domain 'logs' are needed"),
         (["--num-after", "0"], "must be at least 1"),
     ],

@@ -210,6 +210,7 @@ def draw(report: Json, path: Path) -> None:
         name: report["arms"][name] for name in PICTURE_ARMS if name in report["arms"]
     }
     spent: dict[str, list[float]] = {}
+    ends: list[tuple[float, float, str]] = []
     figure, axes = _figure(2, 1, (9, 5.4), sharex=True)
     above, below = axes[:, 0]
     for name, arm in arms.items():
@@ -225,10 +226,16 @@ def draw(report: Json, path: Path) -> None:
             pairs = zip(spent["none"], spent[name], strict=True)
             ratios = [none / own for none, own in pairs]
             below.plot(index, ratios, label=label, **look)
-            below.annotate(
-                f"{ratios[-1]:.2f}x", (index[-1] + 0.5, ratios[-1]), color=color,
-                va="center", annotation_clip=False,
-            )  # fmt: skip
+            ends.append((ratios[-1], index[-1] + 0.5, color))
+    low, high = below.get_ylim()
+    lowest = low
+    for ratio, right, color in sorted(ends):  # one above the other
+        at = max(ratio, lowest)
+        lowest = at + 0.08 * (high - low)
+        below.annotate(
+            f"{ratio:.2f}x", (right, at), color=color, va="center",
+            annotation_clip=False,
+        )  # fmt: skip
     tide = arms.get("tide")
     for t_s in report["swaps"].get("at_s", ()) if tide else ():
         place = sum(end < t_s for end in tide["requests"]["end_s"]) + 1
@@ -250,12 +257,12 @@ def draw(report: Json, path: Path) -> None:
     handles, labels = below.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False,
                   bbox_to_anchor=(0.5, 0.94))  # fmt: skip
-    gain = report["gain"].get("final_tokens_per_s_speedup_over_frozen")
-    if gain:
+    gain = report["gain"]
+    over = "final_tokens_per_s_speedup_over_"
+    if {f"{over}frozen", f"{over}none"} <= gain.keys():
         figure.suptitle(
-            f"New traffic: {gain:.2f} times the tokens/s of the frozen draft, "
-            f"{report['gain']['final_tokens_per_s_speedup_over_none']:.2f} times those "
-            "without speculation"
+            f"New traffic: {gain[f'{over}frozen']:.2f} times the tokens/s of the "
+            f"frozen draft, {gain[f'{over}none']:.2f} times those without speculation"
         )
     figure.tight_layout(rect=(0, 0, 0.98, 0.88))
     path.parent.mkdir(parents=True, exist_ok=True)

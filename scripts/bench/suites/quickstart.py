@@ -458,8 +458,9 @@ def _streams(
     if min(args.num_before, args.num_after) < 1:
         raise StreamError("--num-before and --num-after must be at least 1")
     count = args.num_before
+    tries = " (as many again to try --static-lengths)" if args.probes else ""
     both = {
-        "--num-before": (options.before_domain, count * (2 if args.probes else 1)),
+        f"--num-before{tries}": (options.before_domain, count * (1 + args.probes)),
         "--num-after": (options.after_domain, args.num_after),
     }
     prompts = {}
@@ -467,11 +468,9 @@ def _streams(
         prompts[knob] = read_prompts(args.prompts, domain)
         have = len(set(prompts[knob]))
         if have < wanted:
-            twice = " (as many again to try --static-lengths)"
             raise StreamError(
-                f"{knob}: {wanted} prompts of domain {domain!r} are needed"
-                f"{twice if args.probes and knob == '--num-before' else ''} and {args.prompts} has "
-                f"{have}; ask for fewer requests"
+                f"{knob}: {wanted} prompts of domain {domain!r} are needed and "
+                f"{args.prompts} has {have}; ask for fewer requests"
             )
     before, after = prompts.values()
     stream, more = build_stream(before, after, options), []
