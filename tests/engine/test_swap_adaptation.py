@@ -20,10 +20,18 @@ from tests.control.test_adaspec import EASY, adaspec, world
 from tests.engine.idle_scheduler import idle_scheduler
 from tests.engine.test_control_v2 import begun
 from tests.engine.test_swap import on_wire
+from tests.train.toys import VOCAB, ToyTarget, config
 from tests.transport.samples import make_spec
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import SpoolConfig, TideConfig
-from vllm_tide.draft import delta
+from vllm_tide.draft import (
+    Eagle3Draft,
+    VocabMap,
+    delta,
+    export_tensors,
+    load_draft,
+    save_draft,
+)
 from vllm_tide.engine import swapper as module
 from vllm_tide.engine import trainer_process
 from vllm_tide.engine.scheduler import SchedulerTide
@@ -119,6 +127,19 @@ def swaps(tmp_path, monkeypatch):
     made = Swaps(tmp_path, monkeypatch)
     yield made
     made.close()
+
+
+def test_trainer_and_engine_give_a_stored_draft_one_name(tmp_path):
+    kept = VocabMap.from_target_ids(torch.arange(3, 43), VOCAB)
+    toy = ToyTarget()
+    made = Eagle3Draft.initialise(
+        config(draft_vocab_size=40), toy.embed, toy.head, kept
+    )
+    save_draft(made, tmp_path, torch.bfloat16)
+    trained = export_tensors(load_draft(tmp_path, toy.rows), stored_names=True)
+    assert "d2t" in trained
+    stored = module.checkpoint_tensors(tmp_path)
+    assert delta.fingerprint(trained) == delta.fingerprint(stored)
 
 
 def test_changes_are_of_the_base_not_of_what_is_served(swaps):
