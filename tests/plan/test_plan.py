@@ -225,6 +225,23 @@ def test_break_even_is_where_the_static_draft_is_met(seed):
         assert case.tokens(training, 0.9 * found) < case.frozen * 0.9 * found
 
 
+def test_what_trains_but_does_not_serve_has_paid_with_the_first_deployment():
+    speed = SpeedUp.of_step_cost(1.1)
+    serves = Accelerators("engine", 1, 59.3, 0.0, 0.0, 1, speed)
+    trains = Accelerators("other", 1, 0.0, 2_440.0, 0.0, 1, speed)
+    for delay in (17.3, 18.1, 19.9):
+        case = Case((serves, trains), Learning(1.475, 2.5, 6e4, delay), 0.3 * HOUR)
+        found = break_even(case, lambda s, case=case: case.tokens((0.0, 1.0), s))
+        assert found == pytest.approx(delay, abs=0.01)
+
+
+def test_no_flip_asks_for_more_than_a_whole(cluster_file):
+    file = cluster_file(workload__prefill_share=0.6)
+    said = make_plan(read_cluster(file), draws=1).flips
+    values = [float(s.split()[-1]) for s in said if "prefill_share" in s]
+    assert all(value < 1 for value in values)
+
+
 def test_nobody_trains_where_nobody_can():
     case = one_class(8, 1650.0, 0.0, Learning(1.9, 2.6, 1e7, 60.0), HOUR)
     found = {row.name: row for row in rows(case)}

@@ -22,6 +22,7 @@ _GRID = 24  # places in each class that a fraction is looked for at first
 _SECTIONS = 25
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _LONGEST = 1e9  # seconds, longer than anybody waits
+_ROUNDED = 1 + 1e-9  # less is no lead
 
 Allocation = tuple[float, ...]
 
@@ -186,7 +187,7 @@ def break_even(case: Case, tokens: Callable[[float], float]) -> float | None:
     """
 
     def ahead(seconds: float) -> float:
-        return tokens(seconds) - case.frozen * seconds
+        return tokens(seconds) - case.frozen * seconds * _ROUNDED
 
     high = max(case.learning.delay, 1.0)
     while ahead(high) <= 0:

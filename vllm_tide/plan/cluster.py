@@ -299,6 +299,7 @@ def _inputs(
         ("draft.passes", draft),
         ("deploy_seconds", file),
         ("switch_seconds", file),
+        *((f"{group.name}.usd_per_hour", group) for group in file.classes),
     ]
     for name, part in defaulted:
         field_name = name.rpartition(".")[2]
@@ -307,7 +308,6 @@ def _inputs(
         yield name, Input(low, high, "given" if known else "assumed")
     for group in file.classes:
         yield take(f"{group.name}.serve_tokens_per_s", group.serve_tokens_per_s)
-        yield take(f"{group.name}.usd_per_hour", group.usd_per_hour)
         trains = f"{group.name}.train_tokens_per_s"
         if len(file.classes) == 1 and "train_tokens_per_s" in found:
             yield trains, found["train_tokens_per_s"]

@@ -159,6 +159,8 @@ def _flips(cluster: Cluster, middle: Mapping[str, float], train: bool) -> Iterat
             near = value
             for i in range(1, _FLIP_STEPS + 1):
                 far = value * factor ** (i / _FLIP_STEPS)
+                if name == "workload.prefill_share" and far >= 1:
+                    break
                 if changes(name, far):
                     for _ in range(14):
                         between = math.sqrt(near * far)
