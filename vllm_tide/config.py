@@ -258,6 +258,20 @@ class TestTimeConfig(_Section):
         "often than the draft: `ngram` looks its last tokens up (Model Runner V1, "
         "greedy drafts).",
     )
+    adapt: Literal["off", "shared", "exact"] = Field(
+        "off",
+        description="Train a fast draft on requests while they run: `shared` one of "
+        "all long ones, served while it is better; `exact` one request at a time, as "
+        "Test-Time Speculation does. What it learns of a request is served to all.",
+    )
+    stride: Annotated[Whole, Field(ge=1)] | None = Field(
+        None,
+        description="New tokens of all long requests between two of its steps, with "
+        "`exact` verify steps; null: 64 and 10.",
+    )
+    min_tokens: Annotated[Whole, Field(ge=0)] = Field(
+        256, description="Generated tokens from which on a request is long (tokens)."
+    )
 
 
 class SwapConfig(_Section):
@@ -372,6 +386,34 @@ def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
         yield knob, f"{knob}: {said}"
 
 
+def _why_not_adapt(tide: TideConfig) -> str:
+    """Why running requests cannot be trained on; empty where nothing is against it."""
+    how, back = tide.test_time.adapt, "or set tide.test_time.adapt to 'off'."
+    if how == "off":
+        return ""
+    if not tide.capture.enabled or tide.capture.consent == "off":
+        knob, value = "enabled", "true"
+        if tide.capture.enabled:
+            knob, value = "consent", "'opt_out' or 'opt_in'"
+        return (
+            f"{how!r} trains on rows of running requests, of which none is captured; "
+            f"set tide.capture.{knob} to {value}, {back}"
+        )
+    if not tide.swap.enabled:
+        return f"{how!r} swaps drafts; set tide.swap.enabled to true, {back}"
+    if tide.spool.url is not None:
+        return (
+            f"{how!r} needs rows within a second, and a spool takes longer; run the "
+            f"trainer on the engine's host and set tide.spool.url to null, {back}"
+        )
+    if tide.schedule.mode != "always":
+        return (
+            f"{how!r} needs rows at any time, which tide.schedule.mode "
+            f"{tide.schedule.mode!r} pauses; set that to 'always', {back}"
+        )
+    return ""
+
+
 def package_version() -> str:
     """Of this package; empty where it is not installed."""
     with suppress(metadata.PackageNotFoundError):
@@ -397,7 +439,10 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
         if isinstance(given, dict):
             section = {**section, name: {**values, **given}}
     try:
-        return TideConfig.model_validate(section)
+        tide = TideConfig.model_validate(section)
+        if why := _why_not_adapt(tide):
+            raise ConfigError(f"tide.test_time.adapt: {why}")
+        return tide
     except ValidationError as error:
         extra = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
         if not extra or version in (None, package_version()):

@@ -240,6 +240,12 @@ TRAINER = (
         "last_publish_unix",
     ),
     _gauge(
+        "trainer_adaptation_gain",
+        "Acceptance length of the fast draft over its base on rows that it had not "
+        "learnt from (tokens; tide.test_time.adapt).",
+        "adaptation.gain",
+    ),
+    _gauge(
         "trainer_packing_waste",
         "Share of batch rows that stayed empty (0 to 1).",
         "packing_waste",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,8 @@ class _Open:
     pieces: list[_Piece] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     num_rows: int = 0
+    end: int = 0  # position after the last committed one
+    rounds: int = 0  # verify steps with drafts of the draft's
 
 
 class Assembler:
@@ -141,6 +144,62 @@ class Assembler:
         self.open_rows -= removed
         return removed
 
+    def long_requests(self, min_tokens: int) -> dict[int, int]:
+        """Open requests that have generated so many tokens: the positions to come."""
+        return {
+            key: request.end
+            for key, request in self._open.items()
+            if request.end - request.num_prompt_tokens >= min_tokens
+        }
+
+    def window(self, key: int, since: int, context: int) -> list[Sample]:
+        """Rows of an open request, which stays as it is; nothing is counted.
+
+        Args:
+            since: First position whose row may teach.
+            context: Rows before it that come too.
+
+        Returns:
+            A document for each run of positions that holds a row to train.
+        """
+        return self._last_rows(key, self._open[key].pieces, since, context)
+
+    def rounds(self, key: int) -> int:
+        """Verify steps of an open request so far in which the draft's tokens were."""
+        return self._open[key].rounds
+
+    def canvas(self, key: int, context: int) -> Sample | None:
+        """What was drafted and verified last in an open request, rejected tokens too.
+
+        The row before `loss_from` drafted. Behind it come the token that it was given
+        and all drafted ones but the last, each with the teacher of the next.
+
+        Args:
+            context: Rows before the one that drafted.
+        """
+        pieces = self._open[key].pieces
+        drafted = [i for i, p in enumerate(pieces) if _num_drafted(p.record) > 0]
+        if not drafted:
+            return None
+        record = pieces[drafted[-1]].record
+        count, first = _num_drafted(record), record.start
+        last = _Piece(np.arange(first, first + count), record, count)
+        found = self._last_rows(key, [*pieces[: drafted[-1]], last], first, context + 1)
+        return found[-1] if found and found[-1].start < first else None
+
+    def _last_rows(
+        self, key: int, pieces: list[_Piece], since: int, context: int
+    ) -> list[Sample]:
+        low, request = since - context, self._open[key]
+        pieces = [piece for piece in pieces if piece.positions[-1] >= low]
+        documents = self._documents(key, request, pieces, since) if pieces else []
+        rows = [
+            s.window(max(0, low - s.start), s.num_tokens, since)
+            for s in documents
+            if s.start + s.num_tokens > low
+        ]
+        return [sample for sample in rows if sample.num_trained]
+
     def _well_formed(self, record: Record, count: int) -> bool:
         if count == 0:
             return True
@@ -167,6 +226,8 @@ class Assembler:
         positions = np.arange(record.start, record.start + committed)
         request.pieces.append(_Piece(positions, record, committed))
         request.num_rows += count
+        request.end = max(request.end, record.start + committed)
+        request.rounds += _num_drafted(record) > 0
         self.open_rows += count
         rejected = committed < count and not record.memory  # no text of the draft's
         if rejected and len(request.branches) < self.max_branches:
@@ -228,9 +289,20 @@ class Assembler:
         return out
 
     def _build(self, key: int, request: _Open) -> list[Sample]:
-        pieces = request.pieces
-        if not pieces:
+        if not request.pieces:
             return []
+        found = self._documents(key, request, request.pieces, request.loss_from)
+        for before, after in pairwise(found):
+            self.num_holes += after.start - before.start - before.num_tokens
+        for sample in found:
+            if not sample.num_trained:
+                self.skipped["nothing_to_train"] += sample.num_tokens
+        return [sample for sample in found if sample.num_trained]
+
+    def _documents(
+        self, key: int, request: _Open, pieces: list[_Piece], loss_from: int
+    ) -> list[Sample]:
+        """A document for each run of positions."""
         positions = np.concatenate([p.positions for p in pieces])
         kept, rows = _last_write(positions)
         tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
@@ -241,7 +313,6 @@ class Assembler:
         captured_unix_s = steady_unix()
         out: list[Sample] = []
         breaks = np.flatnonzero(np.diff(kept) > 1) + 1
-        self.num_holes += int((np.diff(kept) - 1).sum())
         for lo, hi in zip([0, *breaks], [*breaks, len(kept)], strict=True):
             start, run = int(kept[lo]), slice(int(lo), int(hi))
             index = torch.from_numpy(rows[run])
@@ -254,7 +325,7 @@ class Assembler:
                 has_teacher=taught[run],
                 teacher_hidden=None if hidden is None else hidden[run],
                 teacher_topk=None if topk is None else topk[run],
-                loss_from=request.loss_from,
+                loss_from=loss_from,
                 tenant=request.tenant,
                 captured_unix_s=captured_unix_s,
                 draft_version=request.draft_version or 0,
@@ -265,10 +336,7 @@ class Assembler:
                     if start <= b.position < kept[hi - 1] + 1
                 ),
             )
-            if sample.num_trained:
-                out.append(sample)
-            else:
-                self.skipped["nothing_to_train"] += sample.num_tokens
+            out.append(sample)
         return out
 
     def _teachers(
@@ -318,6 +386,14 @@ class Assembler:
             bits = np.ascontiguousarray(array).view(np.int16)
             return torch.from_numpy(bits).view(self.dtype)
         return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _num_drafted(record: Record) -> int:
+    """Tokens of the draft that were verified."""
+    if record.phase != VERIFY or record.memory:
+        return 0
+    unknown = np.flatnonzero(record.token_ids < 0)  # vLLM's padding of a short draft
+    return (int(unknown[0]) if unknown.size else len(record.token_ids)) - 1
 
 
 def _last_write(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

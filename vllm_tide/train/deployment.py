@@ -99,7 +99,7 @@ class Deployment:
             self._take_over(newest.version, master_of(newest))
             return
         stored = None if self._store is None else self._store.newest()
-        if stored is None and not serving:
+        if stored is None and not serving and not self._feeds.found_fast:
             return
         if serving and (stored is None or stored.version != serving):
             logger.warning("the weights of version %d are lost", serving)

@@ -28,6 +28,7 @@ from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring_format import Collect, RingSpec
 from vllm_tide.transport.spool_identity import difference
+from vllm_tide.transport.weights import WeightsFeedback
 
 __all__ = [
     "Changes",
@@ -44,6 +45,8 @@ __all__ = [
 
 logger = logging.getLogger("vllm_tide.train")
 
+FAST_KEPT = 4096
+"""Publications of fast drafts to an engine whose records are still recognised."""
 TURN_ROWS = 256
 """Rows an engine may send before it is the next one's turn."""
 LOOK_S = 1.0
@@ -66,6 +69,9 @@ class EngineVersions:
     refused: int  # the last one, 0 if none
     refused_reason: str
     swap_pause_ms: float  # how long the last installation held serving up
+    # Of a fast draft on its base: "sent", "served", "refused"; empty without one, and
+    # when the base is on its way back. All versions above are the base's then.
+    adaptation: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Feeds:
         vocab_size: The target's, where it is known better than an engine tells it.
         opening: Whether an engine that was found may join at the next look.
         tenant_keys: Ids of keys that name tenants of engines here, now or before.
+        found_fast: `latest` met a fast draft, which another trainer has left.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -121,6 +128,11 @@ class Feeds:
         self._counter = 0
         # version an engine knows -> the trainer's number, where they differ
         self._numbers: dict[str, dict[int, int]] = {}
+        # Versions an engine knows of fast drafts (True) and of bases sent again, and
+        # the version of the base that they stand on.
+        self._fast: dict[str, dict[int, bool]] = {}
+        self._bases: dict[str, int] = {}
+        self.found_fast = False
         self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
@@ -249,18 +261,65 @@ class Feeds:
             self._head = head
         return version
 
+    def send_fast(
+        self,
+        engine_id: str,
+        tensors: Mapping[str, TensorInput],
+        *,
+        base: int,
+        fast: bool,
+    ) -> None:
+        """Send one engine a fast draft over the base that it serves, or the base again.
+
+        What it serves of it counts as `base` everywhere; `latest` and engines that join
+        never see a fast draft.
+
+        Raises:
+            TransportError: It cannot be sent it; nothing is changed.
+        """
+        feed = self._members[engine_id].feed
+        known = self._fast.setdefault(engine_id, {})
+        numbers = self._numbers.setdefault(engine_id, {})
+        installed = feed.feedback().installed_version
+        own = self._bases[engine_id] if installed in known else installed
+        version = self.next_version
+        feed.publish(
+            tensors,
+            version=version,
+            parent_version=own,
+            meta={"adaptation": {"base": own, "fast": fast}},
+        )
+        self._counter = version
+        self._bases[engine_id] = own
+        known[version], numbers[version] = fast, base
+        for old in list(known)[:-FAST_KEPT]:
+            del known[old], numbers[old]
+
+    def _adaptation(self, engine_id: str, told: WeightsFeedback, latest: int) -> str:
+        known = self._fast.get(engine_id, {})
+        refused = latest == told.refused_version
+        if latest == told.installed_version or refused and not known.get(latest):
+            return "served" if known.get(told.installed_version) else ""
+        if not known.get(latest):
+            return ""
+        return "refused" if refused else "sent"
+
     def versions(self) -> dict[str, EngineVersions]:
         told: dict[str, EngineVersions] = {}
         for engine_id, member in list(self._members.items()):
             feedback = self._try(member, member.feed.feedback)
             if feedback is None:
                 continue
+            latest, refused = member.feed.latest_version, feedback.refused_version
+            if refused in self._fast.get(engine_id, ()):
+                refused = 0  # it is not the base that was refused
             told[engine_id] = EngineVersions(
-                published=self.number_of(engine_id, member.feed.latest_version),
+                published=self.number_of(engine_id, latest),
                 installed=self.number_of(engine_id, feedback.installed_version),
-                refused=self.number_of(engine_id, feedback.refused_version),
+                refused=self.number_of(engine_id, refused),
                 refused_reason=feedback.refused_reason,
                 swap_pause_ms=feedback.swap_pause_ms_last,
+                adaptation=self._adaptation(engine_id, feedback, latest),
             )
         return told
 
@@ -271,9 +330,11 @@ class Feeds:
     def latest(self) -> Publication | None:
         """The newest head that no engine refused: to go on from after a restart.
 
-        Engines that have an older one, and those that join later, are sent it.
+        Engines that have an older one or a fast draft, and those that join later, are
+        sent it.
         """
         newest: Publication | None = None
+        behind: set[str] = set()
         for member in list(self._members.values()):
             found = self._try(member, member.feed.latest)
             feedback = self._try(member, member.feed.feedback)
@@ -281,15 +342,21 @@ class Feeds:
                 continue
             if found.version == feedback.refused_version:
                 continue
+            if found.meta.get("adaptation", {}).get("fast"):
+                self.found_fast = True
+                behind.add(member.feed.id)
+                continue
             if newest is None or found.version > newest.version:
                 newest = found
         if newest is not None:
+            meta = {k: v for k, v in newest.meta.items() if k != "adaptation"}
             self._head = _Head(
-                newest.version, newest.parent_version, newest.meta, newest.tensors
+                newest.version, newest.parent_version, meta, newest.tensors
             )
             self._counter = max(self._counter, newest.version)
             for member in list(self._members.values()):
-                if member.feed.latest_version < newest.version:
+                latest = member.feed.latest_version
+                if latest < newest.version or member.feed.id in behind:
                     self._send(member, self._head)
         return newest
 

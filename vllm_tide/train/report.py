@@ -68,6 +68,9 @@ class TrainerStatus:
         engines: Per engine: version published, installed, refused.
         feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
+        adaptation: Of the fast draft (`tide.test_time.adapt`): `state` "off",
+            "waiting", "learning" or "serving", `gain` over its base (tokens per verify
+            step), `steps`, and `requests` it learns from.
         out_of_memory: Cycles that the trainer's device had no memory for.
         failed_writes: Status files and events that could not be written.
     """
@@ -106,6 +109,7 @@ class TrainerStatus:
     failed_writes: int = _of("report.failed_writes")
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
+    adaptation: dict[str, Any] = _of("fast.figures", dict)
 
     def copy_from(self, sidecar: Any) -> None:
         """Takes over what trainer and deployment count themselves."""
@@ -156,7 +160,7 @@ class Report:
 
         Args:
             event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
-                joined, left, restored, purge, paused or resumed.
+                joined, left, restored, purge, paused, resumed, adapted or given_back.
             facts: JSON-able; a number that is not finite becomes null.
         """
         line = {"unix": round(time.time(), 3), "event": event}

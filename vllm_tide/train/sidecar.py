@@ -25,6 +25,7 @@ from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint
 from vllm_tide.train.deployment import Deployment
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
+from vllm_tide.train.fast_draft import FastDraft
 from vllm_tide.train.feed_sources import Feed
 from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
@@ -118,6 +119,9 @@ class Sidecar:
             feeds, self.trainer, self.tide, store, self.report, self._served
         )
         self.deployment.adopt()
+        self.fast = FastDraft(
+            self.tide, self.trainer, feeds, self.deployment, self.report
+        )
         self._resume()
         self._admin = AdminSocket(run_dir)
 
@@ -161,6 +165,7 @@ class Sidecar:
                     break
         finally:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"
+            self.fast.stop()
             self._update_status(force=True)
             self._admin.close()
             self.trainer.stepper.close()
@@ -183,6 +188,7 @@ class Sidecar:
             self._collect_changed()
         self.feeds.heartbeat()
         self.deployment.tick()
+        self.fast.tick(now, paused=self._pause.on)
         self.trainer.stepper.idle()
         self._forget(now)
         self._admin.poll(self.carry_out)
@@ -334,6 +340,7 @@ class Sidecar:
                 self._observe(served, now)
             if not self._emptied:  # what is asked about may still be in there
                 return
+            self.fast.drop("purged")
             counts = self.trainer.purge(request.tenant)
             counts["fetched_records"] = self.feeds.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)

@@ -73,7 +73,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """A batch of this rank with the rows to be trained."""
 
     batch: PackedBatch
@@ -173,6 +173,7 @@ class TrainStep:
     Args:
         reduce: Sums a float64 vector (host) over ranks, called twice per step by every
             rank (once when no rank has anything to train); None is one rank.
+        like: Another one of this target, whose rows of it are used if they will do.
 
     Raises:
         ConfigError: No loss term has a weight.
@@ -187,6 +188,7 @@ class TrainStep:
         target: TargetRows,
         config: TrainConfig,
         reduce: Reduce | None = None,
+        like: TrainStep | None = None,
     ) -> None:
         self.draft, self.target, self.config = draft, target, config
         self.mix = LossMix.from_config(config)
@@ -196,12 +198,16 @@ class TrainStep:
         if self.dtype != COMPUTE_DTYPE:
             logger.info("this %s has no bfloat16: computing in float32", self.device)
         self._by_kernel = KernelTeacher.fits(self.mix, self.device)
-        self._kept = None
-        if not self.mix.needs_mass or draft.vocab.is_identity:
-            kept = target.lm_head[draft.vocab.target_ids]
+        self._kept: Tensor | None = None
+        self.target_rows: Tensor
+        ids = draft.vocab.target_ids
+        if like is not None and like.serves(self.mix, ids):
+            self.target_rows = like.target_rows
+        elif not self.mix.needs_mass or draft.vocab.is_identity:
+            kept = target.lm_head[ids]
             self.target_rows = kept.to(self.dtype)
         else:
-            self._kept = on_device(draft.vocab.target_ids, self.device)
+            self._kept = on_device(ids, self.device)
             self.target_rows = target.rows_in(self.dtype)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         named = draft.named_tensors().items()
@@ -221,6 +227,13 @@ class TrainStep:
     def trains_branches(self) -> bool:
         """Rejected branches are wanted in batches; else leave them out of `pack`."""
         return bool(self.mix.branch)
+
+    def serves(self, mix: LossMix, target_ids: Tensor) -> bool:
+        """True if `target_rows` are the rows of a draft vocabulary, for these terms."""
+        vocab = self.draft.vocab
+        if self._kept is not None or mix.needs_mass and not vocab.is_identity:
+            return False
+        return torch.equal(vocab.target_ids, target_ids)
 
     def reset(self) -> None:
         """Forget the optimizer's moments (after going back to the live draft)."""
@@ -291,7 +304,7 @@ class TrainStep:
         total, values = self._head_loss(work, outputs, weights, per_row)
         return total * summer.num_ranks, summer.close(values)
 
-    def _plan(self, batch: PackedBatch) -> _Work | None:
+    def _plan(self, batch: PackedBatch) -> Work | None:
         steps = self.config.ttt_steps
         plan = branches = None
         if self.mix.committed:
@@ -302,9 +315,9 @@ class TrainStep:
             return None
         rows = LossRows.from_plan(batch, plan, branches)
         labels = rows.labels(self.draft.vocab.draft_ids)
-        return _Work(batch, plan, branches, rows, labels)
+        return Work(batch, plan, branches, rows, labels)
 
-    def _forward(self, work: _Work, weights: Weights) -> Tensor:
+    def _forward(self, work: Work, weights: Weights) -> Tensor:
         """Normed output rows [L, H] in the order of `work.rows`."""
         batch, plan, branches = work.batch, work.plan, work.branches
         inputs = batch.tokens, batch.features, batch.positions
@@ -325,7 +338,7 @@ class TrainStep:
         return gather(outputs, plan, branches)
 
     def _head_loss(
-        self, work: _Work, outputs: Tensor, weights: Weights, per_row: Tensor
+        self, work: Work, outputs: Tensor, weights: Weights, per_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         used, index = torch.unique(work.rows.teacher, return_inverse=True)
         per_row = per_row.to(torch.promote_types(self.dtype, torch.float32))

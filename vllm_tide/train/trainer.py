@@ -92,10 +92,10 @@ class Trainer:
         self.sampled_form = "mass" if drawn else "argmax_mass"
         self.live = draft.clone()
         self.stepper = stepper or OneRank(draft, target, config)
-        self._turns: Turns | None = None
+        self.turns: Turns | None = None
         share = config.gpu_share or 1.0
         if target.lm_head.device.type == "cuda" and share < 1:
-            self._turns = Turns(share)
+            self.turns = Turns(share)
         self.group_of = group_of
         self.buffer = SampleBuffer(config)
         window = self.buffer.window
@@ -126,7 +126,7 @@ class Trainer:
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
         self.rate = 1.0
-        self._in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
+        self.in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
 
     @property
@@ -158,7 +158,7 @@ class Trainer:
                 self.vocabulary.add(sample)
             held = is_held_out(sample.key, self.config.holdout_share)
             if not (held or vocab.is_identity):
-                known = self._in_vocabulary.rows_of(sample, vocab)
+                known = self.in_vocabulary.rows_of(sample, vocab)
                 sample = replace(sample, in_vocab=known)
             if self.group_of is not None:
                 sample = replace(sample, group=self.group_of(sample.key))
@@ -196,7 +196,7 @@ class Trainer:
             wanted_groups: Groups to train on, each with the same weight; None takes
                 everything.
         """
-        steps, watch = self.steps, Watch(progress, self._turns)
+        steps, watch = self.steps, Watch(progress, self.turns)
         try:
             result = self._run_cycle(watch, wanted_groups)
         except RuntimeError as error:
@@ -456,7 +456,7 @@ class Trainer:
         def look_up(sample: Sample) -> Sample:
             if progress is not None:
                 progress()
-            known = self._in_vocabulary.rows_of(sample, self.draft.vocab)
+            known = self.in_vocabulary.rows_of(sample, self.draft.vocab)
             return replace(sample, in_vocab=known)
 
         self.buffer.map_train(look_up)
