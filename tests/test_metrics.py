@@ -60,6 +60,7 @@ def full_status() -> TrainerStatus:
             "collecting": True, "short": 0.625, "long": 0.75, "shifts": 3, "pauses": 2,
         },
         engines={"a": {"installed": 5}, "b": {"installed": 4}},
+        adaptation={"state": "serving", "gain": 0.375, "steps": 7, "requests": 2},
     )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ def learn(status: TrainerStatus, tick: int) -> None:
     status.training_seconds = tick / 10
     status.holdout_acceptance_new = status.holdout_acceptance_live = 3.1
     status.engines = {"engine": {"installed": tick // 100}}
+    status.adaptation = {"state": "serving", "gain": 0.4, "steps": tick, "requests": 2}
     status.schedule = {"collecting": True, "short": 0.6, "long": 0.6}
 
 
