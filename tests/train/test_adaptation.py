@@ -1,0 +1,482 @@
+"""A fast draft in service: published, judged, given back, and never lost sight of."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.train.feed_toys import FakeFeed, feeds_of, publish
+from tests.train.test_fast_draft import Stream, record
+from tests.train.test_sidecar import KNOBS, Engine, attach
+from tests.train.toys import weights_of
+from tests.transport.spool_toys import head_tensors
+from vllm_tide.config import ConfigError, parse_tide
+from vllm_tide.draft.checkpoint import canonical_name
+from vllm_tide.train.assemble import PREFILL
+from vllm_tide.train.deployment import master_of
+from vllm_tide.train.fast_draft import FastStep
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.purge import ask
+
+ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
+
+
+class Serving(Engine):
+    """An engine with requests that run."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder)
+        tide = {"train": KNOBS, "test_time": ADAPT}
+        self.manifest = replace(self.manifest, tide=tide)
+        self.announce()
+        self.streams: list[Stream] = []
+        self.version = 0
+
+    def begin(self, *keys: int) -> None:
+        for key in keys:
+            self.streams.append(Stream(key, key))
+            assert self.ring.try_write(self.streams[-1].prefill())
+
+    def go(self, rounds: int = 1, **more) -> None:
+        for _ in range(rounds):
+            for stream in self.streams:
+                made = replace(stream.verify(**more), draft_version=self.version)
+                assert self.ring.try_write(made)
+        if more:
+            self.streams = []
+
+    def install(self) -> None:
+        self.version = self.weights.latest_version()
+        self.weights.report(self.version, 0, "", 1.0)
+
+    def sent(self):
+        return self.weights.read()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def events(engine: Engine, *names: str) -> list[dict]:
+    lines = (engine.run_dir / "events-test.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] in names]
+
+
+def learn(sidecar, engine, least: int = 1) -> None:
+    """Serve until so many steps were made."""
+    until = sidecar.fast.steps + least
+    for _ in range(10_000):
+        engine.go()
+        assert sidecar._tick()
+        if sidecar.fast.steps >= until:
+            return
+    raise AssertionError("nothing was learnt")
+
+
+def served(engine: Serving):
+    """A sidecar whose fast draft an engine serves."""
+    sidecar = attach(engine)
+    engine.begin(1, 2, 3)
+    for _ in range(200):
+        learn(sidecar, engine)
+        if engine.weights.latest_version():
+            break
+    engine.install()
+    assert sidecar._tick()
+    return sidecar
+
+
+def base_of(sidecar) -> dict[str, torch.Tensor]:
+    return sidecar.fast.tensors_to_send("test", sidecar.trainer.live)
+
+
+def is_base(sidecar, publication) -> bool:
+    base = base_of(sidecar)
+    return all(
+        item.data.tobytes() == base[name].numpy().tobytes()
+        for name, item in publication.tensors.items()
+    )
+
+
+def test_a_fast_draft_is_served_and_the_base_comes_back(engine):
+    sidecar = served(engine)
+    live = weights_of(sidecar.trainer.live)
+    first = engine.sent()
+    assert first.meta["adaptation"] == {"base": 0, "fast": True}
+    assert not is_base(sidecar, first)
+    # It was better before it was sent, on rows it had not learnt from.
+    (told,) = events(engine, "adapted")
+    assert told["gain"] > 0 and told["base"] == 0
+    figures = sidecar.fast.figures
+    assert figures["state"] == "serving" and figures["gain"] > 0
+    assert figures["requests"] == 3
+    sidecar._update_status(force=True)
+    assert engine.status()["adaptation"] == pytest.approx(figures)
+    # Its requests are the base's, and no draft is on trial.
+    assert engine.status()["engines"]["test"]["installed"] == 0
+    assert sidecar.deployment.installed == sidecar.deployment.published == 0
+    assert not sidecar.deployment.canary.undecided
+    # A newer one follows once this one is installed.
+    learn(sidecar, engine, 2)
+    assert engine.weights.latest_version() == first.version + 1
+    version = engine.weights.latest_version()
+    learn(sidecar, engine, 2)
+    assert engine.weights.latest_version() == version
+    engine.install()
+    learn(sidecar, engine)  # rows that the fast draft drafted
+    assert engine.version > 0
+    open_requests = sidecar._served._open.values()
+    assert {v for r in open_requests for v in r.versions} == {0}
+    # The long requests end.
+    engine.go(finished=True)
+    assert sidecar._tick()
+    back = engine.sent()
+    assert back.meta["adaptation"] == {"base": 0, "fast": False}
+    assert is_base(sidecar, back)
+    assert sidecar.fast.draft is None and sidecar.fast.figures["state"] == "waiting"
+    assert torch.equal(weights_of(sidecar.trainer.live), live)
+    engine.install()
+    assert sidecar._tick()
+    assert engine.weights.latest_version() == back.version
+    assert [e["reason"] for e in events(engine, "given_back")] == [
+        "the long requests have ended"
+    ]
+    sidecar.feeds.close()
+
+
+def test_it_learns_amid_an_evaluation(engine):
+    sidecar = attach(engine)
+    engine.begin(1)
+    engine.go(10)
+    engine.serve(40)
+    assert sidecar._tick()
+    learnt = []
+
+    def progress() -> bool:
+        engine.go()
+        before = sidecar.fast.steps
+        assert sidecar._tick()
+        learnt.append(sidecar.fast.steps > before)
+        return True
+
+    assert sidecar.trainer.buffer.holdout
+    for _ in range(1000):
+        sidecar.trainer.evaluate(progress=progress)
+        if any(learnt):
+            break
+    assert any(learnt)
+    with torch.no_grad():
+        learn(sidecar, engine)
+    with torch.inference_mode():
+        learn(sidecar, engine)
+    sidecar.feeds.close()
+
+
+def test_ordinary_training_goes_on_beside_it(engine):
+    engine.serve(80)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    engine.begin(1, 2)
+    ticks = sidecar._tick
+
+    def tick() -> bool:
+        engine.go()
+        return ticks()
+
+    sidecar._tick = tick
+    sidecar._train()
+    assert sidecar.trainer.cycles == 1 and sidecar.trainer.steps > 0
+    assert sidecar.fast.steps > 0
+    sidecar._tick = ticks
+    sidecar.feeds.close()
+
+
+def test_what_serves_worse_than_its_base_is_taken_back(engine):
+    sidecar = served(engine)
+    config = sidecar.fast._step.config
+    sidecar.fast._step.config = config.model_copy(update={"learning_rate": 1.0})
+    for _ in range(100):
+        learn(sidecar, engine)
+        engine.install()
+        if events(engine, "given_back"):
+            break
+    (told,) = events(engine, "given_back")
+    assert told["reason"] == "no better than its base" and told["gain"] <= 0
+    assert is_base(sidecar, engine.sent())
+    assert sidecar.fast.figures["state"] == "learning"
+    sidecar.feeds.close()
+
+
+@pytest.mark.parametrize("how", ["pause", "purge", "rollback", "refused"])
+def test_what_drops_it(engine, how):
+    sidecar = served(engine)
+    learnt = sidecar.fast.draft
+    if how == "pause":
+        assert sidecar.carry_out({"do": "pause"})["ok"]
+    elif how == "purge":
+        ask(engine.run_dir, None)
+        sidecar._next_purge = 0.0
+    elif how == "rollback":
+        master = sidecar.trainer.snapshot()
+        sidecar.deployment.put_back(master, {"rollback_of": 1})
+    else:
+        learn(sidecar, engine, 2)
+        latest = engine.weights.latest_version()
+        assert latest > engine.version
+        engine.weights.report(engine.version, latest, "norm", 1.0)
+    for _ in range(3):
+        assert sidecar._tick()
+    assert sidecar.fast.draft is not learnt
+    sent = engine.sent()
+    assert is_base(sidecar, sent)
+    assert sent.meta.get("adaptation", {"fast": False})["fast"] is False
+    assert sidecar.deployment.refusals == 0
+    assert len(events(engine, "given_back")) == 1
+    sidecar.feeds.close()
+
+
+def test_a_base_that_is_refused_is_sent_again_and_said_once(
+    engine, monkeypatch, caplog
+):
+    monkeypatch.setattr("vllm_tide.train.fast_draft.RETRY_S", 0.0)
+    sidecar = served(engine)
+    feed = sidecar.feeds.reference
+    engine.go(finished=True)
+
+    def full(*_args, **_more):
+        raise TransportError("no space left")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+        patched.setattr(feed, "publish", full)
+        for _ in range(3):
+            assert sidecar._tick()
+    said = [r for r in caplog.records if "base of the fast draft" in r.getMessage()]
+    assert len(said) == 1
+    assert sidecar._tick()
+    version = engine.weights.latest_version()
+    assert is_base(sidecar, engine.sent()) and version == engine.version + 1
+    for _ in range(3):
+        engine.weights.report(engine.version, version, "damaged", 1.0)
+        assert sidecar._tick()
+        assert engine.weights.latest_version() == version + 1
+        version += 1
+    engine.install()
+    assert sidecar._tick()
+    assert engine.weights.latest_version() == version
+    sidecar.feeds.close()
+
+
+def test_it_is_given_up_without_memory(engine, monkeypatch):
+    sidecar = served(engine)
+
+    def no_room(*_args):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FastStep, "run", no_room)
+        for _ in range(10_000):
+            engine.go()
+            assert sidecar._tick()
+            if sidecar.fast.draft is None:
+                break
+    assert sidecar._tick()
+    assert is_base(sidecar, engine.sent())
+    steps = sidecar.fast.steps
+    engine.go(10)
+    for _ in range(5):
+        assert sidecar._tick()
+    assert sidecar.fast.steps == steps  # it rests
+    sidecar.fast._shortage._until = 0.0
+    learn(sidecar, engine)
+    sidecar.feeds.close()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_stop_gives_the_base_back_and_closes_everything(engine, monkeypatch, memory):
+    sidecar = served(engine)
+    if not memory:
+
+        def no_room(*_args):
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(sidecar.fast, "tensors_to_send", no_room)
+    sidecar.stop()
+    assert sidecar.run() == "stopped"
+    assert len(sidecar.feeds) == 0
+    monkeypatch.undo()
+    assert engine.sent().meta["adaptation"]["fast"] is not memory
+    if not memory:
+        return
+    # The next trainer goes on from the base.
+    base, version = base_of(sidecar), engine.weights.latest_version()
+    engine.install()
+    again = attach(engine)
+    assert again.deployment.published == again.deployment.installed == version
+    live = again.fast.tensors_to_send("test", again.trainer.live)
+    assert all(torch.equal(live[name], base[name]) for name in base)
+    assert engine.weights.latest_version() == version
+    again.feeds.close()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
+    engine, installed
+):
+    sidecar = attach(engine)
+    engine.begin(1, 2, 3)
+    for _ in range(200):
+        learn(sidecar, engine)
+        if engine.weights.latest_version():
+            break
+    if installed:
+        engine.install()
+    base = base_of(sidecar)
+    sidecar.feeds.close()  # without a word
+    again = attach(engine)
+    sent = engine.sent()
+    assert "adaptation" not in sent.meta
+    tensors = master_of(sent)
+    for name, tensor in base.items():
+        assert torch.equal(tensors[canonical_name(name)], tensor)
+    assert again.deployment.published == sent.version
+    engine.install()
+    assert again._tick()
+    assert again.deployment.installed == sent.version
+    again.feeds.close()
+
+
+def test_requests_take_turns_and_rows_count_once(engine):
+    sidecar = attach(engine)
+    engine.begin(*range(20))
+    window, taught = sidecar.trainer.assembler.window, []
+
+    def spy(key, since, context):
+        found = window(key, since, context)
+        for sample in found:
+            at = sample.start + sample.valid.nonzero()[:, 0]
+            taught.extend((key, position) for position in at.tolist())
+        return found
+
+    sidecar.trainer.assembler.window = spy
+    learn(sidecar, engine, 12)
+    assert {key for key, _ in taught} == set(range(20))
+    assert len(taught) == len(set(taught))
+    # A preemption: all rows come again, and none is new.
+    fast = sidecar.fast
+    for _ in range(100_000):
+        assert sidecar._tick()
+        new = sum(end - fast._upto.get(key, 0) for key, end in fast._long.items())
+        if new < ADAPT["stride"]:
+            break
+    steps, count = sidecar.fast.steps, len(taught)
+    for stream in engine.streams:
+        again = record(stream.key, 0, stream.tokens, len(stream.tokens) - 1, PREFILL)
+        assert engine.ring.try_write(again)
+    for _ in range(20):
+        assert sidecar._tick()
+    assert (sidecar.fast.steps, len(taught)) == (steps, count)
+    sidecar.feeds.close()
+
+
+def test_half_of_what_was_learnt_is_left_after_a_half_life(engine, monkeypatch):
+    sidecar = served(engine)
+    fast = sidecar.fast
+    base = weights_of(sidecar.trainer.live)
+    before = weights_of(fast.draft) - base
+    for _ in range(4):
+        fast._fade(2048)
+    torch.testing.assert_close(weights_of(fast.draft) - base, before / 2)
+    fast._fade(1 << 30)
+    assert torch.equal(weights_of(fast.draft), base)
+    sidecar.feeds.close()
+
+
+def test_versions_of_a_fast_draft_are_its_bases():
+    a, b, c = FakeFeed("a"), FakeFeed("b", latest=30), FakeFeed("c")
+    feeds, source = feeds_of(a, b, c)
+    assert publish(feeds) == 31
+    feeds._numbers.clear()
+    a.installed = b.installed = 31  # and c has not come to it
+    for name in "ab":
+        feeds.send_fast(name, head_tensors(2), base=31, fast=True)
+    assert set(a.sent) == {31, 32} and set(b.sent) == {31, 33} and set(c.sent) == {31}
+    states = feeds.versions()
+    assert [states[n].adaptation for n in "abc"] == ["sent", "sent", ""]
+    assert [states[n].published for n in "abc"] == [31, 31, 31]
+    a.installed, b.refused = 32, 33
+    states = feeds.versions()
+    assert [states[n].adaptation for n in "abc"] == ["served", "refused", ""]
+    assert [states[n].installed for n in "ab"] == [31, 31]
+    assert states["b"].refused == 0  # it is no refusal of the base
+    assert feeds.number_of("a", 32) == feeds.number_of("b", 33) == 31
+    feeds.send_fast("a", head_tensors(1), base=31, fast=False)
+    assert feeds.versions()["a"].adaptation == ""
+    a.refused = 34
+    assert feeds.versions()["a"].adaptation == "served"
+    a.installed, a.refused = 34, 0
+    assert feeds.versions()["a"].adaptation == ""
+    # An engine that joins gets the base, and a later head is newer than all of them.
+    source.feeds["d"] = FakeFeed("d")
+    feeds._next_look = 0.0
+    feeds.poll()
+    assert set(source.feeds["d"].sent) == {31}
+    assert publish(feeds) == 35
+
+
+def test_memory_of_versions_is_bounded(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.feeds.FAST_KEPT", 8)
+    a = FakeFeed("a")
+    feeds, _ = feeds_of(a)
+    for _ in range(50):
+        feeds.send_fast("a", head_tensors(2), base=0, fast=True)
+        a.installed = a.latest_version
+    assert len(feeds._fast["a"]) == len(feeds._numbers["a"]) == 8
+    assert feeds.number_of("a", a.installed) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            {"capture": {"enabled": False}},
+            "tide.test_time.adapt: 'shared' trains on rows of running requests, of "
+            "which none is captured; set tide.capture.enabled to true, or set "
+            "tide.test_time.adapt to 'off'.",
+        ),
+        (
+            {"capture": {"consent": "off"}},
+            "tide.test_time.adapt: 'shared' trains on rows of running requests, of "
+            "which none is captured; set tide.capture.consent to 'opt_out' or "
+            "'opt_in', or set tide.test_time.adapt to 'off'.",
+        ),
+        (
+            {"swap": {"enabled": False}},
+            "tide.test_time.adapt: 'shared' swaps drafts; set tide.swap.enabled to "
+            "true, or set tide.test_time.adapt to 'off'.",
+        ),
+        (
+            {"spool": {"url": "s"}},
+            "tide.test_time.adapt: 'shared' needs rows within a second, and a spool "
+            "takes longer; run the trainer on the engine's host and set "
+            "tide.spool.url to null, or set tide.test_time.adapt to 'off'.",
+        ),
+        (
+            {"schedule": {"mode": "tide"}},
+            "tide.test_time.adapt: 'shared' needs rows at any time, which "
+            "tide.schedule.mode 'tide' pauses; set that to 'always', or set "
+            "tide.test_time.adapt to 'off'.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_together_is_said(more, sentence):
+    with pytest.raises(ConfigError) as refused:
+        parse_tide({"test_time": {"adapt": "shared"}, **more})
+    assert str(refused.value) == sentence
+    assert parse_tide(more).test_time.adapt == "off"
