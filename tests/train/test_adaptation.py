@@ -15,7 +15,9 @@ from tests.train.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import weights_of
 from tests.transport.spool_toys import head_tensors
 from vllm_tide.config import ConfigError, parse_tide
+from vllm_tide.draft import delta
 from vllm_tide.draft.checkpoint import canonical_name
+from vllm_tide.engine.staged_draft import tensors_of
 from vllm_tide.train.assemble import PREFILL
 from vllm_tide.train.deployment import master_of
 from vllm_tide.train.fast_draft import FastStep
@@ -94,13 +96,13 @@ def served(engine: Serving):
 
 
 def base_of(sidecar) -> dict[str, torch.Tensor]:
-    return sidecar.fast.tensors_to_send("test", sidecar.trainer.live)
+    return sidecar.fast.tensors_to_send(sidecar.trainer.live)
 
 
 def is_base(sidecar, publication) -> bool:
     base = base_of(sidecar)
     return all(
-        item.data.tobytes() == base[name].numpy().tobytes()
+        name in base and item.data.tobytes() == base[name].numpy().tobytes()
         for name, item in publication.tensors.items()
     )
 
@@ -111,6 +113,11 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine):
     first = engine.sent()
     assert first.meta["adaptation"] == {"base": 0, "fast": True}
     assert not is_base(sidecar, first)
+    # It is a change of what the engine holds, and makes the fast draft of it.
+    assert first.meta["delta"] == {"base": delta.fingerprint(base_of(sidecar))}
+    made = delta.apply(base_of(sidecar), tensors_of(first))
+    for name, tensor in sidecar.fast.tensors_to_send(sidecar.fast._served).items():
+        torch.testing.assert_close(made[name], tensor, rtol=2e-2, atol=2e-4)
     # It was better before it was sent, on rows it had not learnt from.
     (told,) = events(engine, "adapted")
     assert told["gain"] > 0 and told["base"] == 0
@@ -198,11 +205,19 @@ def test_ordinary_training_goes_on_beside_it(engine):
     sidecar.feeds.close()
 
 
-def test_what_serves_worse_than_its_base_is_taken_back(engine):
+def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
     sidecar = served(engine)
-    config = sidecar.fast._step.config
-    sidecar.fast._step.config = config.model_copy(update={"learning_rate": 1.0})
-    for _ in range(100):
+    evaluate, fast = sidecar.trainer.evaluate, sidecar.fast._served
+
+    def worse(draft=None, *args, **more):
+        """A toy accepts hardly anything that it could lose: a token less for each."""
+        found = evaluate(draft, *args, **more)
+        for row in found.requests.values() if draft is fast else ():
+            row[1:] = [accepted - row[0] for accepted in row[1:]]
+        return found
+
+    monkeypatch.setattr(sidecar.trainer, "evaluate", worse)
+    for _ in range(20):
         learn(sidecar, engine)
         engine.install()
         if events(engine, "given_back"):
@@ -319,7 +334,7 @@ def test_a_stop_gives_the_base_back_and_closes_everything(engine, monkeypatch, m
     engine.install()
     again = attach(engine)
     assert again.deployment.published == again.deployment.installed == version
-    live = again.fast.tensors_to_send("test", again.trainer.live)
+    live = again.fast.tensors_to_send(again.trainer.live)
     assert all(torch.equal(live[name], base[name]) for name in base)
     assert engine.weights.latest_version() == version
     again.feeds.close()

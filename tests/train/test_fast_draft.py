@@ -184,7 +184,7 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
     assert sidecar.fast.draft is None
     back = engine.weights.read()
     assert back.meta["adaptation"] == {"base": 0, "fast": False}
-    sent = sidecar.fast.tensors_to_send("test", sidecar.trainer.live)
+    sent = sidecar.fast.tensors_to_send(sidecar.trainer.live)
     for name, item in back.tensors.items():
         assert item.data.tobytes() == sent[name].numpy().tobytes()
         assert torch.equal(sidecar.trainer.live.named_tensors()[name], base[name])

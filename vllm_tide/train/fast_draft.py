@@ -28,6 +28,8 @@ from torch import Tensor
 
 from vllm_tide.config import TideConfig, TrainConfig
 from vllm_tide.draft.checkpoint import export_tensors
+from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.delta import factors, fingerprint
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.deployment import RETRY_S, Deployment, as_wire
@@ -154,6 +156,7 @@ class FastDraft:
 
     def _forget(self) -> None:
         self.draft: Eagle3Draft | None = None
+        self._fingerprint = ""  # of the base, as engines hold it
         self._step: FastStep | None = None
         self._served: Eagle3Draft | None = None  # as it was published last
         self._sent_at = self.steps
@@ -191,6 +194,8 @@ class FastDraft:
             # A cycle may be amid an evaluation, which keeps no gradients.
             with torch.inference_mode(False), torch.enable_grad():
                 self._tick(now, paused or self._shortage.resting(now))
+        except DraftError as error:  # of numbers that are none
+            self.drop(str(error))
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
@@ -368,11 +373,27 @@ class FastDraft:
         gain = self.gain
         return gain.count >= MIN_SCORES and gain.mean > ERRORS * gain.error
 
-    def tensors_to_send(self, engine: str, draft: Eagle3Draft) -> Mapping[str, Tensor]:
-        """Tensors of a publication of `draft` to an engine, as it knows their names."""
+    def tensors_to_send(self, draft: Eagle3Draft) -> dict[str, Tensor]:
+        """All tensors of a publication, by the names that engines know."""
         out = export_tensors(draft, stored_names=True)
         out.pop("t2d", None)
         return out
+
+    def _change(self) -> tuple[dict[str, Tensor], str]:
+        """What makes the fast draft of its base, and that one's fingerprint."""
+        live = self._trainer.live
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(self.tensors_to_send(live))
+        assert self.draft is not None  # noqa: S101 - it is better
+        old, new = (
+            {
+                found.stored_names.get(name, name): value
+                for name, value in found.named_tensors().items()
+                if name != "lm_head.weight" or found.owns_lm_head
+            }
+            for found in (live, self.draft)
+        )
+        return factors(old, new), self._fingerprint
 
     def _holds(self, told: EngineVersions) -> bool:
         """True if an engine serves the base, or a fast draft of it, and goes on to."""
@@ -385,10 +406,16 @@ class FastDraft:
         One that cannot be sent it is tried again after the next step.
         """
         assert self.draft is not None  # noqa: S101 - it is better
-        sent = False
+        sent, change = False, None
         for engine, told in versions.items():
-            if self._holds(told) and told.adaptation in ("", "served"):
-                sent |= self._send(engine, self.draft, fast=True)
+            if not (self._holds(told) and told.adaptation in ("", "served")):
+                continue
+            # A step of Adam has any rank; an engine may hold another base bit by bit.
+            if self._how == "exact" or told.refused_reason in ("base", "change"):
+                sent |= self._send(engine, self.tensors_to_send(self.draft))
+            else:
+                change = change or self._change()
+                sent |= self._send(engine, *change)
         if not sent:
             return
         if self._served is None:
@@ -410,13 +437,26 @@ class FastDraft:
         elif now >= self._next_return:
             self._next_return = now + RETRY_S
             for engine in back:
-                self._send(engine, self._trainer.live, fast=False)
+                # Whole: the next trainer goes on from it.
+                base = self.tensors_to_send(self._trainer.live)
+                self._send(engine, base, fast=False)
 
-    def _send(self, engine: str, draft: Eagle3Draft, *, fast: bool) -> bool:
-        """False, and once a sentence, if it could not be sent."""
-        tensors = as_wire(dict(self.tensors_to_send(engine, draft)))
+    def _send(
+        self,
+        engine: str,
+        tensors: dict[str, Tensor],
+        of: str | None = None,
+        *,
+        fast: bool = True,
+    ) -> bool:
+        """False, and once a sentence, if it could not be sent.
+
+        Args:
+            of: Fingerprint of what `tensors` change; None: they are all.
+        """
+        meta = {"adaptation": {"fast": fast}} | ({"delta": {"base": of}} if of else {})
         try:
-            self._feeds.send_fast(engine, tensors, base=self._base, fast=fast)
+            self._feeds.send_fast(engine, as_wire(tensors), meta, base=self._base)
         except TransportError as error:
             if not self._told:
                 what = "a fast draft" if fast else "the base of the fast draft"

@@ -265,14 +265,17 @@ class Feeds:
         self,
         engine_id: str,
         tensors: Mapping[str, TensorInput],
+        meta: dict[str, Any],
         *,
         base: int,
-        fast: bool,
     ) -> None:
         """Send one engine a fast draft over the base that it serves, or the base again.
 
         What it serves of it counts as `base` everywhere; `latest` and engines that join
         never see a fast draft.
+
+        Args:
+            meta: Of the publication; `adaptation` says in `fast` which of both it is.
 
         Raises:
             TransportError: It cannot be sent it; nothing is changed.
@@ -283,15 +286,12 @@ class Feeds:
         installed = feed.feedback().installed_version
         own = self._bases[engine_id] if installed in known else installed
         version = self.next_version
-        feed.publish(
-            tensors,
-            version=version,
-            parent_version=own,
-            meta={"adaptation": {"base": own, "fast": fast}},
-        )
+        told = meta["adaptation"]
+        meta = meta | {"adaptation": told | {"base": own}}
+        feed.publish(tensors, version=version, parent_version=own, meta=meta)
         self._counter = version
         self._bases[engine_id] = own
-        known[version], numbers[version] = fast, base
+        known[version], numbers[version] = told["fast"], base
         for old in list(known)[:-FAST_KEPT]:
             del known[old], numbers[old]
 
