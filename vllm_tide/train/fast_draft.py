@@ -129,6 +129,7 @@ class FastDraft:
     Attributes:
         draft: None while there is nothing to learn from.
         gain: Over the base, of the one that is served, else of `draft`.
+        served: As it was published last; None while the base is.
         steps: Optimizer steps of all fast drafts so far.
     """
 
@@ -158,7 +159,7 @@ class FastDraft:
         self.draft: Eagle3Draft | None = None
         self._fingerprint = ""  # of the base, as engines hold it
         self._step: FastStep | None = None
-        self._served: Eagle3Draft | None = None  # as it was published last
+        self.served: Eagle3Draft | None = None  # as it was published last
         self._sent_at = self.steps
         self.gain = Gain()
         # By request, the one whose turn is longest ago first: position up to which it
@@ -169,7 +170,7 @@ class FastDraft:
     def figures(self) -> dict[str, Any]:
         """For the status."""
         state = "learning" if self._long else "waiting"
-        if self._served is not None:
+        if self.served is not None:
             state = "serving"
         known = self.gain.count >= MIN_SCORES
         return {
@@ -206,7 +207,7 @@ class FastDraft:
 
     def drop(self, reason: str) -> None:
         """Forget all that was learnt; the next tick gives the base back."""
-        if self._served is not None:
+        if self.served is not None:
             facts = {"gain": self.gain.mean, "steps": self.steps, "reason": reason}
             self._events.add("given_back", base=self._base, **facts)
         self._next_return = 0.0
@@ -243,7 +244,7 @@ class FastDraft:
             self._next_step = now + RETRY_S
         if self.draft is not None and self._is_better():
             self._publish(versions)
-        elif self._served is None:
+        elif self.served is None:
             self._give_back(now, versions)
 
     def _ended(self) -> bool:
@@ -336,8 +337,8 @@ class FastDraft:
 
     def _score(self, samples: list[Sample]) -> None:
         """What is served, or would be, against the base."""
-        judged = self._served or self.draft
-        if judged is None or self._served is None and self.steps == self._sent_at:
+        judged = self.served or self.draft
+        if judged is None or self.served is None and self.steps == self._sent_at:
             return  # it is the base
         trainer, column = self._trainer, 1 + FORMS.index(self._trainer.metric)
         new = trainer.evaluate(judged, samples=samples).requests
@@ -349,7 +350,7 @@ class FastDraft:
                 after = after if math.isfinite(after) else 0.0
                 self.gain.add(row[0], after - before)
         gain = self.gain
-        harm = gain.mean <= 0 if self._served else gain.mean < -ERRORS * gain.error
+        harm = gain.mean <= 0 if self.served else gain.mean < -ERRORS * gain.error
         if gain.count >= MIN_SCORES and harm:
             upto = self._upto
             self.drop("no better than its base")
@@ -368,7 +369,7 @@ class FastDraft:
 
     def _is_better(self) -> bool:
         """True if `draft` should be served, also in the place of an older one."""
-        if self.steps == self._sent_at or self._how == "exact" or self._served:
+        if self.steps == self._sent_at or self._how == "exact" or self.served:
             return self.steps > self._sent_at
         gain = self.gain
         return gain.count >= MIN_SCORES and gain.mean > ERRORS * gain.error
@@ -418,11 +419,11 @@ class FastDraft:
                 sent |= self._send(engine, *change)
         if not sent:
             return
-        if self._served is None:
+        if self.served is None:
             facts = {"gain": self.gain.mean, "steps": self.steps}
             self._events.add("adapted", base=self._base, **facts)
-            self._served = self.draft.clone()
-        self._served.take(self.draft.named_tensors())
+            self.served = self.draft.clone()
+        self.served.take(self.draft.named_tensors())
         self._sent_at = self.steps
 
     def _give_back(self, now: float, versions: Mapping[str, EngineVersions]) -> None:
