@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from tests.train.feed_toys import FakeFeed, feeds_of, publish
 from tests.train.test_fast_draft import Stream, record
 from tests.train.test_sidecar import KNOBS, Engine, attach
-from tests.train.toys import weights_of
+from tests.train.toys import toy_trainer, weights_of
 from tests.transport.spool_toys import head_tensors
 from vllm_tide.config import ConfigError, parse_tide
 from vllm_tide.draft import delta
@@ -20,7 +22,8 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
 from vllm_tide.train.assemble import PREFILL
 from vllm_tide.train.deployment import master_of
-from vllm_tide.train.fast_draft import FastStep
+from vllm_tide.train.fast_draft import FastDraft, FastStep
+from vllm_tide.train.gpu import Turns
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import ask
 
@@ -365,6 +368,80 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
     assert again._tick()
     assert again.deployment.installed == sent.version
     again.feeds.close()
+
+
+def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
+    sidecar, order = served(engine), []
+    evaluate, run = sidecar.trainer.evaluate, FastStep.run
+
+    def score(draft, samples):
+        order.append((draft is sidecar.trainer.live, samples[0].loss_from))
+        return evaluate(draft, samples=samples)
+
+    def step(*given):
+        order.append("step")
+        return run(*given)
+
+    monkeypatch.setattr(sidecar.trainer, "evaluate", score)
+    monkeypatch.setattr(FastStep, "run", step)
+    learn(sidecar, engine, 3)
+    assert order[2::3] == ["step"] * 3 and len(order) == 9
+    for new, base in zip(order[::3], order[1::3], strict=True):
+        assert (new[0], base[0]) == (False, True) and new[1] == base[1]
+    rows = [new[1] for new in order[::3]]
+    assert rows == sorted(set(rows))
+    sidecar.feeds.close()
+
+
+def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
+    knobs = {**KNOBS, "gpu_share": 0.1}
+    tide = {"train": knobs, "test_time": ADAPT}
+    engine.manifest = replace(engine.manifest, tide=tide)
+    engine.announce()
+    sidecar, worked = attach(engine), []
+    sidecar.trainer.turns = turns = Turns(0.1)
+    turns.worked = lambda began, busy: worked.append((began, busy))
+    engine.begin(1, 2)
+    learn(sidecar, engine, 3)
+    assert len(worked) == 3
+    for began, busy in worked[-1:]:
+        # It takes a twentieth of the time, and counts it against the other's.
+        assert sidecar.fast._next_step == pytest.approx(began + 20 * busy)
+    ends = [began + 20 * busy for began, busy in worked[:-1]]
+    assert all(a <= b for a, (b, _) in zip(ends, worked[1:], strict=True))
+    sidecar.feeds.close()
+
+
+def test_only_engines_that_hold_the_base_have_a_part_in_it():
+    a, b, c = FakeFeed("a"), FakeFeed("b"), FakeFeed("c")
+    feeds, _ = feeds_of(a, b, c)
+    assert publish(feeds) == 1
+    a.installed = 1  # b has not come to it, and c refuses it
+    c.refused = 1
+    trainer, said = toy_trainer(0), []
+    deployment = SimpleNamespace(published=1)
+    events = SimpleNamespace(add=lambda event, **facts: said.append(event))
+    tide = parse_tide({"test_time": ADAPT})
+    fast = FastDraft(tide, trainer, feeds, deployment, events)
+    streams = [Stream(key, key) for key in range(3)]
+    trainer.add_records([stream.prefill() for stream in streams], 0.0)
+    for _ in range(200):
+        trainer.add_records([stream.verify() for stream in streams], 0.0)
+        fast.tick(math.inf, paused=False)
+        if said:
+            break
+    assert said == ["adapted"]
+    assert [len(feed.sent) for feed in (a, b, c)] == [2, 1, 1]
+    a.installed = a.latest_version
+    b.installed = 1  # now it has come to it
+    for _ in range(20):
+        trainer.add_records([stream.verify() for stream in streams], 0.0)
+        fast.tick(math.inf, paused=False)
+    assert [len(feed.sent) for feed in (a, b, c)] == [3, 2, 1]
+    b.installed, b.refused = 1, b.latest_version
+    fast.tick(math.inf, paused=False)
+    assert said == ["adapted", "given_back"] and fast.draft is None
+    assert [len(feed.sent) for feed in (a, b, c)] == [4, 3, 1]
 
 
 def test_requests_take_turns_and_rows_count_once(engine):

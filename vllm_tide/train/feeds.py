@@ -165,6 +165,8 @@ class Feeds:
             if self._try(member, member.feed.alive) is False:
                 self._drop(member, "its engine is gone")
                 member.source.gone(member.feed.id)
+                for known in (self._numbers, self._fast, self._bases):
+                    known.pop(member.feed.id, None)  # one of that name is another
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
