@@ -110,7 +110,7 @@ def test_without_room_for_all_arms_they_run_one_after_another(
 ):
     monkeypatch.setattr(quickstart, "available_mib", lambda: 5000.0)
     report = report_of(arguments, "--arms", "none", "tide")
-    assert "2 servers need 6.1 GiB together and 3.4 GiB are free" in (
+    assert "2 servers need 6.2 GiB together and 3.4 GiB are free" in (
         capsys.readouterr().out
     )
     assert [arm for arm, *_ in what_ran(target)] == ["none"] * 12 + ["tide"] * 12
