@@ -199,21 +199,23 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
         for ending in quickstart.ENDINGS:
             signal.signal(ending, signal.SIG_DFL)
 
-    script = subprocess.Popen(
-        command,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=as_a_terminal_has_them,
-    )
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        script = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=as_a_terminal_has_them,
+        )
     try:
         until(lambda: what_ran(inflated) or script.poll() is not None)
-        assert set(running(inflated)) == {"none", "tide", "trainer"}
+        assert set(running(inflated)) == {"none", "tide", "trainer"}, said.read_text()
         (suite,) = psutil.Process(script.pid).children()
         os.killpg(script.pid, number)  # the suite is in a group of its own
         script.wait(60)
     finally:
         os.killpg(script.pid, signal.SIGKILL) if script.poll() is None else None
-    assert script.returncode == 128 + number
+    assert script.returncode == 128 + number, said.read_text()
     assert not running(inflated) and not suite.is_running()
