@@ -91,7 +91,7 @@ class TrainConfig(_Section):
         10, description="Scheduling niceness of the trainer (0 to 19)."
     )
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
-        1e-3, description="Peak learning rate of AdamW; that of Muon is three times it."
+        1e-3, description="Peak learning rate of AdamW."
     )
     ttt_steps: Annotated[Whole, Field(ge=1, le=16)] = Field(
         3, description="Training-time-test steps (EAGLE-3): draft depth trained."

@@ -1,4 +1,4 @@
-"""What the first steps after a shift teach: optimizers, and rows of prompts.
+"""What the first steps after a shift teach: learning rates, and rows of prompts.
 
     first_steps.py --target DIR --draft DIR --samples FILE [--part "1 c"] [--json FILE]
 
@@ -8,7 +8,7 @@ held out, drawn anew for every seed. Prints what the draft gains on those held o
 A case may name the peak learning rate: `adamw@0.003`. With many steps on many requests
 it gives a domain's ceiling:
 
-    first_steps.py ... --cases muon --seeds 0 --train 80 --steps 240
+    first_steps.py ... --cases adamw --seeds 0 --train 80 --steps 240
         --batch-tokens 1024 --save DIR
 """
 
@@ -39,7 +39,7 @@ from vllm_tide.train.packing import pack, take_batch
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, compute_dtype
 
-CASES = ("adamw", "muon", "adamw+prompts", "muon+prompts")
+CASES = ("adamw", "adamw@0.002", "adamw+prompts")
 CYCLE_STEPS = 8
 
 
@@ -54,7 +54,6 @@ def measure(
     out = {}
     for case in args.cases:
         name, _, rate = case.partition("@")
-        TrainStep.whole_matrices = name.startswith("muon")
         draft = load_draft(args.draft, target)
         more = {"learning_rate": float(rate)} if rate else {}
         config = TrainConfig(batch_tokens=args.batch_tokens, **more)

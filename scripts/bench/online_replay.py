@@ -9,8 +9,7 @@ take time by their rows (`--step-s`, `--evaluation-s`, as measured by
 `train_step.py` on a quiet core, over the share of the core that the trainer gets). So
 the same file gives the same cycles on any machine, however busy it is. Each request is
 first drafted for by the live draft (teacher-forced, greedy), then handed to the
-trainer. A case may also say `"prompts": true`: rows of the prompt are trained on too;
-and `"optimizer": "adamw"`: AdamW moves all weights.
+trainer. A case may also say `"prompts": true`: rows of the prompt are trained on too.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.report import finite
 from vllm_tide.train.sample import Sample, by_request
-from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -130,7 +128,6 @@ def replay(
     began, cpu = time.monotonic(), time.process_time()
     knobs = dict(knobs)
     prompts = knobs.pop("prompts", False)
-    TrainStep.whole_matrices = knobs.pop("optimizer", "muon") == "muon"
     config = TrainConfig(**{**SETTINGS, **knobs})
     trainer = Trainer(
         load_draft(draft, target, shared),

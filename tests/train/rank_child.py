@@ -206,7 +206,6 @@ def main() -> int:
     """Run this rank; returns its exit status."""
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])
-    step.TrainStep.whole_matrices = False  # of the one that is compared with
     ranks = Ranks()
     try:
         if ranks.is_leader:

@@ -24,7 +24,6 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, deal_documents
 from vllm_tide.train.packing import pack
 from vllm_tide.train.ranks import RankLost, Ranks, decode, encode, watched
-from vllm_tide.train.step import TrainStep
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.weights import WeightsSegment
 
@@ -75,14 +74,6 @@ class Pair:
         codes, texts = self.wait()
         assert codes == [0, 0], "\n".join(texts)
         return json.loads(self.out.read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def adamw_alone():
-    """Several ranks have no Muon: what they are compared with has none either."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "whole_matrices", False)
-        yield
 
 
 @pytest.fixture(scope="module")

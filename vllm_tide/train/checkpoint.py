@@ -38,8 +38,7 @@ STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-_MUON_MOMENTS = ("momentum_buffer",)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ def draft_fingerprint(draft: Eagle3Draft) -> str:
 
 
 def train_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Live master weights and moments by name (this rank's shards of them)."""
+    """Live master weights and AdamW moments by name (this rank's shards of them)."""
     out = {}
     for name, value in step.draft.named_tensors().items():
         out[f"draft.{name}"] = value.detach()
-        for moment in (*_MOMENTS, *_MUON_MOMENTS):
+        for moment in _MOMENTS:
             if moment in (state := step.optimizer.state.get(value, {})):
                 out[f"{moment}.{name}"] = state[moment]
     return out
@@ -81,8 +80,8 @@ def train_tensors(step: TrainStep) -> dict[str, Tensor]:
 
 def optimizer_steps(step: TrainStep) -> int:
     """Updates in AdamW's moments; 0 without any."""
-    states = step.optimizer.state.values()
-    return next((int(s["step"]) for s in states if "step" in s), 0)
+    counts = [int(s["step"]) for s in step.optimizer.state.values()]
+    return counts[0] if counts else 0
 
 
 def save(
@@ -195,8 +194,8 @@ def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
 def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
     """Every rank reads its shards of a verified checkpoint.
 
-    Moments of another optimizer (one rank has Muon, several have not) are left out:
-    training goes on from the weights.
+    Where moments are missing (an earlier version moved some weights otherwise) none is
+    read: training goes on from the weights.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -223,15 +222,12 @@ def _alone() -> Iterator[bool]:
 
 
 def _make_moments(step: TrainStep, count: int) -> None:
-    # the entries made at a first step, so that there is something to read into
-    matrices = set(map(id, step.matrices))
+    # the entries AdamW makes at its first step, so that there is something to read into
     for parameter in step.parameters:
-        by_muon = id(parameter) in matrices
-        names = _MUON_MOMENTS if by_muon else _MOMENTS
-        state = {name: torch.zeros_like(parameter) for name in names}
-        if not by_muon:
-            state["step"] = torch.full((), float(count), device=parameter.device)
-        step.optimizer.state[parameter] = state
+        step.optimizer.state[parameter] = {
+            "step": torch.full((), float(count), device=parameter.device),
+            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+        }
 
 
 def _read_document(folder: Path) -> dict[str, Any]:

@@ -62,8 +62,6 @@ class ShardedStep(TrainStep):
     gathering it twice would save nothing.
     """
 
-    whole_matrices = False
-
     def __init__(
         self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
     ) -> None:

@@ -1,10 +1,4 @@
-"""One optimizer step: packed documents in, fp32 master parameters moved.
-
-Muon (Jordan et al. 2024, as `torch.optim.Muon` has it) moves the matrices of the layer,
-AdamW the LM head and the norms. On the demo pair, after a shift of domain, 24 steps on
-12 requests gained 0.20 tokens on others, where AdamW alone gained 0.14
-(`scripts/bench/first_steps.py`, mean of three seeds).
-"""
+"""One optimizer step: packed documents in, fp32 master parameters moved by AdamW."""
 
 from __future__ import annotations
 
@@ -44,8 +38,6 @@ from vllm_tide.train.packing import BranchPlan, PackedBatch, plan_branches
 logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
-MUON_SHARE = 0.25
-MUON_RATE = 3.0  # learning rate of Muon over that of AdamW; its steps are 0.2 as large
 COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
 GRAD_CLIP = 1.0  # largest global gradient norm, as EAGLE-3's trainers have it
 STEP_DECAY = 0.8  # weight of each further training-time-test step (EAGLE-3)
@@ -111,55 +103,6 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return COMPUTE_DTYPE if fast else torch.float32
 
 
-def muon_is_cheap(matrices: list[Tensor], parameters: list[Tensor], rows: int) -> bool:
-    """True if Muon costs at most a quarter of the gradients' operations.
-
-    Five Newton-Schulz iterations of an m x n matrix take 5 (4 m^2 n + 2 m^3), whatever
-    is trained on; the gradients 6 for each weight and row. So Muon is for small drafts
-    and large batches: at a hidden size of 4,096 it would take longer than they.
-
-    Args:
-        rows: Rows of a batch, in all of its training-time-test steps.
-    """
-    shapes = [sorted(matrix.shape) for matrix in matrices]
-    own = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shapes)
-    gradients = 6 * rows * sum(p.numel() for p in parameters)
-    return own <= MUON_SHARE * gradients
-
-
-class MuonAdamW(torch.optim.AdamW):
-    """Muon for `matrices`, AdamW for `others`; `state` and `zero_grad` are of both.
-
-    Decays no weights: a draft that has seen little would forget its start.
-
-    Args:
-        rate: Learning rate of AdamW; that of its parameter groups at each step counts.
-    """
-
-    def __init__(
-        self, matrices: list[Tensor], others: list[Tensor], rate: float
-    ) -> None:
-        super().__init__(others, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
-        self.muon: torch.optim.Muon | None = None
-        if matrices:
-            self.muon = torch.optim.Muon(
-                matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-            )
-            self.muon.state = self.state
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        if self.muon is not None:
-            for group in self.muon.param_groups:
-                group["lr"] = MUON_RATE * self.param_groups[0]["lr"]
-            self.muon.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if self.muon is not None:
-            self.muon.zero_grad(set_to_none)
-
-
 class TrainStep:
     """Holds optimizer state for one draft.
 
@@ -178,9 +121,6 @@ class TrainStep:
     Raises:
         ConfigError: No loss term has a weight.
     """
-
-    whole_matrices = True
-    """False where a rank holds parts of them: Muon cannot be used, AdamW moves all."""
 
     def __init__(
         self,
@@ -210,18 +150,13 @@ class TrainStep:
             self._kept = on_device(ids, self.device)
             self.target_rows = target.rows_in(self.dtype)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
-        named = draft.named_tensors().items()
-        self.matrices = [
-            value
-            for name, value in named
-            if self.whole_matrices and value.ndim == 2 and name != "lm_head.weight"
-        ]
-        rows = config.batch_tokens * config.ttt_steps
-        if not muon_is_cheap(self.matrices, self.parameters, rows):
-            self.matrices = []
-        moved = set(map(id, self.matrices))
-        others = [p for p in self.parameters if id(p) not in moved]
-        self.optimizer = MuonAdamW(self.matrices, others, config.learning_rate)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=config.learning_rate,
+            betas=BETAS,
+            weight_decay=0.0,  # a draft that has seen little would forget its start
+            fused=True,
+        )
 
     @property
     def trains_branches(self) -> bool:
