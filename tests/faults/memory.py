@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, WORDS_AT
-from vllm_tide.transport.publication import SLOT_HEAD
 from vllm_tide.transport.rendezvous import read_manifests
 from vllm_tide.transport.ring_format import Word
 from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.weights import BLOB_AT, SLOT_HEAD
 
 from .counters import Reading
 from .fault import Fault
@@ -176,9 +176,9 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
     starts = [DATA_AT, DATA_AT + slot_bytes]
     heads = [SLOT_HEAD.unpack(peek(name, at, SLOT_HEAD.size)) for at in starts]
     slot = 0 if heads[0][1] == latest else 1
-    magic, _, manifest_bytes, body_bytes, digest = heads[slot]
-    body = bytearray(peek(name, starts[slot], 128 + manifest_bytes + body_bytes))
-    forged = SLOT_HEAD.pack(magic, latest + 1, manifest_bytes, body_bytes, digest)
+    magic, _, size, digest = heads[slot]
+    body = bytearray(peek(name, starts[slot], BLOB_AT + size))
+    forged = SLOT_HEAD.pack(magic, latest + 1, size, digest)
     body[: SLOT_HEAD.size] = forged
     for _ in range(rng.randint(1, 64)):
         body[rng.randrange(SLOT_HEAD.size, len(body))] ^= rng.randint(1, 255)

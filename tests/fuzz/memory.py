@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import os
-import struct
 from typing import Any
 
 import numpy as np
@@ -269,27 +268,27 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
 
 
 @st.composite
-def publications(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
-    """Digest, manifest and tensors of version 3."""
-    _, manifest, tensors = publication.encode(TENSORS, 3, 2, {"loss": 1.0})
-    length = int.from_bytes(tensors[:8], "little")
+def publications(draw: st.DrawFn) -> publication.DraftBlob:
+    """Version 3, often with a header that says anything and a right digest."""
+    data = publication.encode(TENSORS, 3, 2, {"loss": 1.0}).data
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    about = json.loads(header["__metadata__"]["vllm_tide"])
     if draw(st.booleans()):
-        manifest = draw(damaged_json([json.loads(manifest)]))
-    if draw(st.booleans()):
-        text = draw(damaged_json([json.loads(tensors[8 : 8 + length])]))
-        tensors = len(text).to_bytes(8, "little") + text + tensors[8 + length :]
+        text = draw(damaged_json([about])).decode("utf-8", "replace")
+        header["__metadata__"] = {"vllm_tide": text}
+        text = json.dumps(header).encode()
     else:
-        tensors = draw(damaged([tensors]))
-    digest = hashlib.sha256(manifest).digest()
-    return digest, manifest, tensors
+        text = draw(damaged_json([header]))
+    whole = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    data = draw(st.one_of(st.just(whole), damaged([data])))
+    return publication.DraftBlob(3, hashlib.sha256(data).digest(), data)
 
 
-def read_publication(given: tuple[bytes, bytes, bytes]) -> str:
-    digest, manifest, tensors = given
-    copied = np.frombuffer(tensors, np.uint8).copy()
-    found = publication.decode(3, digest, manifest, copied)
-    assert all(len(item.shape) <= 8 for item in found.tensors.values())
-    struct.pack("<QQ", found.version, found.parent_version)
+def read_publication(blob: publication.DraftBlob) -> str:
+    found = publication.decode(blob)
+    sizes = [len(item.data) for item in found.tensors.values()]
+    assert max(sizes, default=0) <= len(blob.data)
     return "a publication"
 
 

@@ -38,10 +38,7 @@ from vllm_tide.transport.spool_identity import (
 )
 from vllm_tide.transport.spool_models import (
     _target_files,
-    encode_head,
-    latest_head,
     local_models,
-    read_head,
 )
 from vllm_tide.transport.spool_shard import (
     ShardBuilder,
@@ -232,34 +229,24 @@ def read_models(given: tuple[bytes, bytes]) -> str:
 
 
 @st.composite
-def heads(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
-    """Latest, entry and body of head 7."""
-    head = encode_head(TENSORS, version=7, parent_version=6, meta={"loss": 1.0})
-    body = draw(damaged([head.body]))
-    text = draw(damaged_json([json.loads(head.manifest)])).decode("utf-8", "replace")
-    manifest = draw(st.sampled_from((head.manifest.decode(), text)))
-    entry = {
-        "version": 7,
-        "bytes": len(body),
-        "manifest": manifest,
-        "manifest_sha256": hashlib.sha256(manifest.encode()).hexdigest(),
-    }
-    whole = json.dumps(entry).encode()
-    entry_text = draw(st.one_of(st.just(whole), st.just(whole), json_or_bytes(entry)))
-    return draw(json_or_bytes({"version": 7})), entry_text, body
+def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """Entry and body of draft 7."""
+    blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
+    body = draw(damaged([blob.data]))
+    digest = draw(st.sampled_from((blob.sha256, hashlib.sha256(body).digest())))
+    entry = {"version": 7, "bytes": len(body), "sha256": digest.hex()}
+    whole = st.just(json.dumps(entry).encode())
+    return draw(st.one_of(whole, whole, json_or_bytes(entry))), body
 
 
-def read_heads(given: tuple[bytes, bytes, bytes]) -> str:
+def read_drafts(given: tuple[bytes, bytes]) -> str:
     where, path = folder()
-    for name, data in zip(
-        ("latest.json", f"{7:012d}.json", f"{7:012d}.safetensors"), given, strict=True
-    ):
+    for name, data in zip(("latest.json", f"{7:012d}.safetensors"), given, strict=True):
         (path / "heads" / name).write_bytes(data)
-    version = latest_head(where)
-    struct.pack("<Q", version)
-    found = read_head(where, 7)
+    struct.pack("<Q", where.latest_draft())
+    found = publication.decode(where.read_draft())
     publication.encode(found.tensors, 7, 6, {})
-    return "a head"
+    return "a draft"
 
 
 def parsers() -> list[Parser]:
@@ -288,5 +275,5 @@ def parsers() -> list[Parser]:
                st.tuples(config, model_files()), read_model, refused),
         Parser("spool_models", "transport.spool_models", model_lists(), read_models,
                refused),
-        Parser("spool_heads", "transport.spool_heads", heads(), read_heads, refused),
+        Parser("spool_drafts", "transport.spool", drafts(), read_drafts, refused),
     ]  # fmt: skip

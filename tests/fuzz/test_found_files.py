@@ -18,13 +18,13 @@ from vllm_tide.transport import TransportError, purge
 from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import inspect_manifests
 from vllm_tide.transport.small_file import MAX_BYTES
-from vllm_tide.transport.spool import EngineFolder, EngineState, parse_json
+from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
 from vllm_tide.transport.spool_identity import (
     draft_fingerprint,
     read_header,
     target_fingerprint,
 )
-from vllm_tide.transport.spool_models import HEADS, latest_head, local_models
+from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import (
     ShardDamaged,
     SpoolReader,
@@ -173,8 +173,8 @@ def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
 @pytest.mark.parametrize("version", [2**63, 10**30, True, 1.5, -1])
 def test_a_head_that_no_version_names_is_none(engine, version):
     folder, where = engine
-    (where / HEADS / "latest.json").write_text(json.dumps({"version": version}))
-    assert latest_head(folder) == 0
+    (where / DRAFTS / "latest.json").write_text(json.dumps({"version": version}))
+    assert folder.latest_draft() == 0
 
 
 @pytest.mark.parametrize(

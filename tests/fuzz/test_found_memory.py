@@ -1,12 +1,10 @@
 """What fuzzing found in the readers of shared memory, one test a defect."""
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 
-import numpy as np
 import pytest
 
 from tests.fuzz.memory import FIELDS, SPEC, TENSORS, sealed
@@ -16,7 +14,6 @@ from vllm_tide.transport import (
     RingReader,
     RingWriter,
     TransportError,
-    WeightsRefused,
     WeightsSegment,
     WeightsWriter,
     publication,
@@ -145,34 +142,6 @@ def test_a_version_that_no_word_holds_is_not_published():
         trainer.publish(TENSORS, version=2**64, parent_version=0, meta={})
     trainer.close()
     engine.close()
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        # Multiplied out, hundreds of thousands of them would take for ever.
-        (b"[2,3]", b"[" + b",".join([b"9" * 400] * 100) + b"]"),
-        (b"[2,3]", b"[0," + b"9" * 30 + b"]"),
-        (b"[2,3]", b"[2,3,1,1,1,1,1,1,1]"),
-    ],
-)
-def test_a_shape_of_absurd_size_is_refused(old, new):
-    _, manifest, body = publication.encode(TENSORS, 3, 2, {})
-    length = int.from_bytes(body[:8], "little")
-    text = body[8 : 8 + length].replace(old, new)
-    body = len(text).to_bytes(8, "little") + text + body[8 + length :]
-    digest = hashlib.sha256(manifest).digest()
-    with pytest.raises(WeightsRefused, match="no shape of a tensor"):
-        publication.decode(3, digest, manifest, np.frombuffer(body, np.uint8).copy())
-
-
-@pytest.mark.parametrize("parent", [-1, 2**64])
-def test_a_parent_that_is_no_version_is_refused(parent):
-    _, manifest, body = publication.encode(TENSORS, 3, parent, {})
-    digest = hashlib.sha256(manifest).digest()
-    with pytest.raises(WeightsRefused, match="parent_version is no version"):
-        publication.decode(3, digest, manifest, np.frombuffer(body, np.uint8).copy())
 
 
 def test_a_descriptor_wider_than_an_int_is_not_cut_to_another_one():

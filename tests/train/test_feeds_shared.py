@@ -33,10 +33,9 @@ from vllm_tide.train.feeds import (
     SpoolSource,
     open_feeds,
 )
-from vllm_tide.transport import TransportError
+from vllm_tide.transport import TransportError, publication
 from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_models import encode_head, latest_head, write_head
 from vllm_tide.transport.spool_store import open_store
 
 SPEC = make_spec()
@@ -228,13 +227,12 @@ def test_a_head_of_another_trainer_ends_the_feed(spooled):
     feed = SpoolFeed(s.store, "a", threaded=False)
     feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
     folder = EngineFolder(s.store, "a")
-    write_head(folder, encode_head(head_tensors(9), version=5, parent_version=0,
-                                   meta={}))  # fmt: skip
+    folder.write_draft(publication.encode(head_tensors(9), 5, 0, {}))
     feed.heartbeat()
     with pytest.raises(TransportError, match="another trainer publishes"):
         feed.heartbeat()
     feed.close()
-    assert latest_head(folder) == 5
+    assert folder.latest_draft() == 5
     s.relay.close()
 
 
@@ -519,4 +517,4 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
             child.kill()
             child.wait()
             child.stdout.close()
-    assert latest_head(EngineFolder(open_store(spool), "right")) == version + 1
+    assert EngineFolder(open_store(spool), "right").latest_draft() == version + 1

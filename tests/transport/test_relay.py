@@ -16,16 +16,10 @@ from tests.transport.spool_toys import (
 from vllm_tide.cli import relay as cli_relay
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
-from vllm_tide.transport import TransportError
+from vllm_tide.transport import TransportError, publication
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import SHM_DIR
-from vllm_tide.transport.spool import (
-    ReaderState,
-)
-from vllm_tide.transport.spool_models import (
-    encode_head,
-    write_head,
-)
+from vllm_tide.transport.spool import ReaderState
 
 SPEC = make_spec()
 
@@ -41,7 +35,7 @@ def settle(relay, seconds=0.05):
         relay._next_poll = 0.0
 
 
-def test_the_relay_carries_records_heads_and_feedback(store, engines):
+def test_the_relay_carries_records_drafts_and_feedback(store, engines):
     engine = engines()
     engine.serve(range(5))
     relay = engine.relay(store)
@@ -53,11 +47,13 @@ def test_the_relay_carries_records_heads_and_feedback(store, engines):
     assert state.rows == 20
     found, _ = read_all(store, last=state.last_shard)
     assert sum(found.values(), []) == list(range(5))
-    head = encode_head(head_tensors(3), version=3, parent_version=0, meta={"g": 1})
-    write_head(folder, head)
+    blob = publication.encode(head_tensors(3), 3, 0, {"g": 1})
+    folder.write_draft(blob)
     settle(relay)
     got = engine.weights.read()
     assert (got.version, got.meta) == (3, {"g": 1})
+    held = [engine.weights._read_slot(slot, 3) for slot in (0, 1)]
+    assert [bytes(other.data) for other in held if other] == [blob.data]
     assert folder.read_state().published_version == 3
     engine.weights.report(3, swap_pause_ms=1.5)
     settle(relay)
@@ -85,7 +81,7 @@ def test_a_relay_makes_room_for_the_next_when_a_segment_is_replaced(
     engine.ring.close()
 
 
-def test_the_relay_refuses_a_head_that_is_damaged_or_does_not_fit(store, engines):
+def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(store, engines):
     engine = engines()
     relay = engine.relay(store)
     folder = engine.folder(store)
@@ -94,8 +90,7 @@ def test_the_relay_refuses_a_head_that_is_damaged_or_does_not_fit(store, engines
         (1, head_tensors(1), True, "truncated"),
         (2, big, False, "segment"),
     ):
-        head = encode_head(tensors, version=version, parent_version=0, meta={})
-        write_head(folder, head)
+        folder.write_draft(publication.encode(tensors, version, 0, {}))
         if harm:
             at = folder.path("heads", f"{version:012d}.safetensors")
             store.write(at, store.read(at)[:-1])
@@ -103,8 +98,7 @@ def test_the_relay_refuses_a_head_that_is_damaged_or_does_not_fit(store, engines
         state = folder.read_state()
         assert (state.refused_version, state.refused_reason) == (version, reason)
         assert engine.weights.latest_version() == 0
-    write_head(folder, encode_head(head_tensors(3), version=3, parent_version=0,
-                                   meta={}))  # fmt: skip
+    folder.write_draft(publication.encode(head_tensors(3), 3, 0, {}))
     settle(relay)
     assert engine.weights.latest_version() == 3
     relay.close()

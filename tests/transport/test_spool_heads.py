@@ -1,4 +1,4 @@
-"""Heads, identities and models in a spool."""
+"""Drafts, identities and models in a spool."""
 
 import hashlib
 import json
@@ -11,51 +11,40 @@ import pytest
 from tests.transport.samples import make_spec
 from tests.transport.spool_toys import ROWS, head_tensors
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.transport import TransportError, WeightsRefused
-from vllm_tide.transport.spool import (
-    EngineFolder,
-)
+from vllm_tide.transport import TransportError, WeightsRefused, publication
+from vllm_tide.transport.spool import DraftConflict, EngineFolder
 from vllm_tide.transport.spool_identity import difference, identity_of
-from vllm_tide.transport.spool_models import (
-    HeadConflict,
-    encode_head,
-    latest_head,
-    local_models,
-    read_head,
-    write_head,
-)
+from vllm_tide.transport.spool_models import local_models
 
 SPEC = make_spec()
 
 
-# Heads
+# Drafts
 
 
-def test_a_head_comes_back_to_the_bit_and_the_last_few_are_kept(store):
+def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
     folder = EngineFolder(store, "e1")
-    assert latest_head(folder) == 0
+    assert folder.latest_draft() == 0
     for version in range(1, 6):
-        head = encode_head(
-            head_tensors(version), version=version, parent_version=1, meta={"a": 1}
-        )
-        write_head(folder, head)
-        got = read_head(folder, latest_head(folder))
+        blob = publication.encode(head_tensors(version), version, 1, {"a": 1})
+        folder.write_draft(blob)
+        assert folder.latest_draft() == version
+        assert folder.read_draft() == blob
+        got = publication.decode(folder.read_draft())
         assert (got.version, got.parent_version, got.meta) == (version, 1, {"a": 1})
         want = head_tensors(version)["fc.weight"][2]
         assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
     assert sorted(store.sizes(folder.path("heads"))) == sorted(
-        ["latest.json"]
-        + [f"{v:012d}.{ext}" for v in (3, 4, 5) for ext in ("json", "safetensors")]
+        ["latest.json"] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
     )
-    with pytest.raises(HeadConflict, match="not newer"):
-        write_head(folder, head)
+    with pytest.raises(DraftConflict, match="not newer"):
+        folder.write_draft(blob)
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "manifest", "gone"])
-def test_a_damaged_head_is_refused(store, harm):
+def test_a_damaged_draft_is_refused(store, harm):
     folder = EngineFolder(store, "e1")
-    tensors = head_tensors(1)
-    write_head(folder, encode_head(tensors, version=1, parent_version=0, meta={}))
+    folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
     at = folder.path("heads", "000000000001.safetensors")
     body = bytearray(store.read(at))
     reason = "sha256"
@@ -66,15 +55,25 @@ def test_a_damaged_head_is_refused(store, harm):
         body[-1] ^= 1
         store.write(at, body)
     elif harm == "manifest":
-        entry = folder.read_json("heads/000000000001.json")
-        entry["manifest"] = entry["manifest"].replace('"parent_version":0', '"x":0')
-        folder.write_json("heads/000000000001.json", entry, durable=True)
+        entry = folder.read_json("heads/latest.json")
+        folder.write_json("heads/latest.json", {**entry, "sha256": "00"}, durable=True)
     else:
-        store.remove(folder.path("heads", "000000000001.json"))
+        store.remove(folder.path("heads", "latest.json"))
         reason = "empty"
     with pytest.raises(WeightsRefused) as caught:
-        read_head(folder, 1)
+        publication.decode(folder.read_draft())
     assert caught.value.reason == reason
+
+
+def test_a_draft_that_another_version_stored_is_refused_in_a_sentence(store):
+    """Before, a manifest of each draft held its digests; its number still counts."""
+    folder = EngineFolder(store, "e1")
+    folder.write_json("heads/latest.json", {"version": 7}, durable=True)
+    with pytest.raises(WeightsRefused, match="run the same vllm_tide on both sides"):
+        folder.read_draft()
+    assert folder.latest_draft() == 7
+    folder.write_draft(publication.encode(head_tensors(8), 8, 0, {}))
+    assert folder.read_draft().version == 8
 
 
 # Identity and models

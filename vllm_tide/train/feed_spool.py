@@ -1,6 +1,6 @@
 """A feed through a spool: nothing is shared with the engine but storage.
 
-A thread of its own talks to the storage: it fetches shards ahead, sends heads and says
+A thread of its own talks to the storage: it fetches shards ahead, sends drafts and says
 that the trainer lives. So storage that is slow, or hangs, never stops a training step.
 """
 
@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError, said
-from vllm_tide.transport.publication import Publication, TensorInput
+from vllm_tide.transport import publication
+from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.publication import DraftBlob, Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring_format import Collect
 from vllm_tide.transport.spool import (
     BEAT_S,
     DEAD_S,
+    DraftConflict,
     EngineFolder,
     EngineState,
     Freshness,
@@ -30,15 +32,7 @@ from vllm_tide.transport.spool import (
     instance_gone,
     this_instance,
 )
-from vllm_tide.transport.spool_models import (
-    EncodedHead,
-    HeadConflict,
-    encode_head,
-    latest_head,
-    local_models,
-    read_head,
-    write_head,
-)
+from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import Store, open_store
 from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
@@ -50,7 +44,7 @@ POLL_S = 0.25
 PREFETCHED_SHARDS = 2
 CURSOR_S = 1.0
 """How often the cursor is written (s): what a killed trainer reads twice, at most."""
-_CLOSE_S, _CLOSE_WITH_HEAD_S = 5.0, 60.0
+_CLOSE_S, _CLOSE_WITH_DRAFT_S = 5.0, 60.0
 
 
 @dataclass
@@ -102,14 +96,14 @@ class SpoolFeed:
         self._state = self._folder.read_state() or EngineState()
         self._fresh, self._reached = Freshness(), time.monotonic()
         self._fresh.look(self._state.unix)
-        self._latest = max(latest_head(self._folder), self._state.published_version)
+        self._latest = max(self._folder.latest_draft(), self._state.published_version)
         self._lock = threading.Lock()
         self._queue: deque[_Fetched] = deque()
         # Purges since the last fetch began: its shard may come from before them.
         self._purges: list[int | None] = []
         self._cursor = (before.shard, before.index)
         self._collect = Collect.NOTHING if before.paused else Collect.FULL
-        self._pending: EncodedHead | None = None
+        self._pending: DraftBlob | None = None
         self._lost = ""
         self._failing = ""
         self._beat = time.monotonic()
@@ -192,27 +186,23 @@ class SpoolFeed:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Sent in the background; a newer head replaces it."""
+        """Sent in the background; a newer draft replaces it."""
         if version <= self.latest_version:
             raise TransportError(
                 f"version {version} is not newer than {self.latest_version}"
             )
-        head = encode_head(
-            tensors, version=version, parent_version=parent_version, meta=meta
-        )
+        blob = publication.encode(tensors, version, parent_version, meta)
         with self._lock:
-            self._pending = head
+            self._pending = blob
             self._latest = version
 
     def latest(self) -> Publication | None:
-        version = latest_head(self._folder)
-        if version == 0:
+        if self._folder.latest_draft() == 0:
             return None
         try:
-            return read_head(self._folder, version)
+            return publication.decode(self._folder.read_draft())
         except WeightsRefused as refusal:
-            why = said(refusal)
-            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
+            logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
             return None
 
     def set_collect(self, wanted: Collect) -> None:
@@ -231,7 +221,7 @@ class SpoolFeed:
         }
 
     def close(self) -> None:
-        """Waits for a head under way, a minute at most."""
+        """Waits for a draft under way, a minute at most."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -240,14 +230,14 @@ class SpoolFeed:
             return
         if time.monotonic() - self._reached > _CLOSE_S:
             return  # the storage hangs: the thread ends whenever it comes back
-        patience = _CLOSE_S if self._pending is None else _CLOSE_WITH_HEAD_S
+        patience = _CLOSE_S if self._pending is None else _CLOSE_WITH_DRAFT_S
         self._thread.join(timeout=patience)
 
     def poll(self) -> None:
         """One round with the storage; a failure is logged and tried again."""
         try:
             self._exchange()
-        except HeadConflict as error:
+        except DraftConflict as error:
             self._lost = str(error)
             self._pending = None
         except TransportError as error:
@@ -273,11 +263,11 @@ class SpoolFeed:
         while not closing and len(self._queue) < PREFETCHED_SHARDS:
             if not self._fetch():
                 break
-        head = self._pending
-        if head is not None:
-            write_head(self._folder, head)
+        blob = self._pending
+        if blob is not None:
+            self._folder.write_draft(blob)
             with self._lock:
-                if self._pending is head:  # no newer one came meanwhile
+                if self._pending is blob:  # no newer one came meanwhile
                     self._pending = None
         # A trainer that hangs must not look alive because this thread is.
         if closing or time.monotonic() - self._beat < DEAD_S:

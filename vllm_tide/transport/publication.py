@@ -1,7 +1,8 @@
-"""A publication: named tensors with their manifest, as the bytes of one slot.
+"""A draft as bytes: one safetensors file with its metadata, and its SHA-256 beside it.
 
-Body of a slot: a fixed head, the manifest (JSON), then a safetensors serialisation.
-The head carries the SHA-256 of the manifest, the manifest that of every tensor.
+The weights segment, the spool and who passes drafts on hold the same bytes; only the
+two ends that need tensors read them. The digest is the only check: a writer of this
+user is not hostile, so bytes with the right digest are what was written.
 
 Encoding uses the safetensors library. Decoding reads its simple format here, because
 the library wants ``bytes`` and hands out copies: two more passes over the weights
@@ -13,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,18 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from vllm_tide.transport.header import MALFORMED, TransportError
+from vllm_tide.transport.header import MALFORMED, TransportError, said
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of a draft's bytes and of the segment that holds them."""
 MAX_VERSION = 2**63 - 1
-"""Versions are counted from 1; a larger one is damage."""
+"""Versions are counted from 1."""
 
-_MAX_DIMS = 8
-_MAX_DIM = 2**48
-
-SLOT_MAGIC = b"VTIDEPUB"
-# magic, version, bytes of the manifest, bytes of the tensors, SHA-256 of the manifest
-SLOT_HEAD = struct.Struct("<8sQQQ32s")
+_METADATA = "vllm_tide"  # the one key of the file's metadata; its value is JSON
 
 # Name as torch says it: (name in a safetensors header, bytes of an element).
 _DTYPES = {
@@ -89,17 +85,29 @@ class Publication:
     tensors: dict[str, TensorBytes]
 
 
+class DraftBlob(NamedTuple):
+    """A draft as it is stored and passed on: private bytes and their SHA-256."""
+
+    version: int
+    sha256: bytes
+    data: Any  # bytes, or uint8 [n] that nobody else holds
+
+    def verify(self) -> None:
+        """Compare bytes and digest; WeightsRefused (sha256) if they differ."""
+        if hashlib.sha256(self.data).digest() != self.sha256:
+            raise WeightsRefused("sha256", f"version {self.version} is damaged")
+
+
 def encode(
     tensors: Mapping[str, TensorInput], version: int, parent: int, meta: dict[str, Any]
-) -> tuple[bytes, bytes, bytes]:
-    """Serialise: the slot's head, the manifest and the tensors.
+) -> DraftBlob:
+    """Serialise a draft.
 
     Raises:
         ValueError: If a dtype is unknown, a size is wrong or meta is no JSON.
     """
     specs: dict[str, Any] = {}
-    described: dict[str, Any] = {}
-    kept: list[np.ndarray] = []  # TensorSpec holds a bare address
+    buffers: list[np.ndarray] = []  # TensorSpec holds a bare address
     for name, (dtype, shape, buffer) in tensors.items():
         if dtype not in _DTYPES:
             raise ValueError(f"tensor {name}: dtype {dtype!r} cannot be published")
@@ -108,93 +116,61 @@ def encode(
             raise ValueError(
                 f"tensor {name}: {len(data)} bytes do not make {dtype} {tuple(shape)}"
             )
-        kept.append(data)
+        buffers.append(data)
         specs[name] = tensor_spec(dtype, list(shape), data)
-        digest = hashlib.sha256(data.data).hexdigest()
-        described[name] = {"dtype": dtype, "shape": list(shape), "sha256": digest}
-    manifest = json.dumps(
-        {
-            "version": version,
-            "parent_version": parent,
-            "created_unix_ns": time.time_ns(),
-            "meta": meta,
-            "tensors": described,
-        },
-        separators=(",", ":"),
-    ).encode()
-    body = bytes(safetensors.serialize(specs, None))
-    digest_bytes = hashlib.sha256(manifest).digest()
-    head = SLOT_HEAD.pack(SLOT_MAGIC, version, len(manifest), len(body), digest_bytes)
-    return head, manifest, body
+    about = {
+        "format": FORMAT_VERSION,
+        "version": version,
+        "parent_version": parent,
+        "created_unix_ns": time.time_ns(),
+        "meta": meta,
+    }
+    body = bytes(safetensors.serialize(specs, {_METADATA: json.dumps(about)}))
+    return DraftBlob(version, hashlib.sha256(body).digest(), body)
 
 
-def decode(version: int, manifest_sha256: bytes, manifest: bytes, body: np.ndarray) -> (
-    Publication
-):  # fmt: skip
-    """Verify and read a slot.
-
-    Args:
-        body: uint8, private copy; the tensors are views of it.
+def decode(blob: DraftBlob) -> Publication:
+    """Verify and read a draft; its tensors are views of the blob.
 
     Raises:
         WeightsRefused: sha256 or format.
     """
-    if hashlib.sha256(manifest).digest() != manifest_sha256:
-        raise WeightsRefused("sha256", f"the manifest of version {version} is damaged")
+    blob.verify()
+    data = np.frombuffer(blob.data, np.uint8)
     try:
-        fields = json.loads(manifest)
-        if fields["version"] != version:
-            raise ValueError("the manifest is of another version")
-        if not 0 <= int(fields["parent_version"]) <= MAX_VERSION:
-            raise ValueError("parent_version is no version")
-        tensors = _read_safetensors(body)
-        described = fields["tensors"]
-        if tensors.keys() != described.keys():
-            raise ValueError("the manifest lists other tensors")
-        for name, tensor in tensors.items():
-            entry = described[name]
-            if (tensor.dtype, list(tensor.shape)) != (entry["dtype"], entry["shape"]):
-                raise ValueError(f"{name} is not as the manifest says")
-            if hashlib.sha256(tensor.data.data).hexdigest() != entry["sha256"]:
-                raise WeightsRefused(
-                    "sha256", f"tensor {name} of version {version} is damaged"
-                )
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:begin].tobytes())
+        about = json.loads(header.pop("__metadata__")[_METADATA])
+        if (about["format"], about["version"]) != (FORMAT_VERSION, blob.version):
+            raise ValueError(
+                f"format {said(about['format'])} and version {said(about['version'])}, "
+                f"not {FORMAT_VERSION} and {blob.version}: run the same vllm_tide on "
+                "both sides"
+            )
         return Publication(
-            version=version,
-            parent_version=int(fields["parent_version"]),
-            created_unix_ns=int(fields["created_unix_ns"]),
-            meta=dict(fields["meta"]),
-            tensors=tensors,
+            version=blob.version,
+            parent_version=int(about["parent_version"]),
+            created_unix_ns=int(about["created_unix_ns"]),
+            meta=dict(about["meta"]),
+            tensors={
+                name: _tensor(data[begin:], **entry) for name, entry in header.items()
+            },
         )
     except MALFORMED as error:
         raise WeightsRefused(
-            "format", f"version {version} cannot be read: {error}"
+            "format", f"version {blob.version} cannot be read: {said(error)}"
         ) from error
 
 
-def _read_safetensors(body: np.ndarray) -> dict[str, TensorBytes]:
-    if len(body) < 8:
-        raise ValueError("the tensors are cut short")
-    length = int.from_bytes(body[:8].tobytes(), "little")
-    if length > len(body) - 8:
-        raise ValueError("the header of the tensors runs past the end")
-    header = json.loads(body[8 : 8 + length].tobytes())
-    header.pop("__metadata__", None)
-    data = body[8 + length :]
-    tensors: dict[str, TensorBytes] = {}
-    for name, entry in header.items():
-        dtype, size = _DTYPE_NAMES[entry["dtype"]]
-        shape = tuple(int(dim) for dim in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-        # Bounded before they are multiplied: the product of many has no bound.
-        if len(shape) > _MAX_DIMS or not all(0 <= dim <= _MAX_DIM for dim in shape):
-            raise ValueError(f"{name} has no shape of a tensor")
-        if not 0 <= begin <= end <= len(data):
-            raise ValueError(f"{name} runs past the end")
-        if end - begin != math.prod(shape) * size:
-            raise ValueError(f"{name} has the wrong size")
-        tensors[name] = TensorBytes(dtype, shape, data[begin:end])
-    return tensors
+def _tensor(
+    data: np.ndarray, dtype: str, shape: list[int], data_offsets: list[int]
+) -> TensorBytes:
+    name, size = _DTYPE_NAMES[dtype]
+    begin, end = data_offsets
+    tensor = TensorBytes(name, tuple(map(int, shape)), data[begin:end])
+    if min(tensor.shape, default=0) < 0 or len(tensor.data) != math.prod(shape) * size:
+        raise ValueError("a tensor has the wrong size")
+    return tensor
 
 
 def _as_bytes(buffer: Any) -> np.ndarray:

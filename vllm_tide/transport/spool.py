@@ -1,21 +1,22 @@
-"""The spool: records and heads through storage that an engine and a trainer share.
+"""The spool: records and drafts through storage that an engine and a trainer share.
 
-On the engine's host `vllm-tide relay` drains the ring into the spool and puts heads it
+On the engine's host `vllm-tide relay` drains the ring into the spool and puts drafts it
 finds there into the weights segment, so an engine knows nothing of it. A trainer needs
 nothing but the spool. Under the URL lie::
 
     engines/<engine>/engine.json            what the engine is (written once)
     engines/<engine>/state.json             heartbeat, shards there are, feedback
     engines/<engine>/records/<n>-<time>.safetensors, <n>.json
-    engines/<engine>/heads/<version>.safetensors, <version>.json, latest.json
+    engines/<engine>/heads/<version>.safetensors, latest.json   (drafts)
     engines/<engine>/readers/<reader>.json  cursor and wishes of a trainer
-    engines/<engine>/draft/                 the head the engine started with
+    engines/<engine>/draft/                 the draft the engine started with
     targets/<SHA-256 of files.json>/        embedding and output rows of a target
 
 A manifest (``.json``) is written after the file it describes and is what makes it
-exist; it carries the file's size and checksum. So a writer may die at any moment, and
-what it left half done is never read. One relay writes an engine's files, one trainer
-of each reader name its own; nobody waits for anybody.
+exist; it carries the file's size and checksum. A draft's file holds the bytes of the
+weights segment, and ``latest.json`` is the manifest of the newest. So a writer may die
+at any moment, and what it left half done is never read. One relay writes an engine's
+files, one trainer of each reader name its own; nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from vllm_tide.transport.header import MALFORMED, TransportError, said
 from vllm_tide.transport.process import Holder
+from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
 from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
 from vllm_tide.transport.ring_format import RingSpec
-from vllm_tide.transport.spool_store import Store
+from vllm_tide.transport.spool_store import NotOurs, Store
 
 FORMAT_VERSION = 2
 ENGINES = "engines"
+DRAFTS = "heads"
+KEPT_DRAFTS = 3
+_LATEST = f"{DRAFTS}/latest.json"
 MAX_JSON_BYTES = 16 << 20
 """A larger JSON file is not one of ours."""
 
@@ -53,7 +58,7 @@ _Label = Annotated[str, Strict(), AfterValidator(said)]  # it comes into a log
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MADE = {
     "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
-    "heads": re.compile(r"([0-9]{12}\.(json|safetensors)|latest\.json)"),
+    DRAFTS: re.compile(r"([0-9]{12}\.(json|safetensors)|latest\.json)"),
     "readers": re.compile(rf"{_NAME.pattern}\.json"),
     "draft": re.compile(r"[!-\-0-~][ -.0-~]*\.(json|safetensors)"),
     "": re.compile(r"(engine|state)\.json"),
@@ -78,7 +83,7 @@ class EngineState:
     running: _Flag = True  # engine and relay live; False is the last word
     first_shard: _Count = 1  # the oldest that may still be there
     last_shard: _Count = 0  # the newest complete one; 0 if there is none
-    published_version: _Count = 0  # newest head in the engine's weights segment
+    published_version: _Count = 0  # newest draft in the engine's weights segment
     installed_version: _Count = 0  # serves now
     refused_version: _Count = 0  # the last one, 0 if none
     refused_reason: _Label = ""
@@ -96,12 +101,16 @@ class ReaderState:
     running: _Flag = True  # False is the last word
     collect: _Flag = True  # wants full rows, else light records
     paused: _Flag = False  # wants nothing; its last word holds
-    publishes: _Flag = True  # sends heads to this engine
+    publishes: _Flag = True  # sends drafts to this engine
     shard: _Count = 1  # reads it next
     index: _Count = 0  # records of it taken already
 
 
 _State = TypeVar("_State", EngineState, ReaderState)
+
+
+class DraftConflict(TransportError):  # noqa: N818 - says what it is
+    """Another trainer has published meanwhile."""
 
 
 class EngineFolder:
@@ -183,6 +192,61 @@ class EngineFolder:
             if state is not None:
                 found[name] = state
         return found
+
+    def write_draft(self, blob: DraftBlob) -> None:
+        """Store a draft and make it the latest; DraftConflict if it is not newer."""
+        latest = self.latest_draft()
+        if blob.version <= latest:
+            raise DraftConflict(
+                f"engine {self.engine_id}: draft {blob.version} is not newer than "
+                f"{latest} in {self.store.url}: another trainer publishes to it; stop "
+                "one"
+            )
+        self.store.write(self.path(DRAFTS, _draft_file(blob.version)), blob.data)
+        entry = {
+            "version": blob.version,
+            "bytes": len(blob.data),
+            "sha256": blob.sha256.hex(),
+        }
+        self.write_json(_LATEST, entry, durable=True)
+        names = sorted(self.store.sizes(self.path(DRAFTS)))
+        for name in [n for n in names if n.endswith(".safetensors")][:-KEPT_DRAFTS]:
+            with contextlib.suppress(NotOurs):
+                self.store.remove(self.path(DRAFTS, name))
+
+    def latest_draft(self) -> int:
+        """Version of the latest draft; 0 if there is none."""
+        version = (self.read_json(_LATEST) or {}).get("version")
+        if type(version) is not int or not 0 < version <= MAX_VERSION:
+            return 0
+        return version
+
+    def read_draft(self) -> DraftBlob:
+        """The latest draft's bytes, not verified.
+
+        Raises:
+            WeightsRefused: empty, truncated or format.
+        """
+        entry = self.read_json(_LATEST)
+        if entry is None:
+            raise WeightsRefused("empty", "no draft has been stored yet")
+        try:
+            version, size = int(entry["version"]), int(entry["bytes"])
+            digest = bytes.fromhex(entry["sha256"])
+        except MALFORMED as error:
+            raise WeightsRefused(
+                "format",
+                f"the draft of engine {self.engine_id} in {self.store.url} was stored "
+                "by another version: run the same vllm_tide on both sides",
+            ) from error
+        body = self.read_sized(f"{DRAFTS}/{_draft_file(version)}", size)
+        if body is None or len(body) != size:
+            raise WeightsRefused("truncated", f"draft {version} is not whole")
+        return DraftBlob(version, digest, body)
+
+
+def _draft_file(version: int) -> str:
+    return f"{version:012d}.safetensors"
 
 
 class Freshness:

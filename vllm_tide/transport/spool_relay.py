@@ -1,4 +1,4 @@
-"""The relay: one engine's ring into a spool, and heads out of it.
+"""The relay: one engine's ring into a spool, and drafts out of it.
 
 A process of its own on the engine's host: storage may be slow or gone, and then only
 the ring fills. To the engine it is a trainer like any other.
@@ -38,11 +38,7 @@ from vllm_tide.transport.spool import (
     Freshness,
 )
 from vllm_tide.transport.spool_identity import identity_of
-from vllm_tide.transport.spool_models import (
-    latest_head,
-    read_head,
-    upload_models,
-)
+from vllm_tide.transport.spool_models import upload_models
 from vllm_tide.transport.spool_store import Store
 from vllm_tide.transport.spool_writer import SpoolWriter
 from vllm_tide.transport.weights import WeightsRefused, WeightsWriter
@@ -51,7 +47,7 @@ logger = logging.getLogger("vllm_tide.relay")
 
 IDLE_SLEEP_S = 0.05
 POLL_S = 0.5
-"""How often heads and trainers are looked for (s)."""
+"""How often drafts and trainers are looked for (s)."""
 _DRAIN_BATCH = 256
 _DRAIN_LIMIT_S = 1.0
 # What is served while the relay ends, or purges, may come without end.
@@ -95,7 +91,7 @@ class Relay:
         self._said = 0.0
         self._next_poll = 0.0
         self._readers: dict[str, Freshness] = {}
-        self._seen_head = self._weights.latest_version
+        self._seen_draft = self._weights.latest_version
         self._refused = (0, "")
         self._stopping = False
         self._failing = ""
@@ -217,40 +213,39 @@ class Relay:
         if self._writer.due():
             self._writer.flush()
         self._writer.keep_bounds()
-        self._take_head()
+        self._take_draft()
         self._heed_readers()
         self._say()
 
-    def _take_head(self) -> None:
-        version = latest_head(self._folder)
-        if version <= self._seen_head:
+    def _take_draft(self) -> None:
+        """Pass the newest draft on as it is."""
+        version = self._folder.latest_draft()
+        if version <= self._seen_draft:
             return
-        self._seen_head = version
+        self._seen_draft = version
         try:
-            head = read_head(self._folder, version)
+            blob = self._folder.read_draft()
+            blob.verify()
         except WeightsRefused as refusal:
             self._refuse(version, refusal.reason, refusal.sentence)
             return
         except TransportError:
-            self._seen_head = self._weights.latest_version  # try again
+            self._seen_draft = self._weights.latest_version  # try again
             raise
         try:
-            self._weights.publish(
-                head.tensors,
-                version=version,
-                parent_version=head.parent_version,
-                meta=head.meta,
-            )
-        except (TransportError, ValueError) as error:
+            self._weights.put(blob)
+        except TransportError as error:
             # It does not fit the segment, and never will.
             self._refuse(version, "segment", str(error))
         else:
-            logger.info("engine %s: head %d published", self._folder.engine_id, version)
+            logger.info(
+                "engine %s: draft %d published", self._folder.engine_id, version
+            )
 
     def _refuse(self, version: int, reason: str, sentence: str) -> None:
         self._refused = (version, reason)
         logger.warning(
-            "engine %s: head %d of the spool is refused: %s",
+            "engine %s: draft %d of the spool is refused: %s",
             self._folder.engine_id,
             version,
             said(sentence),

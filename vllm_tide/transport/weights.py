@@ -29,8 +29,7 @@ from vllm_tide.transport.header import (
 )
 from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.publication import (
-    SLOT_HEAD,
-    SLOT_MAGIC,
+    DraftBlob,
     Publication,
     TensorBytes,
     TensorInput,
@@ -49,7 +48,10 @@ __all__ = [
 
 MAGIC = b"VTIDEWTS"
 _READ_ATTEMPTS = 3
-_MANIFEST_AT = 128  # of a slot
+SLOT_MAGIC = b"VTIDEPUB"
+# magic, version, bytes of the draft, their SHA-256
+SLOT_HEAD = struct.Struct("<8sQQ32s")
+BLOB_AT = 64  # of a slot
 
 
 class _Word(IntEnum):
@@ -172,41 +174,39 @@ class WeightsSegment:
         Raises:
             WeightsRefused: empty, torn, truncated, format, sha256 or stale.
         """
+        for _ in range(_READ_ATTEMPTS):
+            version = self.latest_version()
+            if not self._segment.intact():
+                raise WeightsRefused(
+                    "truncated", f"segment {self.name} is closed or was truncated"
+                )
+            if version == 0:
+                raise WeightsRefused("empty", "nothing has been published yet")
+            if version < self._last_read:
+                raise WeightsRefused(
+                    "stale", f"version {version} is older than {self._last_read}"
+                )
+            found = self.read_version(version)
+            if found is not None:
+                self._last_read = version
+                return found
+        raise WeightsRefused("torn", f"version {version} is in no slot")
+
+    def read_version(self, version: int) -> Publication | None:
+        """Copy a version out, the latest or not; None if no slot holds it now.
+
+        Raises:
+            WeightsRefused: truncated, format or sha256.
+        """
         try:
-            for _ in range(_READ_ATTEMPTS):
-                version = self.latest_version()
-                if not self._segment.intact():
-                    raise WeightsRefused(
-                        "truncated", f"segment {self.name} is closed or was truncated"
-                    )
-                if version == 0:
-                    raise WeightsRefused("empty", "nothing has been published yet")
-                if version < self._last_read:
-                    raise WeightsRefused(
-                        "stale", f"version {version} is older than {self._last_read}"
-                    )
-                for slot in (0, 1):
-                    found = self._read_slot(slot, version)
-                    if found is not None:
-                        self._last_read = version
-                        return found
+            for slot in (0, 1):
+                blob = self._read_slot(slot, version)
+                if blob is not None:
+                    return publication.decode(blob)
         except ValueError as error:  # closed by another thread meanwhile
             raise WeightsRefused(
                 "truncated", f"segment {self.name} was closed: {error}"
             ) from error
-        raise WeightsRefused("torn", f"version {version} is in no undamaged slot")
-
-    def read_version(self, version: int) -> Publication | None:
-        """Copy a version out, the latest or not; None if no slot holds it whole.
-
-        For one who goes on where the latest publication is damaged.
-        """
-        # ValueError: closed by another thread meanwhile.
-        with contextlib.suppress(ValueError, WeightsRefused):
-            for slot in (0, 1) if self._segment.intact() else ():
-                found = self._read_slot(slot, version)
-                if found is not None:
-                    return found
         return None
 
     def report(
@@ -249,33 +249,27 @@ class WeightsSegment:
     def close(self) -> None:
         self._segment.close()
 
-    def _read_slot(self, slot: int, version: int) -> Publication | None:
-        """The slot's publication; None if it is another's or changed meanwhile.
-
-        Raises:
-            WeightsRefused: If it did not change and is damaged all the same.
-        """
+    def _read_slot(self, slot: int, version: int) -> DraftBlob | None:
+        """A private copy of a slot; None if it is another's or changed meanwhile."""
         segment = self._segment
         before = segment.load(_Word.SEQUENCE + slot)
         start = DATA_AT + slot * self._slot_bytes
-        magic, held, manifest_bytes, body_bytes, digest = SLOT_HEAD.unpack(
+        magic, held, size, digest = SLOT_HEAD.unpack(
             bytes(segment.buf[start : start + SLOT_HEAD.size])
         )
         if before % 2 or magic != SLOT_MAGIC or held != version:
             return None
-        size = manifest_bytes + body_bytes
-        if size > self._slot_bytes - _MANIFEST_AT:
+        if size > self._slot_bytes - BLOB_AT:
             raise WeightsRefused(
                 "truncated", f"version {version} claims to be larger than its slot"
             )
         # One pass without the interpreter lock; what is verified is the copy.
         copy = np.empty(-(-size // 8) * 8, np.uint8)
-        at = start + _MANIFEST_AT
+        at = start + BLOB_AT
         _shm.gather(copy, 0, (segment.buf[at : at + size],))
         if segment.load(_Word.SEQUENCE + slot) != before:
             return None
-        manifest = copy[:manifest_bytes].tobytes()
-        return publication.decode(version, digest, manifest, copy[manifest_bytes:size])
+        return DraftBlob(version, digest, copy[:size])
 
 
 class WeightsWriter:
@@ -286,10 +280,7 @@ class WeightsWriter:
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
         self._feedback = WeightsFeedback(0, 0, "", True, 0.0)
-        # A number that no slot holds is damage: versions do not go on from it.
-        held = [self._version_in(slot) for slot in (0, 1)]
-        latest = segment.load(_Word.LATEST)
-        self._last_published = latest if latest in held else max(held)
+        self._last_published = segment.load(_Word.LATEST)
 
     @property
     def lost(self) -> bool:
@@ -335,27 +326,29 @@ class WeightsWriter:
             TransportError: If the segment is gone, too small, or ahead of `version`.
             ValueError: If a tensor contradicts itself.
         """
+        self.put(publication.encode(tensors, version, parent_version, meta))
+
+    def put(self, blob: DraftBlob) -> None:
+        """Put a draft's bytes into the free slot, then make it the latest.
+
+        Raises:
+            TransportError: If the segment is gone, too small, or ahead of its version.
+        """
         self._require_intact()
-        segment = self._segment
-        latest = segment.load(_Word.LATEST)
-        if version <= self._last_published:
-            raise TransportError(
-                f"version {version} is not newer than {self._last_published}"
-            )
+        segment, version, latest = self._segment, blob.version, self._last_published
+        if version <= latest:
+            raise TransportError(f"version {version} is not newer than {latest}")
         if version > publication.MAX_VERSION:
             raise TransportError(
                 f"version {version} is past the last one there is: restart the engine"
             )
-        head, manifest, body = publication.encode(
-            tensors, version, parent_version, meta
-        )
-        size = _MANIFEST_AT + len(manifest) + len(body)
-        if size > self._slot_bytes:
+        size = len(blob.data)
+        if size > self._slot_bytes - BLOB_AT:
             raise TransportError(
                 f"version {version} takes {size} bytes and a slot has "
-                f"{self._slot_bytes}: give the engine's weights segment larger slots"
+                f"{self._slot_bytes - BLOB_AT}: give the engine's weights segment "
+                "larger slots"
             )
-        self._require_intact()  # serialising took a while
         segment.hold(_Word.WRITER, "trainer")
         slot = 1 if latest and self._version_in(0) == latest else 0
         start = DATA_AT + slot * self._slot_bytes
@@ -363,11 +356,10 @@ class WeightsWriter:
         # Odd while writing; a writer killed here left it odd already.
         odd = segment.load(_Word.SEQUENCE + slot) % 2
         _shm.fetch_add(segment.buf, word, 2 if odd else 1)
-        # One unpadded run: the tensors begin where the manifest ends.
-        split = start + _MANIFEST_AT + len(manifest)
+        head = SLOT_HEAD.pack(SLOT_MAGIC, version, size, blob.sha256)
         segment.buf[start : start + len(head)] = head
-        segment.buf[start + _MANIFEST_AT : split] = manifest
-        segment.buf[split : split + len(body)] = body
+        at = start + BLOB_AT
+        segment.buf[at : at + size] = memoryview(blob.data)
         _shm.fetch_add(segment.buf, word, 1)
         segment.store(_Word.LATEST, version)
         self._last_published = version
