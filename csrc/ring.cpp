@@ -1,4 +1,4 @@
-// The writing end of the ring (transport/ring_format.py says what lies where).
+// The writing end of the ring (transport/ring.py says what lies where).
 #include <cstring>
 
 #include "shm.h"

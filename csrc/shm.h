@@ -38,7 +38,7 @@ void store_release(void* address, uint64_t value);
 uint64_t fetch_add(void* address, uint64_t delta);
 bool compare_exchange(void* address, uint64_t expected, uint64_t desired);
 
-// The ring, of which transport/ring_format.py says what lies where.
+// The ring, of which transport/ring.py says what lies where.
 constexpr size_t kDataAt = 8192;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kFrameBytes = 64;

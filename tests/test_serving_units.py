@@ -23,8 +23,7 @@ from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
 from vllm_tide.engine.trainer_process import call_on, given_cores
 from vllm_tide.metrics import TideProm, increments, make_prometheus
-from vllm_tide.transport.ring import RingReader, RingWriter
-from vllm_tide.transport.ring_format import Word
+from vllm_tide.transport.ring import RingReader, RingWriter, Word
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 

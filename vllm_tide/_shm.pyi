@@ -26,10 +26,10 @@ def crc32c_table(data: Buffer, crc: int = 0, /) -> int: ...
 def crc32c_is_hardware() -> bool: ...
 def gather(target: Buffer, offset: int, parts: tuple[Buffer, ...], /) -> int: ...
 
-# Write n records into a ring (ring_format.Frames). `end`: u64 [2], the producer's head
+# Write n records into a ring (ring.Frames). `end`: u64 [2], the producer's head
 # and tail, which move on. `metas`: [n, 96] bytes; `spans`: 64-bit [n, S, 2], where each
 # of S parts begins in its source and how long it is (bytes); `follows`: bool [n];
-# `status`: uint8 [n], in: 0 to be written; out: ring_format.Status. ValueError, and
+# `status`: uint8 [n], in: 0 to be written; out: ring.Status. ValueError, and
 # nothing written: something lies outside its buffer. The interpreter lock is given up.
 def write_frames(
     ring: Buffer,

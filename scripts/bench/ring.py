@@ -28,7 +28,7 @@ from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.step_log import Step
 from vllm_tide.transport import Phase, Record, RingReader, RingSpec, RingWriter
-from vllm_tide.transport.ring_format import Word
+from vllm_tide.transport.ring import Word
 
 SIZES = ((256, 1), (256, 4), (1024, 8), (4096, 4), (4096, 64), (8192, 512))
 RING_BYTES = 256 << 20

@@ -40,7 +40,7 @@ def load(engine: Engine, batch: int) -> None:
 
 def step(engine: Engine, steps: int, collect: bool) -> None:
     """Step, capturing for a reader that never lags, or not."""
-    from vllm_tide.transport.ring_format import Word
+    from vllm_tide.transport.ring import Word
 
     ring = engine.tide._ring
     for _ in range(steps):

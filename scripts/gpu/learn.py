@@ -22,7 +22,7 @@ def _trainer(
     place: Place, engine: Engine, share: float, *module: str
 ) -> Iterator[None]:
     """A trainer, from when it reads what the engine captures."""
-    from vllm_tide.transport.ring_format import consumer_alive
+    from vllm_tide.transport.ring import consumer_alive
 
     train = {"device": "cpu" if place.dry else "cuda", "gpu_share": share}
     command = [sys.executable, *(module or ("-m", "vllm_tide", "train"))]

@@ -10,7 +10,7 @@ from tests.train.test_deployment import events, published_once, serve
 from tests.train.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
 from vllm_tide.train.deployment import master_of
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 
 @pytest.fixture

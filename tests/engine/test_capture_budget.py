@@ -18,7 +18,7 @@ from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.step_log import Step
 from vllm_tide.transport import RingReader, RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 H, LAYERS, K, BATCH, STEPS = 2, (1, 2, 3), 3, 256, 30
 RING_ROWS = 8192

@@ -17,8 +17,7 @@ from tests import toys
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import counted, drain, floats
 from vllm_tide.transport.record import Phase, Record
-from vllm_tide.transport.ring import RingReader
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingReader
 
 pytestmark = pytest.mark.vllm
 

@@ -19,8 +19,7 @@ from vllm_tide.capture.switch import heed_switches
 from vllm_tide.cli.main import main
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.metrics import TideProm
-from vllm_tide.transport.ring import RingReader, RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingReader, RingWriter
 from vllm_tide.transport.spool import ReaderState
 from vllm_tide.transport.spool_store import open_store
 

@@ -12,8 +12,7 @@ import torch
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture_v1 import CaptureV1
 from vllm_tide.transport.record import Phase, Record
-from vllm_tide.transport.ring import RingReader, RingSpec, RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingReader, RingSpec, RingWriter
 from vllm_tide.transport.tenant import KEY_BYTES, tenant_id
 
 HIDDEN, VOCAB, ROWS, TOPK = 4, 50, 16, 3

@@ -15,7 +15,7 @@ from tests.transport.samples import identity
 from vllm_tide.capture import recorder
 from vllm_tide.capture.guard import Guard
 from vllm_tide.transport import RingReader, RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 ROWS = 9 + 4 + 1  # of a step of `Engine`
 

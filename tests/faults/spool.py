@@ -16,7 +16,7 @@ from vllm_tide import _shm
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import META_BYTES
-from vllm_tide.transport.ring_format import (
+from vllm_tide.transport.ring import (
     FRAME_BYTES,
     RECORD,
     Word,

@@ -20,8 +20,7 @@ from vllm_tide.transport import (
 )
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.record import FORMAT_VERSION
-from vllm_tide.transport.ring import peek_ring
-from vllm_tide.transport.ring_format import MAGIC, Word
+from vllm_tide.transport.ring import MAGIC, Word, peek_ring
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned
 from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT, peek_weights
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
@@ -47,8 +46,6 @@ def segment(page, size):
         '"aux_layer_ids":[1e999]',
         '"aux_layer_ids":[1.5]',
         '"hidden_size":1e308',
-        '"vocab_size":true',
-        '"teacher_topk":"2"',
         '"engine_id":[]',
     ],
 )

@@ -16,7 +16,7 @@ from vllm_tide.train.feeds import (
     Feeds,
 )
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 # Fair shares
 

@@ -34,7 +34,7 @@ from vllm_tide.train.feeds import (
     open_feeds,
 )
 from vllm_tide.transport import TransportError, publication
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_store import open_store
 

@@ -12,7 +12,7 @@ from vllm_tide.train.feed import RingFeed
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
 from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.rendezvous import EngineManifest
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR, orphaned
 
 SPEC = make_spec()

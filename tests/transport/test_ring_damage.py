@@ -7,7 +7,7 @@ from tests.transport.samples import identity, make_record, make_spec
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import RecordError, decode, encode
-from vllm_tide.transport.ring_format import FRAME_BYTES, RECORD, Word, pack_frame
+from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Word, pack_frame
 
 SPEC = make_spec()
 
@@ -44,17 +44,21 @@ def test_every_damaged_byte_of_a_frame_is_noticed(ring_pair, at):
     writer, reader = ring_pair(SPEC)
     write(writer, 1, 2)
     reader._segment.buf[DATA_AT + at] ^= 0x10
-    assert drain(reader) == [2]
+    assert drain(reader) == []  # nor is what came after it looked for
     assert reader.stats().corrupt_records == 1
+    write(writer, 3)
+    assert drain(reader) == [3]
 
 
 @pytest.mark.parametrize("laps", [1, 64, 1 << 40])
-def test_a_frame_that_claims_to_reach_past_the_head_is_skipped(ring_pair, laps):
+def test_a_frame_that_claims_to_reach_past_the_head_is_none(ring_pair, laps):
     writer, reader = ring_pair(SPEC, 1 << 16)
     length = write(writer, 1, 2)
     forged = pack_frame(RECORD, 0, 2 * length + laps * 64, 8)
     reader._segment.buf[DATA_AT : DATA_AT + FRAME_BYTES] = forged
-    assert drain(reader) == [2]
+    assert drain(reader) == []
+    write(writer, 3)
+    assert drain(reader) == [3]
 
 
 def test_a_tail_that_goes_back_stops_writing(ring_pair):
@@ -70,40 +74,18 @@ def test_a_tail_that_goes_back_stops_writing(ring_pair):
     assert drain(reader) == [6]
 
 
-def test_both_ends_agree_again_without_any_heartbeat(ring_pair):
-    writer, reader = ring_pair(SPEC)
-    reader._segment.store(Word.HEAD, 64)
-    assert drain(reader) == []
-    assert not writer.try_write(make_record(SPEC, 1))  # restores the head
-    assert drain(reader) == []  # restores the tail
-    write(writer, 2)
-    assert drain(reader) == [2]
-
-
-@pytest.mark.parametrize("head", [1 << 40, 65, 0])
-def test_a_bad_head_loses_nothing_that_was_written(ring_pair, head):
+@pytest.mark.parametrize("head", [1 << 40, 65, 64, 0, 2**64 - 64])
+def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
     writer, reader = ring_pair(SPEC)
     write(writer, 1, 2, 3)
     assert reader.read().draft_version == 1
     reader._segment.store(Word.HEAD, head)
-    assert reader.read() is None
-    writer.heartbeat()
-    assert drain(reader) == [2, 3]
-
-
-def test_no_record_comes_twice_after_damage_to_frames_and_head(ring_pair):
-    writer, reader = ring_pair(SPEC)
-    length = write(writer, 1, 2, 3)
-    assert reader.read().draft_version == 1
-    for frame in (1, 2):
-        reader._segment.buf[DATA_AT + frame * length] ^= 1
     assert drain(reader) == []
-    reader._segment.store(Word.HEAD, 0)
-    assert drain(reader) == []
-    writer.heartbeat()
-    assert drain(reader) == []
-    write(writer, 4)
-    assert drain(reader) == [4]
+    assert reader.stats().corrupt_records == 1
+    writer.try_write(make_record(SPEC, 4))  # stores the head
+    assert drain(reader) in ([], [4], [2, 3, 4])  # none comes twice
+    write(writer, 5)
+    assert drain(reader) == [5]
 
 
 def test_bytes_after_the_last_array_are_an_error():
@@ -125,23 +107,3 @@ def test_a_record_of_format_1_is_refused_with_a_sentence(num_rows):
     older[71] = 0
     with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
         decode(older.data)
-
-
-WRITERS = [w for w in Word if w < Word.TAIL]
-READERS = [w for w in Word if w > Word.TAIL and w != Word.CORRUPT]
-
-
-@pytest.mark.parametrize("word", [*WRITERS, Word.TAIL, *READERS])
-def test_a_heartbeat_of_its_owner_mends_every_word(ring_pair, word):
-    writer, reader = ring_pair(make_spec())
-    assert writer.try_write(make_record(make_spec()))
-    assert reader.read() is not None
-    writer.heartbeat()
-    reader.heartbeat()
-    segment = writer._segment
-    good, junk = segment.load(word), 2**63 + 12345
-    segment.store(word, junk)
-    (writer if word < Word.TAIL else reader).heartbeat()
-    now = segment.load(word)
-    beats = (Word.PRODUCER_BEAT, Word.CONSUMER_BEAT)
-    assert good <= now < junk if word in beats else now == good

@@ -13,7 +13,7 @@ from vllm_tide.cli import relay as cli_relay
 from vllm_tide.transport import TransportError, spool_writer
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
 from vllm_tide.transport.purge import live_keepers
-from vllm_tide.transport.ring_format import Word
+from vllm_tide.transport.ring import Word
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError, open_store

@@ -24,9 +24,10 @@ from vllm_tide.transport.record import (
     SAMPLED,
     TOPK,
     Phase,
+    RingSpec,
     sound_counts,
 )
-from vllm_tide.transport.ring_format import Frames, RingSpec, Status
+from vllm_tide.transport.ring import Frames, Status
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
 _TOKEN = np.dtype(np.int32)

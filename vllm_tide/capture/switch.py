@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_tide.transport.rendezvous import write_private
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 if TYPE_CHECKING:
     from vllm_tide.capture.recorder import Recorder

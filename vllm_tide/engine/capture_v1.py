@@ -22,8 +22,7 @@ from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
 from vllm_tide.capture.step_frames import RequestRows, StepRows, TopK
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.row_stage import HostRows, RunLayout
-from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingWriter
 
 
 class CaptureV1(Recorder):

@@ -21,8 +21,7 @@ from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.row_stage import RunLayout, TopRows, make_stage
 from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
-from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingWriter
 
 STEPS_WRITTEN = 2
 """Steps whose rows wait for the thread that writes them: they left the step log."""

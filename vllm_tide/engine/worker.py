@@ -37,8 +37,8 @@ from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.ring_format import Collect, RingSpec
+from vllm_tide.transport.record import RingSpec
+from vllm_tide.transport.ring import Collect, RingWriter
 from vllm_tide.transport.small_file import plain
 from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
@@ -429,7 +429,7 @@ class WorkerTide:
     def _beat(self) -> None:
         """From the stager's thread, also while no request is there."""
         if (ring := self._ring) is not None:
-            ring.beat()
+            ring.heartbeat()
             self._tell_pause(ring)
 
     def _tell_pause(self, ring: RingWriter) -> None:

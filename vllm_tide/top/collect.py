@@ -20,8 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_tide.transport.rendezvous import inspect_manifests
-from vllm_tide.transport.ring import peek_ring
-from vllm_tide.transport.ring_format import RingStats
+from vllm_tide.transport.ring import RingStats, peek_ring
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 10.0

@@ -40,7 +40,7 @@ from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 logger = logging.getLogger("vllm_tide.train")
 

@@ -15,9 +15,8 @@ and the access that follows; Linux then sends SIGBUS. Nothing of ours ever shrin
 """
 
 from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.record import Phase, Record
-from vllm_tide.transport.ring import RingReader, RingWriter
-from vllm_tide.transport.ring_format import RingSpec, RingStats
+from vllm_tide.transport.record import Phase, Record, RingSpec
+from vllm_tide.transport.ring import RingReader, RingStats, RingWriter
 from vllm_tide.transport.weights import (
     Publication,
     TensorBytes,

@@ -1,4 +1,4 @@
-"""One request in one engine step, and its bytes in the ring.
+"""One request in one engine step, its bytes, and what all records of a ring share.
 
 A record is encoded by copying its arrays straight into the mapped ring (one pass, in
 C++, with the checksum) and decoded as views of a private copy. Decoding trusts
@@ -17,11 +17,14 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
+from pydantic import TypeAdapter
 
 FORMAT_VERSION = 5
+
+Teacher = Literal["hidden", "topk"]
 
 FEATURE_DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),  # the bits: NumPy has no bfloat16
@@ -144,6 +147,78 @@ class Record:
     def light(self) -> bool:
         """True if it carries ids and counts only: no features, no teacher."""
         return bool(self.features.shape[1] == 0)
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """Facts that all records of a ring share; written to its header.
+
+    Args:
+        aux_layer_ids: Layers whose input is captured, in feature order.
+        feature_dtype: "bfloat16" or "float32".
+    """
+
+    engine_id: str
+    hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    vocab_size: int
+    feature_dtype: str
+    teacher: Teacher
+    teacher_topk: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no ring can carry.
+
+        Raises:
+            ValueError: On an unknown name or a size that is not positive.
+        """
+        if self.feature_dtype not in FEATURE_DTYPES:
+            raise ValueError(f"feature_dtype: {self.feature_dtype!r} is unknown")
+        if self.teacher not in get_args(Teacher):
+            raise ValueError(f"teacher: {self.teacher!r} is unknown")
+        if min(self.hidden_size, self.vocab_size, len(self.aux_layer_ids)) < 1:
+            raise ValueError("hidden_size, vocab_size, aux_layer_ids: must be positive")
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> RingSpec:
+        """Read the header's JSON; ValueError if it is not a spec."""
+        return TypeAdapter(cls).validate_python(fields)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of a feature row: captured layers times hidden size."""
+        return len(self.aux_layer_ids) * self.hidden_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Most bytes of a row with all that it carries."""
+        item = FEATURE_DTYPES[self.feature_dtype].itemsize
+        if self.teacher == "topk":
+            return self.feature_width * item + 8 * self.teacher_topk + 8
+        return (self.feature_width + self.hidden_size) * item + 4
+
+    def check(self, record: Record) -> None:
+        """Compare a record's widths and teacher with this spec.
+
+        Raises:
+            RecordError: If they differ.
+        """
+        width = record.features.shape[1]
+        if width != self.feature_width and width != 0:
+            raise RecordError("features are not of this ring's width")
+        if record.features.dtype != FEATURE_DTYPES[self.feature_dtype]:
+            raise RecordError("features are not of this ring's dtype")
+        hidden, ids = record.teacher_hidden, record.teacher_topk_ids
+        if width == 0 and not (hidden is None and ids is None):
+            raise RecordError("a light record has a teacher")
+        if hidden is not None and (
+            self.teacher == "topk" or hidden.shape[1] != self.hidden_size
+        ):
+            raise RecordError("teacher_hidden is not what this ring carries")
+        if ids is not None and (
+            self.teacher == "hidden" or ids.shape[1] != self.teacher_topk
+        ):
+            raise RecordError("the top-k teacher is not what this ring carries")
 
 
 def encode(

@@ -2,51 +2,192 @@
 
 Written by the worker (``RingWriter``: one producer, one thread that writes at a time),
 read by the sidecar (``RingReader``: one consumer). When it is full the newest record is
-dropped and counted. The writer keeps its own head and believes of the memory only the
-tail, and that only within bounds: out of bounds it drops until the consumer stores a
-sane one; a truncated ring is left alone for good. What lies in the memory is in
-``ring_format``, what is stored there in ``csrc/ring.cpp``.
+dropped and counted. Each end keeps its own cursor and takes the other's only within
+bounds: out of them the writer drops, the reader goes on from the head, and both count.
+
+Frames start at multiples of 64 bytes and never wrap: what does not fit before the end
+is preceded by a pad frame. A frame carries its own absolute position, so stale bytes
+of an earlier lap are never taken for a record. What is stored is in ``csrc/ring.cpp``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_tide import _shm
 from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
-from vllm_tide.transport.process import pid_namespace
+from vllm_tide.transport.process import Holder, heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     META,
     Record,
     RecordError,
+    RingSpec,
     decode,
     encode,
 )
-from vllm_tide.transport.ring_format import (
-    FRAME_BYTES,
-    MAGIC,
-    PAD,
-    Collect,
-    Frames,
-    RingSpec,
-    RingStats,
-    Status,
-    Word,
-    frame_at,
-    next_frame,
-    pack_frame,
-    ring_stats,
-)
 from vllm_tide.transport.shm import Segment, peek_words, word_of
+
+MAGIC = b"VTIDERNG"
+
+
+class Word(IntEnum):
+    """Words of page 1. The producer stores those before TAIL, the consumer the rest."""
+
+    HEAD = 0
+    PRODUCER_BEAT = 1
+    WRITTEN_RECORDS = 2
+    WRITTEN_ROWS = 3
+    DROPPED_RECORDS = 4
+    DROPPED_ROWS = 5
+    TAIL = 6
+    CORRUPT = 7
+    CONSUMER = 8
+    CONSUMER_NAMESPACE = 9
+    CONSUMER_BEAT = 10
+    COLLECT = 11
+    """A `Collect`; anything else is NOTHING."""
+
+
+class Collect(IntEnum):
+    """Kinds of rows that the consumer wants of live traffic."""
+
+    NOTHING = 0
+    FULL = 1
+    LIGHT = 2
+    """Records of token ids and counts, without rows."""
+
+
+@dataclass(frozen=True)
+class RingStats:
+    """Counters of one ring since it was created.
+
+    ``corrupt_records`` counts damaged spots the consumer skipped; ``consumer_alive``
+    means a live process with a heartbeat younger than 10 s.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    written_records: int
+    written_rows: int
+    dropped_records: int
+    dropped_rows: int
+    corrupt_records: int
+    consumer_alive: bool
+
+
+def consumer_alive(load: Callable[[int], int]) -> bool:
+    """True if a process with a fresh heartbeat holds a ring, by a look at its words."""
+    holder = Holder.from_word(load(Word.CONSUMER), load(Word.CONSUMER_NAMESPACE))
+    fresh = heartbeat_is_fresh(load(Word.CONSUMER_BEAT))
+    return holder.pid > 0 and holder.alive() is not False and fresh
+
+
+def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
+    """Counters of a ring, of the words in memory."""
+    return RingStats(
+        capacity,
+        min(max(load(Word.HEAD) - load(Word.TAIL), 0), capacity),
+        load(Word.WRITTEN_RECORDS),
+        load(Word.WRITTEN_ROWS),
+        load(Word.DROPPED_RECORDS),
+        load(Word.DROPPED_ROWS),
+        load(Word.CORRUPT),
+        consumer_alive(load),
+    )
+
+
+class Status(IntEnum):
+    """Outcome of writing a record (csrc/shm.h has the first six)."""
+
+    WRITTEN = 0
+    FULL = 1
+    TOO_LARGE = 2
+    CURSOR = 3
+    TRUNCATED = 4
+    SKIPPED = 5
+    """It continues one that was not written; it counts as no record."""
+    CLOSED = 6
+    INVALID = 7
+
+
+@dataclass(slots=True)
+class Frames:
+    """Records whose arrays lie somewhere in a few larger ones.
+
+    Attributes:
+        metas: `record.META` [n].
+        spans: int64 [n, S, 2], where each part begins in its source, and its length
+            (bytes).
+        follows: bool [n], whether a record continues the one before.
+        sources: S C-contiguous arrays, in the order of a body.
+        status: uint8 [n], a `Status`; WRITTEN also before it is.
+    """
+
+    metas: np.ndarray
+    spans: np.ndarray
+    follows: np.ndarray
+    sources: tuple[np.ndarray, ...]
+    status: np.ndarray
+
+    def refuse(self, why: Status) -> None:
+        """Set the status of records that are still to be written."""
+        self.status[self.status == Status.WRITTEN] = why
+
+
+# magic, kind, position (bytes since the ring began), length of the frame, length of
+# the body, CRC of the body, CRC of the 60 bytes before
+_FRAME = struct.Struct("<IHxxQQQI24xI")
+_FRAME_MAGIC = 0x45444954  # "TIDE"
+FRAME_BYTES = _FRAME.size
+RECORD, PAD = 1, 2
+
+
+class Frame(NamedTuple):
+    """A sound frame: its kind, its length and its body's length (bytes) and CRC."""
+
+    kind: int
+    length: int
+    body: int
+    crc: int
+
+
+def pack_frame(
+    kind: int, position: int, length: int, body: int = 0, crc: int = 0
+) -> bytes:
+    """The 64 bytes before a body."""
+    head = _FRAME.pack(_FRAME_MAGIC, kind, position, length, body, crc, 0)[:-4]
+    return head + _shm.crc32c(head).to_bytes(4, "little")
+
+
+def frame_at(buf: memoryview, capacity: int, position: int, head: int) -> Frame | None:
+    """The frame at `position`, if it is sound and ends by `head` and the ring's end."""
+    offset = position % capacity
+    start = DATA_AT + offset
+    raw = bytes(buf[start : start + FRAME_BYTES])
+    magic, kind, at, length, body, crc, check = _FRAME.unpack(raw)
+    sound = (
+        magic == _FRAME_MAGIC
+        and check == _shm.crc32c(raw[:-4])
+        and at == position
+        and kind in (RECORD, PAD)
+        and length % LINE_BYTES == 0
+        and FRAME_BYTES <= length <= min(head - position, capacity - offset)
+        and body <= length - FRAME_BYTES
+        and body % 8 == 0
+    )
+    return Frame(kind, length, body, crc) if sound else None
+
 
 # What a record of wrong kinds can raise while it is encoded.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
@@ -72,7 +213,6 @@ class RingWriter:
         """Room for frames (bytes)."""
         # Head and tail: `write_frames` moves them, whoever looks sees them move.
         self._end = np.zeros(2, np.uint64)
-        self._writing = threading.Lock()
         self._disabled = ""
         self._written_records = self._written_rows = 0
         # Both pids usually live here; the first consumer corrects it.
@@ -127,11 +267,10 @@ class RingWriter:
         segment, spans, status = self._segment, frames.spans, frames.status
         metas, follows = frames.metas, frames.follows
         try:
-            with self._writing:
-                _shm.write_frames(
-                    segment.buf, segment.fd, self._end,
-                    metas, spans, follows, status, frames.sources,
-                )  # fmt: skip
+            _shm.write_frames(
+                segment.buf, segment.fd, self._end,
+                metas, spans, follows, status, frames.sources,
+            )  # fmt: skip
         except _INVALID:
             frames.refuse(Status.CLOSED if segment.closed else Status.INVALID)
         if (status == Status.TRUNCATED).any():
@@ -146,26 +285,10 @@ class RingWriter:
                 self._count(reason, len(rows), int(rows.sum()))
 
     def heartbeat(self) -> None:
-        """Say that the engine lives; also repairs what was damaged in memory."""
+        """Say that the engine lives; for any thread."""
         # ValueError: another thread closed the ring between the check and the store.
         with contextlib.suppress(ValueError):
             if not self._unusable():
-                self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
-                if self._writing.acquire(blocking=False):  # else it is being stored
-                    try:
-                        self._segment.store(Word.HEAD, self._head)
-                    finally:
-                        self._writing.release()
-                # Both otherwise stand until the next record, or the next drop.
-                written, rows = self._written_records, self._written_rows
-                self._mirror(Word.WRITTEN_RECORDS, written, rows)
-                dropped, rows = self.drops.total(), self.dropped_rows.total()
-                self._mirror(Word.DROPPED_RECORDS, dropped, rows)
-
-    def beat(self) -> None:
-        """Say only that the engine lives; for any thread, while it idles."""
-        with contextlib.suppress(ValueError):  # as in heartbeat
-            if self._segment.intact():
                 self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
 
     def level(self) -> tuple[int, int]:
@@ -210,18 +333,19 @@ class RingWriter:
 
     def stats(self) -> RingStats:
         """Counters as of now. Looks the consumer up in /proc: not for every step."""
-        own = {
-            Word.HEAD: self._head,
-            Word.WRITTEN_RECORDS: self._written_records,
-            Word.WRITTEN_ROWS: self._written_rows,
-            Word.DROPPED_RECORDS: self.drops.total(),
-            Word.DROPPED_ROWS: self.dropped_rows.total(),
-        }
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
-                return ring_stats(self._segment.load, self.capacity, own)
-        own[Word.TAIL] = own[Word.HEAD]
-        return ring_stats(_nothing, self.capacity, own)
+                return ring_stats(self._segment.load, self.capacity)
+        return RingStats(
+            self.capacity,
+            0,
+            self._written_records,
+            self._written_rows,
+            self.drops.total(),
+            self.dropped_rows.total(),
+            0,
+            False,
+        )
 
     def unlink(self) -> None:
         """Take the name away; see :meth:`Segment.unlink`."""
@@ -282,14 +406,10 @@ class RingReader:
         self.capacity = segment.header.size_bytes - DATA_AT
         self._corrupt = segment.load(Word.CORRUPT)
         self._tail = segment.load(Word.TAIL)
-        # End of the last sound frame: the true head is never before it.
-        self._floor = -1
-        self._bad_head: int | None = None
         self._lost = False
         # A pause holds until this consumer knows better.
         nothing = segment.load(Word.COLLECT) == Collect.NOTHING
-        self._collect = Collect.NOTHING if nothing else Collect.FULL
-        self.heartbeat()
+        self.set_collect(Collect.NOTHING if nothing else Collect.FULL)
 
     @classmethod
     def attach(cls, name: str) -> RingReader:
@@ -324,9 +444,10 @@ class RingReader:
         """
         if self._lost or not self._segment.intact():
             return None
-        head = self._segment.load(Word.HEAD)
-        if not self._plausible(head):
-            return None
+        head = self._segment.load(Word.HEAD) // LINE_BYTES * LINE_BYTES
+        if not 0 <= head - self._tail <= self.capacity:
+            self._count_corrupt()  # nothing between the two can be relied on
+            self._tail = head
         record = None
         while record is None and self._tail < head:
             record = self._take(head)
@@ -334,7 +455,7 @@ class RingReader:
         return record
 
     def heartbeat(self) -> None:
-        """Say that the trainer lives; also repairs words damaged in memory."""
+        """Say that the trainer lives."""
         if not self._segment.intact():
             return
         try:
@@ -345,8 +466,7 @@ class RingReader:
         if self._lost:
             self._lost = False
             self._tail = self._segment.load(Word.TAIL)
-        self._segment.store(Word.TAIL, self._tail)
-        self._segment.store(Word.COLLECT, int(self._collect))
+            self.set_collect(self._collect)
 
     def set_collect(self, wanted: Collect) -> None:
         """Ask the engine for full rows, for light records, or for nothing.
@@ -370,8 +490,7 @@ class RingReader:
     def stats(self) -> RingStats:
         """Counters as of now; the engine's are as it last stored them."""
         load = self._segment.load if self._segment.intact() else _nothing
-        own = {Word.TAIL: self._tail, Word.CORRUPT: self._corrupt}
-        return ring_stats(load, self.capacity, own)
+        return ring_stats(load, self.capacity)
 
     def close(self) -> None:
         """Give up the claim and unmap. Idempotent."""
@@ -384,38 +503,17 @@ class RingReader:
         self._corrupt = (self._corrupt + 1) % 2**64
         self._segment.store(Word.CORRUPT, self._corrupt)
 
-    def _plausible(self, head: int) -> bool:
-        """Check a head read from memory.
-
-        A tail that stands right behind a sound frame is certain: a head that does not
-        fit it is ignored until the engine repairs it. A tail that does not (it came
-        from memory, or skipped damage) may itself be what is wrong, and starts over
-        at the head.
-        """
-        fits = 0 <= head - self._tail <= self.capacity
-        if fits and not head % LINE_BYTES and not self._tail % LINE_BYTES:
-            self._bad_head = None
-            return True
-        if head != self._bad_head:  # each bad value counts once
-            self._bad_head = head
-            self._count_corrupt()
-        if self._tail != self._floor <= head and not head % LINE_BYTES:
-            self._tail = head
-        self._segment.store(Word.TAIL, self._tail)
-        return False
-
     def _take(self, head: int) -> Record | None:
         """Move past the frame at the tail; its record if it holds a good one."""
         buf, capacity = self._segment.buf, self.capacity
         frame = frame_at(buf, capacity, self._tail, head)
         if frame is None:
             self._count_corrupt()
-            end = next_frame(buf, capacity, self._tail + LINE_BYTES, head)
-            self._blank(self._tail, end)
-            self._tail = end
+            self._blank(self._tail, head)
+            self._tail = head
             return None
         begin, start = self._tail, DATA_AT + self._tail % capacity + FRAME_BYTES
-        self._tail = self._floor = begin + frame.length
+        self._tail = begin + frame.length
         if frame.kind == PAD:
             self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
             return None

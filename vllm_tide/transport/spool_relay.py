@@ -28,8 +28,7 @@ from vllm_tide.transport.rendezvous import (
     read_manifests,
     reclaim_orphans,
 )
-from vllm_tide.transport.ring import RingReader
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.spool import (
     BEAT_S,
     EngineEntry,

@@ -24,10 +24,10 @@ from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Record,
     RecordError,
+    RingSpec,
     decode,
     encode,
 )
-from vllm_tide.transport.ring_format import RingSpec
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.tenant import NOBODY
 

@@ -44,7 +44,7 @@ from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep, compute_dtype
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
-from vllm_tide.transport.ring_format import Collect
+from vllm_tide.transport.ring import Collect
 
 FORMAT = 1
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError)
