@@ -11,7 +11,7 @@ import pytest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
 from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from vllm_tide.engine.endpoint import (  # noqa: E402
     make_token,
     read_token,
 )
-from vllm_tide.transport.header import TransportError  # noqa: E402
+from vllm_tide.transport.shm import TransportError  # noqa: E402
 
 
 def test_a_token_is_made_once_and_private(tmp_path):

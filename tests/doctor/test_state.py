@@ -15,7 +15,7 @@ from vllm_tide.control.profile_store import default_path, profile_key, save
 from vllm_tide.doctor import state
 from vllm_tide.doctor.run import Status
 from vllm_tide.transport import spool_store
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 ADASPEC = {"control": {"policy": "adaspec"}}
 

@@ -13,7 +13,7 @@ import torch
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.worker import WorkerTide, with_topk_of
-from vllm_tide.transport.small_file import plain
+from vllm_tide.transport.rendezvous import plain
 
 ODD = {
     "float": np.float64(0.5),

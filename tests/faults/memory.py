@@ -9,10 +9,9 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES, WORDS_AT
 from vllm_tide.transport.rendezvous import read_manifests
 from vllm_tide.transport.ring import Word
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, SHM_DIR, WORDS_AT
 from vllm_tide.transport.weights import BLOB_AT, SLOT_HEAD
 
 from .counters import Reading

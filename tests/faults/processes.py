@@ -9,8 +9,8 @@ import signal
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 
-from vllm_tide.transport.header import LINE_BYTES, WORDS_AT
 from vllm_tide.transport.ring import Word
+from vllm_tide.transport.shm import LINE_BYTES, WORDS_AT
 
 from .counters import Reading
 from .fault import Fault

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from vllm_tide import _shm
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import META_BYTES
 from vllm_tide.transport.ring import (
     FRAME_BYTES,
@@ -24,7 +23,7 @@ from vllm_tide.transport.ring import (
     next_frame,
     pack_frame,
 )
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 from vllm_tide.transport.spool import DEAD_S, EngineFolder, EngineState
 from vllm_tide.transport.spool_store import Store, open_store
 from vllm_tide.transport.spool_writer import Bounds

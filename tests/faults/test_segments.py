@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from tests.faults.segments import RunSegments
-from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.shm import Segment, orphaned
+from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, Segment, orphaned
 
 CHILD = """
 import sys

@@ -21,7 +21,7 @@ from vllm_tide.cli.main import main as command
 from vllm_tide.train import canary, reservoir, sidecar, trainer
 from vllm_tide.train.deployment import Master, as_wire
 from vllm_tide.train.judgement import CycleResult
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 PASSED_ON = ("shape", "names", "dtype", "norm")
 """Spoilt so that no trainer of ours could make it: published as it is."""

@@ -21,10 +21,10 @@ from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint, head_store
 from vllm_tide.train.head_store import HeadRefused, HeadStore
 from vllm_tide.transport import purge
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import inspect_manifests, read_manifests
+from vllm_tide.transport.shm import TransportError
 
 ME = Holder.me()
 

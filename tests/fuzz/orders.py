@@ -23,7 +23,7 @@ from tests.fuzz.files import Folder, kept
 from vllm_tide.engine import endpoint
 from vllm_tide.engine.endpoint import read_token
 from vllm_tide.transport.admin import MAX_ANSWER, AdminSocket, send
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 ORDER = {"do": "pause", "for_s": 3}
 ANSWER = {"ok": True, "state": "waiting", "loss": 1.5, "engines": {"e1": [1, 2]}}

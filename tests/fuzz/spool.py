@@ -21,8 +21,8 @@ from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import make_record
 from vllm_tide import _shm
 from vllm_tide.transport import publication
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
     EngineEntry,
     EngineFolder,

@@ -16,8 +16,7 @@ from vllm_tide.train import checkpoint, head_store
 from vllm_tide.train.head_store import HeadRefused
 from vllm_tide.transport import TransportError, purge
 from vllm_tide.transport.purge import PurgeInbox
-from vllm_tide.transport.rendezvous import inspect_manifests
-from vllm_tide.transport.small_file import MAX_BYTES
+from vllm_tide.transport.rendezvous import MAX_BYTES, inspect_manifests
 from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
 from vllm_tide.transport.spool_identity import (
     draft_fingerprint,
@@ -84,12 +83,6 @@ def test_a_manifest_that_names_no_file_is_passed_over(engine, name):
     state = EngineState(last_shard=1)
     assert [reader.fetch(state) for _ in range(4)] == [None] * 4
     assert reader.skipped["removed"] == 1
-
-
-def test_a_name_that_no_file_can_have_is_no_file(engine):
-    folder, _ = engine
-    assert folder.store.read("a\0b") is None
-    assert folder.store.read("\ud800") is None
 
 
 def test_no_more_is_read_than_was_asked_for(engine):

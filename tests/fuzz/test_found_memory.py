@@ -18,10 +18,9 @@ from vllm_tide.transport import (
     WeightsWriter,
     publication,
 )
-from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.record import FORMAT_VERSION
 from vllm_tide.transport.ring import MAGIC, Word, peek_ring
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned
+from vllm_tide.transport.shm import DATA_AT, NAME_PREFIX, PAGE_BYTES, SHM_DIR, orphaned
 from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT, peek_weights
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 

@@ -15,8 +15,8 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.deployment import master_of
 from vllm_tide.train.judgement import CycleResult
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.shm import TransportError
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, deal_documents
 from vllm_tide.train.packing import pack
 from vllm_tide.train.ranks import RankLost, Ranks, decode, encode, watched
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import WeightsSegment
 
 SAVED = 4

@@ -186,14 +186,15 @@ def test_a_failed_write_leaves_the_old_ones(tmp_path, monkeypatch, fails, call):
         ours.put(tensors(1), 2)
     monkeypatch.undo()
     assert ours.newest().version == 1
-    assert not list(ours.directory.glob("*.part"))
+    assert not list(ours.directory.glob(".*"))
 
 
 def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)
     left = [path.parent / ".x.part", path.with_name(path.name.replace("0001", "0000"))]
-    young = path.parent / ".y.part"
+    left.append(path.parent / ".x.tmp")
+    young = path.parent / ".y.tmp"
     for file in (*left, young):
         file.write_bytes(b"x")
     for file in left:

@@ -23,8 +23,8 @@ from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.transport import purge, spool_writer
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineFolder
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import SpoolWriter

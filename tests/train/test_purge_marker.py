@@ -20,8 +20,8 @@ from vllm_tide.config import SpoolConfig
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.report import StatusCollector
 from vllm_tide.transport import RingReader, RingWriter, purge, spool_writer
-from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import Record
+from vllm_tide.transport.shm import DATA_AT
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import purge_records
 

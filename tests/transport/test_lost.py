@@ -10,26 +10,11 @@ from tests.transport.test_weights import publish
 from vllm_tide.train import feed as feed_ring
 from vllm_tide.train.feed import RingFeed
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
-from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import Collect
-from vllm_tide.transport.shm import SHM_DIR, orphaned
+from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 
 SPEC = make_spec()
-
-
-def test_the_owner_notices_a_damaged_header(ring_pair, weights_pair):
-    for end, other in (ring_pair(SPEC), weights_pair()):
-        end.heartbeat()
-        assert not end.lost and not other.lost
-        path = f"{SHM_DIR}/{end.name}"
-        with open(path, "r+b") as file:
-            file.seek(3)
-            file.write(os.urandom(200))
-        # More than a minute old and without a header, but its owner lives.
-        os.utime(path, (0, 0))
-        assert not orphaned(end.name)
-        assert end.lost and not other.lost
 
 
 def test_both_ends_notice_that_a_name_is_gone(ring_pair, weights_pair):

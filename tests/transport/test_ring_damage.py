@@ -5,9 +5,9 @@ import pytest
 
 from tests.transport.samples import identity, make_record, make_spec
 from vllm_tide import _shm
-from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.record import RecordError, decode, encode
 from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Word, pack_frame
+from vllm_tide.transport.shm import DATA_AT
 
 SPEC = make_spec()
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from tests.transport.samples import identity, make_light, make_record, make_spec
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
-from vllm_tide.transport.header import DATA_AT, PAGE_BYTES
 from vllm_tide.transport.record import META_BYTES, RecordError, decode
 from vllm_tide.transport.ring import Word
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 
 SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
 # A fixed set: comparing by identity needs each made once.

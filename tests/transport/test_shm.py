@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import DATA_AT, Header, TransportError
 from vllm_tide.transport.process import Holder, start_time
-from vllm_tide.transport.shm import SHM_DIR, Segment
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR, Header, Segment, TransportError
 
 MAGIC = b"TESTTEST"
 

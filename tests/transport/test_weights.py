@@ -19,9 +19,8 @@ from vllm_tide.transport import (
     WeightsWriter,
     publication,
 )
-from vllm_tide.transport.header import DATA_AT
 from vllm_tide.transport.publication import DraftBlob
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 from vllm_tide.transport.weights import BLOB_AT
 
 META = {"steps": 12, "holdout": [1.5, 2.0], "note": "x"}

@@ -18,12 +18,12 @@ from vllm_tide.draft.speculators import Verifier, read_verifier
 from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.engine.staged_draft import DraftRefused, tensors_of
 from vllm_tide.train.head_store import HeadStore, head_fingerprint
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     default_run_dir,
     newest_engine,
 )
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import WeightsSegment
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")

@@ -13,7 +13,6 @@ from pathlib import Path
 from vllm_tide.cli import LOG_FORMAT, fail
 from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
 from vllm_tide.transport import process
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import announce_relay, retract_relay
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
@@ -21,6 +20,7 @@ from vllm_tide.transport.rendezvous import (
     newest_engine,
     read_manifests,
 )
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool_relay import Relay, logger
 from vllm_tide.transport.spool_store import StoreError, open_store
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> int:
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.shm import TransportError
 
     try:
         status = _run(args)
@@ -148,7 +148,7 @@ def _find(
     from vllm_tide.train.distributed import BEAT_S, beat
     from vllm_tide.train.feed_sources import FIRST_SCAN_S
     from vllm_tide.train.feeds import open_feeds
-    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
     feeds = open_feeds(folder, spool, args.engine, reader=args.reader)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_tide.cli import fail
 from vllm_tide.transport import purge
 from vllm_tide.transport.admin import ask_all
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
     default_run_dir,
     prepare_run_dir,
     read_manifests,
 )
+from vllm_tide.transport.shm import TransportError
 
 if TYPE_CHECKING:
     from vllm_tide.transport.spool_store import Store

@@ -200,7 +200,7 @@ def spool(subject: Subject) -> Finding:
 
 
 def _listed(url: str) -> Finding:
-    from vllm_tide.transport.header import TransportError
+    from vllm_tide.transport.shm import TransportError
     from vllm_tide.transport.spool_store import open_store
 
     try:

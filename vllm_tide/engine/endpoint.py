@@ -20,9 +20,8 @@ from fastapi import FastAPI, Request, Response
 
 from vllm_tide.config import parse_tide
 from vllm_tide.transport.admin import ask_all
-from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
-from vllm_tide.transport.small_file import write_once
+from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir, write_once
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm.tide")
 

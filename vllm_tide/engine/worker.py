@@ -35,11 +35,11 @@ from vllm_tide.engine.trainer_process import (
 )
 from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import RingSpec
+from vllm_tide.transport.rendezvous import plain
 from vllm_tide.transport.ring import Collect, RingWriter
-from vllm_tide.transport.small_file import plain
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.step import TrainStep
-from vllm_tide.transport.small_file import read_small
+from vllm_tide.transport.rendezvous import read_small, sync_directory
 
 FORMAT = 3
 KEEP = 2
@@ -294,12 +294,3 @@ def _named(directory: Path) -> list[tuple[int, Path]]:
 
 def _finished(directory: Path) -> list[tuple[int, Path]]:
     return [(n, path) for n, path in _named(directory) if (path / STATE_FILE).is_file()]
-
-
-def sync_directory(path: Path) -> None:
-    """Returns once the names in a directory are on disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -29,8 +29,8 @@ from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.report import Report
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import Publication
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.train")
 

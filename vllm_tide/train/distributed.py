@@ -39,7 +39,7 @@ from vllm_tide.train.ranks import (
 )
 from vllm_tide.train.sample import Sample, by_request
 from vllm_tide.train.step import GRAD_CLIP, StepResult, TrainStep
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 
 class _Loss(nn.Module):

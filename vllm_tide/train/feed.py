@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Phase, Record, RingSpec
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import Collect, RingReader
+from vllm_tide.transport.shm import TransportError, said
 from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.weights import (
     WeightsFeedback,

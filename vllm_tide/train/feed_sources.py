@@ -9,13 +9,13 @@ from pathlib import Path
 
 from vllm_tide.train.feed import RingFeed
 from vllm_tide.train.feed_spool import SpoolFeed
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     group_of,
     read_manifests,
     reclaim_orphans,
 )
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import DEAD_S, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.spool_store import open_store

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.transport import publication
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.publication import DraftBlob, Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring import Collect
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
     BEAT_S,
     DEAD_S,

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,14 +27,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
-from vllm_tide.train.checkpoint import digest_of, sync_directory
+from vllm_tide.train.checkpoint import digest_of
 from vllm_tide.train.report import finite
+from vllm_tide.transport.rendezvous import TEMPORARY, write_private
 
 logger = logging.getLogger("vllm_tide.train")
 
 FORMAT = 1
 Figure = float | int | str | None
-_TENSORS, _MANIFEST, _TEMPORARY = ".safetensors", ".json", ".part"
+_TENSORS, _MANIFEST = ".safetensors", ".json"
 _ABANDONED_S = 3600.0  # age at which what a killed writer left is removed
 _MAX_MANIFEST_BYTES = 1 << 20
 # What differs between two writings of one config without changing the draft.
@@ -142,8 +142,8 @@ class HeadStore:
         }
         text = json.dumps({**manifest, "self_sha256": digest_of(manifest)}, indent=1)
         path = self.directory / (name + _TENSORS)
-        _write(path, data)
-        _write(self.directory / (name + _MANIFEST), text.encode("utf-8"))
+        write_private(path, data, durable=True)
+        write_private(self.directory / (name + _MANIFEST), text, durable=True)
         self._prune()
         return path
 
@@ -179,7 +179,7 @@ class HeadStore:
             self._remove(name)
         long_ago = time.time() - _ABANDONED_S
         for path in self.directory.iterdir():
-            left = path.name.endswith(_TEMPORARY) or (
+            left = path.name.endswith((TEMPORARY, ".part")) or (
                 path.name.startswith(self._prefix)
                 and path.name.endswith(_TENSORS)
                 and not path.with_suffix(_MANIFEST).exists()
@@ -269,23 +269,6 @@ def _read(path: Path, max_bytes: int) -> bytes:
             return file.read(status.st_size)
     except OSError as error:
         raise HeadRefused(f"{path}: cannot be read ({error.strerror}).") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Put a file in place, mode 0600, so that a crash leaves all of it or nothing."""
-    # mkstemp makes it 0600, whatever the umask.
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=_TEMPORARY)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync_directory(path.parent)
 
 
 def _number(name: str) -> int:

@@ -23,7 +23,7 @@ from vllm_tide.draft.config import DraftError
 from vllm_tide.train.gpu import claim
 from vllm_tide.train.packing import BranchRows, PackedBatch
 from vllm_tide.train.sample import TopK
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,8 +25,8 @@ from prometheus_client.registry import Collector
 
 from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS
 from vllm_tide.tracing import Tracing
-from vllm_tide.transport.header import said
 from vllm_tide.transport.rendezvous import write_private
+from vllm_tide.transport.shm import said
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -38,9 +38,9 @@ from vllm_tide.train.schedule import Schedule
 from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
 from vllm_tide.transport.ring import Collect
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.train")
 

@@ -14,9 +14,9 @@ Known limit: a process of the same user may shrink a segment between the size ch
 and the access that follows; Linux then sends SIGBUS. Nothing of ours ever shrinks one.
 """
 
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.record import Phase, Record, RingSpec
 from vllm_tide.transport.ring import RingReader, RingStats, RingWriter
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import (
     Publication,
     TensorBytes,

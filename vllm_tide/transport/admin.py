@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.rendezvous import prepare_run_dir
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.admin")
 

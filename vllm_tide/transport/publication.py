@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from vllm_tide.transport.header import MALFORMED, TransportError, said
+from vllm_tide.transport.shm import MALFORMED, TransportError, said
 
 FORMAT_VERSION = 2
 """Of a draft's bytes and of the segment that holds them."""

@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_tide.transport.header import MALFORMED, TransportError
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.rendezvous import prepare_run_dir, write_private
-from vllm_tide.transport.small_file import read_small
+from vllm_tide.transport.rendezvous import prepare_run_dir, read_small, write_private
+from vllm_tide.transport.shm import MALFORMED, TransportError
 
 logger = logging.getLogger("vllm_tide.purge")
 

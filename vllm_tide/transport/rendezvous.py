@@ -3,6 +3,9 @@
 One JSON file per engine, ``engine-<engine_id>.json``, mode 0600 in a directory of mode
 0700, replaced atomically. A file or segment whose owner is dead is reclaimed by the
 next process that starts.
+
+Here are also the one reader and the one writer of small files that all of vllm_tide
+shares.
 """
 
 from __future__ import annotations
@@ -17,17 +20,22 @@ import re
 import stat
 import struct
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
 from vllm_tide.config import package_version
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import Holder, pid_namespace
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, orphaned, unlink_if_orphaned
-from vllm_tide.transport.small_file import read_small, written_beside
+from vllm_tide.transport.shm import (
+    NAME_PREFIX,
+    SHM_DIR,
+    TransportError,
+    orphaned,
+    unlink_if_orphaned,
+)
 
 RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
 
@@ -37,6 +45,9 @@ _OF_ENGINE = re.compile(
     r"(?:trainer|events|relay)-([0-9a-f]{16})(?:-\d+)?\.(?:jsonl?|new|log|log\.1)"
 )
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+MAX_BYTES = 1 << 20
+"""The most that a file of a run directory may hold (bytes)."""
+TEMPORARY = ".tmp"  # suffix of a file that is being written
 KEPT = 4  # dead engines whose logs, events and status stay
 
 
@@ -142,14 +153,100 @@ def require_room(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically, mode 0600.
+def write_private(path: Path, *parts: bytes | str, durable: bool = False) -> None:
+    """Make or replace a file, mode 0600: a crash leaves all of it or nothing.
+
+    Args:
+        durable: It is on disk when this returns, the name too where the system can.
 
     Raises:
         OSError: If it cannot be written.
     """
-    with written_beside(path, text.encode()) as temporary:
+    with _written_beside(path, parts, durable) as temporary:
         os.replace(temporary, path)
+    if durable:
+        try:
+            sync_directory(path.parent)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+
+
+def write_once(path: Path, data: bytes) -> None:
+    """Makes a file, mode 0600; of two that start at once, the first one's stays."""
+    with (
+        _written_beside(path, [data], False) as temporary,
+        contextlib.suppress(FileExistsError),
+    ):
+        os.link(temporary, path)  # not renamed: that would replace it
+
+
+@contextlib.contextmanager
+def _written_beside(
+    path: Path, parts: Iterable[bytes | str], durable: bool
+) -> Iterator[str]:
+    """A new file beside a path that lasts as long as this, unless it is renamed."""
+    # mkstemp makes it 0600, whatever the umask.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=TEMPORARY)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
+            if durable:
+                file.flush()
+                os.fsync(fd)
+        yield temporary
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Returns once the names in a directory are on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_private(folder: Path) -> None:
+    """Make a directory and what is missing above it, each of mode 0700."""
+    for level in reversed((folder, *folder.parents)):
+        level.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file to read; OSError also for a pipe, which would be waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_small(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a plain file; OSError also if there are more than `most`."""
+    with open_plain(path) as file:
+        # Its size, since `most` would be allocated.
+        data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+    return data
+
+
+def plain(value: Any) -> Any:
+    """`value` in Python's own types and vLLM's range: others would hang its encoder."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(entry) for entry in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, tensors
+        return plain(value.tolist())
+    if isinstance(value, int):
+        return min(max(int(value), -(2**63)), 2**64 - 1)
+    return float(value) if isinstance(value, float) else str(value)
 
 
 def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:

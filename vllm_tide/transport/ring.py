@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import DATA_AT, LINE_BYTES, TransportError
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
@@ -36,7 +35,14 @@ from vllm_tide.transport.record import (
     decode,
     encode,
 )
-from vllm_tide.transport.shm import Segment, peek_words, word_of
+from vllm_tide.transport.shm import (
+    DATA_AT,
+    LINE_BYTES,
+    Segment,
+    TransportError,
+    peek_words,
+    word_of,
+)
 
 MAGIC = b"VTIDERNG"
 

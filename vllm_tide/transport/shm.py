@@ -3,9 +3,10 @@
 Gives up ``multiprocessing.shared_memory``: its resource tracker unlinks a segment when
 a process that merely attached exits.
 
-Page 0 is the header, written once; page 1 holds words of 8 bytes, each on a cache line
-of its own; the data follow. ``Segment`` may raise; the objects built on it decide what
-their side is allowed to let out.
+Page 0 is the header, written once before the name is told to anyone: magic, format
+version, size, owner, length and CRC at 0, the spec as JSON at 256. Page 1 holds words
+of 8 bytes, each on a cache line of its own; the data follow. ``Segment`` may raise; the
+objects built on it decide what their side is allowed to let out.
 """
 
 from __future__ import annotations
@@ -13,25 +14,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import re
 import secrets
 import stat
+import struct
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import (
-    DATA_AT,
-    LINE_BYTES,
-    PAGE_BYTES,
-    WORDS_AT,
-    Header,
-    TransportError,
-)
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh
 
 NAME_PREFIX = "vllm_tide_"
@@ -39,6 +35,87 @@ SHM_DIR = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX segments, not a scr
 _NAME = re.compile(re.escape(NAME_PREFIX) + r"[A-Za-z0-9_.-]{1,200}")
 # A segment without a valid header is being created, or its creator died doing so.
 _UNFINISHED_SECONDS = 60.0
+
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+WORDS_AT = PAGE_BYTES
+DATA_AT = 2 * PAGE_BYTES
+
+_SPEC_AT = 256
+_SPEC_BYTES = PAGE_BYTES - _SPEC_AT
+# magic, format version, spec length, size, owner pid, owner start, owner namespace
+_HEADER = struct.Struct("<8sIIQQQQ")
+_CRC = struct.Struct("<I")
+
+# What JSON of the wrong shape can raise while it is read.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class TransportError(RuntimeError):
+    """A segment or run directory cannot be used; one sentence says why."""
+
+
+def said(value: object) -> str:
+    """What another process wrote, fit for a log: printable, 200 characters at most."""
+    return str(value)[:200].encode("unicode_escape").decode("ascii")[:200]
+
+
+@dataclass(frozen=True)
+class Header:
+    """Fields of page 0.
+
+    Args:
+        magic: Eight bytes naming the kind of segment.
+    """
+
+    magic: bytes
+    format_version: int
+    size_bytes: int
+    owner: Holder
+    spec: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """The bytes of page 0.
+
+        Raises:
+            TransportError: If the spec is too large for the page.
+        """
+        spec = json.dumps(self.spec, separators=(",", ":")).encode()
+        if len(spec) > _SPEC_BYTES:
+            raise TransportError(
+                f"the description of a segment takes {len(spec)} bytes, and "
+                f"{_SPEC_BYTES} is the most: shorten engine_id or the layer list"
+            )
+        head = _HEADER.pack(
+            self.magic, self.format_version, len(spec), self.size_bytes, *self.owner
+        )
+        head += _CRC.pack(_shm.crc32c(spec, _shm.crc32c(head)))
+        return head.ljust(_SPEC_AT, b"\0") + spec
+
+    @classmethod
+    def decode(cls, page: bytes) -> Header | None:
+        """Read page 0; None if it is not a complete, undamaged header."""
+        if len(page) < PAGE_BYTES:
+            return None
+        magic, version, length, size, *owner = _HEADER.unpack_from(page)
+        if length > _SPEC_BYTES:
+            return None
+        spec = page[_SPEC_AT : _SPEC_AT + length]
+        (crc,) = _CRC.unpack_from(page, _HEADER.size)
+        if crc != _shm.crc32c(spec, _shm.crc32c(page[: _HEADER.size])):
+            return None
+        try:
+            fields = json.loads(spec)
+        except (ValueError, RecursionError):
+            return None
+        return cls(magic, version, size, Holder(*owner), fields)
 
 
 class Segment:
@@ -62,7 +139,6 @@ class Segment:
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.buf: memoryview = memoryview(self._map)
         self.closed = False
-        self._page = header.encode().ljust(PAGE_BYTES, b"\0") if owned else b""
 
     @classmethod
     def create(
@@ -86,7 +162,7 @@ class Segment:
         name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
         size = DATA_AT + data_bytes
         header = Header(magic, version, size, Holder.me(), spec)
-        header.encode()  # refuses what does not fit before anything is made
+        page = header.encode()  # refuses what does not fit before anything is made
         try:
             fd = _shm.shm_create("/" + name, size)
         except OSError as error:
@@ -101,7 +177,7 @@ class Segment:
             _unlink(name)
             os.close(fd)
             raise TransportError(f"cannot map segment {name}: {error}") from error
-        segment.buf[:PAGE_BYTES] = segment._page
+        segment.buf[: len(page)] = page
         _owned.add(segment)
         return segment
 
@@ -139,15 +215,10 @@ class Segment:
             return False
 
     def lost(self) -> bool:
-        """True if it was cut short, or nobody new can join it.
-
-        Its name may be gone (`rm`, systemd's RemoveIPC); the header, which both sides
-        read once, is looked at by its owner.
-        """
+        """True if it was cut short, or its name is gone (`rm`, systemd's RemoveIPC)."""
         if not self.intact():
             return not self.closed
-        damaged = self._page and self.buf[:PAGE_BYTES] != self._page
-        return bool(damaged) or os.fstat(self.fd).st_nlink == 0
+        return os.fstat(self.fd).st_nlink == 0
 
     def load(self, word: int) -> int:
         """Load word number `word` of page 1 (acquire)."""

@@ -30,11 +30,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
-from vllm_tide.transport.header import MALFORMED, TransportError, said
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
 from vllm_tide.transport.record import RingSpec
 from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
+from vllm_tide.transport.shm import MALFORMED, TransportError, said
 from vllm_tide.transport.spool_store import NotOurs, Store
 
 FORMAT_VERSION = 2

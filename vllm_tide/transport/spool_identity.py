@@ -13,9 +13,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_tide.transport.header import MALFORMED, TransportError
-from vllm_tide.transport.rendezvous import EngineManifest
-from vllm_tide.transport.small_file import read_small
+from vllm_tide.transport.rendezvous import EngineManifest, read_small
+from vllm_tide.transport.shm import MALFORMED, TransportError
 
 # What tools write into a configuration without changing the model.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")

@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.rendezvous import EngineManifest
-from vllm_tide.transport.small_file import make_private
+from vllm_tide.transport.rendezvous import EngineManifest, make_private
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
     MAX_JSON_BYTES,
     EngineEntry,

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport.header import TransportError, said
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.purge import (
     ANNOUNCE_S,
@@ -29,6 +28,7 @@ from vllm_tide.transport.rendezvous import (
     reclaim_orphans,
 )
 from vllm_tide.transport.ring import Collect, RingReader
+from vllm_tide.transport.shm import TransportError, said
 from vllm_tide.transport.spool import (
     BEAT_S,
     EngineEntry,

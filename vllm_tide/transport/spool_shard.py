@@ -18,7 +18,6 @@ import numpy as np
 from safetensors import SafetensorError, deserialize, serialize
 
 from vllm_tide import _shm
-from vllm_tide.transport.header import MALFORMED, said
 from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
@@ -28,6 +27,7 @@ from vllm_tide.transport.record import (
     decode,
     encode,
 )
+from vllm_tide.transport.shm import MALFORMED, said
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.tenant import NOBODY
 

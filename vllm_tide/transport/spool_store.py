@@ -13,22 +13,21 @@ import errno
 import os
 import posixpath
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.small_file import make_private, open_plain
+from vllm_tide.transport.rendezvous import (
+    TEMPORARY,
+    make_private,
+    open_plain,
+    write_private,
+)
+from vllm_tide.transport.shm import TransportError
 
-_TEMPORARY = re.compile(r"\.[a-z0-9_]{1,16}\.tmp")
 _TEMPORARY_SECONDS = 3600.0
-# A folder below the root is no link; where one, or a special file, is in the place of
-# a file of ours, there is no file.
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 _FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Some back ends make room for all that is asked for, whatever there is.
 _MOST_RANGE = 1 << 28
@@ -81,35 +80,14 @@ class LocalStore:
 
     def write(self, name: str, *parts: bytes, durable: bool = True) -> None:
         """Make or replace a file, whole or not at all; `durable`: synced, too."""
-        folder, _, plain = name.rpartition("/")
-        temporary = f".{secrets.token_hex(8)}.tmp"
-        with self._using("written"), self._folder(folder, make=True) as at:
-            fd = os.open(temporary, _NEW, 0o600, dir_fd=at)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.writelines(parts)
-                    if durable:
-                        file.flush()
-                        os.fsync(file.fileno())
-                os.replace(temporary, plain, src_dir_fd=at, dst_dir_fd=at)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=at)
-                raise
-            if durable:  # the rename too, where the system can
-                with contextlib.suppress(OSError):
-                    os.fsync(at)
+        path = self._root / name
+        with self._using("written"):
+            make_private(path.parent)
+            write_private(path, *parts, durable=durable)
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
         """A file's bytes, `most` of them; None if there is none."""
-        folder, _, plain = name.rpartition("/")
-        # ValueError: no name of a file at all.
-        with (
-            contextlib.suppress(ValueError),
-            self._using("read", *_NO_FILE),
-            self._folder(folder) as at,
-            open_plain(plain, at) as file,
-        ):
+        with self._using("read", *_NO_FILE), open_plain(self._root / name) as file:
             size = os.fstat(file.fileno()).st_size
             return file.read(size if most is None else min(most, size))
         return None
@@ -129,63 +107,37 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
-        folder, _, plain = name.rpartition("/")
-        with self._using("cleaned up", errno.ENOENT), self._folder(folder) as at:
-            self._unlink(plain, at)
+        path = self._root / name
+        with self._using("cleaned up", *_NO_FILE):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._ours:
+                raise NotOurs(
+                    f"tide.spool.url: {path.name} in {self.url} is another user's or "
+                    "no plain file, so it is left: remove it yourself"
+                )
+            path.unlink()
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder; fine if it is gone, or if something is in it."""
-        above, _, plain = folder.rpartition("/")
-        with self._using("cleaned up", *_FILLED), self._folder(above) as at:
-            os.rmdir(plain, dir_fd=at)
-
-    @contextlib.contextmanager
-    def _folder(self, folder: str, *, make: bool = False) -> Iterator[int]:
-        """Descriptor of a folder; FileNotFoundError also for a link in its way."""
-        at = os.open(self._root, _FOLDER)
-        try:
-            for part in filter(None, folder.split("/")):
-                if make:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o700, dir_fd=at)
-                try:
-                    inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
-                except NotADirectoryError as error:
-                    raise FileNotFoundError(errno.ENOENT, "a link", part) from error
-                os.close(at)
-                at = inner
-            yield at
-        finally:
-            os.close(at)
+        with self._using("cleaned up", *_FILLED):
+            (self._root / folder).rmdir()
 
     def _list(self, folder: str) -> list[tuple[str, os.stat_result]]:
         found: list[tuple[str, os.stat_result]] = []
-        with (
-            self._using("read", errno.ENOENT),
-            self._folder(folder) as at,
-            os.scandir(at) as entries,
-        ):
-            changed = os.fstat(at).st_mtime  # by the storage's clock, as theirs
+        path = self._root / folder
+        with self._using("read", *_NO_FILE), os.scandir(path) as entries:
+            changed = path.stat().st_mtime  # by the storage's clock, as theirs
             for entry in entries:
                 # One removed since the scan began is simply not listed.
                 with contextlib.suppress(FileNotFoundError, NotOurs):
                     status = entry.stat(follow_symlinks=False)
                     if not entry.name.startswith("."):
                         found.append((entry.name, status))
-                    elif _TEMPORARY.fullmatch(entry.name) and (
+                    elif entry.name.endswith(TEMPORARY) and (
                         changed - status.st_mtime > _TEMPORARY_SECONDS
                     ):
-                        self._unlink(entry.name, at)
+                        self.remove(f"{folder}/{entry.name}")
         return found
-
-    def _unlink(self, name: str, at: int) -> None:
-        status = os.stat(name, dir_fd=at, follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._ours:
-            raise NotOurs(
-                f"tide.spool.url: {name} in {self.url} is another user's or no plain "
-                "file, so it is left: remove it yourself"
-            )
-        os.unlink(name, dir_fd=at)
 
     @contextlib.contextmanager
     def _using(self, verb: str, *fine: int) -> Iterator[None]:

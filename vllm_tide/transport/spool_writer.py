@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from vllm_tide.config import MIB, SpoolConfig
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.record import Record, RecordError, RingSpec
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_shard import (
     RECORDS,

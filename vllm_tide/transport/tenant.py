@@ -15,9 +15,8 @@ import os
 import secrets
 from pathlib import Path
 
-from vllm_tide.transport.header import TransportError
-from vllm_tide.transport.rendezvous import prepare_run_dir
-from vllm_tide.transport.small_file import write_once
+from vllm_tide.transport.rendezvous import prepare_run_dir, write_once
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide")
 

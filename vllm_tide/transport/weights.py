@@ -20,13 +20,6 @@ import numpy as np
 
 from vllm_tide import _shm
 from vllm_tide.transport import publication
-from vllm_tide.transport.header import (
-    DATA_AT,
-    LINE_BYTES,
-    PAGE_BYTES,
-    WORDS_AT,
-    TransportError,
-)
 from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.publication import (
     DraftBlob,
@@ -35,7 +28,16 @@ from vllm_tide.transport.publication import (
     TensorInput,
     WeightsRefused,
 )
-from vllm_tide.transport.shm import Segment, peek_words, word_of
+from vllm_tide.transport.shm import (
+    DATA_AT,
+    LINE_BYTES,
+    PAGE_BYTES,
+    WORDS_AT,
+    Segment,
+    TransportError,
+    peek_words,
+    word_of,
+)
 
 __all__ = [
     "Publication",

@@ -50,7 +50,7 @@ from vllm_tide.config import FreshConfig
 from vllm_tide.draft.fresh import fresh_directory
 from vllm_tide.speculative import merged
 from vllm_tide.train.sample import Sample
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 
 def blocks(
