@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.train.toys import HIDDEN
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import trainer as command
 from vllm_tide.config import TrainConfig
@@ -278,9 +278,9 @@ def test_the_command_takes_an_id_and_everything(tmp_path):
 
 def test_the_command_removes_shards_of_a_spool(tmp_path, capsys):
     store = open_store(str(tmp_path / "spool"))
-    writer = SpoolWriter(EngineFolder(store, "e1"), make_spec(), CONFIG)
+    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
     for tenant in (1, 2, 255):
-        writer.add(replace(make_record(make_spec(), tenant), tenant=tenant))
+        writer.add(body_of(replace(make_record(make_spec(), tenant), tenant=tenant)))
         writer.flush()
     run_dir, spool = tmp_path / "run", str(tmp_path / "spool")
     call(run_dir, "--tenant-id", "ff", "--spool", spool)

@@ -4,7 +4,9 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from vllm_tide import _shm
 from vllm_tide.transport import Phase, Record, RingSpec
+from vllm_tide.transport.record import encode
 
 SHAPES = {"hidden": (True, False), "topk": (False, True)}
 
@@ -79,6 +81,14 @@ def make_light(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
         teacher_topk_logprobs=None,
         teacher_tail_logprob=None,
     )
+
+
+def body_of(record, spec=None):
+    """Its bytes, as a ring has them."""
+    parts, size = encode(record, (spec or make_spec()).feature_dtype)
+    body = np.empty(size, np.uint8)
+    _shm.gather(body, 0, parts)
+    return body
 
 
 def identity(record):

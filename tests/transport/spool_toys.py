@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
 from vllm_tide.transport.process import start_time
@@ -114,10 +114,10 @@ def head_tensors(value):
 
 def write_shards(store, shards, engine="e1", config=CONFIG):
     """One shard per list of seeds."""
-    writer = SpoolWriter(EngineFolder(store, engine), SPEC, config)
+    writer = SpoolWriter(EngineFolder(store, engine), config)
     for seeds in shards:
         for seed in seeds:
-            writer.add(make_record(SPEC, seed))
+            writer.add(body_of(make_record(SPEC, seed)))
         assert writer.flush() == writer.last
     return writer
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.transport import TransportError, spool_writer
 from vllm_tide.transport.purge import Keeper, answers, ask, live_keepers
@@ -36,9 +36,9 @@ def of_tenant(seed, tenant):
 
 
 def writer_of(store, tenants=()):
-    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
+    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
     for seed, tenant in enumerate(tenants):
-        writer.add(of_tenant(seed, tenant))
+        writer.add(body_of(of_tenant(seed, tenant)))
     return writer
 
 
@@ -227,12 +227,12 @@ def test_a_relay_answers_only_when_the_ring_was_empty(store, engine, monkeypatch
     relay = engine.relay(store)
     monkeypatch.setattr("vllm_tide.transport.spool_relay._EMPTY_LIMIT_S", 0.02)
     relay._drain = lambda: 0
-    read = relay._reader.read
-    relay._reader.read = lambda: of_tenant(1, 7)  # an engine that never pauses
+    take = relay._reader.take
+    relay._reader.take = lambda: body_of(of_tenant(1, 7))  # an engine that never pauses
     request = ask(engine.run_dir, 7)
     relay.tick()
     assert answers(engine.run_dir, request) == {}
-    relay._reader.read = read
+    relay._reader.take = take
     relay._next_poll = 0.0
     relay.tick()
     (counts,) = answers(engine.run_dir, request).values()

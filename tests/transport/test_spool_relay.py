@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import relay as cli_relay
 from vllm_tide.transport import TransportError, spool_writer
@@ -47,9 +47,9 @@ def seeds_in(store):
 
 
 def writer_of(store, seeds=()):
-    writer = SpoolWriter(EngineFolder(store, "e1"), SPEC, CONFIG)
+    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
     for seed in seeds:
-        writer.add(make_record(SPEC, seed))
+        writer.add(body_of(make_record(SPEC, seed)))
     return writer
 
 
@@ -82,7 +82,7 @@ def test_a_ring_that_is_never_empty_does_not_keep_a_relay_from_ending(
     monkeypatch.setattr("vllm_tide.transport.spool_relay._EMPTY_LIMIT_S", 0.05)
     relay = engine.relay(store)
     record, read = make_record(SPEC, 1), []
-    relay._reader.read = lambda: read.append(1) or record
+    relay._reader.take = lambda: read.append(1) or body_of(record)
     relay.stop()
     assert relay.run() == "stopped"
     assert len(seeds_in(store)[1]) == len(read)

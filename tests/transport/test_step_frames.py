@@ -12,8 +12,7 @@ from tests.transport.step_rows import expected, request_rows
 from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.step_frames import StepRows, farewells, lay_out
 from vllm_tide.transport import Phase
-from vllm_tide.transport.record import FEATURE_DTYPES, META, META_BYTES, encode
-from vllm_tide.transport.ring import Status
+from vllm_tide.transport.record import FEATURE_DTYPES, META, META_BYTES, Status, encode
 
 H, LAYERS, TOPK, VOCAB = 4, (1, 2), 3, 100
 

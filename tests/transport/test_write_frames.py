@@ -9,8 +9,8 @@ import pytest
 
 from tests.transport.samples import identity, make_record, make_spec
 from vllm_tide import _shm
-from vllm_tide.transport.record import META, META_BYTES, encode
-from vllm_tide.transport.ring import Frames, Status, Word
+from vllm_tide.transport.record import META, META_BYTES, Frames, Status, encode
+from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 
 SPEC = make_spec(hidden_size=8)

@@ -20,7 +20,8 @@ import numpy as np
 from vllm_tide.capture.policy import OVERLOAD, CapturePolicy, RowBudget, Ticket
 from vllm_tide.capture.step_frames import RequestRows, StepRows, farewells, lay_out
 from vllm_tide.config import CaptureConfig
-from vllm_tide.transport.ring import Collect, Frames, RingWriter, Status
+from vllm_tide.transport.record import Frames, Status
+from vllm_tide.transport.ring import Collect, RingWriter
 
 BACKLOG = 16
 """Writes under way, at most: a step and a farewell each, of eight steps."""

@@ -23,11 +23,12 @@ from vllm_tide.transport.record import (
     META,
     SAMPLED,
     TOPK,
+    Frames,
     Phase,
     RingSpec,
+    Status,
     sound_counts,
 )
-from vllm_tide.transport.ring import Frames, Status
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
 _TOKEN = np.dtype(np.int32)

@@ -221,6 +221,44 @@ class RingSpec:
             raise RecordError("the top-k teacher is not what this ring carries")
 
 
+class Status(IntEnum):
+    """Outcome of writing a record (csrc/shm.h has the first six)."""
+
+    WRITTEN = 0
+    FULL = 1
+    TOO_LARGE = 2
+    CURSOR = 3
+    TRUNCATED = 4
+    SKIPPED = 5
+    """It continues one that was not written; it counts as no record."""
+    CLOSED = 6
+    INVALID = 7
+
+
+@dataclass(slots=True)
+class Frames:
+    """Records whose arrays lie somewhere in a few larger ones.
+
+    Attributes:
+        metas: `META` [n].
+        spans: int64 [n, S, 2], where each part begins in its source, and its length
+            (bytes).
+        follows: bool [n], whether a record continues the one before.
+        sources: S C-contiguous arrays, in the order of a body.
+        status: uint8 [n], a `Status`; WRITTEN also before it is.
+    """
+
+    metas: np.ndarray
+    spans: np.ndarray
+    follows: np.ndarray
+    sources: tuple[np.ndarray, ...]
+    status: np.ndarray
+
+    def refuse(self, why: Status) -> None:
+        """Set the status of records that are still to be written."""
+        self.status[self.status == Status.WRITTEN] = why
+
+
 def encode(
     record: Record, feature_dtype: str
 ) -> tuple[tuple[bytes | np.ndarray, ...], int]:
@@ -332,6 +370,11 @@ def decode(body: memoryview) -> Record:
         bool(flags & FINISHED), tenant, bool(flags & SAMPLED), concurrency, cost,
         verify_chance, bool(flags & MEMORY),
     )  # fmt: skip
+
+
+def tenant_of(body: np.ndarray) -> int:
+    """Tenant of a record's bytes."""
+    return int(np.frombuffer(body, META, 1)["tenant"][0])
 
 
 class _Cursor:

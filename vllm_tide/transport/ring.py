@@ -29,9 +29,11 @@ from vllm_tide.transport.process import Holder, heartbeat_is_fresh, pid_namespac
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     META,
+    Frames,
     Record,
     RecordError,
     RingSpec,
+    Status,
     decode,
     encode,
 )
@@ -111,44 +113,6 @@ def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
         load(Word.CORRUPT),
         consumer_alive(load),
     )
-
-
-class Status(IntEnum):
-    """Outcome of writing a record (csrc/shm.h has the first six)."""
-
-    WRITTEN = 0
-    FULL = 1
-    TOO_LARGE = 2
-    CURSOR = 3
-    TRUNCATED = 4
-    SKIPPED = 5
-    """It continues one that was not written; it counts as no record."""
-    CLOSED = 6
-    INVALID = 7
-
-
-@dataclass(slots=True)
-class Frames:
-    """Records whose arrays lie somewhere in a few larger ones.
-
-    Attributes:
-        metas: `record.META` [n].
-        spans: int64 [n, S, 2], where each part begins in its source, and its length
-            (bytes).
-        follows: bool [n], whether a record continues the one before.
-        sources: S C-contiguous arrays, in the order of a body.
-        status: uint8 [n], a `Status`; WRITTEN also before it is.
-    """
-
-    metas: np.ndarray
-    spans: np.ndarray
-    follows: np.ndarray
-    sources: tuple[np.ndarray, ...]
-    status: np.ndarray
-
-    def refuse(self, why: Status) -> None:
-        """Set the status of records that are still to be written."""
-        self.status[self.status == Status.WRITTEN] = why
 
 
 # magic, kind, position (bytes since the ring began), length of the frame, length of
@@ -303,7 +267,7 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 tail = self._segment.load(Word.TAIL)
-                if last <= tail <= self._head and not tail % LINE_BYTES:
+                if last <= tail <= self._head:
                     last = tail
         return self._head, last
 
@@ -342,16 +306,11 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 return ring_stats(self._segment.load, self.capacity)
-        return RingStats(
-            self.capacity,
-            0,
-            self._written_records,
-            self._written_rows,
-            self.drops.total(),
-            self.dropped_rows.total(),
-            0,
-            False,
+        counts = (
+            *(self._written_records, self._written_rows),
+            *(self.drops.total(), self.dropped_rows.total()),
         )
+        return RingStats(self.capacity, 0, *counts, 0, False)
 
     def unlink(self) -> None:
         """Take the name away; see :meth:`Segment.unlink`."""
@@ -448,17 +407,31 @@ class RingReader:
 
         Its arrays are private to the caller. Damaged bytes are skipped and counted.
         """
+        while (body := self.take()) is not None:
+            try:
+                record = decode(body.data)
+                self.spec.check(record)
+                return record
+            except RecordError:
+                self._count_corrupt()
+        return None
+
+    def take(self) -> np.ndarray | None:
+        """Take the next record out as its bytes, which are the caller's own.
+
+        Their checksum was right; nobody looked at what they say.
+        """
         if self._lost or not self._segment.intact():
             return None
         head = self._segment.load(Word.HEAD) // LINE_BYTES * LINE_BYTES
         if not 0 <= head - self._tail <= self.capacity:
             self._count_corrupt()  # nothing between the two can be relied on
             self._tail = head
-        record = None
-        while record is None and self._tail < head:
-            record = self._take(head)
+        body = None
+        while body is None and self._tail < head:
+            body = self._take(head)
         self._segment.store(Word.TAIL, self._tail)
-        return record
+        return body
 
     def heartbeat(self) -> None:
         """Say that the trainer lives."""
@@ -487,7 +460,7 @@ class RingReader:
     @property
     def lost(self) -> bool:
         """True if the ring was cut short or lost its name."""
-        return not self._segment.intact() or self._segment.lost()
+        return self._segment.closed or self._segment.lost()
 
     def producer_alive(self) -> bool:
         """True if the engine that owns the ring lives."""
@@ -509,8 +482,8 @@ class RingReader:
         self._corrupt = (self._corrupt + 1) % 2**64
         self._segment.store(Word.CORRUPT, self._corrupt)
 
-    def _take(self, head: int) -> Record | None:
-        """Move past the frame at the tail; its record if it holds a good one."""
+    def _take(self, head: int) -> np.ndarray | None:
+        """Move past the frame at the tail; its body if it holds a good one."""
         buf, capacity = self._segment.buf, self.capacity
         frame = frame_at(buf, capacity, self._tail, head)
         if frame is None:
@@ -523,21 +496,16 @@ class RingReader:
         if frame.kind == PAD:
             self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
             return None
-        # Checked and decoded as a private copy: the memory may change at any time.
+        # Checked as a private copy: the memory may change at any time.
         copy = np.empty(frame.body, np.uint8)
         crc = _shm.gather(copy, 0, (buf[start : start + frame.body],))
         # A pad first: who goes on here after a kill finds no damage.
         buf[start - FRAME_BYTES : start] = pack_frame(PAD, begin, frame.length)
         self._blank(begin + FRAME_BYTES, self._tail)
-        try:
-            if crc != frame.crc:
-                raise RecordError("checksum")
-            record = decode(copy.data)
-            self.spec.check(record)
-        except RecordError:
-            self._count_corrupt()
-            return None
-        return record
+        if crc == frame.crc:
+            return copy
+        self._count_corrupt()
+        return None
 
     def _blank(self, begin: int, end: int) -> None:
         """Overwrite from one position to another; both before the producer's room."""

@@ -22,6 +22,7 @@ from vllm_tide.transport.purge import (
     announce_relay,
     retract_relay,
 )
+from vllm_tide.transport.record import tenant_of
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     read_manifests,
@@ -77,7 +78,7 @@ class Relay:
             raise
         try:
             spec, identity = self._reader.spec, identity_of(manifest)
-            self._writer = SpoolWriter(self._folder, spec, config)
+            self._writer = SpoolWriter(self._folder, config)
             identity["rows"] = upload_models(self._folder, manifest)
             self._folder.write_engine(EngineEntry(manifest, spec, identity))
         except BaseException:
@@ -162,10 +163,10 @@ class Relay:
         # While a shard waits for the storage nothing is taken: memory stays bounded.
         while not self._writer.blocked and time.monotonic() < until:
             for _ in range(_DRAIN_BATCH):
-                record = self._reader.read()
-                if record is None:
+                body = self._reader.take()
+                if body is None:
                     return taken
-                self._writer.add(record)
+                self._writer.add(body)
                 taken += 1
                 if self._writer.due():
                     break
@@ -180,13 +181,13 @@ class Relay:
         """
         until = time.monotonic() + _EMPTY_LIMIT_S
         while time.monotonic() < until:
-            record = self._reader.read()
-            if record is None:
+            body = self._reader.take()
+            if body is None:
                 return True
-            if purge is not None and purge.tenant in (None, record.tenant):
+            if purge is not None and purge.tenant in (None, tenant_of(body)):
                 self._purged[purge.id] += 1
             else:
-                self._writer.add(record)
+                self._writer.add(body)
         return False
 
     def _answer_purges(self) -> None:

@@ -2,7 +2,7 @@
 
 Two tensors: ``records``, the bytes of all records one after another, and ``offsets``
 (int64 [n + 1]), where each begins. Any safetensors reader opens it. A record's bytes
-are those of the ring (``record.encode``), so nothing is converted on the way.
+are those of the ring, so nothing is converted, nor looked at, on the way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from vllm_tide import _shm
 from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
+    META,
     Record,
     RecordError,
     RingSpec,
     decode,
-    encode,
 )
 from vllm_tide.transport.shm import MALFORMED, said
 from vllm_tide.transport.spool import EngineFolder, EngineState
@@ -47,8 +48,7 @@ class ShardDamaged(ValueError):  # noqa: N818 - says what it is
 class ShardBuilder:
     """Collects records for one shard."""
 
-    def __init__(self, spec: RingSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
         self._held: list[tuple[np.ndarray, int, int]] = []  # bytes, rows, tenant
         self.num_bytes = 0
         self.began = time.monotonic()
@@ -57,16 +57,13 @@ class ShardBuilder:
     def num_records(self) -> int:
         return len(self._held)
 
-    def add(self, record: Record) -> None:
-        """Copy a record; RecordError if it contradicts itself or the spec."""
-        self._spec.check(record)
-        parts, size = encode(record, self._spec.feature_dtype)
-        body = np.empty(size, np.uint8)
-        _shm.gather(body, 0, parts)
+    def add(self, body: np.ndarray) -> None:
+        """Take a record's bytes, as `RingReader.take` gives them."""
         if not self._held:
             self.began = time.monotonic()
-        self._held.append((body, record.num_rows, record.tenant))
-        self.num_bytes += size
+        about = np.frombuffer(body, META, 1)[0]
+        self._held.append((body, int(about["rows"]), int(about["tenant"])))
+        self.num_bytes += len(body)
 
     def drop(self, tenant: int | None) -> int:
         """Forget the records of a tenant, or with None all of them; how many."""
@@ -119,24 +116,18 @@ def read_shard(
                 f"its records have format {said(manifest['record_format'])}, this "
                 f"process speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
             )
-        if len(body) != manifest["bytes"]:
-            raise ShardDamaged(
-                f"it has {len(body)} bytes, its manifest says {said(manifest['bytes'])}"
-            )
-        if _shm.crc32c(body) != manifest["crc32c"]:
-            raise ShardDamaged("its checksum is wrong")
-        offsets, data = _tensors(body)
-        if len(offsets) != manifest["records"] + 1 or np.any(
-            offsets[1:] < offsets[:-1]  # a difference could overflow
-        ):
-            raise ShardDamaged("its offsets do not rise")
-    except ShardDamaged:
-        raise
+        if (len(body), _shm.crc32c(body)) != (manifest["bytes"], manifest["crc32c"]):
+            raise ShardDamaged("its bytes are not those that its manifest describes")
+        found = dict(deserialize(body))  # type: ignore[no-untyped-call]
+        offsets = np.frombuffer(found["offsets"]["data"], np.int64)
+        data = np.frombuffer(found["records"]["data"], np.uint8)
     except (SafetensorError, *MALFORMED) as error:
+        if isinstance(error, ShardDamaged):
+            raise
         raise ShardDamaged(f"it cannot be read ({said(error)})") from error
     records: list[Record] = []
     unfit = 0
-    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    for begin, end in pairwise(offsets.tolist()):
         try:
             record = decode(data[begin:end].copy().data)
             spec.check(record)
@@ -145,16 +136,6 @@ def read_shard(
         else:
             records.append(record)
     return records, unfit
-
-
-def _tensors(body: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets (int64) and records (uint8) of a safetensors file."""
-    found = dict(deserialize(body))  # type: ignore[no-untyped-call]
-    offsets = np.frombuffer(found["offsets"]["data"], np.int64)
-    records = np.frombuffer(found["records"]["data"], np.uint8)
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(records):
-        raise ShardDamaged("its offsets do not cover its records")
-    return offsets, records
 
 
 @dataclass(frozen=True)
@@ -188,14 +169,12 @@ class SpoolReader:
         if self.next_shard > state.last_shard:
             return None
         number = self.next_shard
-        manifest = self._folder.read_json(manifest_name(number))
-        body = None
-        if manifest is not None:
-            name = str(manifest.get("file"))
-            if shard_number(name) == number:  # it may say anything
-                told = manifest.get("bytes")
-                body = self._folder.read_sized(f"{RECORDS}/{name}", told)
-        if manifest is None or body is None:
+        manifest = self._folder.read_json(manifest_name(number)) or {}
+        file, body = str(manifest.get("file")), None
+        if shard_number(file) == number:
+            told = manifest.get("bytes")
+            body = self._folder.read_sized(f"{RECORDS}/{file}", told)
+        if body is None:
             self._failure("", state)
             return None
         try:

@@ -10,9 +10,10 @@ import contextlib
 import time
 from typing import Any
 
+import numpy as np
+
 from vllm_tide.config import MIB, SpoolConfig
 from vllm_tide.transport.process import steady_unix
-from vllm_tide.transport.record import Record, RecordError, RingSpec
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_shard import (
@@ -41,18 +42,15 @@ class SpoolWriter:
     Attributes:
         first, last: Numbers of the oldest and the newest shard; 0: none was written.
         rows: Rows in shards written by this object.
-        invalid: Records that could not be encoded.
     """
 
-    def __init__(
-        self, folder: EngineFolder, spec: RingSpec, config: SpoolConfig
-    ) -> None:
-        self._folder, self._spec, self._config = folder, spec, config
-        self._open = ShardBuilder(spec)
+    def __init__(self, folder: EngineFolder, config: SpoolConfig) -> None:
+        self._folder = folder
+        self._open = ShardBuilder()
         self._closed: _Closed | None = None
         # Manifests of shards that changed meanwhile: what they may have left.
         self._remains: list[dict[str, Any]] = []
-        self.rows = self.invalid = 0
+        self.rows = 0
         numbers = self._numbers()
         # A body without a manifest counts too: its number is not used again.
         self.last = max(numbers, default=0)
@@ -64,11 +62,9 @@ class SpoolWriter:
         """True if the storage has something to make up for: add nothing now."""
         return self._closed is not None or bool(self._remains)
 
-    def add(self, record: Record) -> None:
-        try:
-            self._open.add(record)
-        except (RecordError, TypeError, ValueError, AttributeError):
-            self.invalid += 1
+    def add(self, body: np.ndarray) -> None:
+        """Take a record's bytes, as `RingReader.take` gives them."""
+        self._open.add(body)
 
     def due(self) -> bool:
         held = self._open
@@ -88,7 +84,7 @@ class SpoolWriter:
             if not self._open.num_records:
                 return 0
             self._closed = _Closed(self._open, self.last + 1, steady_unix())
-            self._open = ShardBuilder(self._spec)
+            self._open = ShardBuilder()
         closed, folder = self._closed, self._folder
         # Another relay may have come while the storage held this one up: before the
         # body, whose name may be the same, and before the manifest, which is.
