@@ -161,7 +161,6 @@ def read_words(given: tuple[bytes, bytes, bytes]) -> str:
     entry = where.read_engine()
     if entry is not None:
         json.dumps(asdict(entry.manifest))
-        Path(entry.manifest.target_path).exists()
     return f"{entry is not None} {state is not None} {len(readers)}"
 
 

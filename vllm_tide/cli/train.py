@@ -146,7 +146,7 @@ def _find(
 ) -> Feeds:
     """Feeds with at least one engine; a TransportError where nobody waits for one."""
     from vllm_tide.train.distributed import BEAT_S, beat
-    from vllm_tide.train.feed_sources import FIRST_SCAN_S
+    from vllm_tide.train.feed_spool import FIRST_SCAN_S
     from vllm_tide.train.feeds import open_feeds
     from vllm_tide.transport.shm import TransportError
 

@@ -1,4 +1,4 @@
-"""Records of one engine and drafts to it, through shared memory."""
+"""Records of one engine and drafts to it, through shared memory; where it is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import numpy as np
 
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Phase, Record, RingSpec
-from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    group_of,
+    read_manifests,
+    reclaim_orphans,
+)
 from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.shm import TransportError, said
 from vllm_tide.transport.spool_identity import identity_of
@@ -80,8 +85,6 @@ LOST_S = 30.0
 """After this (s) without a replacement for a lost segment the log says so."""
 LOOK_S = 0.5
 """Interval at which its manifest is read meanwhile (s)."""
-FAR = 1 << 32
-"""Versions further ahead than this were never published."""
 
 _SPEC = ("hidden_size", "vocab_size", "feature_dtype", "teacher", "aux_layer_ids")
 
@@ -148,14 +151,12 @@ class RingFeed:
     def latest_version(self) -> int:
         """Newest draft sent to it; 0 if none was.
 
-        Numbers that the engine has seen are not given again.
-
-        It looks at each number once, and a damaged publication, or one in a segment
-        that is lost, has one too. A number out of all reason was damage.
+        Numbers that the engine has seen are not given again: it looks at each once, and
+        one in a segment that is lost has a number too.
         """
-        latest, told = self._writer.latest_version, self._told
-        seen = (told.installed_version, told.refused_version)
-        return max([latest, *(v for v in seen if v - latest < FAR)])
+        told = self._told
+        versions = (told.installed_version, told.refused_version)
+        return max(self._writer.latest_version, *versions)
 
     def models(self) -> tuple[Path, Path]:
         """The engine's own directories."""
@@ -223,29 +224,20 @@ class RingFeed:
         )
 
     def latest(self) -> Publication | None:
-        """The newest head sent to it, to go on from after a restart."""
-        if self._writer.latest_version == 0:
+        """The draft sent to it last, or what it serves where it refused that one."""
+        told, version = self.feedback(), self._writer.latest_version
+        if version == told.refused_version:
+            version = told.installed_version
+        if version == 0:
             return None
-        told = self.feedback()
         segment = WeightsSegment.attach(self.manifest.weights)
         try:
-            found = self._whole(segment)
-            # What is served is in the other slot if the newest was not taken, or if
-            # damage made an old one look like the newest.
-            served, refused = told.installed_version, told.refused_version
-            if found is not None and served <= found.version != refused:
-                return found
-            return segment.read_version(served) if served else None
+            return segment.read_version(version)
+        except WeightsRefused as refusal:
+            logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
+            return None
         finally:
             segment.close()
-
-    def _whole(self, segment: WeightsSegment) -> Publication | None:
-        try:
-            return segment.read()
-        except WeightsRefused as refusal:
-            why = said(refusal)
-            logger.warning("engine %s: its latest head is lost: %s", self.id, why)
-            return None
 
     def set_collect(self, wanted: Collect) -> None:
         """Ask the engine for full rows, for light records, or for nothing."""
@@ -311,3 +303,45 @@ class RingFeed:
             self._writer, self.manifest = writer, manifest
             return True
         return False
+
+
+class RunDirSource:
+    """Engines of a run directory: all, or one engine or group (`engine_id`).
+
+    A source finds live engines and opens feeds to them; it never waits for storage.
+    """
+
+    def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
+        self._run_dir, self._engine_id = run_dir, engine_id
+        self._manifests: dict[str, EngineManifest] = {}
+        self._identities: dict[str, dict[str, str]] = {}
+
+    def find(self) -> list[str]:
+        self._manifests = {
+            manifest.engine_id: manifest
+            for manifest in read_manifests(self._run_dir)
+            if self._engine_id in (None, manifest.engine_id, group_of(manifest))
+        }
+        return list(self._manifests)
+
+    def identity(self, engine_id: str) -> dict[str, str]:
+        """An engine's identity, without attaching; TransportError if there is none."""
+        if engine_id not in self._identities:
+            self._identities[engine_id] = identity_of(self._manifests[engine_id])
+        return self._identities[engine_id]
+
+    def open(self, engine_id: str) -> RingFeed:
+        """Attach to an engine; None while that goes on: ask again."""
+
+        def announced() -> EngineManifest | None:
+            found = read_manifests(self._run_dir)
+            return next((m for m in found if m.engine_id == engine_id), None)
+
+        return RingFeed(self._manifests[engine_id], announced)
+
+    def gone(self, engine_id: str) -> None:
+        """An engine killed outright could not unlink its segments."""
+        self._identities.pop(engine_id, None)
+        reclaim_orphans(self._run_dir)
+
+    def close(self) -> None: ...

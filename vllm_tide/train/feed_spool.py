@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.train.feed import RingFeed, RunDirSource
 from vllm_tide.transport import publication
 from vllm_tide.transport.publication import DraftBlob, Publication, TensorInput
 from vllm_tide.transport.record import Record
@@ -29,6 +30,7 @@ from vllm_tide.transport.spool import (
     Freshness,
     ReaderState,
     checked_name,
+    engine_ids,
     instance_gone,
     this_instance,
 )
@@ -39,6 +41,10 @@ from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
 
 logger = logging.getLogger("vllm_tide.train")
 
+SCAN_S = 2.0
+"""How often a spool is searched for engines (s)."""
+FIRST_SCAN_S = 10.0
+"""How long a trainer that starts waits for a spool (s)."""
 POLL_S = 0.25
 """How often the storage is looked at (s)."""
 PREFETCHED_SHARDS = 2
@@ -346,3 +352,141 @@ def _lives(state: ReaderState) -> bool:
     """True if a trainer may be alive; clocks of two hosts are trusted to 20 s here."""
     recent = abs(time.time() - state.unix) < DEAD_S
     return state.running and recent and not instance_gone(state.instance)
+
+
+class SpoolSource:
+    """Engines whose relays write to a spool; see ``SpoolFeed``."""
+
+    def __init__(
+        self,
+        url: str,
+        engine_id: str | None = None,
+        *,
+        reader: str = "trainer",
+        cache: Path | None = None,
+        threaded: bool = True,
+    ) -> None:
+        self._store = open_store(url)
+        self._engine_id, self._reader, self._cache = engine_id, reader, cache
+        self._threaded = threaded
+        self._words: dict[str, tuple[Freshness, bool]] = {}
+        self._found: dict[str, dict[str, str] | TransportError] = {}
+        self._listed = self._found  # as of the last `find`
+        self._asked: set[str] = set()
+        self._opened: dict[str, SpoolFeed | TransportError] = {}
+        self._lock = threading.Lock()  # of these two
+        self._failing = ""
+        self._wake, self._closing = threading.Event(), threading.Event()
+        if not threaded:
+            return
+        scanned = threading.Event()
+        threading.Thread(
+            target=self._work, args=(scanned,), name="vllm-tide-spool-scan", daemon=True
+        ).start()
+        scanned.wait(FIRST_SCAN_S)  # so that the first `find` finds
+
+    def find(self) -> list[str]:
+        if not self._threaded:
+            self._scan()
+        self._listed = self._found
+        return list(self._listed)
+
+    def identity(self, engine_id: str) -> dict[str, str]:
+        found = self._listed[engine_id]
+        if isinstance(found, TransportError):
+            raise found
+        return found
+
+    def open(self, engine_id: str) -> SpoolFeed | None:
+        if not self._threaded:
+            return self._attach(engine_id)
+        with self._lock:
+            made = self._opened.pop(engine_id, None)
+            if made is None:
+                self._asked.add(engine_id)
+                self._wake.set()
+        if isinstance(made, TransportError):
+            raise made
+        return made
+
+    def gone(self, engine_id: str) -> None:
+        """Nothing: the bounds remove what a dead engine left."""
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+
+    def _work(self, scanned: threading.Event) -> None:
+        while not self._closing.is_set():
+            self._scan()
+            scanned.set()
+            self._wake.wait(SCAN_S)
+            self._wake.clear()
+            for engine_id in tuple(self._asked):
+                made: SpoolFeed | TransportError
+                try:
+                    made = self._attach(engine_id)
+                except TransportError as error:
+                    made = error
+                with self._lock:
+                    self._opened[engine_id] = made
+                    self._asked.discard(engine_id)
+        for made in self._opened.values():
+            if not isinstance(made, TransportError):
+                made.close()
+
+    def _attach(self, engine_id: str) -> SpoolFeed:
+        return SpoolFeed(
+            self._store,
+            engine_id,
+            reader=self._reader,
+            cache=self._cache,
+            threaded=self._threaded,
+        )
+
+    def _scan(self) -> None:
+        try:
+            ids = engine_ids(self._store)
+            live = [name for name in ids if self._wanted(name) and self._lives(name)]
+            self._found = {name: self._identity(name) for name in live}
+        except TransportError as error:
+            if str(error) != self._failing:  # once per cause, not per try
+                logger.error("%s", error)
+            self._failing = str(error)
+        else:
+            self._failing = ""
+
+    def _identity(self, engine_id: str) -> dict[str, str] | TransportError:
+        known = self._found.get(engine_id)
+        if isinstance(known, dict):
+            return known
+        try:
+            entry = EngineFolder(self._store, engine_id).read_engine()
+        except TransportError as error:
+            return error
+        if entry is not None:
+            return entry.identity
+        return TransportError(
+            f"engine {engine_id} has not announced itself in {self._store.url} yet"
+        )
+
+    def _wanted(self, engine_id: str) -> bool:
+        return self._engine_id in (None, engine_id)
+
+    def _lives(self, engine_id: str) -> bool:
+        state = EngineFolder(self._store, engine_id).read_state()
+        if state is None or not state.running:
+            return False
+        if engine_id not in self._words:
+            # At first sight its clock decides; then only whether its word changes.
+            recent = abs(time.time() - state.unix) < DEAD_S
+            self._words[engine_id] = (Freshness(), recent)
+        word, recent = self._words[engine_id]
+        word.look(state.unix)
+        return word.fresh and (recent or word.moved)
+
+
+Feed = RingFeed | SpoolFeed
+"""Records of one engine in, drafts for it out."""
+
+Source = RunDirSource | SpoolSource

@@ -26,7 +26,7 @@ from vllm_tide.train import checkpoint
 from vllm_tide.train.deployment import Deployment
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
 from vllm_tide.train.fast_draft import FastDraft
-from vllm_tide.train.feed_sources import Feed
+from vllm_tide.train.feed_spool import Feed
 from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
 from vllm_tide.train.groups import Groups

@@ -23,9 +23,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from pydantic import AfterValidator, Field, Strict, TypeAdapter
+from pydantic import TypeAdapter
 
 from vllm_tide.config import package_version
 from vllm_tide.transport.process import Holder, pid_namespace
@@ -51,49 +51,36 @@ TEMPORARY = ".tmp"  # suffix of a file that is being written
 KEPT = 4  # dead engines whose logs, events and status stay
 
 
-def _pathlike(text: str) -> str:
-    # What no file name can hold would be raised about where it becomes a path.
-    if b"\0" in os.fsencode(text):
-        raise ValueError("no path")
-    return text
-
-
-_Text = Annotated[str, Strict(), AfterValidator(_pathlike)]
-_Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63)]
-
-
 @dataclass
 class EngineManifest:
     """Facts about a live engine that a trainer needs."""
 
-    engine_id: _Text  # letters, digits, dot, dash, underscore
-    pid: _Whole  # of the worker that owns the segments
-    pid_start: _Whole  # clock ticks since boot
-    ring: _Text  # names of its segments
-    weights: _Text
-    target_path: _Text  # directories of the target and of the draft it started with
-    draft_path: _Text
-    target_dtype: _Text  # as torch names it
-    hidden_size: _Whole  # width of a hidden state
-    vocab_size: _Whole  # the target's
-    draft_vocab_size: _Whole
-    aux_layer_ids: tuple[_Whole, ...]  # layers whose input is captured
-    teacher: _Text  # "hidden" or "topk"
-    teacher_topk: _Whole
-    feature_dtype: _Text
-    num_speculative_tokens: _Whole  # the largest draft length
+    engine_id: str  # letters, digits, dot, dash, underscore
+    pid: int  # of the worker that owns the segments
+    pid_start: int  # clock ticks since boot
+    ring: str  # names of its segments
+    weights: str
+    target_path: str  # directories of the target and of the draft it started with
+    draft_path: str
+    target_dtype: str  # as torch names it
+    hidden_size: int  # width of a hidden state
+    vocab_size: int  # the target's
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]  # layers whose input is captured
+    teacher: str  # "hidden" or "topk"
+    teacher_topk: int
+    feature_dtype: str
+    num_speculative_tokens: int  # the largest draft length
     tide: dict[str, Any]  # the section of the engine's configuration
-    created_unix: Annotated[float, Strict(), Field(allow_inf_nan=False)]  # s
+    created_unix: float  # s
     # Draft tensors that are the target's own modules: neither trained nor published.
-    shared: list[_Text] = field(default_factory=list)
-    pid_namespace: _Whole = field(
-        default_factory=pid_namespace
-    )  # inode of that of `pid`
-    model_name: _Text = ""  # served under; empty if it does not say
-    draft_sample_method: _Text = "greedy"  # vLLM's: how drafted tokens are drawn
-    tenant_key_id: _Text = ""  # of the key that its tenants' ids follow from
-    gpu_uuid: _Text = ""  # of the GPU that it serves on
-    version: _Text = field(default_factory=package_version)  # of who wrote it, or empty
+    shared: list[str] = field(default_factory=list)
+    pid_namespace: int = field(default_factory=pid_namespace)  # inode of that of `pid`
+    model_name: str = ""  # served under; empty if it does not say
+    draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
+    tenant_key_id: str = ""  # of the key that its tenants' ids follow from
+    gpu_uuid: str = ""  # of the GPU that it serves on
+    version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
         """True if the engine lives; None where its pid cannot be looked up.

@@ -28,7 +28,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
@@ -50,11 +50,7 @@ BEAT_S = 2.0
 DEAD_S = 20.0
 """One not heard of for this long (s) counts as gone; storage may be slow."""
 
-# Of shards, rows or versions: what is larger is damage.
-_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
-_Number = Annotated[float, Strict(), Field(gt=-1e18, lt=1e18)]
-_Flag = Annotated[bool, Strict()]
-_Label = Annotated[str, Strict(), AfterValidator(said)]  # it comes into a log
+_Label = Annotated[str, AfterValidator(said)]  # it comes into a log
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MADE = {
     "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
@@ -79,17 +75,17 @@ class EngineEntry:
 class EngineState:
     """State of an engine, which its relay repeats."""
 
-    unix: _Number = 0.0  # s, the relay's clock; readers look whether it changes
-    running: _Flag = True  # engine and relay live; False is the last word
-    first_shard: _Count = 1  # the oldest that may still be there
-    last_shard: _Count = 0  # the newest complete one; 0 if there is none
-    published_version: _Count = 0  # newest draft in the engine's weights segment
-    installed_version: _Count = 0  # serves now
-    refused_version: _Count = 0  # the last one, 0 if none
+    unix: float = 0.0  # s, the relay's clock; readers look whether it changes
+    running: bool = True  # engine and relay live; False is the last word
+    first_shard: int = 1  # the oldest that may still be there
+    last_shard: int = 0  # the newest complete one; 0 if there is none
+    published_version: int = 0  # newest draft in the engine's weights segment
+    installed_version: int = 0  # serves now
+    refused_version: int = 0  # the last one, 0 if none
     refused_reason: _Label = ""
-    swap_pause_ms: _Number = 0.0  # how long the last installation held serving up
-    rows: _Count = 0  # written to the spool by this relay
-    dropped_rows: _Count = 0  # by the engine: the ring was full
+    swap_pause_ms: float = 0.0  # how long the last installation held serving up
+    rows: int = 0  # written to the spool by this relay
+    dropped_rows: int = 0  # by the engine: the ring was full
 
 
 @dataclass(frozen=True)
@@ -97,13 +93,13 @@ class ReaderState:
     """State of a trainer towards one engine."""
 
     instance: _Label  # see `this_instance`
-    unix: _Number = 0.0  # s, the trainer's clock
-    running: _Flag = True  # False is the last word
-    collect: _Flag = True  # wants full rows, else light records
-    paused: _Flag = False  # wants nothing; its last word holds
-    publishes: _Flag = True  # sends drafts to this engine
-    shard: _Count = 1  # reads it next
-    index: _Count = 0  # records of it taken already
+    unix: float = 0.0  # s, the trainer's clock
+    running: bool = True  # False is the last word
+    collect: bool = True  # wants full rows, else light records
+    paused: bool = False  # wants nothing; its last word holds
+    publishes: bool = True  # sends drafts to this engine
+    shard: int = 1  # reads it next
+    index: int = 0  # records of it taken already
 
 
 _State = TypeVar("_State", EngineState, ReaderState)

@@ -72,9 +72,7 @@ def local_models(
         # It becomes part of a path and comes from a file.
         rows = checked_name(entry.identity.get("rows", ""), "rows")
         target = cache / rows[:32]
-        if target.is_dir() and not _is_whole(target, rows):
-            shutil.rmtree(target, ignore_errors=True)
-        _download(folder.store, f"{TARGETS}/{rows}", target, rows)
+        _download(folder.store, f"{TARGETS}/{rows}", target)
     name = f"draft-{folder.engine_id}"
     return target, _download(folder.store, folder.path("draft"), cache / name)
 
@@ -146,25 +144,12 @@ def _is_target(folder: Path, wanted: str) -> bool:
         return False
 
 
-def _is_whole(folder: Path, digest: str) -> bool:
-    """True if a list in the cache is what it is filed under, and true."""
-    try:
-        raw = (folder / _LIST).read_bytes()
-        if hashlib.sha256(raw).hexdigest() != digest:
-            return False
-        files = {name: [(folder / name).read_bytes()] for name in json.loads(raw)}
-        return _listed(files) == raw
-    except OSError:
-        return False
-
-
-def _download(store: Store, name: str, into: Path, digest: str = "") -> Path:
-    """Copy a folder of files here, whole or not at all; `digest` is its list's."""
+def _download(store: Store, name: str, into: Path) -> Path:
+    """Copy a folder of files here, whole or not at all."""
     if into.is_dir():
         return into
-    raw = store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1)
-    listed = parse_json(raw)
-    if raw is None or listed is None:
+    listed = parse_json(store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1))
+    if listed is None:
         raise TransportError(
             f"{name} is not in {store.url} yet: is the engine's relay running?"
         )
@@ -172,10 +157,6 @@ def _download(store: Store, name: str, into: Path, digest: str = "") -> Path:
         make_private(into.parent)
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
-            if digest:
-                if hashlib.sha256(raw).hexdigest() != digest:
-                    raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
-                (temporary / _LIST).write_bytes(raw)
             for file, sha256 in listed.items():
                 if not _PLAIN.fullmatch(file):
                     raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
