@@ -156,9 +156,9 @@ async def _refused(scene):
 
 
 @_plant(LEARNING, "TideFaultContained")
-async def _header(scene):
-    """Random bytes over a segment's header."""
-    await memory.damage_header(scene, random.Random(0))
+async def _shrunk(scene):
+    """A segment loses its end."""
+    await memory.shrink_ring(scene, random.Random(0))
     yield
 
 

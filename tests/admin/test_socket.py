@@ -79,17 +79,18 @@ def test_what_is_no_request_is_answered_with_a_sentence(served, said):
     assert asked == []
 
 
-def test_silent_clients_hold_nothing_up(served, run_dir, monkeypatch):
+def test_silent_clients_hold_nothing_up(served, run_dir):
     trainer, _ = served
-    monkeypatch.setattr(admin, "PATIENCE_S", 0.05)
     fd = os.open(run_dir, os.O_RDONLY)
-    silent = [socket.socket(socket.AF_UNIX) for _ in range(admin.MAX_CLIENTS)]
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(8)]
     for client in silent:
         client.connect(f"/proc/self/fd/{fd}/{trainer.path.name}")
     os.close(fd)
     assert send(trainer.path, {"do": "status"}, 5) == {"ok": True, "did": "status"}
     for client in silent:
         client.close()
+    assert send(trainer.path, {"do": "status"}, 5) == {"ok": True, "did": "status"}
+    assert trainer._clients == {}
 
 
 def test_a_killed_trainers_socket_is_nobody_and_is_swept(run_dir):
@@ -116,12 +117,12 @@ def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
     class Slow(socket.socket):
         """Between bind and listen another trainer starts."""
 
-        def listen(self, backlog):
+        def listen(self, *backlog):
             monkeypatch.setattr(admin.socket, "socket", plain)
             other = AdminSocket(run_dir)
             seen.extend(trainer_sockets(run_dir))
             other.close()
-            super().listen(backlog)
+            super().listen(*backlog)
 
     plain = socket.socket
     monkeypatch.setattr(admin.socket, "socket", Slow)

@@ -20,7 +20,6 @@ from vllm_tide.transport.ring import (
     RECORD,
     Word,
     frame_at,
-    next_frame,
     pack_frame,
 )
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
@@ -112,11 +111,10 @@ def _forge(ring: str) -> None:
     data = memoryview((Path(SHM_DIR) / ring).read_bytes())
     capacity, head = len(data) - DATA_AT, word(ring, Word.HEAD)
     position, newest = word(ring, Word.TAIL), None
-    while (position := next_frame(data, capacity, position, head)) < head:
-        frame = frame_at(data, capacity, position, head)
-        if frame is not None and frame.kind == RECORD and frame.body > META_BYTES:
+    while position < head and (frame := frame_at(data, capacity, position, head)):
+        if frame.kind == RECORD and frame.body > META_BYTES:
             newest = position, frame
-        position += FRAME_BYTES
+        position += frame.length
     if newest is None:
         raise NotRecovered("no record of rows was there to forge")
     position, frame = newest

@@ -128,7 +128,7 @@ def test_an_abort_that_came_too_late_is_tried_again(counted_at, monkeypatch):
     assert len(rounds) == min(counted_at, requests.TRIES)
 
 
-def test_a_damaged_word_has_to_be_mended(monkeypatch):
+def test_a_damaged_word_has_to_be_stored_again(monkeypatch):
     from tests.faults import memory
 
     words, mending = {}, [False]
@@ -145,7 +145,7 @@ def test_a_damaged_word_has_to_be_mended(monkeypatch):
             self.tokens += 1
             return {name: self.tokens for name in PLAIN}
 
-    with pytest.raises(NotRecovered, match="a mended word"):
+    with pytest.raises(NotRecovered, match="a stored word"):
         asyncio.run(damage_words(Scene(False), random.Random(1)))
     mending[0] = True
     asyncio.run(damage_words(Scene(False), random.Random(1)))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import time
 
 import pytest
 
@@ -151,13 +150,6 @@ def test_a_head_that_no_version_names_is_none(engine, version):
 def test_what_is_no_purge_request_stops_no_keeper(tmp_path, text):
     (tmp_path / "purge-0.json").write_text(text)
     assert PurgeInbox(tmp_path).pending() == []
-
-
-def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
-    asked = '{"tenant": null, "asked_unix_s": %s}'
-    (tmp_path / "purge-*.json").write_text(asked % 1)
-    (tmp_path / "purge-0.json").write_text(asked % time.time())
-    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
 
 
 @pytest.mark.parametrize(

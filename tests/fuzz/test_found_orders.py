@@ -1,15 +1,13 @@
 """What fuzzing found in the two ends of orders, one test a defect."""
 
-import contextlib
 import json
 import socket
 import threading
-import time
 
 import pytest
 
-from vllm_tide.transport import TransportError, admin
-from vllm_tide.transport.admin import MAX_ANSWER, AdminSocket, send
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.admin import send
 
 
 @pytest.fixture
@@ -25,34 +23,13 @@ def stranger(tmp_path):
         client, _ = listener.accept()
         with client:
             client.recv(100)
-            pause = 0.02 if len(pieces) > 9 else 0
-            while pieces:
-                try:
-                    client.sendall(pieces.pop(0))
-                except OSError:
-                    return
-                time.sleep(pause)
+            client.sendall(b"".join(pieces))
 
     thread = threading.Thread(target=serve)
     thread.start()
     yield path, pieces
     thread.join()
     listener.close()
-
-
-def test_an_answer_without_end_is_not_read_to_the_end(stranger):
-    path, pieces = stranger
-    pieces += [b"x" * (MAX_ANSWER // 2)] * 4
-    with pytest.raises(TransportError, match="more than"):
-        send(path, {"do": "status"}, 5)
-
-
-def test_an_answer_that_drips_is_waited_for_as_long_as_was_said(stranger):
-    path, pieces = stranger
-    pieces += [b"x"] * 1500  # 30 s of them
-    with pytest.raises(TransportError, match="has not answered in 0.1 s"):
-        send(path, {"do": "status"}, 0.1)
-    assert pieces  # not to their end
 
 
 def test_an_answer_nested_without_end_is_no_json(stranger):
@@ -67,20 +44,6 @@ def test_numbers_that_are_no_json_are_nothing(stranger):
     pieces.append(b'{"ok": true, "loss": NaN, "rate": 1e999, "rows": 2.5}\n')
     found = send(path, {"do": "status"}, 5)
     assert found == {"ok": True, "loss": None, "rate": None, "rows": 2.5}
-
-
-def test_a_client_that_drips_is_dropped_as_one_that_is_silent(tmp_path, monkeypatch):
-    monkeypatch.setattr(admin, "PATIENCE_S", 0.02)
-    trainer = AdminSocket(tmp_path)
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(trainer.path))
-        for _ in range(3):
-            with contextlib.suppress(BrokenPipeError):
-                client.sendall(b"x")
-            trainer.poll(lambda _: {})
-            time.sleep(0.015)
-        assert trainer._clients == {}
-    trainer.close()
 
 
 @pytest.mark.parametrize("answer", [{"ok": True, "text": "\ud800"}, {"ok": False}])

@@ -1,17 +1,26 @@
 """Transport between the engine and the trainer that cannot hurt serving.
 
 Owns the signal ring (rows of live traffic, engine to trainer), the weights segment
-(drafts, trainer to engine) and the run directory where the two find each other.
-NumPy only: no torch, no vLLM, no pickle.
+(drafts, trainer to engine), the run directory where the two find each other, and the
+spool, which carries the same through storage. NumPy only: no torch, no vLLM, no pickle.
+
+Threat model, for every reader and writer here:
+
+* Processes of this user are not hostile: who may write to a segment, the run directory
+  or the spool could also trace the engine. Other users are kept out by modes 0600 and
+  0700, and what is another user's is refused.
+* A crash at any instruction harms nobody: what is half written is never read, and the
+  claims and segments of the dead are taken over or removed.
+* What fails a check (checksum, digest, size, bounds) is dropped and counted.
+* Another version is refused with a sentence.
+* Nothing is repaired.
 
 Runs in the vLLM worker (``RingWriter``, ``WeightsSegment``: never block, never raise
 but the documented ``WeightsRefused``) and in the sidecar (``RingReader``,
 ``WeightsWriter``: may raise ``TransportError``, one sentence an operator can act on).
-What lies in shared memory is never trusted: it is bounds-checked, checksummed, or
-copied out first.
 
-Known limit: a process of the same user may shrink a segment between the size check
-and the access that follows; Linux then sends SIGBUS. Nothing of ours ever shrinks one.
+Known limit: whoever shrinks a segment between the size check and the access that
+follows ends a process by SIGBUS. Nothing of ours ever shrinks one.
 """
 
 from vllm_tide.transport.record import Phase, Record, RingSpec

@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -46,8 +45,6 @@ ANNOUNCE_S = 10.0
 KeeperKind = Literal["trainer", "relay"]
 
 _GONE = ("stopped", "engine_gone")
-# It becomes part of a pattern of file names.
-_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 # What reading the JSON of another process can raise, whatever it says.
 _UNREADABLE = (OSError, *MALFORMED)
 
@@ -178,8 +175,11 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
     """
     found = {Keeper("trainer", pid) for pid in live_trainers(run_dir)}
     for path in run_dir.glob("relay-*.json"):
-        with contextlib.suppress(OSError):
-            holder, updated = _announced(path)
+        with contextlib.suppress(*_UNREADABLE):
+            value = json.loads(read_small(path))
+            names = ("pid", "start", "namespace")
+            holder = Holder(*(int(value[name]) for name in names))
+            updated = float(value["updated_unix"])
             # One that hangs in its storage still holds rows: its age says nothing.
             alive = holder.alive()
             if alive is False:
@@ -212,32 +212,12 @@ def _relay_file(run_dir: Path, engine_id: str) -> Path:
     return run_dir / f"relay-{engine_id}-{os.getpid()}.json"
 
 
-def _announced(path: Path) -> tuple[Holder, float]:
-    """Who announced itself in a file, and when (Unix time, s).
-
-    A file that says nothing names nobody: pid 0, which never lives.
-
-    Raises:
-        OSError: If there is none.
-    """
-    try:
-        value = json.loads(read_small(path))
-        holder = Holder(int(value["pid"]), int(value["start"]), int(value["namespace"]))
-        return holder, float(value["updated_unix"])
-    except FileNotFoundError:
-        raise
-    except _UNREADABLE:
-        return Holder(0, 0, Holder.me().namespace), 0.0
-
-
 def _read(path: Path, name: str) -> PurgeRequest | None:
     try:
-        value: Any = json.loads(read_small(path))
-        asked = float(value["asked_unix_s"])
+        value = json.loads(read_small(path))
         tenant = None if value["tenant"] is None else int(value["tenant"], 16)
+        asked = float(value["asked_unix_s"])
     except _UNREADABLE:
         return None
     sound = math.isfinite(asked) and 0 <= (tenant or 0) < 2**64
-    if not sound or not _ID.fullmatch(name):
-        return None
-    return PurgeRequest(name, tenant, asked)
+    return PurgeRequest(name, tenant, asked) if sound else None
