@@ -6,12 +6,13 @@ the run's, announced or not, also when that process is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, peek_header
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, looked_at
 
 
 class RunSegments:
@@ -34,11 +35,10 @@ class RunSegments:
         for name in os.listdir(SHM_DIR):
             if not name.startswith(NAME_PREFIX) or name in self._made:
                 continue
-            header = peek_header(name)
-            if header is None:
-                continue
-            if (header.owner.pid, header.owner.start) in self._makers:
-                self._made.add(name)
+            with contextlib.suppress(OSError), looked_at(name) as (_, header):
+                owner = header.owner if header is not None else None
+                if owner is not None and (owner.pid, owner.start) in self._makers:
+                    self._made.add(name)
 
     @property
     def made(self) -> frozenset[str]:

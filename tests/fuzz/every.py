@@ -9,7 +9,7 @@ from tests.fuzz.attempt import Parser
 NAMES = {
     "memory": ("header", "ring_frames", "ring_spec", "record", "ring", "weights",
                "publication", "peek", "extension"),
-    "spool": ("spool_shard", "spool_reader", "spool_words", "spool_identity",
+    "spool": ("spool_shard", "spool_reader", "spool_words", "identity",
               "spool_models", "spool_drafts"),
     "files": ("rendezvous", "purge", "checkpoint", "head_store"),
     "orders": ("admin_server", "admin_client", "http_admin"),

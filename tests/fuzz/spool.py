@@ -21,6 +21,12 @@ from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import body_of, make_record
 from vllm_tide import _shm
 from vllm_tide.transport import publication
+from vllm_tide.transport.identity import (
+    draft_fingerprint,
+    read_header,
+    read_tensor,
+    target_fingerprint,
+)
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
@@ -29,12 +35,6 @@ from vllm_tide.transport.spool import (
     EngineState,
     ReaderState,
     instance_gone,
-)
-from vllm_tide.transport.spool_identity import (
-    draft_fingerprint,
-    read_header,
-    read_tensor,
-    target_fingerprint,
 )
 from vllm_tide.transport.spool_models import (
     _target_files,
@@ -268,7 +268,7 @@ def parsers() -> list[Parser]:
                read_shards, refused),
         Parser("spool_words", "transport.spool",
                st.tuples(json_or_bytes(ENGINE), state, reader), read_words, refused),
-        Parser("spool_identity", "transport.spool_identity",
+        Parser("identity", "transport.identity",
                st.tuples(config, model_files()), read_model, refused),
         Parser("spool_models", "transport.spool_models", model_lists(), read_models,
                refused),

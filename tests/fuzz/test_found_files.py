@@ -12,14 +12,14 @@ from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint, head_store
 from vllm_tide.train.head_store import HeadRefused
 from vllm_tide.transport import TransportError, purge
-from vllm_tide.transport.purge import PurgeInbox
-from vllm_tide.transport.rendezvous import MAX_BYTES, inspect_manifests
-from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
-from vllm_tide.transport.spool_identity import (
+from vllm_tide.transport.identity import (
     draft_fingerprint,
     read_header,
     target_fingerprint,
 )
+from vllm_tide.transport.purge import PurgeInbox
+from vllm_tide.transport.rendezvous import MAX_BYTES, inspect_manifests
+from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import (
     SpoolReader,

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 from tests.transport.samples import body_of, make_record, make_spec
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
+from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.spool_relay import Relay
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_writer import SpoolWriter

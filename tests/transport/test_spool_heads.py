@@ -8,8 +8,8 @@ from tests.transport.samples import make_spec
 from tests.transport.spool_toys import ROWS, head_tensors
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.transport import TransportError, WeightsRefused, publication
+from vllm_tide.transport.identity import difference, identity_of
 from vllm_tide.transport.spool import DraftConflict, EngineFolder
-from vllm_tide.transport.spool_identity import difference, identity_of
 from vllm_tide.transport.spool_models import local_models
 
 SPEC = make_spec()

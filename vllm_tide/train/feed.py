@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Phase, Record, RingSpec
 from vllm_tide.transport.rendezvous import (
@@ -22,7 +23,6 @@ from vllm_tide.transport.rendezvous import (
 )
 from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.shm import TransportError, said
-from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.weights import (
     WeightsFeedback,
     WeightsRefused,
@@ -140,7 +140,7 @@ class RingFeed:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Identity that an engine must share with it, see ``transport.spool_identity``.
+        """Identity that an engine must share with it, see ``transport.identity``.
 
         Raises:
             TransportError: If the engine's directories cannot be read.
@@ -215,7 +215,7 @@ class RingFeed:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Send a head, newer than the latest; the engine swaps it in when it is ready.
+        """Send a draft, newer than the latest; the engine swaps it in when it is ready.
 
         Tensors by name: dtype as torch names it, shape, and its bytes.
         """

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 from vllm_tide.train.feed import RingFeed, RunDirSource, hostile
 from vllm_tide.train.feed_spool import Feed, Source, SpoolFeed, SpoolSource
+from vllm_tide.transport.identity import difference
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record, RingSpec
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
-from vllm_tide.transport.spool_identity import difference
 from vllm_tide.transport.weights import WeightsFeedback
 
 __all__ = [

@@ -9,7 +9,7 @@ the run directory (0700), written atomically, mode 0600::
 
 A request names a tenant by id, never by name. It stays until the one who asked has all
 answers; one that nobody waits for any more serves the next keeper that starts, whose
-engine's ring may still hold older rows. The head itself keeps what it has learnt.
+engine's ring may still hold older rows. The draft itself keeps what it has learnt.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ is the format; format 1 had a 0 there)::
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from math import inf
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -348,21 +348,29 @@ def decode(body: memoryview) -> Record:
      concurrency, cost, verify_chance) = _META.unpack_from(body)  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
-    if not (0.0 <= cost < inf and 0.0 <= verify_chance <= 1.0):
+    if not (0.0 <= cost < math.inf and 0.0 <= verify_chance <= 1.0):
         raise RecordError("cost or verify_chance out of range")
     _check_counts(phase, n, num_accepted, teacher_start)
     dtype = FEATURE_DTYPES[_DTYPE_NAMES[code]]
-    rows = n - teacher_start
-    cursor = _Cursor(body)
-    token_ids = cursor.take(_I32, n)
-    features = cursor.take(dtype, n, width)
-    hidden = cursor.take(dtype, rows, hidden_width) if flags & HIDDEN else None
+    rows, end = n - teacher_start, META_BYTES
+
+    def take(dtype: np.dtype, *shape: int) -> np.ndarray:
+        nonlocal end
+        count, begin = math.prod(shape), end
+        end += -(-count * dtype.itemsize // _ALIGN) * _ALIGN
+        if end > len(body):
+            raise RecordError("an array runs past the end")
+        return np.frombuffer(body, dtype, count, begin).reshape(shape)
+
+    token_ids = take(_I32, n)
+    features = take(dtype, n, width)
+    hidden = take(dtype, rows, hidden_width) if flags & HIDDEN else None
     ids = logprobs = tail = None
     if flags & TOPK:
-        ids = cursor.take(_I32, rows, topk)
-        logprobs = cursor.take(_F32, rows, topk)
-        tail = cursor.take(_F32, rows)
-    if cursor.at != len(body):
+        ids = take(_I32, rows, topk)
+        logprobs = take(_F32, rows, topk)
+        tail = take(_F32, rows)
+    if end != len(body):
         raise RecordError("bytes left over after the last array")
     return Record(
         key, Phase(phase), start, num_prompt_tokens, num_accepted, next_token,
@@ -375,26 +383,6 @@ def decode(body: memoryview) -> Record:
 def tenant_of(body: np.ndarray) -> int:
     """Tenant of a record's bytes."""
     return int(np.frombuffer(body, META, 1)["tenant"][0])
-
-
-class _Cursor:
-    """Takes arrays off a body, never past its end."""
-
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
-        self.at = META_BYTES
-
-    def take(self, dtype: np.dtype, *shape: int) -> np.ndarray:
-        count = 1
-        for length in shape:
-            count *= length
-        size = count * dtype.itemsize
-        end = self.at + -(-size // _ALIGN) * _ALIGN
-        if end > len(self._body):
-            raise RecordError("an array runs past the end")
-        array = np.frombuffer(self._body, dtype, count, self.at).reshape(shape)
-        self.at = end
-        return array
 
 
 def _rows(array: np.ndarray, dtype: np.dtype) -> int:

@@ -359,13 +359,6 @@ def looked_at(name: str) -> Iterator[tuple[int, Header | None]]:
         os.close(fd)
 
 
-def peek_header(name: str) -> Header | None:
-    """Header of a segment: kind and owner; None if it cannot be read."""
-    with contextlib.suppress(OSError), looked_at(name) as (_, header):
-        return header
-    return None
-
-
 def peek_words(name: str, magic: bytes) -> tuple[Header, bytes] | None:
     """Header and page of words of a segment of one kind, for tools that look on.
 

@@ -68,7 +68,7 @@ class EngineEntry:
 
     manifest: EngineManifest  # its pid and paths mean nothing on another host
     spec: RingSpec
-    identity: dict[str, str]  # see `spool_identity`
+    identity: dict[str, str]  # see `transport.identity`
 
 
 @dataclass(frozen=True)

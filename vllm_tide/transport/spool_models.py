@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.transport.identity import read_header, read_tensor, target_fingerprint
 from vllm_tide.transport.rendezvous import EngineManifest, make_private
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
@@ -23,11 +24,6 @@ from vllm_tide.transport.spool import (
     EngineFolder,
     checked_name,
     parse_json,
-)
-from vllm_tide.transport.spool_identity import (
-    read_header,
-    read_tensor,
-    target_fingerprint,
 )
 from vllm_tide.transport.spool_store import Store
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_tide.config import SpoolConfig
+from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.purge import (
     ANNOUNCE_S,
@@ -37,7 +38,6 @@ from vllm_tide.transport.spool import (
     EngineState,
     Freshness,
 )
-from vllm_tide.transport.spool_identity import identity_of
 from vllm_tide.transport.spool_models import upload_models
 from vllm_tide.transport.spool_store import Store
 from vllm_tide.transport.spool_writer import SpoolWriter
@@ -214,7 +214,7 @@ class Relay:
             self._writer.flush()
         self._writer.keep_bounds()
         self._take_draft()
-        self._heed_readers()
+        self._ask_for_rows()
         self._say()
 
     def _take_draft(self) -> None:
@@ -251,7 +251,7 @@ class Relay:
             said(sentence),
         )
 
-    def _heed_readers(self) -> None:
+    def _ask_for_rows(self) -> None:
         """What the live trainers want at most; full rows if there is none to ask.
 
         What is spooled while no trainer lives is for the next one, unless the last one
