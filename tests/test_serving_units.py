@@ -149,7 +149,7 @@ def test_an_engine_without_requests_still_shows_that_it_lives():
     )
     reader = RingReader.attach(ring.name)
     stager = Stager(segment, DraftContract(draft(), 4.0))
-    stager.beat = ring.beat
+    stager.beat = ring.heartbeat
     try:
         before = ring._segment.load(Word.PRODUCER_BEAT)
         stager.start()
