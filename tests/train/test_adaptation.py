@@ -24,8 +24,8 @@ from vllm_tide.train.assemble import PREFILL
 from vllm_tide.train.deployment import master_of
 from vllm_tide.train.fast_draft import FastDraft, FastStep
 from vllm_tide.train.gpu import Turns
-from vllm_tide.transport.header import TransportError
 from vllm_tide.transport.purge import ask
+from vllm_tide.transport.shm import TransportError
 
 ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
 

@@ -42,7 +42,7 @@ from vllm_tide.train.report import Report
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, Work
 from vllm_tide.train.trainer import Trainer
-from vllm_tide.transport.header import TransportError
+from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -103,7 +103,6 @@ class FastStep(TrainStep):
             every row.
     """
 
-    whole_matrices = False
     drafting: int | None = None
 
     def _plan(self, batch: PackedBatch) -> Work | None:
