@@ -137,15 +137,16 @@ class TrainerProcess:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if not self._asked and self.process is not None:
+        process = self.process
+        if not self._asked and process is not None and process.poll() is None:
             self._asked = True
-            self.process.terminate()  # nothing where it has ended
+            process.terminate()
 
     def close(self) -> None:
         """Ask it to stop, then insist. Idempotent."""
         self.ask()
         process, self.process = self.process, None
-        if process is not None:
+        if process is not None and process.poll() is None:
             try:
                 process.wait(timeout=_STOP_SECONDS)
             except subprocess.TimeoutExpired:
