@@ -447,9 +447,10 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
 def test_requests_take_turns_and_rows_count_once(engine):
     sidecar = attach(engine)
     engine.begin(*range(20))
-    window, taught = sidecar.trainer.assembler.window, []
+    window, taught, calls = sidecar.trainer.assembler.window, [], []
 
     def spy(key, since, context):
+        calls.append(key)
         found = window(key, since, context)
         for sample in found:
             at = sample.start + sample.valid.nonzero()[:, 0]
@@ -458,7 +459,13 @@ def test_requests_take_turns_and_rows_count_once(engine):
 
     sidecar.trainer.assembler.window = spy
     learn(sidecar, engine, 12)
-    assert {key for key, _ in taught} == set(range(20))
+    for _ in range(10_000):
+        if len(calls) >= 45:
+            break
+        learn(sidecar, engine)
+    # All have new rows at any time, and a batch has no room for all: one after another.
+    assert set(calls[:20]) == set(range(20)) == {key for key, _ in taught}
+    assert calls[20:45] == calls[:25]
     assert len(taught) == len(set(taught))
     # A preemption: all rows come again, and none is new.
     fast = sidecar.fast
