@@ -4,10 +4,10 @@ Starts a real Prometheus (Debian: `apt-get install prometheus`) that scrapes a s
 and its trainer for some minutes, with the package's rules loaded, then asks it for
 every expression. Without `--server` it starts both, on the demo models under load. A
 server that is given must be under load; for every panel to have data it needs
-`tide.control.policy` adaspec, a `tide.control.slo_tpot_ms`, `tide.test_time.memory`,
-capture, and a trainer that ends a cycle while it is scraped (`tide.train.metrics_port`),
-and whose first draft is swapped in only then: one panel compares with the checkpoint's.
-Example::
+`tide.control.policy` adaspec, a `tide.control.slo_tpot_ms`, `tide.test_time.memory`
+ngram, capture, and a trainer (`tide.train.metrics_port`) that ends a cycle while it is
+scraped and whose first draft is swapped in only then: one panel compares with the
+checkpoint's. Example::
 
     python scripts/bench/prometheus_check.py --server http://localhost:8000 \
         --trainer http://localhost:8001 --minutes 5 --json prometheus.json
@@ -336,7 +336,7 @@ async def serve_and_look(
     """Check a server and a trainer of our own, which swaps a head in the middle."""
     port = free_port()
     limit = {"policy": "adaspec", "slo_tpot_ms": TPOT_LIMIT_MS}
-    train, memory = {"metrics_port": port}, {"memory": True}
+    train, memory = {"metrics_port": port}, {"memory": "ngram"}
     knobs = {"control": limit, "train": train, "test_time": memory}
     async with serving(places, lambda s: Load(s, known, args.seed), knobs=knobs) as own:
         args.server, args.trainer = [own.server.url], [f"http://127.0.0.1:{port}"]
