@@ -329,6 +329,8 @@ def serve_in_turns(
             takers[name] = TurnTaker(server, options, len(stream))
 
         def in_time(name: str) -> bool:
+            if ENDED:  # what the signal raised was caught by something
+                sys.exit(ENDED[0])
             if time.monotonic() < args.deadline:
                 return True
             print(f"[{name:>6}] left out: the time limit is over", flush=True)
@@ -348,6 +350,9 @@ def serve_in_turns(
         return {name: taker.end() for name, taker in takers.items()}
 
 
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDED: list[int] = []
+"""Exit status, once a signal has asked for the end."""
 CONTROLLED = ("no_learning", "tide")
 SERVER_MIB = 3200.0
 """Of one server on the inflated demo target: four and the trainer took 12.4 GiB."""
@@ -533,10 +538,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end(number: int, _frame: object) -> None:
     for ending in ENDINGS:  # once: what was started is being ended
         signal.signal(ending, signal.SIG_IGN)
-    sys.exit(128 + number)
+    ENDED.append(128 + number)
+    sys.exit(ENDED[0])
 
-
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 if __name__ == "__main__":
     # Servers have sessions of their own, and those that wait cannot notice our end.
