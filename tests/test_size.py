@@ -15,11 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_020,
-    "code tokens": 222_100,
-    "files": 230,
-    "classes": 302,
-    "knobs": 49,
+    "lines": 38_560,
+    "code tokens": 225_600,
+    "files": 164,
+    "classes": 304,
+    "knobs": 52,
     "lines of the longest file": 550,
 }
 NOT_CODE = {

@@ -98,6 +98,10 @@ def served(engine: Serving):
     return sidecar
 
 
+def meta(fast: bool) -> dict:
+    return {"adaptation": {"fast": fast}}
+
+
 def base_of(sidecar) -> dict[str, torch.Tensor]:
     return sidecar.fast.tensors_to_send(sidecar.trainer.live)
 
@@ -119,7 +123,7 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine):
     # It is a change of what the engine holds, and makes the fast draft of it.
     assert first.meta["delta"] == {"base": delta.fingerprint(base_of(sidecar))}
     made = delta.apply(base_of(sidecar), tensors_of(first))
-    for name, tensor in sidecar.fast.tensors_to_send(sidecar.fast._served).items():
+    for name, tensor in sidecar.fast.tensors_to_send(sidecar.fast.served).items():
         torch.testing.assert_close(made[name], tensor, rtol=2e-2, atol=2e-4)
     # It was better before it was sent, on rows it had not learnt from.
     (told,) = events(engine, "adapted")
@@ -210,7 +214,7 @@ def test_ordinary_training_goes_on_beside_it(engine):
 
 def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
     sidecar = served(engine)
-    evaluate, fast = sidecar.trainer.evaluate, sidecar.fast._served
+    evaluate, fast = sidecar.trainer.evaluate, sidecar.fast.served
 
     def worse(draft=None, *args, **more):
         """A toy accepts hardly anything that it could lose: a token less for each."""
@@ -504,7 +508,7 @@ def test_versions_of_a_fast_draft_are_its_bases():
     feeds._numbers.clear()
     a.installed = b.installed = 31  # and c has not come to it
     for name in "ab":
-        feeds.send_fast(name, head_tensors(2), base=31, fast=True)
+        feeds.send_fast(name, head_tensors(2), meta(True), base=31)
     assert set(a.sent) == {31, 32} and set(b.sent) == {31, 33} and set(c.sent) == {31}
     states = feeds.versions()
     assert [states[n].adaptation for n in "abc"] == ["sent", "sent", ""]
@@ -515,7 +519,7 @@ def test_versions_of_a_fast_draft_are_its_bases():
     assert [states[n].installed for n in "ab"] == [31, 31]
     assert states["b"].refused == 0  # it is no refusal of the base
     assert feeds.number_of("a", 32) == feeds.number_of("b", 33) == 31
-    feeds.send_fast("a", head_tensors(1), base=31, fast=False)
+    feeds.send_fast("a", head_tensors(1), meta(False), base=31)
     assert feeds.versions()["a"].adaptation == ""
     a.refused = 34
     assert feeds.versions()["a"].adaptation == "served"
@@ -534,7 +538,7 @@ def test_memory_of_versions_is_bounded(monkeypatch):
     a = FakeFeed("a")
     feeds, _ = feeds_of(a)
     for _ in range(50):
-        feeds.send_fast("a", head_tensors(2), base=0, fast=True)
+        feeds.send_fast("a", head_tensors(2), meta(True), base=0)
         a.installed = a.latest_version
     assert len(feeds._fast["a"]) == len(feeds._numbers["a"]) == 8
     assert feeds.number_of("a", a.installed) == 0
