@@ -255,8 +255,7 @@ class TestTimeConfig(_Section):
     memory: Literal["off", "ngram"] = Field(
         "off",
         description="Draft from the request's own text where that has been right more "
-        "often than the draft: `ngram` looks its last tokens up (Model Runner V1, "
-        "greedy drafts).",
+        "often than the draft: `ngram` looks its last tokens up (greedy drafts).",
     )
     adapt: Literal["off", "shared", "exact"] = Field(
         "off",

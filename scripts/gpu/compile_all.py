@@ -28,6 +28,7 @@ from typing import Any
 from vllm_tide.kernels import (
     gather_step,
     kl_loss,
+    ngram_memory,
     pack_rows,
     topk_teacher,
 )
@@ -40,7 +41,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 }
 """Back end, architecture and threads of a warp of each target."""
 
-_OPS = (pack_rows, gather_step, topk_teacher, kl_loss)
+_OPS = (pack_rows, gather_step, topk_teacher, kl_loss, ngram_memory)
 _REASON_CHARS = 400
 
 

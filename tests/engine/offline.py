@@ -30,6 +30,26 @@ def by_label(name: str, label: str) -> dict[str, float]:
     }
 
 
+def propose_garbage() -> None:
+    """Have a memory on the device that is always certain, of anything."""
+    import torch
+
+    from vllm_tide.kernels.ngram_memory import NgramTable
+
+    inner = NgramTable.choose
+    random = torch.Generator().manual_seed(0)
+
+    def choose(self, slots, num_sampled, total, texts, longest, drafts, depth, sure):
+        own = drafts[:, 0].clone()
+        inner(self, slots, num_sampled, total, texts, longest, drafts, depth, sure)
+        shape = drafts[:, :depth].shape
+        drafts[:, :depth] = torch.randint(0, 256, shape, generator=random)
+        self.first[: len(slots)] = -1 - own
+        self.whose[slots] = 1
+
+    NgramTable.choose = choose
+
+
 def main() -> None:
     """Run the case."""
     case = json.loads(sys.argv[1])
@@ -50,6 +70,8 @@ def main() -> None:
         from v2_on_cpu import verify_adaptively
 
         verify_adaptively(*case["curves"])
+    if case.get("garbage"):
+        propose_garbage()
     from vllm import LLM, SamplingParams
 
     policy = None

@@ -168,10 +168,13 @@ def vllm_error(said: str) -> ValidationError:
             {"draft_sample_method": "probabilistic"},
             "draft_sample_method: with 'probabilistic' tide does not see",
         ),
+        ({"tide": {"test_time": {"memory": "ngram"}}}, None),
         (
-            {"tide": {"test_time": {"memory": "ngram"}}},
-            "tide.test_time.memory: 'ngram' needs Model Runner V1, which a CPU has; "
-            "set it to 'off', or VLLM_USE_V2_MODEL_RUNNER to 0 on a CPU.",
+            {
+                "tide": {"test_time": {"memory": "ngram"}},
+                "draft_sample_method": "probabilistic",
+            },
+            "tide.test_time.memory: a token of the memory's has no draft probability",
         ),
         ({"tide": {"control": {"policy": "threshold"}}}, None),
         ({"tide": {"control": {"policy": "adaspec", "profile": "x"}}}, None),

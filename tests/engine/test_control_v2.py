@@ -325,3 +325,104 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
     assert control.stats()["drafted_tokens"] == turns * requests * K
     assert control.stats()["verified_tokens"] == turns * requests * K
     assert control.stats()["accepted_tokens"] == turns * requests * 2
+
+
+def with_memory(trims: bool = True) -> ControlV2:
+    """Control to which a first token below 0 says that the memory's stand instead."""
+    from vllm_tide.engine.memory_v2 import MemoryV2
+
+    control = begun(trims)
+    control.memory = SimpleNamespace(told=MemoryV2.told)
+    return control
+
+
+def observed(control: ControlV2) -> list[Any]:
+    got: list[Any] = []
+    observe = control.policy.observe
+    control.policy.observe = lambda seen: (got.append(seen), observe(seen))
+    return got
+
+
+def test_the_policy_hears_nothing_of_drafts_that_were_the_memory_s():
+    control = with_memory()
+    got = observed(control)
+    first = landed(SURE, 4, drafted=np.array([-1 - 5, 2]))
+    control.learn(first)
+    assert first.memory.tolist() == [False, False]
+    assert first.drafted.tolist() == [5, 2], "the draft's own, which a probe compares"
+    second = landed(SURE, 4, drafted=np.array([1, -1 - 0]))
+    control.learn(second)
+    assert second.memory.tolist() == [True, False]
+    assert [seen.verified.tolist() for seen in got] == [[2, 2], [0, 2]]
+    assert [seen.accepted.tolist() for seen in got] == [[1, 0], [0, 0]]
+    stats = control.stats()
+    assert (stats["memory_proposals"], stats["memory_accepted_tokens"]) == (1, 1)
+    assert (stats["verified_tokens"], stats["accepted_tokens"]) == (6, 1)
+    assert control.remembered == {"b"} and control.faults == {}
+    control.end(["b"])
+    assert control.remembered == set()
+    late = landed(SURE, 4, drafted=np.array([1, -1]))
+    control.learn(late)
+    assert control.remembered == set(), "it had ended"
+
+
+def test_without_a_draft_no_first_token_is_the_memory_s():
+    control = with_memory()
+    control.learn(landed(SURE, 0, drafted=np.array([-1, -1])))
+    assert control.remembered == set() and control.faults == {}
+
+
+def test_after_a_lost_step_nobody_s_drafts_are_learnt_from():
+    control = with_memory()
+    got = observed(control)
+    step = landed(SURE, 4, after_gap=True)
+    control.learn(step)
+    assert step.memory.tolist() == [True, True] and got == []
+    assert control.stats()["memory_proposals"] == 0
+    assert control.stats()["verified_tokens"] == 0
+
+
+def test_the_memory_s_drafts_are_not_cut_by_confidences_of_the_draft():
+    control = with_memory()
+    step = landed(UNSURE, 4, drafted=np.array([-1 - 5, 2]))
+    control.learn(step)
+    assert control.choose(step.req_ids, [[-1] * 4] * 2) == [[-1] * 4, [-1] * 3]
+    control._limit = 1e-3  # a limit holds for them as for others
+    control.learn(step := landed(UNSURE, 4, drafted=np.array([-1 - 5, 2])))
+    control._limit = 1e-3
+    assert control.limited
+
+
+def test_a_step_costs_what_the_draft_s_tokens_do():
+    control = with_memory(trims=False)
+    control.times = OnlineTime(published("Llama-3.3-70B"))
+    costs = []
+    for first in (1, -1 - 5, 1):
+        step = landed(SURE, 4, drafted=np.array([first, 2]), start=np.array([20, 40]))
+        step.bounds = np.array([0, 3, 6])
+        control.learn(step)
+        costs.append(step.cost)
+    assert costs[0] == costs[1] > costs[2], "the third verified the memory's"
+
+
+def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():
+    from tests.engine.idle_scheduler import idle_scheduler
+    from vllm_tide.config import TideConfig
+    from vllm_tide.engine.scheduler import _WAITING, SchedulerTide
+
+    tide = SchedulerTide(K, idle_scheduler(), TideConfig())
+
+    def step(number: int, settled: list[tuple[int, list[str]]]) -> dict[str, Any]:
+        tide.observe({"step": number, "settled": settled, "staged": 0})
+        for name in ("r0", "r1"):
+            tide.verified(SimpleNamespace(request_id=name, num_tokens=9), 3, 2)
+        return tide.stats()
+
+    assert step(1, [])["prefix_verified"] == {}
+    assert step(2, [(1, ["r1"])])["prefix_verified"] == {"none": 3}
+    found = step(4, [(2, []), (3, ["r0"])])
+    assert found["prefix_verified"] == {"none": 6}, "more than before"
+    assert sum(found["step_accepted"]["0-1k"].values()) == 2
+    for number in range(5, 100):  # none of these lands
+        step(number, [])
+    assert len(tide._waiting) <= _WAITING + 1

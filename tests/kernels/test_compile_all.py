@@ -21,13 +21,14 @@ from gpu.compile_all import (
 from vllm_tide.kernels import (
     gather_step,
     kl_loss,
+    ngram_memory,
     pack_rows,
     topk_teacher,
 )
 from vllm_tide.kernels.launch import HAVE_TRITON
 
 ROOT = Path(__file__).parents[2]
-OPS = (pack_rows, gather_step, topk_teacher, kl_loss)
+OPS = (pack_rows, gather_step, topk_teacher, kl_loss, ngram_memory)
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="needs triton")
 
 PTXAS = """ptxas info    : 0 bytes gmem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.test_ngram_memory import live
 from vllm_tide.kernels.kl_loss import KLTeacher, kl_loss, kl_rows, kl_rows_reference
 from vllm_tide.kernels.launch import runs_triton
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
@@ -116,3 +117,9 @@ def test_kl_loss_needs_no_fp32_copy_of_the_logits():
     # The gradient in bfloat16 and two chunks; fp32 alone would be twice the gradient.
     assert grown < logits.numel() * 2 + 3 * chunk
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("window", [256, 1 << 15])
+def test_ngram_memory(window):
+    with torch.device("cuda"):
+        live(window, 200)

@@ -101,10 +101,6 @@ _MEMORY_SAMPLED = (
     "tide.test_time.memory: a token of the memory's has no draft probability, which "
     "draft_sample_method {!r} needs; set that to 'greedy', or the memory to 'off'."
 )
-_MEMORY_V2 = (
-    "tide.test_time.memory: 'ngram' needs Model Runner V1, which a CPU has; set it to "
-    "'off', or VLLM_USE_V2_MODEL_RUNNER to 0 on a CPU."
-)
 _MEMORY_MOE = (
     "tide.test_time.memory: it may leave the draft out on one rank, which a mixture of "
     "experts with --data-parallel-size above 1 cannot follow; set it to 'off'."
@@ -328,10 +324,7 @@ def _check_v2(vllm_config: Any) -> None:
             "--enable-batch-sharded-sampling: tide needs the logits of all requests on "
             "one rank; leave it out."
         )
-    tide = parse_tide(speculative.tide)
-    if tide.test_time.memory != "off":
-        raise ConfigError(_MEMORY_V2)
-    control = tide.control
+    control = parse_tide(speculative.tide).control
     if speculative.enable_adaptive_verification and not control.verify:
         raise ConfigError(
             "tide.control.verify: false keeps every drafted token, which "

@@ -235,4 +235,5 @@ class CaptureV2(Recorder):
             committed=committed,
             next_token=np.where(committed > 0, following, -1),
             verify_chance=np.array(chance, np.float64),
+            memory=None if step.memory is None else step.memory[which],
         )

@@ -13,6 +13,10 @@ next round; one that would have stopped gets as many as it wanted. With asynchro
 scheduling drafts say nothing of those some steps later: what the policy foresees before
 it has seen any decides. With depth 0 upstream still runs the draft's first pass, which
 keeps its KV cache without holes.
+
+Where the memory (`memory_v2.py`) put its tokens in the place of the draft's is known
+when a step has landed. The policy hears of the draft's tokens only: to it a request
+that the memory drafted for had none.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +37,9 @@ from vllm_tide.engine.control_v1 import explored
 from vllm_tide.engine.requests import Control
 from vllm_tide.engine.step_log import Step, Timing
 from vllm_tide.engine.timers import HostClock, Reading, StepClock
+
+if TYPE_CHECKING:
+    from vllm_tide.engine.memory_v2 import MemoryV2
 
 Prices = tuple[float, Learnt]
 
@@ -50,6 +57,8 @@ class ControlV2(Control):
         cut_on_device: Whether adaptive verification chooses what `choose` would.
         lengths: Depths that there are graphs for, ascending; empty: all.
         reading: Times of the newest step, once it has landed.
+        memory: Proposes drafts from the requests' own texts; None: nobody does.
+        remembered: Requests whose newest drafts are the memory's.
     """
 
     def __init__(
@@ -82,6 +91,9 @@ class ControlV2(Control):
         self.clock: StepClock = clock or HostClock()
         self.reading: Reading = lambda: None
         self._shape = (0, 0, 0, 0)
+        self.memory: MemoryV2 | None = None
+        self.remembered: set[str] = set()
+        self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: take its new requests, start the clock."""
@@ -159,6 +171,7 @@ class ControlV2(Control):
     def _forget(self, req_ids: Sequence[str]) -> None:
         for req_id in req_ids:
             self._facts.pop(req_id, None)
+            self.remembered.discard(req_id)
         super()._forget(req_ids)
 
     def learn(self, step: Step) -> None:
@@ -168,6 +181,8 @@ class ControlV2(Control):
             if sample is not None:
                 for listener in self.on_round:
                     listener(sample)
+        if self.memory is not None:
+            self._contain("memory", self._attribute, step)
         self._contain("", self._decide, step)
         if self.policy is None and self.start is not None:
             step.cost = 0.0  # after a fault; see `Record`
@@ -199,6 +214,8 @@ class ControlV2(Control):
 
     def draft_swapped(self) -> None:
         self._probed = None
+        if self.memory is not None:
+            self.memory.draft_swapped()
         super().draft_swapped()
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +230,26 @@ class ControlV2(Control):
             "trimmed_tokens": self._trimmed,
             "rounds_by_length": dict(enumerate(by_depth.tolist())),
             "hole_tokens": 0,
+            "memory_proposals": int(self._memory_count[0]),
+            "memory_accepted_tokens": int(self._memory_count[1]),
         }
+
+    def _attribute(self, step: Step) -> None:
+        """Say whose drafts a step has verified, and whose the next ones are."""
+        assert self.memory is not None  # noqa: S101 (asked by `learn`)
+        names, before = step.req_ids, self.remembered
+        drafts = np.where(step.padded, 0, step.drafts)
+        # Of the drafts of a step that was lost nobody knows whose they were.
+        kept = [step.after_gap or name in before for name in names]
+        step.memory = np.array(kept, bool) & (drafts > 0)
+        if not step.after_gap:
+            accepted = np.minimum(np.asarray(step.emitted) - 1, drafts)[step.memory]
+            self._memory_count += (len(accepted), accepted.sum())
+        newest = self.memory.told(step) & (np.asarray(step.emitted) > 0)
+        self.remembered = before.difference(names)
+        for i in np.flatnonzero(newest):
+            if names[i] in self._facts:  # it may have ended since
+                self.remembered.add(names[i])
 
     def _decide(self, step: Step) -> None:
         now = time.monotonic()
@@ -228,7 +264,7 @@ class ControlV2(Control):
         emitted = np.asarray(step.emitted, np.int64)[known]
         self._slo.advance(slots, emitted, now)
         # A placeholder may be accepted by chance: it counts here, as no draft.
-        drafts = np.where(step.padded, 0, step.drafts)[known].astype(np.int64)
+        drafts = np.where(_others(step), 0, step.drafts)[known].astype(np.int64)
         if not self.trims:
             # Asynchronous: a grammar's mask does not reach past the first tokens of a
             # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
@@ -278,6 +314,11 @@ class ControlV2(Control):
             names = [step.req_ids[i] for i in known]
             self._lengths = dict(zip(names, lengths.tolist(), strict=True))
             self._explored = explored(policy, names) if plan.steps else {}
+            if plan.steps and not self.limited:
+                # The lengths are by the draft's confidences, which say nothing here.
+                for name in self.remembered:
+                    self._lengths.pop(name, None)
+                    self._explored.pop(name, None)
             self._of_step = step.req_ids
 
     def _turns(self, slots: np.ndarray) -> tuple[bool, bool]:
@@ -305,7 +346,7 @@ class ControlV2(Control):
         """
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
-            verified = int(np.asarray(step.drafts).sum(where=~step.padded))
+            verified = int(np.asarray(step.drafts).sum(where=~_others(step)))
             # Upstream runs the draft's first pass in every step.
             shape = int(np.count_nonzero(decoding)), read, verified
             step.cost = step_cost(self.times.model, *shape, max(step.steps, 1))
@@ -315,7 +356,7 @@ class ControlV2(Control):
         self._off[self._reason] += 1
         self._drafted += step.steps * int(np.count_nonzero(np.asarray(step.emitted)))
         if not self.trims and step.trimmed is not None:
-            self._trimmed += int((step.trimmed * ~step.padded).sum())
+            self._trimmed += int((step.trimmed * ~_others(step)).sum())
 
     @staticmethod
     def _follow(
@@ -344,6 +385,11 @@ class ControlV2(Control):
             more = policy.go_on(step, confidence[:, step - 1])
         wanted = foreseen or step + (more and step < planned)
         return wanted, policy.choose()
+
+
+def _others(step: Step) -> np.ndarray:
+    """Requests whose verified drafts were not the draft's, bool [n]."""
+    return step.padded if step.memory is None else step.padded | step.memory
 
 
 def _limit(batch: Batch, model: TimeSource) -> float:

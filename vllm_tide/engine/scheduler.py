@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NotRequired, TypedDict
 
@@ -29,6 +29,7 @@ logger = logging.getLogger("vllm.tide")
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 """Labels of a request's length so far (tokens)."""
 _CONTEXT_ENDS = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
+_WAITING = 16  # steps whose drafts' source may be unknown
 
 
 class Order(TypedDict):
@@ -86,6 +87,9 @@ class SchedulerTide:
         self._stats: dict[str, Any] | None = None
         self._drafts: Any = None
         self._memory: set[str] = set()  # requests whose verified drafts are no draft's
+        # With V2 that is known some steps later: what waits for it, by step.
+        self._step: int | None = None
+        self._waiting: dict[int, list[tuple[str, str, int, int, int]]] = {}
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
@@ -155,9 +159,23 @@ class SchedulerTide:
         if self._memory and request.request_id in self._memory:
             return
         prefix = getattr(request, "tide_prefix", "none")
+        length = bisect_right(_CONTEXT_ENDS, request.num_tokens)
+        if self._step is None:
+            self._count(prefix, length, drafts, accepted)
+            return
+        found = request.request_id, prefix, length, drafts, accepted
+        self._waiting.setdefault(self._step, []).append(found)
+
+    def _count(self, prefix: str, length: int, drafts: int, accepted: int) -> None:
         self._verified[prefix] += drafts
         self._accepted[prefix] += accepted
-        self._steps[bisect_right(_CONTEXT_ENDS, request.num_tokens)][accepted] += 1
+        self._steps[length][accepted] += 1
+
+    def _settle(self, step: int, memory: Sequence[str]) -> None:
+        """A step has landed: its drafts were the draft's but for these requests'."""
+        for name, *found in self._waiting.pop(step, ()):
+            if name not in memory:
+                self._count(*found)  # type: ignore[arg-type]
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.
@@ -179,6 +197,11 @@ class SchedulerTide:
             return
         self._drafts = report.pop("drafts", None)
         self._memory = set(report.pop("memory", ()))
+        self._step = report.pop("step", None)
+        for step, memory in report.pop("settled", ()):
+            self._settle(step, memory)
+        if len(self._waiting) > _WAITING:  # a step that was lost never lands
+            del self._waiting[min(self._waiting)]
         self._depth, self._prices = report.get("depth"), report.get("prices")
         if "staged" not in report:
             return  # no numbers this time

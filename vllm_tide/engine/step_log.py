@@ -154,6 +154,9 @@ class Step:
         cost: For capture: `Record.cost`, once control has learnt of the step.
         verify_chance: `Record.verify_chance` of requests that `explored` does not name.
         explored: The same of drafts that only exploration verified, by request.
+        number: Which step it is.
+        memory: bool [n], whether the verified drafts were the memory's instead of
+            the draft's, once control has learnt of the step; None: nobody's were.
         ended: Requests that were known to have ended when the next step began; None
             before that.
     """
@@ -179,6 +182,8 @@ class Step:
     cost: float = 1.0
     verify_chance: float = 1.0
     explored: dict[str, float] = field(default_factory=dict)
+    number: int = 0
+    memory: np.ndarray | None = None
     ended: tuple[str, ...] | None = None
     seen: bool = False
     start: np.ndarray | None = None

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_tide.capture.guard import Guard
@@ -102,6 +103,9 @@ class WorkerTideV2(WorkerTide):
         self._made_up = False
         self._lengths: list[int] = []  # that graphs were captured for
         self._step: Step | None = None  # of which the draft runs
+        self._number = 0  # of the step
+        # Steps that have landed: of which requests the memory had drafted.
+        self._settled: list[tuple[int, list[str]]] = []
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
         self._verification: PricedVerification | None = None
@@ -112,19 +116,40 @@ class WorkerTideV2(WorkerTide):
         runner, speculator = self._runner, self._runner.speculator
         runner.tide = speculator.tide = self
         sample, propose = runner.sample, speculator.propose
-        held: list[torch.Tensor] = []
+        held: list[Any] = []  # what the target gave, then its verdicts
 
         def sampled(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             held[:] = [hidden_states]  # some targets give their draft others
-            return sample(hidden_states, *args, **kwargs)
+            found = sample(hidden_states, *args, **kwargs)
+            held.append(found)
+            return found
 
         def proposed(*args: Any, **kwargs: Any) -> Any:
-            rows = held.pop() if held else None  # None: a dummy run
-            if rows is not None and not self._made_up:
-                self._steps.run("open", self._open, args[0], rows, args[4])
-            return propose(*args, **kwargs)
+            if not held or self._made_up:  # nothing is held in a dummy run
+                held.clear()
+                return propose(*args, **kwargs)
+            (rows, verdicts), held[:] = held, []
+            self._steps.run("open", self._open, args[0], rows, args[4])
+            drafts = propose(*args, **kwargs)
+            if memory is not None:
+                depth = kwargs["num_speculative_tokens"]
+                memory.propose(args[0], verdicts[1], drafts, depth)
+            return drafts
+
+        def observed(slots: torch.Tensor, *verdicts: torch.Tensor) -> None:
+            if held and not self._made_up and memory is not None:
+                sampled_ids = held[1][0].sampled_token_ids
+                verdicts = memory.grade(slots, sampled_ids, *verdicts)
+            observe(slots, *verdicts)
 
         runner.sample, speculator.propose = sampled, proposed
+        memory = None
+        if self.control is not None and self._config.test_time.memory != "off":
+            from vllm_tide.engine.memory_v2 import MemoryV2
+
+            memory = self.control.memory = MemoryV2(runner)
+            observe = speculator.observe_verification
+            speculator.observe_verification = observed
         if self.control is not None:
             facts(self._worker)  # graphs are settled later, and differently
         if self.control is not None and runner.device.type != "cpu":
@@ -236,6 +261,8 @@ class WorkerTideV2(WorkerTide):
             self._guard.run("admit", self.capture.admit, scheduler_output)
         if self.control is not None:
             self.control.end(ended)
+            if self.control.memory is not None:
+                self.control.memory.begin()
             self.control.begin(scheduler_output)
 
     def on_logits(self, logits: torch.Tensor) -> None:
@@ -276,6 +303,7 @@ class WorkerTideV2(WorkerTide):
         if self._made_up:
             return
         timing = None
+        self._number += 1
         if self.control is not None:
             timing = self.control.step_ends(num_drafted)
         self._steps.run(
@@ -295,6 +323,10 @@ class WorkerTideV2(WorkerTide):
                 output.tide = {**(output.tide or {}), "depth": int(depth)}
                 if self._verification is not None:
                     output.tide["prices"] = self.control.prices()
+                if self.control.memory is not None:
+                    # Whose drafts a step verified is known when it has landed.
+                    output.tide |= {"step": self._number, "settled": self._settled}
+                    self._settled = []
 
     def warm_up(self) -> None:
         """Seam: the models are loaded and nothing is served yet.
@@ -336,12 +368,16 @@ class WorkerTideV2(WorkerTide):
         step, self._step = self._step, None
         if step is not None and step.req_ids is batch.req_ids:
             step.timing, step.steps = timing, num_drafted
+            step.number = self._number
             if self.control is not None:
                 step.explored = self.control.explored
             if self._verification is not None:
                 step.verify_chance = self._verification.verify_chance
-            drafts = self._confidences.table, self._runner.speculator.draft_tokens
-            self._log.fill(step, batch, sampler_output, *drafts)
+            drafts = self._runner.speculator.draft_tokens
+            if self.control is not None and self.control.memory is not None:
+                drafts = self.control.memory.first_tokens(drafts)
+            table = self._confidences.table
+            self._log.fill(step, batch, sampler_output, table, drafts)
         self._take_landed()
 
     def _take_landed(self, write: bool = True) -> None:
@@ -356,6 +392,9 @@ class WorkerTideV2(WorkerTide):
         for step in self._log.landed():
             if self.control is not None:
                 self.control.learn(step)
+            if step.memory is not None and self._leader:
+                names = [step.req_ids[i] for i in np.flatnonzero(step.memory)]
+                self._settled.append((step.number, names))
         for step in self._log.done(wait_for_next=self._async) if write else ():
             overrun = step.ended or ()
             if self.capture is not None:
@@ -365,6 +404,8 @@ class WorkerTideV2(WorkerTide):
 
     def _faults(self) -> Counter[str]:
         faults = super()._faults() + self._steps.faults
+        if self.control is not None and self.control.memory is not None:
+            faults += self.control.memory.guard.faults
         if self._verification is not None:
             faults += self._verification.guard.faults
         return faults

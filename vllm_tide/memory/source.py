@@ -19,11 +19,11 @@ DRAFT, MEMORY = 0, 1
 """Sources of drafts."""
 MATCHES = (3, 4, 5, 8, 16)
 """Lengths of a match at which the next bucket begins; bucket 0 is no match."""
-_PRIOR = np.array([0.6, 0.4])  # acceptance of a token that nothing is known of
-_SHRINK = 8.0  # tokens of evidence that the rest is worth: buckets, depths
+PRIOR = np.array([0.6, 0.4])  # acceptance of a token that nothing is known of
+SHRINK = 8.0  # tokens of evidence that the rest is worth: buckets, depths
 _SPREAD = 1.0  # standard deviation between requests, log-odds
 _GROWTH = 32  # a table is made anew with every 32nd part of the evidence
-_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
+SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
 
 
 class SourceRecord:
@@ -40,7 +40,7 @@ class SourceRecord:
     def __init__(self, capacity: int, most: int) -> None:
         # [source] x [tries, hits] x bucket x depth
         self._counts = np.zeros((2, 2, len(MATCHES) + 1, most))
-        self._levels = [RequestOffsets(capacity, _SPREAD) for _ in _PRIOR]
+        self._levels = [RequestOffsets(capacity, _SPREAD) for _ in PRIOR]
         self._logits = [self._table(source) for source in (DRAFT, MEMORY)]
         self._fresh = [0, 0]  # labels since the table was made
         self._depth = np.arange(most)
@@ -52,7 +52,7 @@ class SourceRecord:
 
     def draft_swapped(self) -> None:
         """The draft has new weights: keep little of what was learnt about the old."""
-        self._counts[DRAFT] *= _SWAP_KEEP
+        self._counts[DRAFT] *= SWAP_KEEP
         self._levels[DRAFT].reset()
         self._logits[DRAFT] = self._table(DRAFT)
 
@@ -106,10 +106,10 @@ class SourceRecord:
     def _table(self, source: int) -> np.ndarray:
         """Log-odds of acceptance, float64 [bucket, depth]."""
         tries, hits = self._counts[source]
-        mean = hits.sum(axis=1) + _SHRINK * _PRIOR[source]
-        mean = (mean / (tries.sum(axis=1) + _SHRINK))[:, None]
-        hits = hits + _SHRINK * mean
-        return np.asarray(np.log(hits / (tries + _SHRINK * 1.0 - hits)))
+        mean = hits.sum(axis=1) + SHRINK * PRIOR[source]
+        mean = (mean / (tries.sum(axis=1) + SHRINK))[:, None]
+        hits = hits + SHRINK * mean
+        return np.asarray(np.log(hits / (tries + SHRINK * 1.0 - hits)))
 
 
 class Memory:

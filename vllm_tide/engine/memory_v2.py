@@ -1,0 +1,160 @@
+"""The n-gram memory on Model Runner V2 (`tide.test_time.memory`), on the device.
+
+In one step, in order: `grade` (the target's tokens are known, and the draft has not
+run), `propose` (it has). What was chosen reaches the host with the step's numbers, as a
+first token that is no token (`first_tokens`, `told`).
+
+The draft always runs: with Model Runner V2 a step's length is settled before anything
+of it is known. Only as many tokens are proposed as it drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm_tide.capture.guard import Guard
+from vllm_tide.control.calibration import HALF_LIFE_TOKENS
+from vllm_tide.engine.step_log import Step
+from vllm_tide.kernels.ngram_memory import NgramTable
+from vllm_tide.memory.source import DRAFT, MEMORY, PRIOR, SHRINK, SWAP_KEEP
+
+# Ranks must agree when it is tried again after faults: steps are their clock.
+_STEP_S = 0.02
+
+
+class MemoryV2:
+    """Puts what a request's own text says in the place of drafts worth less.
+
+    Args:
+        runner: vLLM's `GPUModelRunner` (V2) or its CPU subclass.
+
+    Attributes:
+        guard: Contains its faults; after one the texts are read anew.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._states, self._speculator = runner.req_states, runner.speculator
+        depth = runner.num_speculative_steps
+        self._table = NgramTable(
+            runner.max_num_reqs,
+            runner.max_model_len,
+            depth,
+            runner.device,
+            (float(PRIOR[DRAFT]), float(PRIOR[MEMORY])),
+            SHRINK,
+            HALF_LIFE_TOKENS,
+        )
+        self._steps = self._graded = 0
+        self._chose = False
+        self.guard = Guard("the n-gram memory", lambda: _STEP_S * self._steps)
+        self._warm_up()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        self._chose = False
+        self.guard.retry()
+
+    def draft_swapped(self) -> None:
+        """The draft has new weights: keep little of what was learnt about the old."""
+        self._table.counts[DRAFT].mul_(SWAP_KEEP)
+
+    def grade(
+        self, slots: Tensor, sampled: Tensor, num_sampled: Tensor, rejected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Learn from a step's tokens; what the draft's estimator may learn from it.
+
+        Args:
+            slots: int64 [n].
+            sampled: int64 [n, w], the step's tokens.
+            num_sampled, rejected: int32 [n].
+
+        Returns:
+            The last two, without verdicts on the memory's tokens.
+        """
+        given = slots, sampled, num_sampled, rejected
+        self._contain("memory_grade", self._grade, *given)
+        if self._graded != self._steps:
+            return num_sampled, rejected
+        seen = self._table.seen[:, : len(slots)]
+        return seen[0], seen[1]
+
+    def propose(
+        self, batch: Any, num_sampled: Tensor, drafts: Tensor, depth: int
+    ) -> None:
+        """Overwrite the drafts that are worth less.
+
+        Args:
+            batch: vLLM's `InputBatch` (V2).
+            num_sampled: int32 [n].
+            drafts: int64 [n, K], of which `depth` were drafted.
+        """
+        if self._graded == self._steps:
+            given = batch, num_sampled, drafts, depth
+            self._contain("memory_propose", self._propose, *given)
+
+    def first_tokens(self, drafts: Tensor) -> Tensor:
+        """First tokens of the step's drafts, for `told`: int64 [>= n, 1].
+
+        Args:
+            drafts: int64 [>= n, K], where nothing was proposed.
+        """
+        return self._table.first[:, None] if self._chose else drafts
+
+    @staticmethod
+    def told(step: Step) -> np.ndarray:
+        """Whether the memory's tokens stand for each request; mends `step.drafted`."""
+        first = np.asarray(step.drafted)
+        memory = (first < 0) & (step.steps > 0)
+        step.drafted = np.where(memory, -1 - first, first)
+        return memory
+
+    def _contain(self, where: str, call: Any, *args: Any) -> None:
+        before = self.guard.faults.total()
+        self.guard.run(where, call, *args)
+        if self.guard.faults.total() != before:
+            self.guard.always("memory_forget", self._table.forget)
+
+    def _grade(
+        self, slots: Tensor, sampled: Tensor, num_sampled: Tensor, rejected: Tensor
+    ) -> None:
+        lengths = self._states.total_len.gpu, self._states.prefill_len.gpu
+        self._table.grade(slots, sampled, num_sampled, rejected, *lengths)
+        self._graded = self._steps
+
+    def _propose(
+        self, batch: Any, num_sampled: Tensor, drafts: Tensor, depth: int
+    ) -> None:
+        states, speculator = self._states, self._speculator
+        sure = None
+        if speculator.acceptance_estimator is not None:
+            sure = speculator.draft_token_confidence_probs
+        self._table.choose(
+            batch.idx_mapping,
+            num_sampled,
+            states.total_len.gpu,
+            states.all_token_ids.gpu,
+            # One token more than the target has computed.
+            int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1,
+            drafts,
+            depth,
+            sure,
+        )
+        self._chose = True
+
+    def _warm_up(self) -> None:
+        """Compile the kernels, with a step that sampled nothing."""
+        table, states = self._table, self._states
+        one = table.first.new_zeros(1)
+        drafts = table.first.new_zeros(1, table.most)
+        none = table.known.new_zeros(1)
+        lengths = states.total_len.gpu, states.prefill_len.gpu
+        table.grade(one, drafts, none, none, *lengths)
+        sure = None
+        if self._speculator.acceptance_estimator is not None:
+            sure = self._speculator.draft_token_confidence_probs
+        texts = states.all_token_ids.gpu
+        table.choose(one, none, lengths[0], texts, 1, drafts, 0, sure)
