@@ -87,7 +87,7 @@ class SchedulerTide:
         self._stats: dict[str, Any] | None = None
         self._drafts: Any = None
         self._memory: set[str] = set()  # requests whose verified drafts are no draft's
-        # With V2 that is known some steps later: what waits for it, by step.
+        # With V2 that may be known some steps later: what waits for it, by step.
         self._step: int | None = None
         self._waiting: dict[int, list[tuple[str, str, int, int, int]]] = {}
         self._malformed_caps = 0
@@ -199,7 +199,10 @@ class SchedulerTide:
         self._memory = set(report.pop("memory", ()))
         self._step = report.pop("step", None)
         for step, memory in report.pop("settled", ()):
-            self._settle(step, memory)
+            if step == self._step:  # on a CPU it has landed before it is counted
+                self._memory, self._step = set(memory), None
+            else:
+                self._settle(step, memory)
         if len(self._waiting) > _WAITING:  # a step that was lost never lands
             del self._waiting[min(self._waiting)]
         self._depth, self._prices = report.get("depth"), report.get("prices")
