@@ -424,8 +424,8 @@ def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():
     assert found["prefix_verified"] == {"none": 6}, "more than before"
     assert sum(found["step_accepted"]["0-1k"].values()) == 2
     # On a CPU a step has landed when it is observed.
-    assert step(5, [(4, ["r0", "r1"]), (5, ["r1"])])["prefix_verified"] == {"none": 9}
-    assert step(6, [(6, [])])["prefix_verified"] == {"none": 15}
+    assert step(5, [(4, ["r0", "r1"]), (5, ["r1"])])["prefix_verified"] == {"none": 3}
+    assert step(6, [(6, [])])["prefix_verified"] == {"none": 6}
     for number in range(7, 100):  # none of these lands
         step(number, [])
     assert len(tide._waiting) <= _WAITING + 1
