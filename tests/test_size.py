@@ -15,10 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_560,
-    "code tokens": 225_600,
+    "lines": 39_290,
+    "code tokens": 230_800,
     "files": 164,
-    "classes": 304,
+    "classes": 306,
     "knobs": 52,
     "lines of the longest file": 550,
 }
