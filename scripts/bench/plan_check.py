@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{what} runs: {within} of {len(some)} within {WITHIN:.0%}")
     if args.json:
         table = {
-            "commits": {k: r["environment"]["commit"] for k, r in reports.items()},
+            "commits": {k: r["environment"].get("commit") for k, r in reports.items()},
             "inputs": {name: inputs_of(report) for name, report in reports.items()},
             "lines": lines,
         }
