@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 
 import pytest
 
@@ -241,3 +242,10 @@ def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / "x.json", 0o600)
     with pytest.raises(HeadRefused, match="no plain file"):
         head_store.read_head(tmp_path / "x.json")
+
+
+def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
+    asked = '{"tenant": null, "asked_unix_s": %s}'
+    (tmp_path / "purge-*.json").write_text(asked % 1)
+    (tmp_path / "purge-0.json").write_text(asked % time.time())
+    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]

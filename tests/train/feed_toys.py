@@ -32,6 +32,7 @@ class FakeFeed:
         self.sent, self.fail, self.dead = {}, "", False
         self.collect, self.closed, self.beats = None, False, 0
         self.installed = self.refused = 0
+        self.reason = ""
 
     def _check(self, name):
         if self.fail == name:
@@ -54,7 +55,9 @@ class FakeFeed:
         return not self.dead
 
     def feedback(self):
-        return WeightsFeedback(self.installed, self.refused, "", not self.dead, 0.5)
+        return WeightsFeedback(
+            self.installed, self.refused, self.reason, not self.dead, 0.5
+        )
 
     def publish(self, tensors, *, version, parent_version, meta):
         self._check("publish")

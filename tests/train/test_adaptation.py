@@ -20,6 +20,7 @@ from vllm_tide.config import ConfigError, parse_tide
 from vllm_tide.draft import delta
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
+from vllm_tide.train import fast_draft
 from vllm_tide.train.assemble import PREFILL
 from vllm_tide.train.deployment import master_of
 from vllm_tide.train.fast_draft import FastDraft, FastStep
@@ -446,6 +447,79 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
     fast.tick(math.inf, paused=False)
     assert said == ["adapted", "given_back"] and fast.draft is None
     assert [len(feed.sent) for feed in (a, b, c)] == [4, 3, 1]
+
+
+def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
+    """Its weights differ, though no draft was ever published."""
+    a, b = FakeFeed("a"), FakeFeed("b")
+    feeds, _ = feeds_of(a, b)
+    trainer, said = toy_trainer(0), []
+    events = SimpleNamespace(add=lambda event, **facts: said.append(event))
+    tide = parse_tide({"test_time": ADAPT})
+    fast = FastDraft(tide, trainer, feeds, SimpleNamespace(published=0), events)
+    streams = [Stream(key, key) for key in range(3)]
+    trainer.add_records([stream.prefill() for stream in streams], 0.0)
+
+    def go_on(least: int) -> None:
+        for _ in range(300):
+            trainer.add_records([stream.verify() for stream in streams], 0.0)
+            fast.tick(math.inf, paused=False)
+            if len(a.sent) >= least:
+                return
+        raise AssertionError("nothing was sent")
+
+    go_on(1)
+    a.installed = a.latest_version
+    b.refused, b.reason = b.latest_version, "base"
+    go_on(2)
+    a.installed = a.latest_version
+    fast.drop("purged")
+    for _ in range(5):
+        fast.tick(math.inf, paused=True)
+    assert said == ["adapted", "given_back"]
+    assert len(a.sent) == 3 and len(b.sent) == 1
+
+
+def test_an_engine_that_refuses_the_next_base_is_given_back_the_one_it_holds():
+    a, b = FakeFeed("a"), FakeFeed("b")
+    feeds, _ = feeds_of(a, b)
+    trainer, deployment = toy_trainer(0), SimpleNamespace(published=0)
+    events = SimpleNamespace(add=lambda event, **facts: None)
+    tide = parse_tide({"test_time": ADAPT})
+    fast = FastDraft(tide, trainer, feeds, deployment, events)
+    streams = [Stream(key, key) for key in range(3)]
+    trainer.add_records([stream.prefill() for stream in streams], 0.0)
+    for _ in range(300):
+        trainer.add_records([stream.verify() for stream in streams], 0.0)
+        fast.tick(math.inf, paused=False)
+        if b.sent:
+            break
+    a.installed, b.installed = a.latest_version, b.latest_version
+    deployment.published = publish(feeds)
+    fast.tick(math.inf, paused=True)  # it is on its way to both
+    assert len(a.sent) == len(b.sent) == 2
+    a.installed = a.latest_version
+    b.refused, b.reason = b.latest_version, "norm"
+    fast.tick(math.inf, paused=True)
+    # No change of what it holds: its own base, by the name that it knows.
+    assert len(a.sent) == 2 and b.sent[b.latest_version] == {}
+    b.installed = b.latest_version
+    fast.tick(math.inf, paused=True)
+    assert len(b.sent) == 3 and feeds.versions()["b"].installed == 0
+
+
+def test_what_is_judged_is_what_engines_make_of_what_they_are_sent(engine, monkeypatch):
+    """A change of low rank is not the fast draft."""
+    monkeypatch.setattr(fast_draft, "RANK", 2)
+    sidecar = served(engine)
+    sent, fast = engine.sent(), sidecar.fast
+    assert any(name.endswith(".u") for name in sent.tensors)
+    made = delta.apply(base_of(sidecar), tensors_of(sent))
+    judged = fast.tensors_to_send(fast.served)
+    for name, tensor in judged.items():
+        torch.testing.assert_close(made[name], tensor, rtol=2e-2, atol=2e-3)
+    whole = fast.tensors_to_send(fast.draft)
+    assert any(not torch.allclose(whole[n], t, 2e-2, 2e-3) for n, t in judged.items())
 
 
 def test_requests_take_turns_and_rows_count_once(engine):

@@ -19,7 +19,7 @@ from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.transport import TransportError, publication
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import SHM_DIR
-from vllm_tide.transport.spool import ReaderState
+from vllm_tide.transport.spool import EngineFolder, ReaderState
 
 SPEC = make_spec()
 
@@ -101,6 +101,25 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(store, engine
     folder.write_draft(publication.encode(head_tensors(3), 3, 0, {}))
     settle(relay)
     assert engine.weights.latest_version() == 3
+    relay.close()
+
+
+def test_a_draft_that_comes_amid_a_look_is_passed_on_once(store, engines, monkeypatch):
+    engine = engines()
+    relay, folder = engine.relay(store), engine.folder(store)
+    folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
+    read = EngineFolder.read_draft
+
+    def late(self):
+        monkeypatch.undo()
+        folder.write_draft(publication.encode(head_tensors(2), 2, 0, {}))
+        return read(self)
+
+    monkeypatch.setattr(EngineFolder, "read_draft", late)
+    settle(relay)
+    settle(relay)
+    assert engine.weights.latest_version() == 2
+    assert folder.read_state().refused_version == 0
     relay.close()
 
 

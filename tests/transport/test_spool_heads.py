@@ -21,6 +21,9 @@ SPEC = make_spec()
 def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
     folder = EngineFolder(store, "e1")
     assert folder.latest_draft() == 0
+    foreign = ["x.safetensors", "y.safetensors", "z.safetensors"]
+    for name in foreign:
+        store.write(folder.path("heads", name), b"")
     for version in range(1, 6):
         blob = publication.encode(head_tensors(version), version, 1, {"a": 1})
         folder.write_draft(blob)
@@ -31,7 +34,7 @@ def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
         want = head_tensors(version)["fc.weight"][2]
         assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
     assert sorted(store.sizes(folder.path("heads"))) == sorted(
-        ["latest.json"] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
+        ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
     )
     with pytest.raises(DraftConflict, match="not newer"):
         folder.write_draft(blob)

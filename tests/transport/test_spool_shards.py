@@ -309,7 +309,7 @@ def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
     silence(writer)
     writer.keep_bounds(now=True)
     assert sorted(p.name for p in keep.rglob("*")) == [
-        "deep", "key.pem", "thesis.tex",
+        "000000000001-5.safetensors", "deep", "key.pem", "thesis.tex",
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "spool/engines/mixed").rglob("*")] == [
         "records",

@@ -106,7 +106,7 @@ def apply(
     """The draft that `factors` make of `base`; always from the base, so errors stay.
 
     Args:
-        base, factors: On the host.
+        base: On any device, where the draft is made.
 
     Returns:
         Every tensor of the base's names, shapes and types; of what did not change the
@@ -115,7 +115,9 @@ def apply(
     Raises:
         DraftError: One sentence: a name, a shape, other integers, NaN or infinity.
     """
-    out, left = dict(base), dict(factors)
+    out = dict(base)
+    on = next(iter(base.values())).device if base else torch.device("cpu")
+    left = {name: tensor.to(on) for name, tensor in factors.items()}
     for name, old in base.items():
         pair = left.pop(f"{name}.u", None), left.pop(f"{name}.v", None)
         whole = left.pop(name, None)

@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_tide.config import TideConfig, TrainConfig
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.delta import factors, fingerprint
+from vllm_tide.draft.delta import RANK, apply, factors, fingerprint
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.deployment import RETRY_S, Deployment, as_wire
@@ -151,6 +151,7 @@ class FastDraft:
         self._next_step = self._next_return = 0.0  # monotonic (s)
         self._told = False  # that the base could not be given back
         self._base = -1
+        self._sent_on: dict[str, str] = {}  # by engine: fingerprint of the base last
         self._long: dict[int, int] = {}
         self._forget()
 
@@ -194,7 +195,7 @@ class FastDraft:
             # A cycle may be amid an evaluation, which keeps no gradients.
             with torch.inference_mode(False), torch.enable_grad():
                 self._tick(now, paused or self._shortage.resting(now))
-        except DraftError as error:  # of numbers that are none
+        except (DraftError, torch.linalg.LinAlgError) as error:  # no finite change
             self.drop(str(error))
         except RuntimeError as error:
             if not lacks_memory(error):
@@ -238,13 +239,16 @@ class FastDraft:
                 if turns := self._trainer.turns:
                     turns.worked(began, spent)
         versions = self._feeds.versions()
-        if any(told.adaptation == "refused" for told in versions.values()):
+        # One that holds another base bit by bit (`base`) is left out, and no more.
+        if any(
+            told.adaptation == "refused" and not _is_of_another(told)
+            for told in versions.values()
+        ):
             self.drop("an engine refused it")
             self._next_step = now + RETRY_S
         if self.draft is not None and self._is_better():
             self._publish(versions)
-        elif self.served is None:
-            self._give_back(now, versions)
+        self._give_back(now, versions)
 
     def _ended(self) -> bool:
         """True if no request is left to go on with."""
@@ -379,21 +383,27 @@ class FastDraft:
         out.pop("t2d", None)
         return out
 
-    def _change(self) -> tuple[dict[str, Tensor], str]:
-        """What makes the fast draft of its base, and that one's fingerprint."""
+    def _change(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What makes the fast draft of its base, and what engines make of that."""
         live = self._trainer.live
         if not self._fingerprint:
             self._fingerprint = fingerprint(self.tensors_to_send(live))
         assert self.draft is not None  # noqa: S101 - it is better
-        old, new = (
-            {
-                found.stored_names.get(name, name): value
-                for name, value in found.named_tensors().items()
-                if name != "lm_head.weight" or found.owns_lm_head
-            }
-            for found in (live, self.draft)
-        )
-        return factors(old, new), self._fingerprint
+        held, learnt = live.named_tensors(), self.draft.named_tensors()
+        if not live.owns_lm_head:
+            held.pop("lm_head.weight", None), learnt.pop("lm_head.weight", None)
+        # A step of Adam has any rank: `exact` sends all that it has changed, whole.
+        rank = sum(map(sum, (t.shape for t in held.values())))
+        found = factors(held, learnt, rank if self._how == "exact" else RANK)
+        made = apply(held, found)
+        names = live.stored_names
+        told = {}
+        for key, tensor in found.items():
+            name, dot, factor = key.rpartition(".")
+            if key in held or factor not in ("u", "v"):
+                name, dot, factor = key, "", ""
+            told[names.get(name, name) + dot + factor] = tensor
+        return told, made
 
     def _holds(self, told: EngineVersions) -> bool:
         """True if an engine serves the base, or a fast draft of it, and goes on to."""
@@ -406,40 +416,48 @@ class FastDraft:
         One that cannot be sent it is tried again after the next step.
         """
         assert self.draft is not None  # noqa: S101 - it is better
-        sent, change = False, None
-        for engine, told in versions.items():
-            if not (self._holds(told) and told.adaptation in ("", "served")):
-                continue
-            # A step of Adam has any rank; an engine may hold another base bit by bit.
-            if self._how == "exact" or told.refused_reason in ("base", "change"):
-                sent |= self._send(engine, self.tensors_to_send(self.draft))
-            else:
-                change = change or self._change()
-                sent |= self._send(engine, *change)
-        if not sent:
+        engines = [
+            engine
+            for engine, told in versions.items()
+            if self._holds(told) and told.adaptation in ("", "served")
+        ]
+        if not engines:
+            return
+        change, made = self._change()
+        if not any(
+            [self._send(engine, change, self._fingerprint) for engine in engines]
+        ):
             return
         if self.served is None:
             facts = {"gain": self.gain.mean, "steps": self.steps}
             self._events.add("adapted", base=self._base, **facts)
             self.served = self.draft.clone()
-        self.served.take(self.draft.named_tensors())
+        self.served.take(made)  # as engines have it: that is what is judged
         self._sent_at = self.steps
 
     def _give_back(self, now: float, versions: Mapping[str, EngineVersions]) -> None:
-        """Send the base to the engines that have a fast draft of it, until it is in."""
-        back = [
-            engine
+        """Send the base to the engines that have a fast draft of it, until it is in.
+
+        Also to one that serves a fast draft of an earlier base and has refused this.
+        """
+        back = {
+            engine: self._holds(told)
             for engine, told in versions.items()
-            if told.adaptation and self._holds(told)
-        ]
+            if told.adaptation and (told.serves_fast or not _is_of_another(told))
+        }
+        if self.served is not None:
+            back = {engine: holds for engine, holds in back.items() if not holds}
         if not back:
-            self._told = False
+            self._told = self._told and self.served is not None
         elif now >= self._next_return:
             self._next_return = now + RETRY_S
-            for engine in back:
-                # Whole: the next trainer goes on from it.
-                base = self.tensors_to_send(self._trainer.live)
-                self._send(engine, base, fast=False)
+            for engine, holds in back.items():
+                if holds:  # whole: the next trainer goes on from it
+                    base = self.tensors_to_send(self._trainer.live)
+                    self._send(engine, base, fast=False)
+                elif of := self._sent_on.get(engine):  # no change of what it holds
+                    number = versions[engine].installed
+                    self._send(engine, {}, of, fast=False, base=number)
 
     def _send(
         self,
@@ -448,19 +466,29 @@ class FastDraft:
         of: str | None = None,
         *,
         fast: bool = True,
+        base: int | None = None,
     ) -> bool:
         """False, and once a sentence, if it could not be sent.
 
         Args:
             of: Fingerprint of what `tensors` change; None: they are all.
+            base: Its version, if it is not the deployed one.
         """
+        number = self._base if base is None else base
         meta = {"adaptation": {"fast": fast}} | ({"delta": {"base": of}} if of else {})
         try:
-            self._feeds.send_fast(engine, as_wire(tensors), meta, base=self._base)
+            self._feeds.send_fast(engine, as_wire(tensors), meta, base=number)
         except TransportError as error:
             if not self._told:
                 what = "a fast draft" if fast else "the base of the fast draft"
                 logger.error("engine %s cannot be sent %s: %s", engine, what, error)
             self._told = True
             return False
+        if fast and of:
+            self._sent_on[engine] = of
         return True
+
+
+def _is_of_another(told: EngineVersions) -> bool:
+    """True if an engine holds another base bit by bit: it is left out."""
+    return told.adaptation == "refused" and told.refused_reason == "base"

@@ -71,6 +71,7 @@ class EngineVersions:
     # Of a fast draft on its base: "sent", "served", "refused"; empty without one, and
     # when the base is on its way back. All versions above are the base's then.
     adaptation: str = ""
+    serves_fast: bool = False
 
 
 @dataclass(frozen=True)
@@ -321,6 +322,9 @@ class Feeds:
                 refused_reason=feedback.refused_reason,
                 swap_pause_ms=feedback.swap_pause_ms_last,
                 adaptation=self._adaptation(engine_id, feedback, latest),
+                serves_fast=self._fast.get(engine_id, {}).get(
+                    feedback.installed_version, False
+                ),
             )
         return told
 
@@ -343,7 +347,7 @@ class Feeds:
                 continue
             if found.version == feedback.refused_version:
                 continue
-            if found.meta.get("adaptation", {}).get("fast"):
+            if found.meta.get("adaptation", {}).get("fast") or "delta" in found.meta:
                 self.found_fast = True
                 behind.add(member.feed.id)
                 continue

@@ -341,6 +341,7 @@ class Sidecar:
             if not self._emptied:  # what is asked about may still be in there
                 return
             self.fast.drop("purged")
+            self.fast.tick(now, paused=True)  # the base goes out before the answer
             counts = self.trainer.purge(request.tenant)
             counts["fetched_records"] = self.feeds.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)

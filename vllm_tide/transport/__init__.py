@@ -8,7 +8,8 @@ Threat model, for every reader and writer here:
 
 * Processes of this user are not hostile: who may write to a segment, the run directory
   or the spool could also trace the engine. Other users are kept out by modes 0600 and
-  0700, and what is another user's is refused.
+  0700, and segments and run directories that are another user's are refused; a
+  spool trusts whom its root's group lets in.
 * A crash at any instruction harms nobody: what is half written is never read, and the
   claims and segments of the dead are taken over or removed.
 * What fails a check (checksum, digest, size, bounds) is dropped and counted.

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -45,6 +46,8 @@ ANNOUNCE_S = 10.0
 KeeperKind = Literal["trainer", "relay"]
 
 _GONE = ("stopped", "engine_gone")
+# It becomes part of a pattern of file names.
+_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 # What reading the JSON of another process can raise, whatever it says.
 _UNREADABLE = (OSError, *MALFORMED)
 
@@ -220,4 +223,6 @@ def _read(path: Path, name: str) -> PurgeRequest | None:
     except _UNREADABLE:
         return None
     sound = math.isfinite(asked) and 0 <= (tenant or 0) < 2**64
-    return PurgeRequest(name, tenant, asked) if sound else None
+    if not sound or not _ID.fullmatch(name):
+        return None
+    return PurgeRequest(name, tenant, asked)

@@ -205,8 +205,9 @@ class EngineFolder:
             "sha256": blob.sha256.hex(),
         }
         self.write_json(_LATEST, entry, durable=True)
-        names = sorted(self.store.sizes(self.path(DRAFTS)))
-        for name in [n for n in names if n.endswith(".safetensors")][:-KEPT_DRAFTS]:
+        names = self.store.sizes(self.path(DRAFTS)).keys() - {"latest.json"}
+        drafts = sorted(filter(MADE[DRAFTS].fullmatch, names))
+        for name in drafts[:-KEPT_DRAFTS]:
             with contextlib.suppress(NotOurs):
                 self.store.remove(self.path(DRAFTS, name))
 

@@ -225,6 +225,8 @@ class Relay:
         self._seen_draft = version
         try:
             blob = self._folder.read_draft()
+            # A newer one may have come since.
+            self._seen_draft = version = blob.version
             blob.verify()
         except WeightsRefused as refusal:
             self._refuse(version, refusal.reason, refusal.sentence)

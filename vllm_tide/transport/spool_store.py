@@ -110,7 +110,11 @@ class LocalStore:
         path = self._root / name
         with self._using("cleaned up", *_NO_FILE):
             status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._ours:
+            linked = any(
+                p.is_symlink() for p in path.parents if self._root in p.parents
+            )
+            plain = stat.S_ISREG(status.st_mode) and not linked
+            if not plain or status.st_uid not in self._ours:
                 raise NotOurs(
                     f"tide.spool.url: {path.name} in {self.url} is another user's or "
                     "no plain file, so it is left: remove it yourself"
