@@ -5,9 +5,9 @@ and its trainer for some minutes, with the package's rules loaded, then asks it 
 every expression. Without `--server` it starts both, on the demo models under load. A
 server that is given must be under load; for every panel to have data it needs
 `tide.control.policy` adaspec, a `tide.control.slo_tpot_ms`, `tide.test_time.memory`
-ngram, capture, and a trainer (`tide.train.metrics_port`) that ends a cycle while it is
-scraped and whose first draft is swapped in only then: one panel compares with the
-checkpoint's. Example::
+ngram and `adapt` shared, capture, and a trainer (`tide.train.metrics_port`) that ends a
+cycle while it is scraped and whose first draft is swapped in only then: one panel
+compares with the checkpoint's. Example::
 
     python scripts/bench/prometheus_check.py --server http://localhost:8000 \
         --trainer http://localhost:8001 --minutes 5 --json prometheus.json
@@ -336,8 +336,9 @@ async def serve_and_look(
     """Check a server and a trainer of our own, which swaps a head in the middle."""
     port = free_port()
     limit = {"policy": "adaspec", "slo_tpot_ms": TPOT_LIMIT_MS}
-    train, memory = {"metrics_port": port}, {"memory": "ngram"}
-    knobs = {"control": limit, "train": train, "test_time": memory}
+    test_time = {"memory": "ngram", "adapt": "shared", "min_tokens": 8, "stride": 16}
+    train = {"metrics_port": port}
+    knobs = {"control": limit, "train": train, "test_time": test_time}
     async with serving(places, lambda s: Load(s, known, args.seed), knobs=knobs) as own:
         args.server, args.trainer = [own.server.url], [f"http://127.0.0.1:{port}"]
         swap = order, places.run_dir, AGAIN, 0
