@@ -100,6 +100,7 @@ def factors(
     return out
 
 
+@torch.no_grad()
 def apply(
     base: Mapping[str, Tensor], factors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
