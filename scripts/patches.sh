@@ -54,9 +54,12 @@ import sys, tarfile
 with tarfile.open(sys.argv[1]) as archive:
     for member in archive:
         _, _, name = member.name.partition("/")
-        if member.isfile() and name.startswith("vllm/") and name.endswith(".py"):
+        plain = member.isfile() and ".." not in name.split("/")
+        if plain and name.startswith("vllm/") and name.endswith(".py"):
             member.name, member.mode = name, 0o644
-            archive.extract(member, sys.argv[2], filter="data")
+            # Python 3.11.3 and older have no filters.
+            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            archive.extract(member, sys.argv[2], **safe)
 PY
 }
 
