@@ -106,7 +106,7 @@ class MemoryV2:
 
     @staticmethod
     def told(step: Step) -> np.ndarray:
-        """Whether the memory's tokens stand for each request; mends `step.drafted`."""
+        """True where the memory's tokens stand; mends `step.drafted`."""
         first = np.asarray(step.drafted)
         memory = (first < 0) & (step.steps > 0)
         step.drafted = np.where(memory, -1 - first, first)

@@ -36,7 +36,7 @@ _NUMBERS = ("n", "width", "sampled_stride", "their_stride", "parts", "best_strid
 
 
 class NgramTable:
-    """What the memory keeps of the running requests, on the device.
+    """State of the memory for the running requests, on the device.
 
     Args:
         capacity: Slots of requests, R.

@@ -169,7 +169,7 @@ class Assembler:
         return self._open[key].rounds
 
     def canvas(self, key: int, context: int) -> Sample | None:
-        """What was drafted and verified last in an open request, rejected tokens too.
+        """The verify step drafted last in an open request, rejected tokens too.
 
         The row before `loss_from` drafted. Behind it come the token that it was given
         and all drafted ones but the last, each with the teacher of the next.

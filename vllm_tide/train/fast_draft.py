@@ -339,7 +339,7 @@ class FastDraft:
         return step
 
     def _score(self, samples: list[Sample]) -> None:
-        """What is served, or would be, against the base."""
+        """Compare the draft that is served, or would be, with the base."""
         judged = self.served or self.draft
         if judged is None or self.served is None and self.steps == self._sent_at:
             return  # it is the base
@@ -384,7 +384,7 @@ class FastDraft:
         return out
 
     def _change(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What makes the fast draft of its base, and what engines make of that."""
+        """The change that is published, and the draft that engines make of it."""
         live = self._trainer.live
         if not self._fingerprint:
             self._fingerprint = fingerprint(self.tensors_to_send(live))
