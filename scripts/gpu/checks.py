@@ -31,11 +31,15 @@ def copies(place: Place) -> None:
     place.part("copies", found)
 
 
-def kernel_tests(place: Place) -> None:
-    """This package's kernels against their references, by the tests for a GPU."""
+def tests(place: Place) -> None:
+    """Kernels, attention or the trainer against references: the tests for a GPU."""
+    attention = ["tests/draft/test_attention.py"]
+    others = ["tests/kernels/test_on_gpu.py", "tests/train/test_gpu.py"]
     # Without the options of pyproject.toml: a lent machine lacks plugins they name.
-    command = ["-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
-    command += ["tests/kernels/test_on_gpu.py"] + ["--collect-only"] * place.dry
+    command = ["-m", "pytest", "-q", "-m", "gpu", "--durations=5"]
+    command += ["-o", "addopts=--import-mode=importlib"]
+    command += attention if place.data["stage"] == "attention_tests" else others
+    command += ["--collect-only"] * place.dry
     place.part("tests", lambda: place.command(command, "tests"))
 
 

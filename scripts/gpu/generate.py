@@ -42,6 +42,7 @@ def main() -> int:
         enforce_eager=case.get("eager", case["cpu"]),
         speculative_config=case.get("speculative"),
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=None if case["cpu"] else 2 << 30,
         enable_prefix_caching=False,
         disable_log_stats=False,
     )

@@ -24,9 +24,11 @@ class Engine:
     def __init__(
         self, place: Place, models: tuple[Path, Path], k: int, tide: Any, **more: Any
     ) -> None:
-        spec = {"method": "eagle3", "num_speculative_tokens": k}
-        spec |= {"model": str(models[1])} | more.pop("adaptive", {})
-        if tide is not None:
+        spec: dict[str, Any] | None = {"method": "eagle3", "model": str(models[1])}
+        spec |= {"num_speculative_tokens": k} | more.pop("adaptive", {})
+        if not k:
+            spec = None
+        elif tide is not None:
             own = {"run_dir": str(place.work / "run"), "train": {"autostart": False}}
             spec["tide"] = own | tide
         if place.dry:
@@ -46,7 +48,8 @@ class Engine:
         self.step = self.engine.step
         core = self.engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
-        self.runner, self.tide = self.worker.model_runner, self.worker.tide
+        self.runner = self.worker.model_runner
+        self.tide = getattr(self.worker, "tide", None)
         self.modes: Counter[str] = Counter()  # of the steps' graphs
         manager, self._names = self.runner.cudagraph_manager, itertools.count()
         dispatch = manager.dispatch
@@ -99,7 +102,8 @@ class Engine:
     def _counters(self) -> list[float]:
         named = {metric.name: metric for metric in self.llm.get_metrics()}
         names = "num_drafts", "num_accepted_tokens"
-        return [named[f"vllm:spec_decode_{name}"].value for name in names]
+        found = [named.get(f"vllm:spec_decode_{name}") for name in names]
+        return [metric.value if metric else 0.0 for metric in found]
 
     def publish(self, draft: Path, version: int) -> None:
         """Offer the draft's own weights as another version."""

@@ -14,7 +14,16 @@ from arms import prompts, wide
 from inprocess import Engine
 from place import DEMO, Place
 
+from inflate_model import inflate
+
 ATTACH_S = 40
+FULL = {"control": {"policy": "adaspec"}, "test_time": {"memory": "ngram"}}
+# What serves the stream of `gain`: tokens that are drafted at most, and the rest.
+GAIN: dict[str, tuple[int, Any]] = {
+    "gain_none": (0, None),
+    "gain_frozen": (3, None),
+    "gain_tide": (5, FULL),
+}
 
 
 @contextlib.contextmanager
@@ -85,3 +94,32 @@ def shift(place: Place) -> None:
 
     back = place.part("planted", plant)[-1]["swaps"] - learnt["swaps"]
     place.judge(back >= 2, "the planted head was not served, or not taken back")
+
+
+def gain(place: Place) -> None:
+    """The target as slow as a large one; the stream changes its domain.
+
+    Served by the arm that the step is named after: without speculation, with a draft
+    that is never trained, or with everything on and a trainer on the same GPU.
+    """
+    k, tide = GAIN[place.data["stage"]]
+    target = place.work / "target"
+    if not target.exists():
+        inflate(DEMO / "target", target, *((480, 0) if place.dry else (131072, 10)))
+    limits: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_num_seqs": 64}
+    if tide is not None:
+        limits["adaptive"] = {"enable_adaptive_verification": True}
+    engine = Engine(place, (target, DEMO / "draft"), k, tide, **limits)
+    place.part("start_s", lambda: engine.start_s)
+    batch, seconds = (2, 4.0) if place.dry else (32, 12.0)
+
+    def serve(domain: str) -> dict[str, Any]:
+        found = engine.serve(prompts(domain), batch, seconds)
+        swaps = 0 if tide is None else engine.tide.swapper.num_swaps
+        return found | {"swaps": swaps}
+
+    with contextlib.nullcontext() if tide is None else _trainer(place, engine, 0.2):
+        engine.serve(prompts("python"), batch, seconds / 3)
+        place.part("python", lambda: serve("python"))
+        for part in range(1 if place.dry else 2 if tide is None else 8):
+            place.part(f"logs {part}", lambda: serve("logs"))

@@ -27,7 +27,8 @@ def _rows(place: Place) -> dict[str, Any]:
     from vllm_tide.transport.ring import RingReader
 
     tide = {"preset": "observe", "capture": {"ring_mib": 64}}
-    limits = {"max_num_seqs": 16, "gpu_memory_utilization": 0.3}
+    limits = {"max_num_seqs": 16, "kv_cache_memory_bytes": 2 << 30}
+    limits |= {"gpu_memory_utilization": 0.3}
     engine = Engine(place, (DEMO / "target", DEMO / "draft"), 3, tide, **limits)
     reader, records = RingReader.attach(engine.tide._ring.name), []
     for i in range(12 if place.dry else 96):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from place import DEMO, Place
@@ -28,16 +30,57 @@ def smoke(place: Place) -> None:
         adaptive = {**tide, "control": {"policy": "adaspec"}}
         arms["adaptive"] = {**eagle, "tide": adaptive}
         arms["adaptive"]["enable_adaptive_verification"] = True
+        memory = {**adaptive, "test_time": {"memory": "ngram"}}
+        arms["memory"] = {**arms["adaptive"], "tide": memory}
 
     def serve(name: str) -> Any:
         return place.child({**case, "speculative": arms[name]}, name)
 
-    found = {name: place.part(name, lambda n=name: serve(n)) for name in arms}
-    if None in found.values():
-        return
+    def served() -> dict[str, Any]:
+        few = place.cpu or place.dry
+        with ThreadPoolExecutor(1 if few else len(arms)) as pool:  # nothing is timed
+            return dict(zip(arms, pool.map(serve, arms), strict=True))
+
+    found = place.part("arms", served)
     dtype = "float32" if place.cpu else "bfloat16"
     if not place.dry:  # the null GPU's text is none
         place.part("greedy text is equal", lambda: judge(found, dtype))
+
+
+def lengths(place: Place) -> None:
+    """Each step drafts by hand another length, where graphs are for any mix of them.
+
+    A step without drafts among them once gave garbage: see `replay_each`.
+    """
+    from inprocess import Engine
+
+    batch, tokens = (2, 16) if place.dry else (8, 96)
+    case = {"batch": batch, "tokens": tokens, "speculative": None}
+    plain = place.part("none", lambda: place.child(case, "none"))
+
+    def steered() -> dict[str, Any]:
+        limits = {"max_num_seqs": 8, "gpu_memory_utilization": 0.3}
+        limits |= {"kv_cache_memory_bytes": 2 << 30, "max_model_len": 512}
+        engine = Engine(
+            place, (DEMO / "target", DEMO / "draft"), 3,
+            {"control": {"policy": "adaspec"}},
+            adaptive={"enable_adaptive_verification": True}, **limits,
+        )  # fmt: skip
+        names = [engine.add(prompt, tokens) for prompt in plain["prompts"]]
+        control, found = engine.tide.control, {}
+        control.stop()
+        for depth in itertools.cycle((3, 0, 1, 0, 0, 3, 3)):
+            if not engine.engine.has_unfinished_requests():
+                break
+            control.depth = depth
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        texts = [found[name] for name in names]
+        return {"tokens": texts, "modes": dict(engine.modes)}
+
+    found = {"none": plain, "steered": place.part("steered", steered)}
+    if not place.dry:
+        place.part("greedy text is equal", lambda: judge(found, "bfloat16"))
 
 
 def judge(found: dict[str, Any], dtype: str) -> list[dict[str, Any]]:

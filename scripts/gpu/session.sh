@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One of the five calls of a session on a GPU: steps, each PASS or FAIL, then a summary.
+# One of the six calls of a session on a GPU: steps, each PASS or FAIL, then a summary.
 #
 #   scripts/gpu/session.sh CALL [--minutes M] [--only A,B] [--again] [--dry-run]
 #   scripts/gpu/session.sh CALL --list | --command
 #
-# CALL is 1 (bring-up) to 5 (learning). A step that passed is not run again, but for
+# CALL is 1 (bring-up) to 6 (gain). A step that passed is not run again, but for
 # --again. --dry-run: the smallest sizes on the null GPU, whose figures mean nothing.
 # --command prints what to send to a machine that is lent for ten minutes.
 # Exit status: 0 all passed, 1 a step failed, 2 wrong use.

@@ -31,11 +31,12 @@ def manager(most: int, requests: int, table: list | None, varlen: bool = False) 
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     made = object.__new__(CudaGraphManager)
+    speculative = SimpleNamespace(num_speculative_tokens_per_batch_size=table)
+    speculative.uses_dynamic_speculative_decoding = lambda: (
+        speculative.num_speculative_tokens_per_batch_size is not None
+    )
     made.vllm_config = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens_per_batch_size=table,
-            uses_dynamic_speculative_decoding=lambda: table is not None,
-        ),
+        speculative_config=speculative,
         num_speculative_tokens=most,
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
     )
@@ -104,11 +105,26 @@ def test_vllms_own_table_leaves_half_of_the_batches_to_piecewise():
     assert modes(of_tide(7, 256), 0).count("FULL") == 128
 
 
-def test_graphs_for_any_mix_of_lengths_stay_as_they_are():
-    assert of_tide(3, 64, varlen=True)._candidates == {
-        key: found
-        for key, found in manager(3, 64, None, varlen=True)._candidates.items()
-    }
+@pytest.mark.parametrize("requests", [1, 3, 64])
+@pytest.mark.parametrize("lengths", [[0, 1, 3], []])
+def test_graphs_for_any_mix_of_lengths_leave_steps_without_drafts_to_their_own(
+    requests, lengths
+):
+    """One row a request is no case of "up to four": FlashAttention 3 is not causal."""
+    from vllm_tide.engine.adaptive_arguments import replay_each
+
+    upstream = manager(3, requests, None, varlen=True)
+    made = manager(3, requests, [(1, requests, 3)] if lengths else None, varlen=True)
+    replay_each(made, lengths)
+    assert made.varlen_decode
+    for count in range(1, requests + 1):
+        plain = made.dispatch(count, count, 1, 0, max_query_len=1)
+        assert (plain.cg_mode.name, plain.uniform_token_count) == ("FULL", 1)
+        assert plain in made._capture_descs[plain.cg_mode]
+        for tokens in range(count, 4 * count + 1):  # cut on the device, or all
+            mixed = [m.dispatch(count, tokens, None, 0, 4) for m in (made, upstream)]
+            assert mixed[0] == mixed[1]
+            assert mixed[0].max_query_len == 4
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7])

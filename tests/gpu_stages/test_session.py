@@ -137,7 +137,7 @@ def test_without_time_nothing_begins(fake, tmp_path):
     assert not (tmp_path / "measured").exists()
 
 
-@pytest.mark.parametrize("call", "12345")
+@pytest.mark.parametrize("call", "123456")
 def test_the_command_for_a_lent_machine_is_short_shell(call, tmp_path):
     done = run(tmp_path, call, "--command", "--kit", ".kit/folder")
     assert done.returncode == 0, done.stderr
@@ -148,7 +148,7 @@ def test_the_command_for_a_lent_machine_is_short_shell(call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("call", "12345")
+@pytest.mark.parametrize("call", "123456")
 def test_each_step_has_a_function_and_all_fit_into_ten_minutes(call, monkeypatch):
     monkeypatch.syspath_prepend(GPU)
     session = importlib.import_module("session")

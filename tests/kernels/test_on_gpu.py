@@ -114,8 +114,9 @@ def test_kl_loss_needs_no_fp32_copy_of_the_logits():
     chunk = 16 << 20
     loss, _ = kl_loss(logits, KLTeacher(taught, target), weights, chunk_bytes=chunk)
     grown = torch.cuda.max_memory_allocated() - before
-    # The gradient in bfloat16 and two chunks; fp32 alone would be twice the gradient.
-    assert grown < logits.numel() * 2 + 3 * chunk
+    # The gradient in bfloat16, two chunks and some numbers for each row; fp32 alone
+    # would be twice the gradient.
+    assert grown < logits.numel() * 2 + 3 * chunk + rows * 64
     assert loss.isfinite()
 
 

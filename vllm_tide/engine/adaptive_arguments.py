@@ -56,6 +56,11 @@ def replay_each(manager: Any, lengths: list[int]) -> None:
     all lengths: where that is another length's, the step falls to PIECEWISE. So vLLM
     plans one length at a time here, and the plans are put together.
 
+    Graphs for any mix of lengths (adaptive verification) stay; steps without drafts get
+    their own. With heads of up to 64 or over 128 numbers FlashAttention 3 plans one row
+    a request as not causal, and a kernel captured for more rows makes garbage of that
+    plan (seen on an H100).
+
     Args:
         manager: vLLM's `CudaGraphManager`, before it captures; changed.
     """
@@ -66,6 +71,8 @@ def replay_each(manager: Any, lengths: list[int]) -> None:
         return
     table = speculative.num_speculative_tokens_per_batch_size
     mixed = manager._capture_descs, manager._candidates
+    varlen, manager.varlen_decode = manager.varlen_decode, False
+    lengths = [0] if varlen else lengths
     plans = []
     try:
         for rows in (length + 1 for length in lengths):
@@ -78,6 +85,7 @@ def replay_each(manager: Any, lengths: list[int]) -> None:
             manager._init_candidates()
             plans.append((manager._capture_descs, manager._candidates))
     finally:
+        manager.varlen_decode = varlen
         speculative.num_speculative_tokens_per_batch_size = table
         compilation.cudagraph_capture_sizes = sizes
     graphs, candidates = (

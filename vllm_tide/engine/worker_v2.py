@@ -171,15 +171,15 @@ class WorkerTideV2(WorkerTide):
         runner, speculator = self._runner, self._runner.speculator
         speculative = self._worker.vllm_config.speculative_config
         table = speculative.num_speculative_tokens_per_batch_size
-        if self._config.control.policy == "static" or not table:
-            return  # with data parallelism vLLM has graphs for one length
-        self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
+        if self._config.control.policy != "static" and table:  # no table: DP ranks
+            self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
         init = speculator.init_cudagraph_manager
 
         def init_cudagraph_manager(mode: Any) -> None:
             init(mode)
             for part in runner.cudagraph_manager, speculator.prefill_cudagraph_manager:
-                replay_each(part, self._lengths)
+                if self._lengths or part.varlen_decode:
+                    replay_each(part, self._lengths)
 
         speculator.init_cudagraph_manager = init_cudagraph_manager
 
