@@ -58,8 +58,8 @@ def replay_each(manager: Any, lengths: list[int]) -> None:
 
     Graphs for any mix of lengths (adaptive verification) stay; steps without drafts get
     their own. With heads of up to 64 or over 128 numbers FlashAttention 3 plans one row
-    a request as not causal, and a kernel captured for more rows makes garbage of that
-    plan (seen on an H100).
+    a request as not causal, in another layout, of which a kernel captured for more rows
+    makes garbage (seen on an H100).
 
     Args:
         manager: vLLM's `CudaGraphManager`, before it captures; changed.
