@@ -88,7 +88,7 @@ class TrainConfig(_Section):
         "with the server on the cores that the engine's threads are not bound to.",
     )
     nice: Annotated[Whole, Field(ge=0, le=19)] = Field(
-        10, description="Scheduling niceness of the trainer (0 to 19)."
+        10, description="Niceness of the trainer (0 to 19): at 10 it needs idle cores."
     )
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         1e-3, description="Peak learning rate of AdamW."

@@ -151,7 +151,8 @@ done
 python3 "$here/scripts/demo/unpack.py"
 mkdir -p "$work"/{models,run,state,cache}
 cp -r "$here/scripts/demo/target" "$here/scripts/demo/draft" "$work/models/"
-# The quickstart's settings for a short stream; any gain is published.
+# The quickstart's settings for a short stream; any gain is published. Without cgroups, as
+# here, a server that keeps all cores busy would leave a nicer trainer next to nothing.
 cat > "$work/models/tide.json" << 'JSON'
 {
   "method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 3,
@@ -160,7 +161,7 @@ cat > "$work/models/tide.json" << 'JSON'
     "train": {
       "autostart": false, "state_dir": "/var/lib/tide/heads", "batch_tokens": 1024,
       "min_new_tokens": 512, "steps_per_cycle": 12, "holdout_share": 0.3, "max_passes": 24,
-      "min_gain": 0.0
+      "min_gain": 0.0, "nice": 0
     }
   }
 }
