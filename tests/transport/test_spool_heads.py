@@ -129,3 +129,22 @@ def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
     with pytest.raises(TransportError, match="damaged"):
         local_models(folder, folder.read_engine(), tmp_path / "cache")
     assert [p for p in (tmp_path / "cache").glob("*") if p.is_dir()] == []
+
+
+@pytest.mark.parametrize("left", [b"", b"\x00" * 200, None])
+def test_what_a_crash_left_of_a_model_here_is_fetched_anew(
+    store, engines, tmp_path, left
+):
+    engine = engines("a")
+    engine.relay(store).close()
+    folder, entry = engine.folder(store), engine.folder(store).read_engine()
+    away = replace(entry, manifest=replace(entry.manifest, target_path="/nowhere"))
+    first = local_models(folder, away, tmp_path / "cache")
+    files = [path / "model.safetensors" for path in first]
+    want = [(path.read_bytes(), path.stat().st_ino) for path in files]
+    assert local_models(folder, away, tmp_path / "cache") == first
+    assert [(path.read_bytes(), path.stat().st_ino) for path in files] == want
+    for path in files:
+        path.unlink() if left is None else path.write_bytes(left)
+    assert local_models(folder, away, tmp_path / "cache") == first
+    assert [path.read_bytes() for path in files] == [data for data, _ in want]

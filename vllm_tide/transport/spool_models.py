@@ -142,20 +142,21 @@ def _is_target(folder: Path, wanted: str) -> bool:
 
 def _download(store: Store, name: str, into: Path) -> Path:
     """Copy a folder of files here, whole or not at all."""
-    if into.is_dir():
-        return into
     listed = parse_json(store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1))
     if listed is None:
         raise TransportError(
             f"{name} is not in {store.url} yet: is the engine's relay running?"
         )
+    if not all(map(_PLAIN.fullmatch, listed)):
+        raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
+    if _is_whole(into, listed):
+        return into
     try:
+        shutil.rmtree(into, ignore_errors=True)
         make_private(into.parent)
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
             for file, sha256 in listed.items():
-                if not _PLAIN.fullmatch(file):
-                    raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
                 data = store.read(f"{name}/{file}")
                 if data is None or hashlib.sha256(data).hexdigest() != sha256:
                     raise TransportError(f"{name}/{file} in {store.url} is damaged")
@@ -167,3 +168,15 @@ def _download(store: Store, name: str, into: Path) -> Path:
     except OSError as error:
         raise TransportError(f"cannot write {into}: {error.strerror}") from error
     return into
+
+
+def _is_whole(folder: Path, listed: dict[str, Any]) -> bool:
+    """A crash of the host can leave files short or empty under their names."""
+    try:
+        for name, sha256 in listed.items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    return False
+    except OSError:
+        return False
+    return folder.is_dir()
