@@ -37,7 +37,7 @@ from bench.harness.arm import LiveView, wait_for_trainer
 from bench.harness.client import RequestResult, make_session, replay
 from bench.harness.common import environment
 from bench.harness.scrape import Scraper
-from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
 from bench.harness.stream import StreamRequest, read_prompts
 from bench.harness.trainers import trainer_statuses
 from bench.suites.quickstart import speculative_config
@@ -258,4 +258,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

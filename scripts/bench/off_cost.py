@@ -40,7 +40,13 @@ from bench.harness.common import clock_text, environment
 from bench.harness.measure import first_wave_tokens
 from bench.harness.models import kv_cache_bytes, read_config, targets_of
 from bench.harness.scrape import Scrape, Scraper, tide_values
-from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.server import (
+    SERVED_NAME,
+    ServerOptions,
+    VllmServer,
+    end_on_signals,
+    leave_if_ended,
+)
 from bench.harness.stream import BenchRequest, load_pool
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -275,6 +281,7 @@ def main() -> int:
         # A block of each that is not counted, and one at least that is.
         while turns < 2 or time.monotonic() - began < 60 * options.minutes:
             for batch in run.batches:
+                leave_if_ended()
                 run.block(batch)
             turns += 1
             for row in run.rows():
@@ -289,4 +296,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

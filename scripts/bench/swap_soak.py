@@ -31,7 +31,7 @@ from bench.harness.client import RequestResult, make_session, replay
 from bench.harness.common import environment
 from bench.harness.identity import compare, rescore_all
 from bench.harness.scrape import Scraper
-from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer
+from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
 from bench.harness.stream import StreamRequest, read_prompts
 from bench.harness.summary import acceptance_length, swap_pauses_s
 from bench.suites.quickstart import speculative_config
@@ -287,4 +287,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -2,6 +2,11 @@
 
 import argparse
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,13 @@ from safetensors.torch import load_file
 
 from bench import off_cost
 from bench.off_cost import NONE, OFF, Visit
+from tests.bench.turn_toys import (
+    as_a_terminal_starts_it,
+    fake_quickstart_venv,
+    running,
+    until,
+    what_ran,
+)
 
 DRAFT = Path(off_cost.__file__).parents[1] / "demo" / "draft"
 
@@ -66,3 +78,50 @@ def test_the_useless_draft_has_the_same_numbers_elsewhere(tmp_path):
     weights = [t["fc.weight"].float().flatten().sort().values for t in (own, other)]
     assert torch.equal(*weights)
     assert (made / "config.json").read_bytes() == (DRAFT / "config.json").read_bytes()
+
+
+# With servers of another environment, on a core that this machine has.
+STARTED = """
+import runpy, sys
+from functools import partial
+from bench.harness import server
+
+script, sys.prefix, cpu = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))
+cpus = {"engine_cpus": (cpu,), "other_cpus": (cpu,)}
+server.ServerOptions = partial(server.ServerOptions, **cpus)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_both_servers(tmp_path, number):
+    target = tmp_path / "target"
+    shutil.copytree(DRAFT.parent / "target", target)
+    (target / "fails").write_text("{}")
+    (target / "hangs").touch()
+    cpu = str(min(os.sched_getaffinity(0)))
+    command = [sys.executable, "-c", STARTED, off_cost.__file__]
+    command += [str(fake_quickstart_venv(tmp_path / "venv")), cpu]
+    command += ["--target", str(target), "--model-size", "", "--batches", "1"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with (tmp_path / "said").open("wb") as out:
+        script = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=out,
+            stderr=out,
+            preexec_fn=as_a_terminal_starts_it,
+        )
+    try:
+        until(lambda: what_ran(target) or script.poll() is not None)
+        said = (tmp_path / "said").read_text()
+        # Control learns nothing: its section has a preset.
+        assert running(target).keys() == {"none", "no_learning"}, said
+        script.send_signal(number)
+        assert script.wait(60) == 128 + number
+    finally:
+        script.kill()
+        left = running(target)
+        for pid in left.values():
+            os.kill(pid, signal.SIGKILL)
+    assert not left

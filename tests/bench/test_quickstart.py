@@ -10,8 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.harness import server
 from bench.suites import quickstart as quickstart
-from tests.bench.turn_toys import demo, fake_quickstart_venv, running, until, what_ran
+from tests.bench.turn_toys import (
+    as_a_terminal_starts_it,
+    demo,
+    fake_quickstart_venv,
+    running,
+    until,
+    what_ran,
+)
 from vllm_tide.config import parse_tide
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "quickstart.sh")
@@ -176,20 +184,20 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
 
 
 def test_an_end_that_something_caught_comes_with_the_next_turn(arguments, target):
-    before = {ending: signal.getsignal(ending) for ending in quickstart.ENDINGS}
+    before = {ending: signal.getsignal(ending) for ending in server.ENDINGS}
     try:
         with pytest.raises(SystemExit):
-            quickstart._end(signal.SIGTERM, None)
+            server._end(signal.SIGTERM, None)
         with pytest.raises(SystemExit) as ended:
             quickstart.main([*arguments, "--arms", "none"])
     finally:
-        quickstart.ENDED.clear()
+        server.ENDED.clear()
         for ending, handler in before.items():
             signal.signal(ending, handler)
     assert ended.value.code == 143 and not running(target)
 
 
-@pytest.mark.parametrize("number", quickstart.ENDINGS)
+@pytest.mark.parametrize("number", server.ENDINGS)
 def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
     build, given = tmp_path / "build", tmp_path / "demo"
     content = b"".join(path.read_bytes() for path in sorted(target.iterdir()))
@@ -210,12 +218,6 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
-    def as_a_terminal_has_them():
-        for ending in quickstart.ENDINGS:
-            signal.signal(ending, signal.SIG_DFL)
-        # Another test of this process may have left it one core.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
     said = tmp_path / "said"
     with said.open("wb") as out:
         script = subprocess.Popen(
@@ -224,7 +226,7 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=as_a_terminal_has_them,
+            preexec_fn=as_a_terminal_starts_it,
         )
     try:
         until(lambda: what_ran(inflated) or script.poll() is not None)

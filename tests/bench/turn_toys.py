@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from bench.harness.arm import WARM_UP_PROMPTS
+from bench.harness.server import ENDINGS
 from tests.bench.test_server import fake_venv
 from vllm_tide.transport.process import start_time
 
@@ -67,18 +69,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(line.encode())
     def do_POST(self):
         global drafts
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(text or '{"prompt": "", "max_tokens": 0}')
         line = json.dumps([arm, body["prompt"], states()])
         with open(target / "requests", "a") as out:
             out.write(line + "\\n")
         drafts += K > 0
-        self.send_response(200)
-        self.end_headers()
         warm = body["prompt"] in WARM_UP
-        if fails == "amid" and not warm:
-            os._exit(1)
         while (target / "hangs").exists() and not warm:
             time.sleep(1)
+        self.send_response(200)
+        self.end_headers()
+        if fails == "amid" and not warm:
+            os._exit(1)
         tokens = list(range(body["max_tokens"]))
         for first in range(0, len(tokens), max(1, K)):
             part = {"token_ids": tokens[first : first + max(1, K)]}
@@ -111,6 +114,12 @@ def fake_quickstart_venv(folder: Path) -> Path:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return made
+
+
+def as_a_terminal_starts_it() -> None:
+    """For `preexec_fn`: no signal is ignored, as a child of ``nohup`` would."""
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_DFL)
 
 
 def what_ran(target: Path) -> list[tuple[str, str, dict[str, str]]]:

@@ -37,6 +37,9 @@ from bench.harness.common import BenchError, ServerError
 
 SERVED_NAME = "demo"
 SHUTDOWN_TIMEOUT_S = 15
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDED: list[int] = []
+"""Exit status, once a signal has asked for the end."""
 _ENGINE_TITLES = ("VLLM::EngineCor", "VLLM::Worker")
 _TRAINER_MARKS = ("vllm-tide train", "vllm_tide train", "vllm_tide.train")
 
@@ -303,6 +306,29 @@ class VllmServer:
         self._process.wait(timeout=grace_s)
         self._process = None
         return not left
+
+
+def end_on_signals() -> None:
+    """Signals of `ENDINGS` raise SystemExit from now on, so that servers are stopped.
+
+    They have sessions of their own, and those that wait cannot notice our end.
+    """
+    for ending in ENDINGS:
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, _end)
+
+
+def _end(number: int, _frame: object) -> None:
+    for ending in ENDINGS:  # once: what was started is being ended
+        signal.signal(ending, signal.SIG_IGN)
+    ENDED.append(128 + number)
+    sys.exit(ENDED[0])
+
+
+def leave_if_ended() -> None:
+    """For what runs long: something may have caught what the signal raised."""
+    if ENDED:
+        sys.exit(ENDED[0])
 
 
 MIB = 1 << 20

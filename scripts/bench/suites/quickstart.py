@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -47,6 +46,8 @@ from bench.harness.server import (
     ServerOptions,
     VllmServer,
     available_mib,
+    end_on_signals,
+    leave_if_ended,
 )
 from bench.harness.stream import (
     StreamOptions,
@@ -329,8 +330,7 @@ def serve_in_turns(
             takers[name] = TurnTaker(server, options, len(stream))
 
         def in_time(name: str) -> bool:
-            if ENDED:  # what the signal raised was caught by something
-                sys.exit(ENDED[0])
+            leave_if_ended()
             if time.monotonic() < args.deadline:
                 return True
             print(f"[{name:>6}] left out: the time limit is over", flush=True)
@@ -350,9 +350,6 @@ def serve_in_turns(
         return {name: taker.end() for name, taker in takers.items()}
 
 
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ENDED: list[int] = []
-"""Exit status, once a signal has asked for the end."""
 CONTROLLED = ("no_learning", "tide")
 SERVER_MIB = 3200.0
 """Of one server on the inflated demo target: four and the trainer took 12.4 GiB."""
@@ -535,16 +532,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(reasons))
 
 
-def _end(number: int, _frame: object) -> None:
-    for ending in ENDINGS:  # once: what was started is being ended
-        signal.signal(ending, signal.SIG_IGN)
-    ENDED.append(128 + number)
-    sys.exit(ENDED[0])
-
-
 if __name__ == "__main__":
-    # Servers have sessions of their own, and those that wait cannot notice our end.
-    for ending in ENDINGS:
-        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(ending, _end)
+    end_on_signals()
     sys.exit(main())
