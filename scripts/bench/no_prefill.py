@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from bench.harness.common import commit, environment, write_json
+from bench.harness.common import environment, write_json
 from bench.harness.models import DEMO
 from bench.harness.samples import rate
 from bench.harness.stream import joined_prompt, load_pool
@@ -246,7 +246,7 @@ def main() -> int:
         tokens = args.documents * args.doc_tokens
         args.steps = max(1, math.ceil(args.passes * tokens / args.batch_tokens))
     report = measure(args)
-    facts = {**commit(), "threads": args.threads, "target": args.target.name}
+    facts = {"threads": args.threads, "target": args.target.name}
     report["environment"] = environment(facts)
     print(json.dumps({k: v for k, v in report.items() if k != "environment"}, indent=1))
     if args.json is not None:

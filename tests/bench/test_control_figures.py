@@ -2,11 +2,16 @@ import gzip
 import io
 import json
 import lzma
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.harness import common
 from bench.harness.client import RequestResult
 from bench.harness.common import BenchError, Progress, clock_text, percentile
 from bench.harness.identity import OutputBook
@@ -273,3 +278,32 @@ def test_the_kv_cache_holds_the_largest_batch():
     per_token = 2 * 7 * 2 * 64 * 4
     assert kv_cache_bytes(config, 48, 512, 4) >= 48 * 512 * per_token
     assert RATES["none"] == 100.0
+
+
+def test_a_report_names_the_commit_in_a_bare_environment(tmp_path):
+    """Of a checkout of another user, and without a configuration that allows it."""
+    scripts = Path(common.__file__).parents[2]
+    path = tmp_path / "scripts/bench/harness/common.py"
+    path.parent.mkdir(parents=True)
+    shutil.copy(common.__file__, path)
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(scripts)}
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*words, **more):
+        command = ["git", *who, "-C", str(tmp_path), *words]
+        done = subprocess.run(command, env=env | more, stdout=subprocess.PIPE)
+        return done.stdout.decode().strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    made, theirs = git("rev-parse", "HEAD"), {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}
+    assert len(made) == 40 and git("rev-parse", "HEAD", **theirs) == ""
+    if git("-c", f"safe.directory={tmp_path}", "rev-parse", "HEAD", **theirs) != made:
+        pytest.skip("git before 2.38 takes no such exception from its command line")
+    said = "import runpy, sys; run = runpy.run_path(sys.argv[1]); "
+    said += "print(run['environment']({'seed': 1}))"
+    found = subprocess.check_output(
+        [sys.executable, "-c", said, str(path)], env=env | theirs, text=True
+    )
+    assert f"'commit': '{made}', 'uncommitted_changes': False, 'seed': 1" in found

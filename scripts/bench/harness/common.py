@@ -109,7 +109,10 @@ class BenchError(ValueError):
 
 def commit() -> dict[str, Any]:
     """Checkout's commit and whether files differ from it; {} if none."""
-    folder = Path(__file__).parents[3]
+    folder = Path(__file__).resolve().parents[3]
+    # Another user's, as in a container, git would refuse without the user's own
+    # configuration; we run its code as it is.
+    git = ["git", "-c", f"safe.directory={folder}", "-C", str(folder)]
     found: dict[str, Any] = {}
     for key, command in (
         ("commit", ["rev-parse", "HEAD"]),
@@ -117,7 +120,7 @@ def commit() -> dict[str, Any]:
     ):
         try:
             done = subprocess.run(
-                ["git", "-C", str(folder), *command],
+                [*git, *command],
                 capture_output=True,
                 text=True,
                 timeout=10,
@@ -168,7 +171,7 @@ def _cpu_model() -> str:
 
 
 def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the machine and its packages, with the run's own facts added."""
+    """Facts of machine, packages and checkout, with the run's own facts added."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -182,6 +185,7 @@ def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "load_average_at_end": [round(x, 2) for x in os.getloadavg()],
         "packages": versions,
+        **commit(),
         **facts,
     }
 

@@ -28,7 +28,6 @@ from bench.harness.common import (
     Progress,
     StoppedError,
     clock_text,
-    commit,
     environment,
     read_json,
     write_json,
@@ -363,7 +362,7 @@ def conduct(
 
     def note() -> None:
         seconds = round(time.monotonic() - began, 1)
-        told = {**commit(), **facts(), "wall_clock_s": seconds}
+        told = {**facts(), "wall_clock_s": seconds}
         document.data["environment"] |= environment(told)
         document.write()
 

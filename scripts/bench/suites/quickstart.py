@@ -500,24 +500,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"comparing outputs: {len(differences)} first differences", flush=True)
     rescored = rescore_all(differences, args.target, args.dtype)
     inflated = args.target / "inflated.json"
-    facts = environment(
-        {
-            "target_dtype": args.dtype,
-            "target_inflation": json.loads(inflated.read_text())
-            if inflated.exists()
-            else None,
-            "engine_cpus": args.engine_cpus,
-            "client_api_trainer_cpus": args.other_cpus,
-            "enforce_eager": not args.compile,
-            "num_speculative_tokens": args.num_speculative_tokens,
-            "frozen_length": args.frozen_length,
-            "static_tokens_per_s_before_shift": args.static_rates,
-            "stream": stream_facts,
-            "requests_in_a_turn": TURN_REQUESTS,
-            "servers_together": args.together,
-            "wall_clock_s": round(time.monotonic() - began, 1),
-        }
-    )
+    facts = {
+        "target_dtype": args.dtype,
+        "target_inflation": json.loads(inflated.read_text())
+        if inflated.exists()
+        else None,
+        "engine_cpus": args.engine_cpus,
+        "client_api_trainer_cpus": args.other_cpus,
+        "enforce_eager": not args.compile,
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "frozen_length": args.frozen_length,
+        "static_tokens_per_s_before_shift": args.static_rates,
+        "stream": stream_facts,
+        "requests_in_a_turn": TURN_REQUESTS,
+        "servers_together": args.together,
+        "wall_clock_s": round(time.monotonic() - began, 1),
+    }
     report = {"mode": mode_of(args.tide), **build_report(runs, rescored, facts)}
     reasons = problems(report, runs, args.min_swaps)
     report["sound"], report["problems"] = not reasons, reasons
