@@ -119,6 +119,10 @@ def _prepare(config: TrainConfig) -> None:
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
     hint = "start the server with a tide section, or give --run-dir, or --wait"
-    while (found := newest_engine(run_dir, engine_id, "" if wait else hint)) is None:
+    found = newest_engine(run_dir, engine_id, "" if wait else hint)
+    if found is None:
+        logger.info("waiting for an engine in %s", run_dir)
+    while found is None:
         time.sleep(POLL_S)
+        found = newest_engine(run_dir, engine_id)
     return found

@@ -148,16 +148,17 @@ def _find(
     from vllm_tide.train.distributed import BEAT_S, beat
     from vllm_tide.train.feed_spool import FIRST_SCAN_S
     from vllm_tide.train.feeds import open_feeds
+    from vllm_tide.train.sidecar import logger
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
     feeds = open_feeds(folder, spool, args.engine, reader=args.reader)
     spoken = time.monotonic()
     until = spoken + FIRST_SCAN_S
-    while True:
-        feeds.poll()
-        if len(feeds):
-            return feeds
+    feeds.poll()
+    if args.wait and not len(feeds):
+        logger.info("waiting for an engine in %s", folder or "the spool")
+    while not len(feeds):
         if not args.wait and not (feeds.opening and time.monotonic() < until):
             why = "; ".join(feeds.refused.values())
             feeds.close()
@@ -169,3 +170,5 @@ def _find(
             beat(ranks)
             spoken = time.monotonic()
         time.sleep(POLL_S)
+        feeds.poll()
+    return feeds
