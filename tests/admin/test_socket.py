@@ -93,6 +93,22 @@ def test_silent_clients_hold_nothing_up(served, run_dir):
     assert trainer._clients == {}
 
 
+def test_of_too_many_clients_the_oldest_is_sent_away(served, run_dir):
+    trainer, _ = served
+    fd = os.open(run_dir, os.O_RDONLY)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(admin.MAX_CLIENTS + 8)]
+    for client in silent:
+        client.connect(f"/proc/self/fd/{fd}/{trainer.path.name}")
+    os.close(fd)
+    assert send(trainer.path, {"do": "status"}, 60) == {"ok": True, "did": "status"}
+    silent[0].settimeout(60)
+    error = f"{admin.MAX_CLIENTS} clients say nothing; the oldest is sent away"
+    assert json.loads(silent[0].recv(4096)) == {"ok": False, "error": error}
+    assert len(trainer._clients) < admin.MAX_CLIENTS
+    for client in silent:
+        client.close()
+
+
 def test_a_killed_trainers_socket_is_nobody_and_is_swept(run_dir):
     run_dir.parent.mkdir()
     run_dir.mkdir()

@@ -28,6 +28,8 @@ logger = logging.getLogger("vllm_tide.admin")
 
 MAX_LINE = 4096
 """Longest request (bytes)."""
+MAX_CLIENTS = 32
+"""Clients at once; of so many that say nothing the oldest is sent away."""
 _PREFIX, _SUFFIX = "admin-", ".sock"
 _STAGED = ".admin-*.new"
 _STAGED_S = 60.0
@@ -67,12 +69,15 @@ class AdminSocket:
         if self._listener is None:
             return
         with contextlib.suppress(OSError):  # there is no other
-            while True:
+            while len(self._clients) < MAX_CLIENTS:  # the system lets others wait
                 client, _ = self._listener.accept()
                 client.setblocking(False)
                 self._clients[client] = b""
         for client in list(self._clients):
             self._serve(client, carry_out)
+        if len(self._clients) == MAX_CLIENTS:
+            error = f"{MAX_CLIENTS} clients say nothing; the oldest is sent away"
+            self._reply(next(iter(self._clients)), {"ok": False, "error": error})
 
     def close(self) -> None:
         """Stop listening and remove the file. Idempotent."""
