@@ -128,6 +128,17 @@ print(version("torch"))' 2> /dev/null || true)
 }
 
 python=$(find_python)
+# All that it packs of the checkout, but what is compiled; what is here must be in it.
+[ -z "$wheel" ] || "$python" - "$wheel" "$here" 2> /dev/null <<'PY' ||
+import pathlib, sys, zipfile
+wheel, here = zipfile.ZipFile(sys.argv[1]), pathlib.Path(sys.argv[2])
+names = {n for n in wheel.namelist() if n.startswith("vllm_tide/") and not n.endswith(".so")}
+ours = {str(path.relative_to(here)) for path in here.glob("vllm_tide/**/*.py")}
+sys.exit(not ours <= names or any(
+    wheel.read(name) != (here / name.replace("vllm_tide/_patches", "patches")).read_bytes()
+    for name in names))
+PY
+    die "--wheel $wheel was not built of the sources in $here; scripts/wheel.sh makes one."
 [ -n "$wheel" ] || command -v "${CXX:-g++}" > /dev/null ||
     die "no C++ compiler: install g++ (or set CXX); it builds the shared-memory ring."
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||

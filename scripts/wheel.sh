@@ -3,7 +3,8 @@
 #
 #   scripts/wheel.sh [--try] DIR
 #
-#   DIR     where the two wheels are put; of a folder `dist` the Dockerfile takes them
+#   DIR     where the two wheels are put, and older ones of vllm_tide removed; of a folder
+#           `dist` the Dockerfile takes them
 #   --try   also install the one for this machine beside a fresh, unpatched vLLM, patch
 #           that, and run tests on what is then installed (some minutes)
 #
@@ -23,7 +24,7 @@ try=0 folder='' ours=''
 
 say() { echo "wheel.sh: [${SECONDS}s] $*"; }
 die() { echo "wheel.sh: $*" >&2; exit 1; }
-usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -34,6 +35,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ -n "$folder" ] || usage 2
+# At once: what this build does not make must not be taken for it.
+rm -f "$folder"/vllm_tide-*.whl
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

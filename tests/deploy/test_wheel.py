@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,44 @@ def test_a_wheel_that_is_not_there_is_named_before_anything_is_made(
     assert done.returncode == 1
     assert f"--wheel {missing}: no such file" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_older_wheels_do_not_outlive_a_build_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tmp_path / "vllm_tide-0.0.1-cp311-abi3-linux_x86_64.whl"
+    other = tmp_path / "other-1.0-py3-none-any.whl"
+    for path in (older, other):
+        path.touch()
+    monkeypatch.setenv("PYTHON", "false")
+    done = run(WHEEL, tmp_path)
+    assert done.returncode == 1 and "no Python with a venv module" in done.stderr
+    assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("changed", ["", "vllm_tide/config.py", "patches/series"])
+@pytest.mark.parametrize("how", ["other", "missing"])
+def test_a_wheel_of_other_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, how: str
+) -> None:
+    """Of these it is gone on with, as far as the environment, which cannot be made."""
+    wheel = tmp_path / "vllm_tide-0.1.0-cp311-abi3-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        for path in [*ROOT.glob("vllm_tide/**/*.py"), ROOT / "patches" / "series"]:
+            name = str(path.relative_to(ROOT))
+            if name != changed or how == "other":
+                text = path.read_bytes() + b"#" * (name == changed)
+                packed.writestr(re.sub("^patches", "vllm_tide/_patches", name), text)
+        packed.writestr("vllm_tide/_shm.abi3.so", b"compiled")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" != venv ] && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    done = run(INSTALL, "--venv", tmp_path / "venv", "--wheel", wheel)
+    assert done.returncode == 1
+    refused = changed == "vllm_tide/config.py" or (changed and how == "other")
+    said = "was not built of the sources in" if refused else "cannot make a virtual"
+    assert said in done.stderr
 
 
 def test_everything_that_a_build_needs_is_copied() -> None:
