@@ -28,6 +28,8 @@ os.environ.setdefault(
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tide_state_")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+CPUS = os.sched_getaffinity(0)
+
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
 LONGEST = (
     *("control", "v2", "profile_v2", "swap", "architectures", "seeded"),
@@ -44,6 +46,13 @@ def pytest_collection_finish():
     # Each collection would look at all of Torch, for half a second.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_cores_afterwards():
+    """Suites move their own process; what a worker runs next has all cores again."""
+    yield
+    os.sched_setaffinity(0, CPUS)
 
 
 @pytest.fixture

@@ -444,6 +444,32 @@ def test_children_are_started_on_the_cores_that_the_operator_gave():
         os.sched_setaffinity(0, given)
 
 
+LEFT = """
+import os
+CPUS = os.sched_getaffinity(0)
+
+def test_that_moves():
+    os.sched_setaffinity(0, {min(CPUS)})
+
+def test_that_comes_next():
+    assert os.sched_getaffinity(0) == CPUS
+"""
+
+
+def test_a_test_leaves_its_cores_to_the_next_one(tmp_path):
+    (tmp_path / "test_left.py").write_text(LEFT)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "test_left.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+
+
 BOUND = """
 import os, sys, threading
 from vllm_tide.engine.trainer_process import free_cores, given_cores

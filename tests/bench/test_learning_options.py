@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 
@@ -71,14 +70,11 @@ def test_two_runs_are_one_measurement_whatever_arms_each_measured(tmp_path):
 
 @pytest.fixture
 def cli(tmp_path, capsys):
-    cpus = os.sched_getaffinity(0)
-
     def run(*args):
         status = main(["--yes", "--json", str(tmp_path / "r.json"), *args])
         return status, capsys.readouterr().err
 
-    yield run
-    os.sched_setaffinity(0, cpus)
+    return run
 
 
 def test_the_command_line_reaches_the_suite(cli, monkeypatch):

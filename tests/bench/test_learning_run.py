@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 
@@ -10,13 +9,6 @@ from tests.bench.learning_toys import arm_run, options_for
 from vllm_tide.config import parse_tide
 
 SECONDS = {"none": 4.0, "frozen": 2.5, "always": 1.6, "tide": 2.0, "gated": 1.6}
-
-
-@pytest.fixture(autouse=True)
-def same_cores_afterwards():
-    cpus = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, cpus)
 
 
 @pytest.fixture

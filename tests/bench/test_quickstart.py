@@ -78,13 +78,6 @@ def arguments(tmp_path, target):
     return [*command, "--engine-cpus", cpu, "--other-cpus", cpu]
 
 
-@pytest.fixture(autouse=True)
-def same_cores_afterwards():
-    cpus = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, cpus)
-
-
 def report_of(arguments, *more):
     assert quickstart.main([*arguments, *more]) == 1  # nothing is captured
     return json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
