@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from bench import off_cost
 from bench.off_cost import NONE, OFF, Visit
 from tests.bench.turn_toys import (
-    as_a_terminal_starts_it,
+    as_a_terminal_starts,
     fake_quickstart_venv,
     running,
     until,
@@ -106,11 +106,10 @@ def test_a_signal_ends_both_servers(tmp_path, number):
     paths = os.pathsep.join(path for path in sys.path if path)
     with (tmp_path / "said").open("wb") as out:
         script = subprocess.Popen(
-            command,
+            as_a_terminal_starts(command),
             env={**os.environ, "PYTHONPATH": paths},
             stdout=out,
             stderr=out,
-            preexec_fn=as_a_terminal_starts_it,
         )
     try:
         until(lambda: what_ran(target) or script.poll() is not None)

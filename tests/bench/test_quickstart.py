@@ -13,7 +13,7 @@ import pytest
 from bench.harness import server
 from bench.suites import quickstart as quickstart
 from tests.bench.turn_toys import (
-    as_a_terminal_starts_it,
+    as_a_terminal_starts,
     demo,
     fake_quickstart_venv,
     running,
@@ -214,12 +214,11 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
     said = tmp_path / "said"
     with said.open("wb") as out:
         script = subprocess.Popen(
-            command,
+            as_a_terminal_starts(command),
             env={**os.environ, **env},
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=as_a_terminal_starts_it,
         )
     try:
         until(lambda: what_ran(inflated) or script.poll() is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -116,10 +115,16 @@ def fake_quickstart_venv(folder: Path) -> Path:
     return made
 
 
-def as_a_terminal_starts_it() -> None:
-    """For `preexec_fn`: no signal is ignored, as a child of ``nohup`` would."""
-    for ending in ENDINGS:
-        signal.signal(ending, signal.SIG_DFL)
+def as_a_terminal_starts(command: list[str]) -> list[str]:
+    """A command that ignores no signal, as a child of ``nohup`` would.
+
+    Not by `preexec_fn`: a process that forks after OpenMP has computed may hang, and
+    its child is bound to one core.
+    """
+    code = f"for ending in {[int(ending) for ending in ENDINGS]}:\n"
+    code += "    signal.signal(ending, signal.SIG_DFL)\n"
+    code = f"import os, signal, sys\n{code}os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", code, *command]
 
 
 def what_ran(target: Path) -> list[tuple[str, str, dict[str, str]]]:
