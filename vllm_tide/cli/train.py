@@ -152,18 +152,21 @@ def _find(
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
+    place = folder or "the spool"  # whose URL may hold a password
     feeds = open_feeds(folder, spool, args.engine, reader=args.reader)
     spoken = time.monotonic()
     until = spoken + FIRST_SCAN_S
     feeds.poll()
     if args.wait and not len(feeds):
-        logger.info("waiting for an engine in %s", folder or "the spool")
+        logger.info("waiting for an engine in %s", place)
     while not len(feeds):
         if not args.wait and not (feeds.opening and time.monotonic() < until):
             why = "; ".join(feeds.refused.values())
             feeds.close()
             which = f"engine {args.engine!r}" if args.engine else "engine"
-            none = f"no live {which} in {spool or run_dir}: start the server with a "
+            none = (
+                f"no live {which} in {place}: start the server with a "
+            )
             hint = "tide section, or give --run-dir, or --wait"
             raise TransportError(why or none + hint)
         if ranks is not None and time.monotonic() - spoken >= BEAT_S:
