@@ -164,9 +164,7 @@ def _find(
             why = "; ".join(feeds.refused.values())
             feeds.close()
             which = f"engine {args.engine!r}" if args.engine else "engine"
-            none = (
-                f"no live {which} in {place}: start the server with a "
-            )
+            none = f"no live {which} in {place}: start the server with a "
             hint = "tide section, or give --run-dir, or --wait"
             raise TransportError(why or none + hint)
         if ranks is not None and time.monotonic() - spoken >= BEAT_S:
