@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "scripts" / "bench" / "results" / "null_gpu.json.xz"
+RESULTS = ROOT / "scripts" / "bench" / "results"
+KEPT = [RESULTS / f"{name}.json.xz" for name in ("null_gpu", "null_gpu_memory")]
 
 
 @pytest.fixture
@@ -25,7 +26,10 @@ def script(monkeypatch):
 
 @pytest.fixture
 def runs():
-    return json.loads(lzma.decompress(KEPT.read_bytes()))["runs"]
+    first, later = (json.loads(lzma.decompress(path.read_bytes())) for path in KEPT)
+    for part in "environment", "batch", "steps":
+        assert first[part] == later[part]
+    return first["runs"] | later["runs"]
 
 
 def test_every_arm_was_run_both_ways_and_is_sound(script, runs):
@@ -34,8 +38,12 @@ def test_every_arm_was_run_both_ways_and_is_sound(script, runs):
     assert script.sound(runs)
     rows = script.table(runs)
     assert {f"{how}/adaptive/verifies_half" for how in ("async", "sync")} <= rows.keys()
+    for how in "async", "sync":  # three kernels, and nothing else
+        memory, all_of_it = (rows[f"{how}/{arm}"] for arm in ("memory", "all"))
+        more = {name: memory[name] - count for name, count in all_of_it.items()}
+        assert more == pytest.approx({**dict.fromkeys(more, 0), "launches": 3})
     swapped = [run["swap"] for run in runs.values() if "swap" in run]
-    assert len(swapped) == 6
+    assert len(swapped) == 8
     for swap in swapped:
         assert swap["version"] == 1 and swap["new_weights_are_served"]
         assert swap["same_addresses"] and swap["same_graphs"]
