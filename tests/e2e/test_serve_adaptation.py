@@ -1,0 +1,141 @@
+"""A real `vllm serve` with everything on serves fast drafts, and the base again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from bench.harness.server import ServerOptions, VllmServer
+from inflate_model import inflate
+from tests import toys
+from tests.e2e.test_serve import PROMPTS, VENV, complete, metrics, ours_in_shm
+from vllm_tide.engine.staged_draft import tensors_of
+from vllm_tide.transport.rendezvous import read_manifests
+from vllm_tide.transport.weights import WeightsSegment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
+
+# They end at different times: however slow the trainer is, one is always open.
+LENGTHS, MIN_TOKENS = (1500, 1100, 800), 32
+ADAPT = {"memory": "ngram", "adapt": "shared", "stride": 16, "min_tokens": MIN_TOKENS}
+# Ordinary training would change the base.
+TRAIN = {"min_new_tokens": 10**9, "batch_tokens": 512}
+TIDE = {"preset": "full", "control": {"policy": "adaspec"}}
+TIDE |= {"train": TRAIN, "test_time": ADAPT}
+
+
+def make_target(folder: Path) -> Path:
+    """A toy that takes longer for a token, takes long texts, and is sure of them."""
+    inflate(toys.make_target(folder / "toy"), folder / "target", 8192, 0)
+    config, weights = (
+        folder / "target" / name for name in ("config.json", "model.safetensors")
+    )
+    changed = json.loads(config.read_text()) | {"max_position_embeddings": 2048}
+    config.write_text(json.dumps(changed))
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 8  # the same greedy text, learnt in a few steps
+    save_file(tensors, weights, {"format": "pt"})
+    return folder / "target"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[VllmServer]:
+    target = make_target(tmp_path)
+    draft = toys.make_draft(tmp_path / "draft", target, intermediate_size=128)
+    config = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
+    options = ServerOptions(
+        venv=VENV,
+        model=target,
+        log_path=tmp_path / "server.log",
+        speculative_config=json.dumps(
+            config | {"tide": TIDE | {"run_dir": str(tmp_path / "run")}}
+        ),
+        max_model_len=2048,
+        extra_env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    with VllmServer(options) as started:
+        started.wait_ready(lambda _: None)
+        yield started
+
+
+def until(server: VllmServer, what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < deadline, f"never: {what}\n{server.log_tail(40)}"
+        time.sleep(0.1)
+
+
+def drafts(server: VllmServer) -> float:
+    return metrics(server.url).get("vllm_tide:draft_version", 0)
+
+
+@torch.no_grad()
+def behind_the_best(target: Path, prompt: list[int], text: list[int]) -> float:
+    """How far tokens of a text are below the best logit, as a share of the largest."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+    said = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+    return float((logits.amax(1) - said).max() / logits.abs().max())
+
+
+@pytest.mark.timeout(900)
+def test_a_fast_draft_is_served_while_requests_run_and_the_base_after(server, tmp_path):
+    run_dir, enough = tmp_path / "run", threading.Event()
+    until(server, "a trainer", lambda: list(run_dir.glob("trainer-*.json")))
+    (manifest,) = read_manifests(run_dir)
+
+    def client(i: int) -> list[int]:
+        while True:
+            text = complete(server.url, PROMPTS[i], max_tokens=LENGTHS[i])
+            assert len(text) == LENGTHS[i]
+            if enough.is_set():
+                return text
+
+    with ThreadPoolExecutor() as pool:
+        clients = [pool.submit(client, i) for i in range(len(LENGTHS))]
+        try:
+            until(server, "a fast draft in service", lambda: drafts(server) > 0)
+            assert not any(each.done() for each in clients)
+        finally:
+            enough.set()
+    # Each was open when it was installed, and is the target's (near ties apart).
+    for i, each in enumerate(clients):
+        found = behind_the_best(server.options.model, PROMPTS[i], each.result())
+        assert found < 1e-4
+
+    (log,) = run_dir.glob("events-*.jsonl")
+    until(server, "the end", lambda: "the long requests have ended" in log.read_text())
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert "adapted" in events and "cycle" not in events
+    segment = WeightsSegment.attach(manifest.weights)
+
+    def base_is_served() -> bool:
+        # Drafts are installed in steps, of which an idle engine makes none.
+        complete(server.url, PROMPTS[9], max_tokens=MIN_TOKENS // 2)
+        sent = segment.read()
+        return not sent.meta["adaptation"]["fast"] and drafts(server) == sent.version
+
+    until(server, "the base in service", base_is_served)
+    sent, stored = segment.read(), load_file(tmp_path / "draft" / "model.safetensors")
+    back = tensors_of(sent)
+    assert sent.meta["adaptation"] == {"base": 0, "fast": False}
+    assert back and all(torch.equal(back[name], stored[name]) for name in back)
+    segment.close()
+
+    seen = metrics(server.url)
+    assert seen["vllm_tide:swaps_total"] >= 2
+    assert seen["vllm_tide:memory_proposals_total"] > 0
+    assert not [name for name in seen if "_tide:faults" in name or "refused" in name]
+    mine = {manifest.ring, manifest.weights}
+    assert mine <= ours_in_shm()
+    server.stop()
+    assert not mine & ours_in_shm()
