@@ -201,6 +201,20 @@ def test_whole_instances_equal_brute_force(seed, monkeypatch):
     assert case.mean(best_whole(case, case.mean)) > 0.98 * brute
 
 
+def test_of_many_instances_few_are_tried_and_the_best_is_near():
+    case = one_class(1000, 1650.0, 4000.0, Learning(1.9, 2.6, 1e7, 60.0), 10 * HOUR)
+    tried: list[float] = []
+
+    def worth(training):
+        tried.append(training[0])
+        return case.mean(training)
+
+    found = best_whole(case, worth)
+    assert len(set(tried)) < 100
+    every = max(case.mean((float(n),)) for n in range(1, 1000))
+    assert case.mean(found) > 0.999 * every
+
+
 def test_instances_stay_whole():
     rng = np.random.default_rng(1)
     case = random_case(rng, most=6)

@@ -18,6 +18,7 @@ from vllm_tide.plan.throughput import Case
 
 _COMBINATIONS = 4096  # of whole instances that are tried one by one
 _PERMUTED = 3  # classes, at most, of which every order is tried
+_PLACES = 96  # numbers of instances of a class that are tried, few ones closer
 _GRID = 24  # places in each class that a fraction is looked for at first
 _SECTIONS = 25
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -115,8 +116,14 @@ def _in_order(
 
 
 def _instances(case: Case, i: int) -> list[float]:
+    """Numbers of a class that may train, in whole instances; of many `_PLACES`."""
     group = case.classes[i]
-    return [float(x) for x in range(0, group.count + 1, group.step)]
+    most = group.count // group.step
+    tried = {round(most * (j / _PLACES) ** 3) for j in range(_PLACES + 1)}
+    return [
+        float(n * group.step)
+        for n in sorted(tried if most > _PLACES else range(most + 1))
+    ]
 
 
 def best_whole(case: Case, worth: Callable[[Allocation], float]) -> Allocation | None:
