@@ -250,10 +250,16 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
         **NO_OPTION,
         use_v2_model_runner=False,
         scheduler_config=Config(async_scheduling=False),
-        speculative_config=Config(tide={"control": {"policy": "adaspec"}}),
+        speculative_config=Config(
+            tide={"control": {"policy": "adaspec"}}, enable_adaptive_verification=False
+        ),
     )
     with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
         check_engine_config(config)
+    config.speculative_config.enable_adaptive_verification = True
+    with pytest.raises(ConfigError, match="^enable_adaptive_verification: a rank"):
+        check_engine_config(config)
+    config.speculative_config.enable_adaptive_verification = False
     config.speculative_config.tide = {"test_time": {"memory": "ngram"}}
     with pytest.raises(ConfigError, match="mixture of experts .* set it to 'off'"):
         check_engine_config(config)

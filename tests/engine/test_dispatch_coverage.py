@@ -53,11 +53,14 @@ def manager(most: int, requests: int, table: list | None, varlen: bool = False) 
     return made
 
 
-def of_tide(most: int, requests: int, varlen: bool = False) -> Any:
+def of_tide(most: int, requests: int) -> Any:
+    """The target's; the draft's is planned alike."""
     from vllm_tide.engine.adaptive_arguments import offered, replay_each, table_of
 
-    made = manager(most, requests, table_of(most, requests), varlen)
-    replay_each(made, offered(most, requests))
+    table = table_of(most, requests)
+    made, draft = (manager(most, requests, table) for _ in range(2))
+    replay_each(made, draft, offered(most, requests))
+    assert made._candidates == draft._candidates
     return made
 
 
@@ -105,26 +108,39 @@ def test_vllms_own_table_leaves_half_of_the_batches_to_piecewise():
     assert modes(of_tide(7, 256), 0).count("FULL") == 128
 
 
-@pytest.mark.parametrize("requests", [1, 3, 64])
+def layout(desc: Any, count: int, rows: int) -> tuple[int, bool]:
+    """What FlashAttention 3's plan of a step depends on: requests; one row each."""
+    return -(-(desc.num_reqs or count) // 4), rows == 1
+
+
+@pytest.mark.parametrize("requests", [1, 3, 8, 64])
 @pytest.mark.parametrize("lengths", [[0, 1, 3], []])
-def test_graphs_for_any_mix_of_lengths_leave_steps_without_drafts_to_their_own(
+def test_each_graph_replays_the_plan_it_was_captured_for_where_lengths_are_mixed(
     requests, lengths
 ):
-    """One row a request is no case of "up to four": FlashAttention 3 is not causal."""
     from vllm_tide.engine.adaptive_arguments import replay_each
 
     upstream = manager(3, requests, None, varlen=True)
-    made = manager(3, requests, [(1, requests, 3)] if lengths else None, varlen=True)
-    replay_each(made, lengths)
-    assert made.varlen_decode
+    table = [(1, requests, 3)] if lengths else None
+    target, draft = (manager(3, requests, table, varlen=v) for v in (True, False))
+    replay_each(target, draft, lengths)
+    assert target.varlen_decode
     for count in range(1, requests + 1):
-        plain = made.dispatch(count, count, 1, 0, max_query_len=1)
+        plain = target.dispatch(count, count, 1, 0, max_query_len=1)
         assert (plain.cg_mode.name, plain.uniform_token_count) == ("FULL", 1)
-        assert plain in made._capture_descs[plain.cg_mode]
-        for tokens in range(count, 4 * count + 1):  # cut on the device, or all
-            mixed = [m.dispatch(count, tokens, None, 0, 4) for m in (made, upstream)]
-            assert mixed[0] == mixed[1]
-            assert mixed[0].max_query_len == 4
+        assert plain in target._capture_descs[plain.cg_mode]
+        for rows in range(1, 5):
+            for tokens in range(count, rows * count + 1):  # cut on the device, or all
+                uniform = rows if tokens == rows * count else None
+                ran = target.dispatch(count, tokens, uniform, 0, max_query_len=rows)
+                if rows > 1:
+                    assert ran == upstream.dispatch(count, tokens, None, 0, rows)
+                    assert ran.max_query_len == 4  # captured for more rows than one
+                # As vLLM's speculator does it.
+                first = draft.dispatch(count, ran.num_tokens, uniform, 0)
+                if first.cg_mode.name == "FULL":
+                    captured = first.num_reqs, first.uniform_token_count
+                    assert layout(first, *captured) == layout(ran, count, rows)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7])

@@ -49,20 +49,32 @@ def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
     return [(1, first, most), *((batch, batch, length) for batch, length in last)]
 
 
-def replay_each(manager: Any, lengths: list[int]) -> None:
-    """Let a manager of graphs replay a FULL one at each length, at any batch size.
+def replay_each(target: Any, draft: Any, lengths: list[int]) -> None:
+    """Let the target and the draft's first pass replay FULL graphs at each length.
+
+    Both read what attention planned for the target's step. FlashAttention 3 lays its
+    plan out by the number of requests, padding included, and, with heads of up to 64 or
+    over 128 numbers, in another way where each has one row: a graph that was captured
+    for another layout makes garbage of it (seen on an H100). So with graphs for any mix
+    of lengths (adaptive verification) steps without drafts have graphs of their own,
+    and in the others the draft's pass has none.
+
+    Args:
+        target, draft: vLLM's `CudaGraphManager`s, before they capture; changed.
+        lengths: Those that are offered; empty: all steps draft as far.
+    """
+    if target.varlen_decode:
+        lengths = [0]
+    for manager in (target, draft) if lengths else ():
+        _plan_each(manager, lengths)
+
+
+def _plan_each(manager: Any, lengths: list[int]) -> None:
+    """Plan a FULL graph at each length, at any batch size.
 
     vLLM 0.32.0 gives a number of tokens the graphs of the next captured number over
     all lengths: where that is another length's, the step falls to PIECEWISE. So vLLM
     plans one length at a time here, and the plans are put together.
-
-    Graphs for any mix of lengths (adaptive verification) stay; steps without drafts get
-    their own. With heads of up to 64 or over 128 numbers FlashAttention 3 plans one row
-    a request as not causal, in another layout, of which a kernel captured for more rows
-    makes garbage (seen on an H100).
-
-    Args:
-        manager: vLLM's `CudaGraphManager`, before it captures; changed.
     """
     speculative = manager.vllm_config.speculative_config
     compilation, requests = manager.compilation_config, manager.max_num_reqs
@@ -72,7 +84,6 @@ def replay_each(manager: Any, lengths: list[int]) -> None:
     table = speculative.num_speculative_tokens_per_batch_size
     mixed = manager._capture_descs, manager._candidates
     varlen, manager.varlen_decode = manager.varlen_decode, False
-    lengths = [0] if varlen else lengths
     plans = []
     try:
         for rows in (length + 1 for length in lengths):

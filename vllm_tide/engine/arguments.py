@@ -296,6 +296,12 @@ def _check_moe_ranks(speculative: Any) -> None:
     tide = parse_tide(speculative.tide)
     if tide.test_time.memory != "off":
         raise ConfigError(_MEMORY_MOE)
+    if speculative.enable_adaptive_verification:
+        raise ConfigError(
+            f"{KNOB}: a rank without drafts follows the others into graphs that it "
+            "cannot replay; set it to false with a mixture of experts and "
+            "--data-parallel-size."
+        )
     if tide.control.policy != "static":
         error = ConfigError(
             "--data-parallel-size: tide.control may choose another length on each "

@@ -152,8 +152,9 @@ class WorkerTideV2(WorkerTide):
             speculator.observe_verification = observed
         if self.control is not None:
             facts(self._worker)  # graphs are settled later, and differently
-        if self.control is not None and runner.device.type != "cpu":
+        if runner.device.type != "cpu":
             self._replay_each_length()
+        if self.control is not None and runner.device.type != "cpu":
             self.control.lengths = self._lengths
             # Called where the draft's first pass was launched, outside of its graph;
             # upstream does nothing there with an EAGLE-3 draft.
@@ -177,9 +178,8 @@ class WorkerTideV2(WorkerTide):
 
         def init_cudagraph_manager(mode: Any) -> None:
             init(mode)
-            for part in runner.cudagraph_manager, speculator.prefill_cudagraph_manager:
-                if self._lengths or part.varlen_decode:
-                    replay_each(part, self._lengths)
+            draft = speculator.prefill_cudagraph_manager
+            replay_each(runner.cudagraph_manager, draft, self._lengths)
 
         speculator.init_cudagraph_manager = init_cudagraph_manager
 
