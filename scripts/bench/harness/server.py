@@ -37,6 +37,8 @@ from bench.harness.common import BenchError, ServerError
 
 SERVED_NAME = "demo"
 SHUTDOWN_TIMEOUT_S = 15
+PAUSE_S = 10.0
+STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ENDED: list[int] = []
 """Exit status, once a signal has asked for the end."""
@@ -283,10 +285,19 @@ class VllmServer:
         return now
 
     def pause(self) -> None:
-        """Stops its processes where they are, so that they take no time of a core."""
-        for process in chain.from_iterable(self.processes().values()):
+        """Stops its processes where they are, so that they take no time of a core.
+
+        Returns when they stand: one that waits for a core stops when it gets it.
+        """
+        stopped = list(chain.from_iterable(self.processes().values()))
+        for process in stopped:
             with contextlib.suppress(psutil.Error):
                 process.suspend()
+        until = time.monotonic() + PAUSE_S
+        for process in stopped:
+            with contextlib.suppress(psutil.Error):
+                while process.status() not in STANDING and time.monotonic() < until:
+                    time.sleep(0.002)
 
     def resume(self) -> None:
         for process in chain.from_iterable(self.processes().values()):
