@@ -1,9 +1,8 @@
 """Two ways to serve the same traffic, compared: `vllm-tide compare A B`.
 
 Reads what `vllm bench serve --save-result --save-detailed` writes, and GuideLLM's JSON.
-Where both sides have the same requests in the same order, they are compared one by one.
-Intervals are of 95%: over files where each side has two or more (Welch), else over
-requests (bootstrap).
+Intervals are of 95% and over files (Welch): requests of one run share what made it fast
+or slow, so without two or more files a side there is neither interval nor advice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import html
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ import numpy as np
 
 from vllm_tide.config import ConfigError
 
-RESAMPLES = 2000
 _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
 _Z = 1.959964
 LIMITS = ("ttft", "tpot", "e2el")
 """Names of limits, as vLLM's `--goodput` has them (ms)."""
+SETTINGS = ("model_id", "request_rate", "max_concurrency")
+"""Fields of vLLM's files that have to be equal in all of them."""
+FAILED = 0.01
+"""Share of requests; where more of a side fail, there is no advice."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Served:
         prompts: Length of each prompt.
         texts: Outputs, empty where they were not kept.
         acceptance: Mean tokens of a verify step; None without speculation.
+        settings: Values of `SETTINGS` as text; empty for GuideLLM's.
     """
 
     seconds: float
@@ -45,20 +49,25 @@ class Served:
     ttft: np.ndarray
     tpot: np.ndarray
     e2el: np.ndarray
-    prompts: tuple[int, ...]
+    prompts: tuple[float, ...]
     texts: tuple[str, ...]
     failed: int
     acceptance: float | None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
         return float(self.tokens.sum()) / self.seconds
 
     def goodput(self, limits: Mapping[str, float]) -> float:
-        """Requests per second that kept every limit."""
+        """Requests per second that kept every limit; what was not measured did not.
+
+        As in vLLM, one token has no time per output token and keeps its limit.
+        """
         kept = np.ones(len(self.tokens), bool)
         for name, most in limits.items():
-            kept &= ~(getattr(self, name) > most)
+            short = self.tokens <= 1 if name == "tpot" else False
+            kept &= (getattr(self, name) <= most) | short
         return float(kept.sum()) / self.seconds
 
 
@@ -67,8 +76,8 @@ class Figure:
     """One line of the comparison.
 
     Attributes:
-        a, b: Values of both sides.
-        ratio: b over a.
+        a, b: Values of both sides, means over their files.
+        ratio: b over a; of geometric means, where no file has a zero.
         low, high: Of the ratio; None where nothing says how sure it is.
         better: "higher" or "lower".
     """
@@ -87,7 +96,7 @@ class Figure:
         """1: b is better, -1: worse, 0: not to be told apart."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
             return 0
-        return 1 if (self.ratio > 1.0) == (self.better == "higher") else -1
+        return 1 if (self.low > 1.0) == (self.better == "higher") else -1
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Comparison:
     """What `vllm-tide compare` says.
 
     Attributes:
-        paired: Requests are the same on both sides.
+        paired: Files and requests are as many, and prompts as long, on both sides.
         identical: Requests with equal outputs and requests compared; None: not kept.
     """
 
@@ -122,7 +131,7 @@ def read_side(given: str) -> list[Served]:
     """Runs of one side: a file, several with commas between them, or a folder.
 
     Raises:
-        ConfigError: A file is missing or is neither tool's.
+        ConfigError: A file is missing, is neither tool's or is there twice.
     """
     paths: list[Path] = []
     for part in filter(None, given.split(",")):
@@ -130,69 +139,97 @@ def read_side(given: str) -> list[Served]:
         paths += sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not paths:
         raise ConfigError(f"{given!r}: no JSON file there.")
-    return [run for path in paths for run in read(path)]
+    runs: dict[tuple[float, bytes], Served] = {}
+    for path in paths:
+        run = read(path)
+        if runs.setdefault((run.seconds, run.e2el.tobytes()), run) is not run:
+            raise ConfigError(f"{path}: the same run is there twice; give it once.")
+    return list(runs.values())
 
 
-def read(path: Path) -> list[Served]:
-    """Runs of one file; GuideLLM writes one for each of its rates."""
+def read(path: Path) -> Served:
+    """The run of one file.
+
+    Raises:
+        ConfigError: It is missing, is neither tool's, has a wrong number or has several
+            rates of GuideLLM's.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         said = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read as JSON ({said}).") from None
     try:
-        if "benchmarks" in content:
-            found = [_guidellm(each) for each in content["benchmarks"]]
-        else:
-            found = [_vllm(content)]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        run = _guidellm(content) if "benchmarks" in content else _vllm(content)
+        if not run.tokens.sum():
+            raise ConfigError("no request in it was served.")
+        _number(run.seconds, "duration", 1e-9)
+    except (ConfigError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
         raise ConfigError(
             f"{path}: has no times of its requests; give what `vllm bench serve "
             "--save-result --save-detailed` writes, or GuideLLM's JSON."
         ) from None
-    if not all(len(run.tokens) and run.seconds > 0 for run in found):
-        raise ConfigError(f"{path}: no request in it was served.")
-    return found
+    return run
+
+
+def _number(value: Any, name: str, least: float = 0.0) -> float:
+    if isinstance(value, int | float) and least <= value <= 1e12:
+        return float(value)
+    said = f"{value!r:.40}"
+    raise ConfigError(f"{name}: {said} is not a number from {least:g} to 1e12.")
 
 
 def _vllm(content: Any) -> Served:
     errors = content.get("errors") or [""] * len(content["ttfts"])
     good = [i for i, error in enumerate(errors) if not error]
-    lengths, waits = content["output_lens"], content["ttfts"]
-    tokens = np.array([lengths[i] for i in good], np.int64)
-    ttft = 1e3 * np.array([waits[i] for i in good], np.float64)
-    after = 1e3 * np.array([math.fsum(content["itls"][i]) for i in good])
+
+    def column(name: str, of: Callable[[Any], Any] = lambda x: x) -> np.ndarray:
+        found = content[name]
+        return np.array([_number(of(found[i]), name) for i in good])
+
+    tokens = column("output_lens").astype(np.int64)
+    ttft, after = 1e3 * column("ttfts"), 1e3 * column("itls", math.fsum)
+    length = content.get("spec_decode_acceptance_length")
     texts = content.get("generated_texts") or ()
     return Served(
-        seconds=float(content["duration"]),
+        seconds=content["duration"],
         tokens=tokens,
         ttft=ttft,
         tpot=np.where(tokens > 1, after / np.maximum(tokens - 1, 1), np.nan),
         e2el=ttft + after,
-        prompts=tuple(content["input_lens"][i] for i in good),
+        prompts=tuple(column("input_lens").tolist()),
         texts=tuple(texts[i] for i in good) if texts else (),
         failed=len(errors) - len(good),
-        acceptance=content.get("spec_decode_acceptance_length"),
+        acceptance=length
+        if length is None
+        else _number(length, "spec_decode_acceptance_length"),
+        settings={name: str(content.get(name)) for name in SETTINGS},
     )
 
 
 def _guidellm(content: Any) -> Served:
-    requests = content["requests"]
+    count = len(content["benchmarks"])
+    if count != 1:
+        raise ConfigError(f"has {count} benchmarks; give files of one (one rate) each.")
+    requests = content["benchmarks"][0]["requests"]
     done = requests["successful"]
-    ends = [row["request_end_time"] for row in done]
-    starts = [row["request_start_time"] for row in done]
 
-    def column(name: str, scale: float = 1.0) -> np.ndarray:
+    def column(name: str, scale: float = 1.0, none: float = np.nan) -> np.ndarray:
         found = (row.get(name) for row in done)
-        return np.array([np.nan if x is None else scale * x for x in found])
+        return np.array(
+            [none if x is None else scale * _number(x, name) for x in found]
+        )
 
+    starts, ends = column("request_start_time"), column("request_end_time")
     return Served(
-        seconds=max(ends) - min(starts),
-        tokens=np.array([row["output_tokens"] or 0 for row in done], np.int64),
+        seconds=float(ends.max(initial=0.0) - starts.min(initial=np.inf)),
+        tokens=column("output_tokens", none=0.0).astype(np.int64),
         ttft=column("time_to_first_token_ms"),
         tpot=column("inter_token_latency_ms"),
         e2el=column("request_latency", 1e3),
-        prompts=tuple(row["prompt_tokens"] or 0 for row in done),
+        prompts=tuple(column("prompt_tokens", none=0.0).tolist()),
         texts=tuple(row.get("output") or "" for row in done),
         failed=len(requests.get("errored") or ()),
         acceptance=None,
@@ -212,22 +249,21 @@ def compare(
         goodput: Limits (ms) by a name of `LIMITS`.
     """
     paired = [run.prompts for run in a] == [run.prompts for run in b]
-    figures = [_rate("output tokens/s", "tokens/s", a, b, lambda run: run.tokens_per_s)]
-    for name, label in (("tpot", "TPOT"), ("ttft", "TTFT"), ("e2el", "latency")):
-        for share in (0.5, 0.99):
-            word = "median" if share == 0.5 else f"P{100 * share:g}"
-            found = _latency(f"{label}, {word}", name, share, a, b, paired)
-            figures += [found] if found else []
+    figures: list[Figure] = []
+
+    def add(name: str, unit: str, of: Callable[[Served], float | None]) -> None:
+        sides = [[x for x in map(of, side) if x is not None] for side in (a, b)]
+        if (len(sides[0]), len(sides[1])) == (len(a), len(b)):
+            figures.append(_figure(name, unit, *sides))
+
+    add("output tokens/s", "tokens/s", lambda run: run.tokens_per_s)
+    for column, label in (("tpot", "TPOT"), ("ttft", "TTFT"), ("e2el", "latency")):
+        for share, word in ((0.5, "median"), (0.99, "P99")):
+            of = partial(_quantile, column=column, share=share)
+            add(f"{label}, {word}", "ms", of)
     if goodput:
-        figures.append(
-            _rate("goodput", "requests/s", a, b, lambda run: run.goodput(goodput))
-        )
-    lengths = [[x.acceptance for x in side if x.acceptance] for side in (a, b)]
-    if all(lengths):
-        before, after = (float(np.mean(side)) for side in lengths)
-        low, high = _welch(*lengths)
-        name, ratio = "acceptance length", after / before
-        figures.append(Figure(name, "", before, after, ratio, low, high, "higher"))
+        add("goodput", "requests/s", lambda run: run.goodput(goodput))
+    add("acceptance length", "", lambda run: run.acceptance)
     identical = None
     if paired and all(run.texts for run in (*a, *b)):
         pairs = [
@@ -237,37 +273,43 @@ def compare(
         ]
         identical = sum(pairs), len(pairs)
     failed = sum(run.failed for run in a), sum(run.failed for run in b)
-    verdict = _verdict(names, figures, failed)
+    verdict = _verdict(names, figures, _doubt(a, b))
+    if any(failed):
+        verdict += f" {failed[0]} and {failed[1]} requests failed."
     return Comparison(names, figures, paired, identical, failed, verdict)
 
 
-def _rate(
-    name: str,
-    unit: str,
-    a: Sequence[Served],
-    b: Sequence[Served],
-    of: Callable[[Served], float],
-) -> Figure:
-    ours, theirs = [of(run) for run in a], [of(run) for run in b]
-    before, after = float(np.mean(ours)), float(np.mean(theirs))
-    ratio = after / before if before else math.nan
-    return Figure(name, unit, before, after, ratio, *_welch(ours, theirs), "higher")
+def _quantile(run: Served, column: str, share: float) -> float | None:
+    """None where nothing was measured: what is not streamed has times of 0."""
+    times = getattr(run, column)
+    times = times[~np.isnan(times)]
+    return (float(np.quantile(times, share)) if len(times) else 0.0) or None
+
+
+def _figure(name: str, unit: str, a: Sequence[float], b: Sequence[float]) -> Figure:
+    before, after = float(np.mean(a)), float(np.mean(b))
+    better = "lower" if unit == "ms" else "higher"
+    if min(*a, *b) <= 0:  # no logarithm: nothing says how sure it is
+        ratio = after / before if before else math.nan
+        return Figure(name, unit, before, after, ratio, None, None, better)
+    return Figure(name, unit, before, after, *_welch(a, b), better)
 
 
 def _welch(
-    a: Sequence[float | None], b: Sequence[float | None]
-) -> tuple[float | None, float | None]:
-    """Interval of the ratio of geometric means, over files."""
-    sides = [np.log([x for x in side if x]) for side in (a, b)]
+    a: Sequence[float], b: Sequence[float]
+) -> tuple[float, float | None, float | None]:
+    """Ratio of geometric means over files, and its interval."""
+    sides = np.log(a), np.log(b)
+    middle = float(sides[1].mean() - sides[0].mean())
     if min(map(len, sides)) < 2:
-        return None, None
+        return math.exp(middle), None, None
     shares = [float(np.var(side, ddof=1)) / len(side) for side in sides]
-    middle, total = float(sides[1].mean() - sides[0].mean()), sum(shares)
-    if total == 0:
-        return math.exp(middle), math.exp(middle)
-    parts = (s**2 / (len(x) - 1) for s, x in zip(shares, sides, strict=True))
-    half = t_975(max(1, int(total**2 / sum(parts)))) * math.sqrt(total)
-    return math.exp(middle - half), math.exp(middle + half)
+    total, half = sum(shares), 0.0
+    if total:
+        parts = (s**2 / (len(x) - 1) for s, x in zip(shares, sides, strict=True))
+        half = t_975(max(1, int(total**2 / sum(parts)))) * math.sqrt(total)
+    high = math.exp(min(middle + half, 700.0))
+    return math.exp(middle), math.exp(middle - half), high
 
 
 def t_975(df: int) -> float:
@@ -283,54 +325,42 @@ def t_975(df: int) -> float:
     return z + math.fsum(term / df**power for power, term in enumerate(terms, 1))
 
 
-def _latency(
-    name: str,
-    column: str,
-    share: float,
-    a: Sequence[Served],
-    b: Sequence[Served],
-    paired: bool,
-) -> Figure | None:
-    ours, theirs = (
-        np.concatenate([getattr(r, column) for r in side]) for side in (a, b)
-    )
-    if paired:
-        both = ~(np.isnan(ours) | np.isnan(theirs))
-        ours, theirs = ours[both], theirs[both]
-    else:
-        ours, theirs = ours[~np.isnan(ours)], theirs[~np.isnan(theirs)]
-    if not len(ours) or not len(theirs):
-        return None
-    before, after = float(np.quantile(ours, share)), float(np.quantile(theirs, share))
-    if before <= 0:
-        return None
-    rng = np.random.default_rng(0)
-    ratios = np.empty(RESAMPLES)
-    for i in range(RESAMPLES):
-        drawn = rng.integers(0, len(ours), len(ours))
-        other = drawn if paired else rng.integers(0, len(theirs), len(theirs))
-        ratios[i] = np.quantile(theirs[other], share) / np.quantile(ours[drawn], share)
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return Figure(
-        name, "ms", before, after, after / before, float(low), float(high), "lower"
-    )
+def _doubt(a: Sequence[Served], b: Sequence[Served]) -> str | None:
+    """Why these files cannot decide, if so."""
+    differ = []
+    for name in SETTINGS:
+        values = {run.settings.get(name, "None") for run in (*a, *b)}
+        if len(values) > 1:
+            differ.append(f"{name} ({' and '.join(sorted(values))})")
+    if differ:
+        return f"no verdict, as their settings differ: {', '.join(differ)}"
+    for side in (a, b):
+        failed = sum(run.failed for run in side)
+        if failed > FAILED * (failed + sum(len(run.tokens) for run in side)):
+            return f"no verdict, as more than {FAILED:.0%} of a side's requests failed"
+    if min(len(a), len(b)) < 2:
+        return (
+            "one result cannot tell them apart; give two or more of each side (three "
+            "are better)"
+        )
+    return None
 
 
 def _verdict(
-    names: tuple[str, str], figures: Sequence[Figure], failed: tuple[int, int]
+    names: tuple[str, str], figures: Sequence[Figure], doubt: str | None
 ) -> str:
     rate, a, b = figures[0], *names
     time = next((f for f in figures if f.name == "TPOT, median"), None)
     told = f"{b} serves {rate.ratio:.2f} times the tokens/s of {a}{_interval(rate)}"
+    judged = rate.verdict
     if time is not None:
         told += f", its median time per output token is {time.ratio:.2f} times"
         told += f" {a}'s{_interval(time)}"
-    judged = rate.verdict or (0 if time is None else time.verdict)
-    if rate.low is not None and time is not None and rate.verdict == -time.verdict:
-        judged = 0
+        judged = rate.verdict or time.verdict
+        if time.verdict * (rate.ratio - 1.0) < 0:
+            judged = 0
     said = {1: f"use {b}", -1: f"keep {a}", 0: "these runs cannot tell them apart"}
-    lost = f" {failed[0]} and {failed[1]} requests failed." if any(failed) else ""
-    return f"{told}: {said[judged]}.{lost}"
+    return f"{told}: {doubt or said[judged]}."
 
 
 def _interval(figure: Figure) -> str:
@@ -357,14 +387,12 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def _notes(found: Comparison) -> str:
-    said = ["Requests are the same on both sides." if found.paired else ""]
-    if not found.paired:
-        said = ["Requests differ: not compared one by one; use one dataset and seed."]
+    said = ["Requests differ in number, order or length: use one dataset and seed."]
+    if found.paired:
+        said = ["Requests are as many, and their prompts as long, on both sides."]
     if found.identical is not None:
         same, all_of_them = found.identical
         said.append(f"Outputs are equal in {same} of {all_of_them} requests.")
-    if found.figures[0].low is None:
-        said.append("Give two or more files a side for an interval of tokens/s.")
     return " ".join(said)
 
 

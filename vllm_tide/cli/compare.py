@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from vllm_tide.cli import fail
@@ -15,7 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="compare two results of `vllm bench serve` or GuideLLM",
         description="A and B are files, several with commas between them, or folders "
         "of JSON: what `vllm bench serve --save-result --save-detailed` writes, or "
-        "GuideLLM's JSON.",
+        "GuideLLM's JSON; two or more of each, or there is no verdict.",
     )
     add = parser.add_argument
     add("a", metavar="A", help="how you serve now")
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     goodput = {}
     for given in args.goodput:
         name, _, value = given.partition(":")
-        if name not in LIMITS or not value.replace(".", "", 1).isdigit():
+        if name not in LIMITS or not re.fullmatch(r"\d+(\.\d*)?", value, re.A):
             known = ", ".join(f"{limit}:MS" for limit in LIMITS)
             return fail(f"--goodput {given}: is one of {known}.")
         goodput[name] = float(value)
@@ -48,17 +49,17 @@ def run(args: argparse.Namespace) -> int:
         if names[0] == names[1]:
             names = "A", "B"
         found = compare(*sides, (names[0], names[1]), goodput)
-        if args.html:
-            args.html.write_text(page(found), encoding="utf-8")
-        if args.json:
+        if (path := args.html) is not None:
+            path.write_text(page(found), encoding="utf-8")
+        if (path := args.json) is not None:
             from vllm_tide.train.report import finite
 
             text = json.dumps(finite(found.to_json()), indent=1)
-            args.json.write_text(text + "\n", encoding="utf-8")
+            path.write_text(text + "\n", encoding="utf-8")
     except ConfigError as error:
         return fail(error)
     except OSError as error:
-        return fail(f"{error.filename}: {error.strerror or error}.")
+        return fail(f"{error.filename or path}: {error.strerror or error}.")
     print(*lines(found), sep="\n")
     return 0
 
