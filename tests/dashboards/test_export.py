@@ -76,6 +76,15 @@ def test_prometheusrule_holds_the_rules(tmp_path):
     assert urls == {f"{base}#{name.lower()}" for name in names}
 
 
+def test_a_prometheusrule_links_to_no_file_that_is_not_exported(tmp_path):
+    assert export(tmp_path, "--format", "prometheusrule") == 0
+    made = yaml.safe_load((tmp_path / "prometheusrule.yaml").read_text("utf-8"))
+    expected = rules(yaml.safe_load(contents()[ALERTS]))
+    for rule in expected:
+        del rule["annotations"]["runbook_url"]
+    assert rules(made["spec"]) == expected
+
+
 @needs_promtool
 def test_promtool_accepts_the_spec_of_a_prometheusrule(tmp_path):
     assert export(tmp_path, "--format", "prometheusrule") == 0

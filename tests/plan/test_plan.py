@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
@@ -27,7 +28,14 @@ from vllm_tide.plan.allocate import (
 from vllm_tide.plan.cluster import EXAMPLE, fit_curve, learnt, read_cluster
 from vllm_tide.plan.paper import PRINTED, WITHIN
 from vllm_tide.plan.report import best_of, latin_hypercube, make_plan
-from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
+from vllm_tide.plan.throughput import (
+    SATURATED,
+    Accelerators,
+    Case,
+    Learning,
+    SpeedUp,
+)
+from vllm_tide.transport.rendezvous import EngineManifest
 
 HOUR = 3600.0
 
@@ -74,7 +82,7 @@ def cluster_file(tmp_path):
             for part in path:
                 at = at[int(part) if part.isdigit() else part]
             if value is None:
-                at.pop(last)
+                at.pop(int(last) if last.isdigit() else last)
             else:
                 at[last] = value
         path = tmp_path / "cluster.json"
@@ -110,6 +118,50 @@ def test_tokens_equal_their_integral(seed):
             whole += float(np.dot(speeds, width))
             expected += (group.count - x) * group.serves * whole
         assert case.tokens(training, seconds) == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("switch", [0.0, 100.0, 1e6])
+def test_tokens_of_switching_equal_their_integral(seed, switch):
+    rng = np.random.default_rng(400 + seed)
+    case = replace(random_case(rng), switch=switch)
+    training = tuple(float(rng.uniform(0, c.count)) for c in case.classes)
+    rate, learning = case.rate(training), case.learning
+    most = SATURATED * learning.tokens
+    back = most / rate + 2 * switch
+    for seconds in (0.5 * learning.delay, 0.7 * back, 2 * back, case.every):
+        bends = sorted({0.0, *(min(t, seconds) for t in (learning.delay, back))})
+        edges = np.concatenate(
+            [
+                np.linspace(*ends, 2_001)
+                for ends in zip(bends, [*bends[1:], seconds], strict=True)
+            ]
+        )
+        middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+        expected = 0.0
+        for x, group in zip(training, case.classes, strict=True):
+            lengths = (
+                learning.length(min(rate * t, most))
+                if t > learning.delay
+                else learning.before
+                for t in middle
+            )
+            speeds = np.array([group.speed(length) for length in lengths])
+            serving = np.where(middle < back, group.count - x, group.count)
+            expected += group.serves * float(np.dot(speeds * serving, width))
+        found = case.switched_tokens(training, seconds)
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_who_never_comes_back_does_not_pay_for_it():
+    learning = Learning(1.9, 2.6, tokens=2e7, delay=60.0)
+    slow = one_class(8, 1650.0, 50.0, learning, every=24 * HOUR)
+    slow = replace(slow, switch=300.0)
+    assert slow.switched_mean((4.0,)) == pytest.approx(slow.mean((4.0,)))
+    # Nor does an endless change serve less than nothing, nor more than no return.
+    fast = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
+    endless = replace(fast, switch=1e6)
+    assert 0 < endless.switched_mean((7.0,)) <= fast.mean((7.0,))
 
 
 def test_a_simulated_speed_up_is_integrated_piece_by_piece():
@@ -295,6 +347,10 @@ def test_no_demand_no_training():
     case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
     idle = Case(case.classes, learning, case.every, demand=1000.0)
     assert best_of(rows(idle)).name not in (DEDICATED, SHARE, SWITCHING)
+    # Nor is anything to be caught up with, but where more is asked for.
+    assert {row.break_even_s for row in rows(idle)} == {None}
+    asked = {row.name: row for row in rows(replace(case, demand=1.01 * case.frozen))}
+    assert asked[SHARE].break_even_s is not None
 
 
 def test_draws_fill_the_ranges(cluster_file):
@@ -377,12 +433,35 @@ def test_the_example_is_a_cluster_file(tmp_path, capsys):
         ({"deploy_seconds": float("nan")}, "deploy_seconds: Value error, seconds"),
         ({"classes__1__usd_per_hour": 1e9}, "usd_per_hour: Value error, US dollars"),
         ({"draft__length_before": "two"}, "draft.length_before"),
+        ({"classes__0__serve_tokens_per_s": 10**400}, "classes.0.serve_tokens_per_s"),
+        ({"classes__0__name": "a\nb\x1b[2J"}, "classes.0: Value error, name has"),
+        ({"classes__1": None, "classes__0__count": 0}, "classes: none serves; one"),
+        (
+            {"classes__1": None, "classes__0__serve_tokens_per_s": 0},
+            "classes: none serves; one",
+        ),
+        ({"classes__0__count": 0, "classes__1__count": 0}, "classes: none serves"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(cluster_file, capsys, change, sentence):
-    assert main(["plan", "--cluster", str(cluster_file(**change))]) == 2
+    path = cluster_file(**change)
+    assert main(["plan", "--cluster", str(path)]) == 2
     said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: ")
     assert sentence in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("[]", "Input should be"), ("[" * 100_000, "cannot be read as JSON")],
+)
+def test_what_is_no_cluster_is_one_sentence(tmp_path, capsys, content, sentence):
+    path = tmp_path / "cluster.json"
+    path.write_text(content)
+    assert main(["plan", "--cluster", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: {sentence}")
     assert said.count("\n") == 1
 
 
@@ -429,6 +508,106 @@ def test_a_trainer_s_events_say_how_the_draft_learns(cluster_file, tmp_path):
     inputs = read_cluster(cluster_file(), tmp_path).inputs
     assert inputs["draft.length_after"].source == "measured"
     assert inputs["H100.train_tokens_per_s"].source == "given"
+
+
+def cycle(number, **changes):
+    measured = {"holdout_live": 2.0, "holdout_new": 2.0 + 0.2 * number}
+    return {"event": "cycle", "steps": 12, "seconds": 10, **measured, **changes}
+
+
+def write_events(folder, *lines):
+    encoded = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines]
+    (folder / "events-e.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+
+
+def test_a_line_that_goes_on_is_a_range_and_not_measured(cluster_file, tmp_path):
+    write_events(tmp_path, *[cycle(number) for number in range(4)])
+    found = learnt(tmp_path, 2048)
+    after, tau = found["draft.length_after"], found["draft.tokens_to_63_percent"]
+    assert after.low == 2.6
+    assert 4 < after.high < 32
+    assert after.source == tau.source == "extrapolated"
+    assert found["draft.length_before"].source == "measured"
+    # What is known to the operator goes before it; if it is not, it is all there is.
+    inputs = read_cluster(cluster_file(), tmp_path).inputs
+    assert inputs["draft.length_after"].source == "given"
+    left_out = cluster_file(draft__length_after=None)
+    assert read_cluster(left_out, tmp_path).inputs["draft.length_after"] == after
+
+
+def test_no_draft_gets_longer_than_an_engine_drafts(tmp_path):
+    write_events(tmp_path, *[cycle(number) for number in range(4)])
+    names = ("ring", "weights", "target_path", "draft_path", "target_dtype")
+    sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "teacher_topk")
+    manifest = EngineManifest(
+        engine_id="e",
+        pid=2**22 + 1,
+        pid_start=1,
+        **dict.fromkeys(names, "none"),
+        **dict.fromkeys(sizes, 8),
+        aux_layer_ids=(1,),
+        teacher="hidden",
+        feature_dtype="float32",
+        num_speculative_tokens=3,
+        tide={},
+        created_unix=1.0,
+    )
+    (tmp_path / "engine-e.json").write_text(json.dumps(asdict(manifest)))
+    after = learnt(tmp_path, 2048)["draft.length_after"]
+    assert (after.low, after.high) == (2.6, 4.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"5",
+        b"[]",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        cycle(9, steps=0),
+        {k: v for k, v in cycle(9).items() if k != "steps"},
+        cycle(9, holdout_live=None),
+        cycle(9, holdout_live="two"),
+        cycle(9, holdout_new=float("nan")),
+        cycle(9, holdout_new=1e300),
+        cycle(9, seconds=10**400),
+    ],
+    ids=lambda line: str(line)[:60],
+)
+def test_an_unusable_line_is_left_out_and_counted(tmp_path, line):
+    good = [cycle(number) for number in range(4)]
+    write_events(tmp_path, *good)
+    expected = learnt(tmp_path, 2048)
+    write_events(tmp_path, line, *good)
+    for name, found in learnt(tmp_path, 2048).items():
+        source = f"{expected[name].source}, 1 unusable left out"
+        assert found == replace(expected[name], source=source)
+    write_events(tmp_path, line, line)
+    with pytest.raises(ConfigError, match="0 cycles since .*, 2 unusable left out; th"):
+        learnt(tmp_path, 2048)
+
+
+def test_a_run_directory_that_cannot_be_read_is_named(cluster_file, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = ["plan", "--cluster", str(cluster_file()), "--run-dir", str(folder)]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: --run-dir {folder}: there is no such folder.\n"
+    events = folder / "events-e.jsonl"
+    events.mkdir(parents=True)
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"error: --run-dir: {events}: Is a directory.\n"
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0.0, float("inf"), 10**400])
+@pytest.mark.parametrize("key", ["length", "speedup"])
+def test_a_simulated_speed_up_is_a_number(cluster_file, tmp_path, key, value):
+    table = {"length": [1.0, 2.0], "speedup": [1.0, 1.5]}
+    table[key][1 if value == math.inf else 0] = value
+    path = tmp_path / "speedup.json"
+    path.write_text(json.dumps({"classes": {"H100": table}}))
+    with pytest.raises(ConfigError, match="--speedup: "):
+        read_cluster(cluster_file(), speedup=path)
 
 
 def test_a_curve_without_a_rise_is_flat():

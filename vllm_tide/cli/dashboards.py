@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         default=RUNBOOKS,
         metavar="URL",
         help=f"where alerts' runbook_url leads; #ALERT follows (default: {RUNBOOKS}, "
-        "beside the plain files)",
+        "beside the plain files; without it a prometheusrule has no runbook_url)",
     )
     export.add_argument(
         "--force", action="store_true", help="overwrite files that are there"

@@ -61,17 +61,18 @@ def run(args: argparse.Namespace) -> int:
         return fail(f"--json {args.json}: no folder {args.json.parent}.")
     try:
         cluster = read_cluster(args.cluster, args.run_dir, profiles, args.speedup)
-        plan = make_plan(cluster)
-        print(*text(plan), sep="\n")
-        if args.json:
-            from vllm_tide.train.report import finite
-
-            content = json.dumps(finite(plan.to_json()), indent=1)
-            args.json.write_text(content + "\n", encoding="utf-8")
     except ConfigError as error:
         return fail(error)
-    except OSError as error:
-        return fail(f"--json {args.json}: {error.strerror or error}.")
+    plan = make_plan(cluster)
+    print(*text(plan), sep="\n")
+    if args.json:
+        from vllm_tide.train.report import finite
+
+        content = json.dumps(finite(plan.to_json()), indent=1)
+        try:
+            args.json.write_text(content + "\n", encoding="utf-8")
+        except OSError as error:
+            return fail(f"--json {args.json}: {error.strerror or error}.")
     return 0 if plan.train else NOT_TO_TRAIN
 
 

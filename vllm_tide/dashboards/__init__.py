@@ -7,6 +7,7 @@ and link. Every query is per replica, except where a trainer's figures are compa
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from textwrap import indent
 
@@ -30,12 +31,15 @@ def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
         form: `grafana`: plain files. `configmap`: the boards for Grafana's sidecar.
             `prometheusrule`: the rules for Prometheus Operator.
         runbooks: Address of the runbooks in `runbook_url`; an anchor follows it.
+            As it is by default a `prometheusrule` has none.
 
     Raises:
         KeyError: No such form.
     """
     texts = contents()
     texts[ALERTS] = texts[ALERTS].replace(f": {RUNBOOKS}#", f": {runbooks}#")
+    # Nothing lies beside a rule in a cluster.
+    alerts = re.sub(rf"\n *runbook_url: {re.escape(RUNBOOKS)}#.*", "", texts[ALERTS])
     boards = {name: json.dumps(json.loads(texts[name])) for name in BOARDS}
     labels = {"app.kubernetes.io/name": "vllm-tide", "grafana_dashboard": "1"}
     configmap = {
@@ -51,7 +55,7 @@ def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
         "metadata:\n"
         "  name: vllm-tide\n"
         "  labels: {app.kubernetes.io/name: vllm-tide}\n"
-        f"spec:\n{indent(texts[ALERTS], '  ')}"
+        f"spec:\n{indent(alerts, '  ')}"
     )
     return {
         "grafana": texts,

@@ -191,11 +191,16 @@ def break_even(case: Case, tokens: Callable[[float], float]) -> float | None:
 
     Args:
         tokens: Served in the first so many seconds.
+
+    Returns:
+        Seconds; None: never, as where a static draft serves all that is asked for.
     """
 
     def ahead(seconds: float) -> float:
         return tokens(seconds) - case.frozen * seconds * _ROUNDED
 
+    if case.demand <= case.frozen * _ROUNDED:
+        return None
     high = max(case.learning.delay, 1.0)
     while ahead(high) <= 0:
         high *= 2

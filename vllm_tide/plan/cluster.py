@@ -1,7 +1,8 @@
 """What an operator knows: the cluster file, a run directory, profiles, simulations.
 
 A number may be a range `[low, high]`. Each is kept with its source: `given` in the
-file, `measured` by a trainer or a profile, `simulated`, or `assumed`.
+file, `measured` by a trainer or a profile, `extrapolated` from less than 63% of what
+there is to learn, `simulated`, or `assumed`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vllm_tide.config import ConfigError, TrainConfig, Whole, explained
 from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
 
 _HOUR = 3600.0
+_LONGEST = 32.0  # acceptance length
 
 
 def _between(what: str, least: float, most: float) -> BeforeValidator:
@@ -38,10 +40,10 @@ def _between(what: str, least: float, most: float) -> BeforeValidator:
         real = [isinstance(x, int | float) and not isinstance(x, bool) for x in ends]
         if len(ends) != 2 or not all(real):
             raise ValueError(said)
-        low, high = map(float, ends)
+        low, high = ends
         if not least <= low <= high <= most:  # nor NaN
             raise ValueError(said)
-        return low, high
+        return float(low), float(high)
 
     return BeforeValidator(check)
 
@@ -49,7 +51,7 @@ def _between(what: str, least: float, most: float) -> BeforeValidator:
 Range = tuple[float, float]
 Rate = Annotated[Range, _between("tokens per second of one", 0, 1e9)]
 Dollars = Annotated[Range, _between("US dollars", 0, 1e4)]
-Length = Annotated[Range, _between("tokens per verify step", 1, 32)]
+Length = Annotated[Range, _between("tokens per verify step", 1, _LONGEST)]
 Cost = Annotated[Range, _between("a verify step's time over a plain one's", 1, 100)]
 Tokens = Annotated[Range, _between("trained tokens", 1e2, 1e12)]
 Hours = Annotated[Range, _between("hours", 1e-3, 1e5)]
@@ -74,7 +76,9 @@ class ClassFile(_Strict):
     step_cost: Cost | None = None
 
     @model_validator(mode="after")
-    def _fills_instances(self) -> ClassFile:
+    def _can_be(self) -> ClassFile:
+        if not self.name.isprintable():
+            raise ValueError("name has a character that cannot be printed")
         if self.count % self.gpus_per_instance:
             raise ValueError(
                 f"count is {self.count}, no multiple of gpus_per_instance, "
@@ -235,10 +239,13 @@ def read_cluster(
     Raises:
         ConfigError: A line for each mistake.
     """
-    file = _checked(_json(path))
+    file = _checked(path)
     names = [group.name for group in file.classes]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"classes: {twice[0]!r} is there twice; give it one name.")
+        raise ConfigError(f"{path}: classes: {twice[0]!r} is there twice.")
+    if all(g.count * g.serve_tokens_per_s[1] < 1e-6 for g in file.classes):
+        said = "none serves; one needs a count and serve_tokens_per_s above 0."
+        raise ConfigError(f"{path}: classes: {said}")
     found: dict[str, Input] = {}
     if run_dir is not None:
         found |= learnt(run_dir, file.draft.batch_tokens)
@@ -248,23 +255,27 @@ def read_cluster(
         cost = step_cost(profile, file.workload.concurrency_per_instance)
         found[f"{name}.step_cost"] = Input(cost, cost, "measured")
     speeds = {} if speedup is None else _speeds(speedup, names)
-    return Cluster(file, dict(_inputs(file, found, speeds)), speeds)
+    try:
+        return Cluster(file, dict(_inputs(file, found, speeds)), speeds)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         said = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read as JSON ({said}).") from None
 
 
-def _checked(content: Any) -> ClusterFile:
+def _checked(path: Path) -> ClusterFile:
     try:
-        return ClusterFile.model_validate(content)
+        return ClusterFile.model_validate(_json(path))
     except ValidationError as error:
         said = (sentence for _, sentence in explained(error, ClusterFile))
-        raise ConfigError("\n".join(said)) from None
+        lines = (f"{path}: {sentence.removeprefix(': ')}" for sentence in said)
+        raise ConfigError("\n".join(lines)) from None
 
 
 _MEASURES = defaultdict(
@@ -282,8 +293,9 @@ def _inputs(
     def take(
         name: str, given: tuple[float, float] | None, *otherwise: Input
     ) -> tuple[str, Input]:
-        if name in found:
-            return name, found[name]
+        known = found.get(name)
+        if known and (given is None or known.source.startswith("measured")):
+            return name, known
         if given is not None:
             return name, Input(*given, "given")
         if not otherwise:
@@ -351,7 +363,7 @@ def _speeds(path: Path, names: list[str]) -> dict[str, SpeedUp]:
             )
             for name, rows in content["classes"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(
             f"--speedup: {path} is not what scripts/sim/run.py --speedup writes."
         ) from None
@@ -364,6 +376,9 @@ def _speeds(path: Path, names: list[str]) -> dict[str, SpeedUp]:
             raise ConfigError(
                 f"--speedup: {name!r} needs two or more ascending lengths."
             )
+        if not all(0 < x < 1e4 for x in (*lengths, *speed.values, speed(1.0))):
+            said = "lengths and speed-ups, at length 1 too, are between 0 and 10,000."
+            raise ConfigError(f"--speedup: {name!r} of {path}: {said}")
     return table
 
 
@@ -374,26 +389,31 @@ def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
         batch_tokens: Rows of one optimizer step (`tide.train.batch_tokens`).
 
     Returns:
-        Lengths before and after, tokens to 63% and tokens per second; empty where
-        fewer than three cycles were evaluated.
+        Lengths before and after, tokens to 63% and tokens per second. The length after
+        is at most K + 1; a range from the largest seen if less than 63% was learnt.
+
+    Raises:
+        ConfigError: Fewer than three cycles were evaluated, or nothing can be read.
     """
-    events = []
+    from vllm_tide.transport.rendezvous import inspect_manifests
+
+    if not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {run_dir}: there is no such folder.")
+    events: list[dict[str, Any] | None] = []
     for path in sorted(run_dir.glob("events-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue
-    shifts = [i for i, e in enumerate(events) if e.get("event") == "shift"]
-    cycles = [
-        e
-        for e in events[shifts[-1] + 1 if shifts else 0 :]
-        if e.get("event") == "cycle" and e.get("holdout_new") and e.get("seconds")
-    ]
+        try:
+            events += map(_event, path.read_bytes().splitlines())
+        except OSError as error:
+            raise ConfigError(f"--run-dir: {path}: {error.strerror}.") from None
+    shifts = [i for i, e in enumerate(events) if e and e.get("event") == "shift"]
+    since = events[shifts[-1] + 1 if shifts else 0 :]
+    cycles = [e for e in since if e and e.get("event") == "cycle" and e["holdout_new"]]
+    unusable = since.count(None)
+    left_out = f", {unusable} unusable left out" if unusable else ""
     if len(cycles) < 3:
         raise ConfigError(
             f"--run-dir {run_dir}: a trainer there has evaluated {len(cycles)} cycles "
-            "since the last shift; three or more are needed."
+            f"since the last shift{left_out}; three or more are needed."
         )
     tokens, at, lengths = 0.0, [0.0], [float(cycles[0]["holdout_live"])]
     for cycle in cycles:
@@ -401,14 +421,31 @@ def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
         at.append(tokens)
         lengths.append(float(cycle["holdout_new"]))
     after, tau = fit_curve(at, lengths)
+    depths = [m.num_speculative_tokens for _, m in inspect_manifests(run_dir) if m]
+    after = min(after, max(*lengths, min(1.0 + max(depths, default=31), _LONGEST)))
+    least, source = after, "measured"
+    if tau > tokens:
+        least, source = min(after, max(lengths)), "extrapolated"
     rate = tokens / math.fsum(cycle["seconds"] for cycle in cycles)
-    measured = {
-        "draft.length_before": lengths[0],
-        "draft.length_after": after,
-        "draft.tokens_to_63_percent": tau,
-        "train_tokens_per_s": rate,
+    return {
+        "draft.length_before": Input(lengths[0], lengths[0], "measured" + left_out),
+        "draft.length_after": Input(least, after, source + left_out),
+        "draft.tokens_to_63_percent": Input(tau, tau, source + left_out),
+        "train_tokens_per_s": Input(rate, rate, "measured" + left_out),
     }
-    return {name: Input(x, x, "measured") for name, x in measured.items()}
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """An event of a trainer; None: it is none, or its numbers are none."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+        if event.get("event") != "cycle" or event.setdefault("holdout_new") is None:
+            return event
+        fits = all(1 <= event[f"holdout_{n}"] <= _LONGEST for n in ("live", "new"))
+        fits = fits and all(0 < event[n] < 1e9 for n in ("steps", "seconds"))
+        return event if fits else None
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return None
 
 
 def fit_curve(tokens: list[float], lengths: list[float]) -> tuple[float, float]:

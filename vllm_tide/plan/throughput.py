@@ -215,12 +215,11 @@ class Case:
         if rate <= 0:
             return self.tokens(training, seconds)
         most = SATURATED * learning.tokens
-        away = min(seconds, most / rate)
+        back = min(seconds, most / rate + 2 * self.switch)
         total = 0.0
         for x, c in zip(training, self.classes, strict=True):
             whole = learning.served(seconds, rate, c.speed, most)
-            lost = learning.served(away, rate, c.speed, most)
-            lost += min(2 * self.switch, seconds) * c.speed(learning.length(most))
+            lost = learning.served(back, rate, c.speed, most)
             total += c.serves * (c.count * whole - x * lost)
         return total
 
