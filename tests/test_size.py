@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 39_360,
-    "code tokens": 231_410,
+    "lines": 39_435,
+    "code tokens": 231_890,
     "files": 164,
     "classes": 306,
     "knobs": 52,
