@@ -26,6 +26,8 @@ LIMITS = ("ttft", "tpot", "e2el")
 """Names of limits, as vLLM's `--goodput` has them (ms)."""
 SETTINGS = ("model_id", "request_rate", "max_concurrency")
 """Fields of vLLM's files that have to be equal in all of them."""
+PROMPTS = 0.1
+"""Share by which the mean length of both sides' prompts may differ."""
 FAILED = 0.01
 """Share of requests; where more of a side fail, there is no advice."""
 
@@ -332,6 +334,12 @@ def _doubt(a: Sequence[Served], b: Sequence[Served]) -> str | None:
         values = {run.settings.get(name, "None") for run in (*a, *b)}
         if len(values) > 1:
             differ.append(f"{name} ({' and '.join(sorted(values))})")
+    lengths = [
+        float(np.mean(sum((run.prompts for run in side), ()))) for side in (a, b)
+    ]
+    if max(lengths) > (1 + PROMPTS) * min(lengths):
+        means = " and ".join(f"{length:.0f}" for length in sorted(lengths))
+        differ.append(f"mean length of prompts ({means} tokens)")
     if differ:
         return f"no verdict, as their settings differ: {', '.join(differ)}"
     for side in (a, b):

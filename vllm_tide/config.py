@@ -372,7 +372,7 @@ def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
     for found in error.errors():
         loc = tuple(part for part in found["loc"] if part != "[key]")
         knob = start + ".".join(map(str, loc))
-        said = f"{found['msg']}, got {found.get('input')!r}."
+        said = f"{found['msg']}, got {found.get('input')!r:.200}."
         if now := removed.get(".".join(map(str, loc))):
             yield knob, f"{knob} is no longer a knob: {now}; remove it."
             continue

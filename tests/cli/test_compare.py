@@ -146,6 +146,7 @@ def test_time_per_token_does_not_outvote_tokens_per_second(seconds, times, end):
         ("max_concurrency", 64, "max_concurrency (64 and 8)"),
         ("request_rate", 2.0, "request_rate (2.0 and inf)"),
         ("model_id", "other", "model_id (m and other)"),
+        ("input_lens", [500] * 40, "mean length of prompts (44 and 500 tokens)"),
         ("errors", ["x", *[""] * 39], "more than 1% of a side's requests failed"),
     ],
 )

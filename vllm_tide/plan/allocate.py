@@ -16,7 +16,7 @@ from itertools import permutations, product
 
 from vllm_tide.plan.throughput import Case
 
-_COMBINATIONS = 4096  # of whole instances that are tried one by one
+_COMBINATIONS = 512  # of whole instances that are tried one by one
 _PERMUTED = 3  # classes, at most, of which every order is tried
 _PLACES = 96  # numbers of instances of a class that are tried, few ones closer
 _GRID = 24  # places in each class that a fraction is looked for at first
