@@ -68,6 +68,35 @@ def test_off_is_nearly_free_when_nothing_pays(n, rests):
     assert stats["measured_step_s"] == pytest.approx(stats["predicted_step_s"], rel=0.1)
 
 
+def test_an_idle_server_saves_up_no_looks():
+    n, model = 4, "gpt-oss-120b"
+
+    def served(idle_s):
+        policy, where, steps = adaspec(n, model), world(n, model, HARD), []
+        for _ in range(40):
+            steps += where.run(policy, 50).steps
+            where.now += idle_s
+        return steps, policy.stats()["probes"]
+
+    assert served(30.0) == served(0.0)
+
+
+def test_trials_that_cost_more_than_was_foreseen_become_rarer():
+    n = 16
+    truth, model = wrong("gpt-oss-120b")
+    policy = adaspec(n, "", FixedTime(model))
+    where = World(n, truth, HARD, seed=1, rounds_each=60)
+    where.run(policy, 100)
+    found = where.run(policy, 5000)
+    plain = World(n, truth, HARD, seed=1, rounds_each=60).run(NonePolicy(7), 10)
+    tried = np.flatnonzero(found.steps)
+    gained = np.array(found.emitted)[tried] / n
+    lost = np.array(found.times)[tried] - gained * plain.seconds / 10
+    assert len(tried) >= 3 * _TRIAL_ROUNDS
+    # Half the probe share, and one trial.
+    assert lost.sum() < 0.005 * found.seconds + lost[:_TRIAL_ROUNDS].sum()
+
+
 @pytest.mark.parametrize("verified", [0, 3])
 def test_a_round_that_was_drafted_before_it_was_off_is_no_plain_round(verified):
     """On Model Runner V2 steps are launched before what came before them is known."""

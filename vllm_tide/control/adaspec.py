@@ -171,18 +171,16 @@ class AdaSpecPolicy:
         self._fresh = np.zeros(capacity, bool)  # has not emitted a token yet
         self._batch: Batch | None = None
         self._bar: float | None = None
-        self._bar_tokens = 0.0  # per request of a round
-        self._bar_seconds = 0.0  # over plain seconds
+        self._bar_tokens = self._bar_seconds = 0.0  # a request's; over plain seconds
         self._step = 0
         self._from_memory = 0  # tokens that `choose` took of the memory's
-        self._trial = False
-        self._trials = 0  # that are still to come in a row
+        self._trial, self._trials = False, 0  # this round; still to come in a row
+        self._foreseen_loss = self._busy = 0.0  # seconds: of a trial, of all rounds
         self._unanswered = 0
         self._predicted = (0.0, nan)  # tokens and seconds of the round
         self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
         self._off_at = 0  # the last round in which drafting did not pay
-        self._count: Counter[str] = Counter()
-        self._off: Counter[str] = Counter()
+        self._count, self._off = Counter[str](), Counter[str]()
         self._lengths = np.zeros(k + 1, np.int64)
         self._seconds = (nan, nan)  # predicted and measured round, smoothed
         self._against_plain = AgainstPlain()
@@ -231,22 +229,22 @@ class AdaSpecPolicy:
             batch.limit = batch.asked
         plain = n / costs.plain
         gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
-        reason = self.gate.decide(gain, forecast.free / plain, now)
+        reason = self.gate.decide(gain, forecast.free / plain, self._busy)
         if reason:
             self._bar_tokens = self._bar_seconds = 0.0
-            if not (forecast.steps and self._try(reason, gain, batch, now)):
+            if not (forecast.steps and self._try(reason, gain, batch)):
                 cost = probe_seconds(self._time.model, batch)
-                probe = self.gate.probe_due(cost, now)
+                probe = self.gate.probe_due(cost, self._busy)
                 patient = self._unanswered < _UNANSWERED or not forecast.steps
                 if not probe or patient:
                     self._unanswered += probe
                     return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
-                self._trial = True
+                self._trial, self._foreseen_loss = True, cost
         else:
             self._trials = 0
             lost = costs.plain * max(gain - 1.0, 0.0)
             lost += self._time.model.catchup_seconds(n)
-            if self.gate.check_due(lost, now):
+            if self.gate.check_due(lost, self._busy):
                 return self._stay_off("check", rest=_CHECK_REST)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
@@ -388,17 +386,17 @@ class AdaSpecPolicy:
             "round_seconds": self._against_plain.round_s,
         }
 
-    def _try(self, reason: str, gain: float, batch: Batch, now: float) -> bool:
-        """Whether this round drafts although it should not pay.
+    def _try(self, reason: str, gain: float, batch: Batch) -> bool:
+        """True if this round drafts although it should not pay.
 
-        Shadow probes say what would be accepted. What drafting and verifying take, only
-        rounds that do it say: a wrong time would keep speculation off for ever.
+        What that takes, no shadow probe says: a wrong time would keep it off for ever.
         """
         if not self._trials and reason == "no_gain":
             short = max(1.0 - gain / self.gate.threshold, 0.0)
             lost = _TRIAL_ROUNDS * self._costs.plain * short
             lost += self._time.model.catchup_seconds(batch.catchup_rows)
-            self._trials = _TRIAL_ROUNDS * self.gate.check_due(lost, now)
+            self._trials = _TRIAL_ROUNDS * self.gate.check_due(lost, self._busy)
+            self._foreseen_loss = lost / _TRIAL_ROUNDS
         self._trial = self._trials > 0
         self._trials -= self._trial
         return self._trial
@@ -432,6 +430,7 @@ class AdaSpecPolicy:
         self._pass_by()
         self._fresh[slots] = False
         self._planned_at += seconds
+        self._busy += seconds
 
     def _pass_by(self) -> None:
         """A round without drafting: what is known of drafting grows old."""
@@ -522,19 +521,20 @@ class AdaSpecPolicy:
         """Compare the round's time with its prediction.
 
         Args:
-            now: When its outcome was known (s).
-            rounds: How many like it passed until then.
-            emitted: int64 [n], tokens that its requests got.
+            rounds: How many like it passed until `now`.
             unforeseen: The step had rows that no prediction knew of.
         """
         step = self._step
         self._count["draft_steps"] += step
         self._lengths[step] += 1
         seconds = (now - self._planned_at) / rounds
+        self._busy += max(seconds, 0.0) * rounds
         if seconds <= 0 or unforeseen or not batch.room.any():
             return
-        idle = rounds - 1
-        self._against_plain.add(self._costs.plain, emitted, seconds * rounds, idle)
+        idle, plain = rounds - 1, self._costs.plain
+        lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
+        if self._trial and step:
+            self.gate.overspent(lost - self._foreseen_loss)
         predicted = self._predicted[1]
         record = self.gate.drafting if step else self.gate.plain
         if step or not self._from_memory:  # else it is a round of neither kind

@@ -106,7 +106,7 @@ class Gate:
             gain: Predicted throughput of the best round with drafting over that of
                 plain decoding (1: equal), within the limits.
             free: The same without limits.
-            now: Time (s).
+            now: Seconds of rounds so far: an idle server saves up nothing.
 
         Returns:
             "" if on, else why not: "no_gain", "slo" (a limit forbids what would pay)
@@ -154,7 +154,7 @@ class Gate:
 
         Args:
             cost: Seconds that are expected to be lost.
-            now: Time (s).
+            now: As in `decide`.
         """
         self._unchecked += 1
         share = _CHECK_SHARE * self._share(self._checks)
@@ -165,6 +165,12 @@ class Gate:
         self._checks += 1
         self._unchecked = 0
         return True
+
+    def overspent(self, seconds: float) -> None:
+        """A round that was done the other way lost so much more than expected."""
+        share = _CHECK_SHARE * self._share(self._checks)
+        if share:
+            self._checked_at += max(seconds, 0.0) / share
 
     def _share(self, streak: int) -> float:
         """Of time, after `streak` looks that changed nothing."""
@@ -187,8 +193,12 @@ class AgainstPlain:
     def __init__(self) -> None:
         self.plain_s = self.round_s = 0.0
 
-    def add(self, plain: float, emitted: np.ndarray, seconds: float, idle: int) -> None:
+    def add(
+        self, plain: float, emitted: np.ndarray, seconds: float, idle: int
+    ) -> float:
         """Add a round, and those like it that passed undrafted before it was seen.
+
+        Returns seconds that they took longer than plain decoding.
 
         Args:
             plain: Predicted seconds of one plain step of its requests.
@@ -196,7 +206,10 @@ class AgainstPlain:
                 gives one to each that gets any.
         """
         served = int(np.count_nonzero(emitted))
-        if served:
-            # Python's own floats: the engine core encodes no others for the metrics.
-            self.plain_s += float(plain * (int(emitted.sum()) / served + idle))
-            self.round_s += float(seconds)
+        if not served:
+            return 0.0
+        # Python's own floats: the engine core encodes no others for the metrics.
+        needed = float(plain * (int(emitted.sum()) / served + idle))
+        self.plain_s += needed
+        self.round_s += float(seconds)
+        return float(seconds) - needed
