@@ -62,7 +62,7 @@ step "ruff format" "$bin/ruff" format --check .
 begin mypy "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
 step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 \
-    -m "not slow and not vllm" --junitxml "$scratch/fast.xml"
+    -m "not slow and not vllm" --durations=15 --junitxml "$scratch/fast.xml"
 # What kernels compute, as an older CPU computes it.
 step "numerics with AVX2" env OMP_NUM_THREADS=1 scripts/with_isa.sh avx2 \
     "$bin/python" -m pytest -n 2 -m "not slow and not alone" --junitxml "$scratch/avx2.xml" \
