@@ -31,6 +31,8 @@ LAYERS = {
     "capture": 2,
     "draft": 2,
     "train": 3,
+    "deploy": 4,
+    "sidecar": 5,
     "memory": 3,
     "plan": 3,
     "engine": 4,

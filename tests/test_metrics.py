@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from vllm_tide import metrics
 from vllm_tide.metrics import TideProm, increments
-from vllm_tide.train.report import StatusCollector, TrainerStatus
+from vllm_tide.sidecar.report import StatusCollector, TrainerStatus
 
 PAGES = Path(__file__).parent / "metrics_pages"
 

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from vllm_tide import tracing
-from vllm_tide.train.report import Report
+from vllm_tide.sidecar.report import Report
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # A process that sends one of each and ends: spans must be out by then.
@@ -23,7 +23,7 @@ SENDER = """
 import sys
 from pathlib import Path
 from vllm_tide.tracing import open_tracing
-from vllm_tide.train.report import Report
+from vllm_tide.sidecar.report import Report
 log = Report(Path(sys.argv[1]), "e", open_tracing("trainer"))
 log.add("cycle", cycle=3, seconds=1.5, gain=None, publish=True, reason="better")
 log.add("publish", version=2)

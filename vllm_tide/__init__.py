@@ -12,16 +12,17 @@ The way of one step, and who runs each part:
    leave and what their record (`transport/record.py`) holds.
 4. Records go into the signal ring (`transport/ring.py`): shared memory, never
    blocking.
-5. The sidecar (`vllm-tide train`, `train/sidecar.py`) drains the ring, assembles
-   samples, trains the draft (`draft/eagle3.py`) and compares it with the live one on
-   held-out requests.
-6. A better draft is published into the weights segment (`transport/weights.py`).
+5. The sidecar (`vllm-tide train`, `sidecar/loop.py`) drains the ring, assembles
+   samples, trains the draft (`train/`) and compares it with the live one on held-out
+   requests.
+6. A better draft is published into the weights segment (`transport/weights.py`);
+   served traffic decides whether it stays (`deploy/`).
 7. A thread of the worker verifies it, the scheduler orders the swap at one step for
    all ranks (`engine/scheduler.py`), and `engine/install.py` installs it.
 8. Numbers travel worker, scheduler, API server, `/metrics` (`metrics.py`).
 
-Imports point one way: config, transport, capture and draft, train, memory and engine,
-cli.
+Imports point one way: config, transport, capture and draft, train and memory, deploy
+and engine, sidecar, cli.
 Only `engine/` imports vLLM.
 
 Glossary (one term per concept; a new term needs a line here):

@@ -2,7 +2,7 @@
 
 Prefix `vllm_tide:`: vLLM unregisters every collector named `vllm:` when a logger is
 made. Counters are totals; a ratio is the reader's business. `TideProm` runs in the API
-servers; the trainer's page is in `train/report.py`.
+servers; the trainer's page is in `sidecar/report.py`.
 """
 
 from __future__ import annotations
@@ -384,6 +384,17 @@ def _unregister() -> None:
     for collector, names in list(REGISTRY._collector_to_names.items()):
         if any(name.startswith(PREFIX) for name in names):
             REGISTRY.unregister(collector)
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None: JSON has none."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def samples_of(metric: Metric) -> list[str]:

@@ -34,8 +34,8 @@ from vllm_tide.control.policies import AdaSpecPolicy, Policy, StaticPolicy
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from sim.published import published
-from vllm_tide.train.canary import Canary, Verdict
-from vllm_tide.train.served import ServedRequest, ServedRequests
+from vllm_tide.deploy.canary import Canary, Verdict
+from vllm_tide.deploy.served import ServedRequest, ServedRequests
 
 BEFORE = 96
 """Ended requests before a swap."""

@@ -37,15 +37,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.options import list_of
 from json_text import json_text
 from vllm_tide.config import parse_tide
+from vllm_tide.deploy.fast_draft import CONTEXT_ROWS, FastDraft
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
-from vllm_tide.train.fast_draft import CONTEXT_ROWS, FastDraft
-from vllm_tide.train.feeds import EngineVersions
 from vllm_tide.train.trainer import Trainer
+from vllm_tide.transport.feeds import EngineVersions
 from vllm_tide.transport.record import Phase, Record
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -175,9 +175,8 @@ def adapter(
     )
     told = {"replay": EngineVersions(0, 0, 0, "", 0.0)}
     feeds: Any = SimpleNamespace(versions=lambda: told, send_fast=lambda *a, **k: None)
-    events: Any = SimpleNamespace(add=lambda *a, **k: None)
     deployment: Any = SimpleNamespace(published=0)
-    return trainer, FastDraft(tide, trainer, feeds, deployment, events)
+    return trainer, FastDraft(tide, trainer, feeds, deployment, lambda *_, **__: None)
 
 
 def in_blocks(

@@ -31,8 +31,8 @@ from json_text import json_text
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.metrics import finite
 from vllm_tide.train.evaluate import Evaluation
-from vllm_tide.train.report import finite
 from vllm_tide.train.sample import Sample, by_request
 from vllm_tide.train.trainer import Trainer
 

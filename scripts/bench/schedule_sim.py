@@ -31,9 +31,9 @@ from unittest.mock import patch
 import numpy as np
 
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train import schedule as rules
-from vllm_tide.train.schedule import Schedule
-from vllm_tide.train.served import Cell, ServedRequest, bucket_of
+from vllm_tide.deploy import schedule as rules
+from vllm_tide.deploy.schedule import Schedule
+from vllm_tide.deploy.served import Cell, ServedRequest, bucket_of
 
 K = 3
 CYCLE_REQUESTS = 32

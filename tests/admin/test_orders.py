@@ -6,10 +6,10 @@ import threading
 import pytest
 import torch
 
-from tests.train.test_deployment import events, published_once, serve
-from tests.train.test_sidecar import Engine, attach
+from tests.deploy.test_deployment import events, published_once, serve
+from tests.sidecar.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
-from vllm_tide.train.deployment import master_of
+from vllm_tide.deploy.deployment import master_of
 from vllm_tide.transport.ring import Collect
 
 
@@ -72,9 +72,9 @@ def test_rollback_after_rollback_goes_on_to_older_heads_whatever_their_numbers(e
     store.put(older, 1)  # of another server: its numbers begin anew
     serve(engine, 40, 1, 4)
     assert sidecar._tick()  # version 1 is kept, and stored
-    assert len(list(store.heads())) == 2
+    assert len(list(store.drafts())) == 2
     assert order(sidecar, "rollback")["to"] == 0
-    (left,) = store.heads()
+    (left,) = store.drafts()
     assert equal(left.tensors, older)
     assert order(sidecar, "rollback")["to"] == 1
     assert equal(weights_of(engine), older)

@@ -26,10 +26,10 @@ from bench.suites.rollback import (
     trials_of,
 )
 from tests.bench.learning_toys import arm_run, options_for, request, result
-from tests.train.test_sidecar import Engine
+from tests.sidecar.test_sidecar import Engine
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused
-from vllm_tide.train.feeds import open_feeds
+from vllm_tide.transport.feeds import open_feeds
 
 HEAD = {
     "fc.weight": torch.randn(8, 12, generator=torch.Generator().manual_seed(0)),
@@ -136,8 +136,8 @@ def test_prompts_come_again_when_all_were_sent(tmp_path):
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("vllm_tide.train.schedule.EPSILON", 1.0)
-    monkeypatch.setattr("vllm_tide.train.canary.BACKOFF_CYCLES", 0)
+    monkeypatch.setattr("vllm_tide.deploy.schedule.EPSILON", 1.0)
+    monkeypatch.setattr("vllm_tide.deploy.canary.BACKOFF_CYCLES", 0)
     engine = Engine(tmp_path)
     config = parse_tide(
         {

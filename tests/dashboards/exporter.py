@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from vllm_tide.metrics import LABELS, TideProm, increments
-from vllm_tide.train.report import TrainerStatus, open_metrics, plain_text
+from vllm_tide.sidecar.report import TrainerStatus, open_metrics, plain_text
 
 WHO = ("demo", "0")
 PER_TICK = {

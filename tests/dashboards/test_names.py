@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 from tests.dashboards.exporter import free_port
-from vllm_tide.train.report import TrainerStatus, open_metrics
+from vllm_tide.sidecar.report import TrainerStatus, open_metrics
 
 PREFERRED = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 

@@ -172,8 +172,8 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
 ):
     from safetensors.torch import load_file
 
+    from vllm_tide.deploy.deployment import as_wire
     from vllm_tide.draft.checkpoint import export_tensors
-    from vllm_tide.train.deployment import as_wire
 
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0
@@ -238,13 +238,13 @@ def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
 def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
     from safetensors.torch import load_file
 
+    from vllm_tide.deploy.store import DraftStore, store_fingerprint
     from vllm_tide.draft.checkpoint import export_tensors
     from vllm_tide.draft.target import rows_fingerprint
-    from vllm_tide.train.head_store import HeadStore, head_fingerprint
 
     draft_dir = engine.manifest.draft_path
-    print_ = head_fingerprint(rows_fingerprint(engine.target), read_config(draft_dir))
-    store = HeadStore(tmp_path / "heads", print_)
+    print_ = store_fingerprint(rows_fingerprint(engine.target), read_config(draft_dir))
+    store = DraftStore(tmp_path / "heads", print_)
     with torch.no_grad():
         engine.draft.tensor("fc.weight").add_(1)
     tensors = export_tensors(engine.draft, torch.float32)

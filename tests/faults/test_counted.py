@@ -17,8 +17,8 @@ from tests.faults.report import by_kind, markdown, table
 from tests.faults.scene import NotRecovered
 from tests.faults.suite import FAULTS, Row
 from tests.transport.samples import make_record, make_spec
-from vllm_tide.train.feed import hostile
 from vllm_tide.transport import RingReader, RingWriter
+from vllm_tide.transport.feed import hostile
 
 PLAIN = {
     GENERATED,

@@ -18,8 +18,10 @@ import torch
 
 from bench.suites.planting import NAN, PERMUTED, Plant, planted
 from vllm_tide.cli.main import main as command
-from vllm_tide.train import canary, reservoir, sidecar, trainer
-from vllm_tide.train.deployment import Master, as_wire
+from vllm_tide.deploy import canary
+from vllm_tide.deploy.deployment import Master, as_wire
+from vllm_tide.sidecar import loop
+from vllm_tide.train import reservoir, trainer
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.shm import TransportError
 
@@ -75,7 +77,7 @@ def spoilt(tensors: Master, what: str, seed: int) -> Master:
     return out
 
 
-class OrderedSidecar(sidecar.Sidecar):
+class OrderedSidecar(loop.Sidecar):
     """A sidecar that carries out orders between two cycles."""
 
     def _may_train(self) -> bool:
@@ -134,7 +136,7 @@ def main() -> int:
     """Run `vllm-tide train` with this sidecar."""
     canary.BACKOFF_CYCLES = 0  # no order waits for the one before
     reservoir.HOLDOUT_TOKENS = trainer.HOLDOUT_TOKENS = 1024  # judged soon
-    setattr(sidecar, "Sidecar", OrderedSidecar)  # noqa: B010 - a class, to mypy a type
+    setattr(loop, "Sidecar", OrderedSidecar)  # noqa: B010 - a class, to mypy a type
     return command(["train", *sys.argv[1:]])
 
 

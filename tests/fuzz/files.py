@@ -17,9 +17,9 @@ from tests.fuzz.attempt import Parser
 from tests.fuzz.damage import damaged, damaged_json, json_or_bytes
 from tests.fuzz.spool import MANIFEST
 from tests.train.toys import ToyTarget
+from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
 from vllm_tide.draft import DraftError
-from vllm_tide.train import checkpoint, head_store
-from vllm_tide.train.head_store import HeadRefused, HeadStore
+from vllm_tide.train import checkpoint
 from vllm_tide.transport import purge
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import PurgeInbox
@@ -129,9 +129,9 @@ def read_checkpoint(text: bytes) -> str:
 
 
 @functools.cache
-def head_scene() -> tuple[HeadStore, Path, dict[str, Any], bytes]:
+def head_scene() -> tuple[DraftStore, Path, dict[str, Any], bytes]:
     kept.append(folder := Folder())
-    store = HeadStore(folder.path / "heads", "f" * 64)
+    store = DraftStore(folder.path / "heads", "f" * 64)
     path = store.put({"fc": torch.zeros(2, 3), "n": torch.zeros(4).bfloat16()}, 3)
     manifest = json.loads(path.with_suffix(".json").read_bytes())
     del manifest["self_sha256"]
@@ -158,9 +158,9 @@ def read_stored(given: tuple[bytes, bytes]) -> str:
     store, path, _, _ = head_scene()
     path.with_suffix(".json").write_bytes(given[0])
     path.write_bytes(given[1])
-    for head in store.heads():
+    for head in store.drafts():
         assert isinstance(head.version, int)
-    head_store.read_head(path)
+    read_draft(path)
     return "a head"
 
 
@@ -182,6 +182,6 @@ def parsers() -> list[Parser]:
                st.tuples(requests, answers, trainers, relays, names), read_purges),
         Parser("checkpoint", "train.checkpoint", states(), read_checkpoint,
                (DraftError,)),
-        Parser("head_store", "train.head_store", stored(), read_stored,
-               (HeadRefused,)),
+        Parser("head_store", "deploy.store", stored(), read_stored,
+               (DraftRefused,)),
     ]  # fmt: skip

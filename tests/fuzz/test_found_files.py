@@ -9,9 +9,9 @@ import pytest
 
 from tests.fuzz import files, spool
 from tests.fuzz.memory import SPEC
+from vllm_tide.deploy.store import DraftRefused, read_draft
 from vllm_tide.draft import DraftError
-from vllm_tide.train import checkpoint, head_store
-from vllm_tide.train.head_store import HeadRefused
+from vllm_tide.train import checkpoint
 from vllm_tide.transport import TransportError, purge
 from vllm_tide.transport.identity import (
     draft_fingerprint,
@@ -237,11 +237,11 @@ def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     _, path, manifest, _ = files.head_scene()
     text = json.dumps({**manifest, "size": float("inf")}).encode()
     path.with_suffix(".json").write_bytes(files.seal(text, checkpoint.digest_of))
-    with pytest.raises(HeadRefused, match="OverflowError"):
-        head_store.read_head(path)
+    with pytest.raises(DraftRefused, match="OverflowError"):
+        read_draft(path)
     os.mkfifo(tmp_path / "x.json", 0o600)
-    with pytest.raises(HeadRefused, match="no plain file"):
-        head_store.read_head(tmp_path / "x.json")
+    with pytest.raises(DraftRefused, match="no plain file"):
+        read_draft(tmp_path / "x.json")
 
 
 def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):

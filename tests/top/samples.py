@@ -3,8 +3,8 @@
 import json
 import time
 
+from vllm_tide.sidecar.report import TrainerStatus
 from vllm_tide.top.collect import Sample, parse_page
-from vllm_tide.train.report import TrainerStatus
 
 LABELS = 'engine="0",model_name="demo"'
 URL = "http://localhost:8000"

@@ -1,12 +1,9 @@
-"""Trains in float32, so that small numbers can be compared; spools in small shards."""
+"""Trains in float32, so that small numbers can be compared."""
 
 import pytest
 import torch
 
-from tests.transport.spool_toys import small_shards
 from vllm_tide.train import step
-
-__all__ = ["small_shards"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.train.toys import VOCAB, ToyTarget, config
 from vllm_tide.config import TrainConfig
+from vllm_tide.deploy.deployment import as_wire
 from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train import step
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.deployment import as_wire
 from vllm_tide.train.distributed import (
     LeadRank,
     OneRank,

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.train.test_sidecar import KNOBS, Engine
+from tests.sidecar.test_sidecar import KNOBS, Engine
 from tests.train.toys import TOY, ToyTarget, toy_trainer
 from vllm_tide.cli import train as cli
 from vllm_tide.cli.main import main
@@ -17,7 +17,8 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train import gpu, sidecar
+from vllm_tide.sidecar import loop as sidecar
+from vllm_tide.train import gpu
 from vllm_tide.train.evaluate import evaluate
 from vllm_tide.train.gpu import Shortage, Turns, claim, gpu_uuid, with_share
 from vllm_tide.train.packing import pack

@@ -7,9 +7,9 @@ import pytest
 
 from tests.transport.samples import make_record, make_spec
 from tests.transport.test_weights import publish
-from vllm_tide.train import feed as feed_ring
-from vllm_tide.train.feed import RingFeed
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment
+from vllm_tide.transport import feed as feed_ring
+from vllm_tide.transport.feed import RingFeed
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import PAGE_BYTES, SHM_DIR

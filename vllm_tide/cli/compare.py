@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if (path := args.html) is not None:
             path.write_text(page(found), encoding="utf-8")
         if (path := args.json) is not None:
-            from vllm_tide.train.report import finite
+            from vllm_tide.metrics import finite
 
             text = json.dumps(finite(found.to_json()), indent=1)
             path.write_text(text + "\n", encoding="utf-8")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from vllm_tide.cli import fail
 from vllm_tide.config import ConfigError
+from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
 from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
 from vllm_tide.draft.speculators import Verifier, read_verifier
 from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.engine.staged_draft import DraftRefused, tensors_of
-from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     default_run_dir,
@@ -143,7 +143,7 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
     if not folder.is_dir():  # a store would make it
         raise DraftError(f"--state-dir: no directory {str(folder)!r}.")
     raw = read_config(draft_dir)
-    store = HeadStore(folder, head_fingerprint(rows_fingerprint(target_dir), raw))
+    store = DraftStore(folder, store_fingerprint(rows_fingerprint(target_dir), raw))
     head = store.newest()
     if head is None:
         why = f" ({store.refused[-1]})" if store.refused else ""

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(cluster)
     print(*text(plan), sep="\n")
     if args.json:
-        from vllm_tide.train.report import finite
+        from vllm_tide.metrics import finite
 
         content = json.dumps(finite(plan.to_json()), indent=1)
         try:

@@ -16,8 +16,8 @@ from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.speculative import read_json_object
 
 if TYPE_CHECKING:
-    from vllm_tide.train.feeds import Feeds
     from vllm_tide.train.ranks import Ranks
+    from vllm_tide.transport.feeds import Feeds
 
 POLL_S = 0.5
 
@@ -80,9 +80,9 @@ def _run(args: argparse.Namespace) -> int:
 def _lead(
     args: argparse.Namespace, override: TideConfig | None, ranks: Ranks | None
 ) -> int:
+    from vllm_tide.sidecar.loop import Sidecar, describe, logger
+    from vllm_tide.sidecar.report import TrainerStatus, open_metrics
     from vllm_tide.train.gpu import give_back_cache, prepare_process
-    from vllm_tide.train.report import TrainerStatus, open_metrics
-    from vllm_tide.train.sidecar import Sidecar, describe, logger
     from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
@@ -145,10 +145,10 @@ def _find(
     args: argparse.Namespace, run_dir: Path, spool: str | None, ranks: Ranks | None
 ) -> Feeds:
     """Feeds with at least one engine; a TransportError where nobody waits for one."""
+    from vllm_tide.sidecar.loop import logger
     from vllm_tide.train.distributed import BEAT_S, beat
-    from vllm_tide.train.feed_spool import FIRST_SCAN_S
-    from vllm_tide.train.feeds import open_feeds
-    from vllm_tide.train.sidecar import logger
+    from vllm_tide.transport.feed_spool import FIRST_SCAN_S
+    from vllm_tide.transport.feeds import open_feeds
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir

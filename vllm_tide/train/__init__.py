@@ -1,5 +1,5 @@
-"""Training a draft from captured rows: assemble, pack, step, evaluate, publish.
+"""Training a draft: records in, a candidate out that was judged on held-out requests.
 
-Runs in the trainer process. Data flow: Record -> Assembler -> Sample -> SampleBuffer ->
-PackedBatch -> TrainStep -> evaluate -> candidate tensors. Imports torch, never vllm.
+Data flow: Record -> Assembler -> Sample -> SampleBuffer -> PackedBatch -> TrainStep ->
+evaluate -> judge -> candidate tensors. Imports torch, never vllm.
 """

@@ -37,11 +37,11 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.speculative import merged
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.evaluate import FORMS, Evaluation, evaluate
-from vllm_tide.train.feed import RingFeed
 from vllm_tide.train.packing import pack, take_batch
 from vllm_tide.train.reservoir import window_tokens
 from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep, compute_dtype
+from vllm_tide.transport.feed import RingFeed
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 from vllm_tide.transport.ring import Collect

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import resource
 import time
@@ -23,7 +22,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS
+from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS, finite
 from vllm_tide.tracing import Tracing
 from vllm_tide.transport.rendezvous import write_private
 from vllm_tide.transport.shm import said
@@ -195,17 +194,6 @@ class Report:
     def _halve(self) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         write_private(self.path, "".join(lines[len(lines) // 2 :]))
-
-
-def finite(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None: JSON has none."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 class StatusCollector(Collector):

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.train.feed import RingFeed, RunDirSource, hostile
-from vllm_tide.train.feed_spool import Feed, Source, SpoolFeed, SpoolSource
+from vllm_tide.transport.feed import RingFeed, RunDirSource, hostile
+from vllm_tide.transport.feed_spool import Feed, Source, SpoolFeed, SpoolSource
 from vllm_tide.transport.identity import difference
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record, RingSpec

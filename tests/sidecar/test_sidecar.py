@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
 from vllm_tide.config import ConfigError
 from vllm_tide.draft import DraftError, load_draft, save_draft
+from vllm_tide.sidecar.loop import Sidecar
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.feeds import open_feeds
-from vllm_tide.train.sidecar import Sidecar
+from vllm_tide.transport.feeds import open_feeds
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import (
@@ -294,7 +294,7 @@ def test_a_command_that_waits_for_an_engine_stops_gracefully(command, tmp_path):
 def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
     code = (
         "import sys, time; from pathlib import Path; "
-        "from tests.train.test_sidecar import Engine; "
+        "from tests.sidecar.test_sidecar import Engine; "
         f"e = Engine(Path({str(tmp_path)!r})); e.serve(5); print('up', flush=True); "
         "time.sleep(120)"
     )

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.canary import Canary
-from vllm_tide.train.groups import Groups
-from vllm_tide.train.served import ServedRequests, bucket_of
+from vllm_tide.deploy.canary import Canary
+from vllm_tide.deploy.groups import Groups
+from vllm_tide.deploy.served import ServedRequests, bucket_of
 
 PREFILL, VERIFY = 0, 1
 

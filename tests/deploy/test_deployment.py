@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
+from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
+from vllm_tide.deploy.deployment import master_of
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.deployment import master_of
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import TransportError
@@ -22,7 +22,7 @@ from vllm_tide.transport.shm import TransportError
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     # However slow the machine, every tick looks at the canary.
-    monkeypatch.setattr("vllm_tide.train.deployment.LOOK_SHARE", math.inf)
+    monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
     made = Engine(tmp_path)
     yield made
     made.close()
@@ -119,7 +119,7 @@ def test_a_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
     def full(*_args, **_more):
         raise TransportError("no space left")
 
-    monkeypatch.setattr("vllm_tide.train.deployment.RETRY_S", 0.0)
+    monkeypatch.setattr("vllm_tide.deploy.deployment.RETRY_S", 0.0)
     monkeypatch.setattr(feed, "publish", full)
     serve(engine, 60, 1, 1)
     assert sidecar._tick()  # it would go back, and cannot
@@ -180,7 +180,7 @@ def test_a_stored_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
         raise TransportError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr("vllm_tide.train.feeds.RingFeed.publish", full)
+        patched.setattr("vllm_tide.transport.feeds.RingFeed.publish", full)
         again = attach(engine)
     assert again.deployment.published == 0
     assert again._tick()
@@ -230,7 +230,7 @@ def test_publications_keep_their_distance(engine):
 
 
 def test_gated_mode_asks_for_light_records_until_something_shifts(engine, monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.schedule.INIT_REQUESTS", 4)
+    monkeypatch.setattr("vllm_tide.deploy.schedule.INIT_REQUESTS", 4)
     engine.manifest.tide["schedule"] = {"mode": "tide"}
     engine.announce()
     sidecar = attach(engine)
@@ -286,7 +286,7 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
 
     from bench.harness.server import free_port
     from vllm_tide.metrics import TRAINER, samples_of
-    from vllm_tide.train.report import open_metrics
+    from vllm_tide.sidecar.report import open_metrics
 
     engine.serve(60)
     sidecar = attach(engine)

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vllm_tide.train.groups import (
+from vllm_tide.deploy.groups import (
     FOUNDING_TOKENS,
     MIN_TOKENS,
     Groups,

@@ -9,16 +9,16 @@ import stat
 import pytest
 import torch
 
-from vllm_tide.draft.config import DraftError
-from vllm_tide.train import head_store
-from vllm_tide.train.head_store import (
-    HeadRefused,
-    HeadStore,
-    head_fingerprint,
-    read_head,
+from vllm_tide.deploy import store as store_module
+from vllm_tide.deploy.store import (
+    DraftRefused,
+    DraftStore,
+    read_draft,
+    store_fingerprint,
 )
+from vllm_tide.draft.config import DraftError
 
-OURS = head_fingerprint("target-a", {"hidden_size": 8})
+OURS = store_fingerprint("target-a", {"hidden_size": 8})
 
 
 def tensors(seed=0):
@@ -31,7 +31,7 @@ def tensors(seed=0):
 
 
 def store(tmp_path, **changes):
-    return HeadStore(tmp_path / "heads", **{"fingerprint": OURS, **changes})
+    return DraftStore(tmp_path / "heads", **{"fingerprint": OURS, **changes})
 
 
 def damage(path, at=-3):
@@ -61,14 +61,14 @@ def test_newest_is_the_last_one_put_whatever_its_version(tmp_path):
     store(tmp_path).put(tensors(0), 9)
     store(tmp_path).put(tensors(1), 1)  # a restarted server counts anew
     assert store(tmp_path).newest().version == 1
-    assert [h.version for h in store(tmp_path).heads()] == [1, 9]
+    assert [h.version for h in store(tmp_path).drafts()] == [1, 9]
 
 
 def test_keeps_the_last_three(tmp_path):
     ours = store(tmp_path)
     for version in range(1, 6):
         ours.put(tensors(version), version)
-    assert [h.version for h in ours.heads()] == [5, 4, 3]
+    assert [h.version for h in ours.drafts()] == [5, 4, 3]
     assert len(list(ours.directory.iterdir())) == 6
 
 
@@ -112,8 +112,8 @@ def test_damaged_is_passed_over_with_the_reason(tmp_path, suffix, how):
 def test_a_foreign_manifest_is_refused(tmp_path, text):
     path = store(tmp_path).put(tensors(), 1)
     path.with_suffix(".json").write_text(text, encoding="latin-1")
-    with pytest.raises(HeadRefused):
-        read_head(path)
+    with pytest.raises(DraftRefused):
+        read_draft(path)
 
 
 def test_every_field_of_the_manifest_is_covered_by_its_digest(tmp_path):
@@ -125,23 +125,23 @@ def test_every_field_of_the_manifest_is_covered_by_its_digest(tmp_path):
         if changed == before:
             changed[name] = {"b": 2}
         manifest.write_text(json.dumps(changed))
-        with pytest.raises(HeadRefused, match="damaged"):
-            read_head(path)
+        with pytest.raises(DraftRefused, match="damaged"):
+            read_draft(path)
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):
     path = store(tmp_path).put(tensors(), 1)
-    with pytest.raises(HeadRefused, match="another target or draft"):
-        read_head(path, "0" * 64)
-    assert read_head(path).version == 1
-    assert read_head(path.with_suffix(".json")).version == 1
+    with pytest.raises(DraftRefused, match="another target or draft"):
+        read_draft(path, "0" * 64)
+    assert read_draft(path).version == 1
+    assert read_draft(path.with_suffix(".json")).version == 1
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     path = store(tmp_path).put(tensors(), 1)
-    monkeypatch.setattr(head_store, "FORMAT", 2)
-    with pytest.raises(HeadRefused, match="format 1, not 2"):
-        read_head(path)
+    monkeypatch.setattr(store_module, "FORMAT", 2)
+    with pytest.raises(DraftRefused, match="format 1, not 2"):
+        read_draft(path)
 
 
 def test_writable_by_others_is_refused(tmp_path):
@@ -163,7 +163,7 @@ def test_links_are_not_followed(tmp_path):
 def test_not_finite_is_never_stored(tmp_path):
     ours = store(tmp_path)
     bad = tensors() | {"fc.weight": torch.full((4, 6), float("nan"))}
-    with pytest.raises(HeadRefused, match="fc.weight is not finite"):
+    with pytest.raises(DraftRefused, match="fc.weight is not finite"):
         ours.put(bad, 1)
     assert list(ours.directory.iterdir()) == []
 
@@ -214,12 +214,12 @@ def test_a_bad_head_can_be_dropped(tmp_path):
 
 
 def test_fingerprint_depends_on_target_and_shape_only():
-    base = head_fingerprint("a", {"hidden_size": 8, "transformers_version": "1"})
-    assert base == head_fingerprint(
+    base = store_fingerprint("a", {"hidden_size": 8, "transformers_version": "1"})
+    assert base == store_fingerprint(
         "a", {"transformers_version": "2", "hidden_size": 8}
     )
-    assert base != head_fingerprint("b", {"hidden_size": 8})
-    assert base != head_fingerprint("a", {"hidden_size": 16})
+    assert base != store_fingerprint("b", {"hidden_size": 8})
+    assert base != store_fingerprint("a", {"hidden_size": 16})
 
 
 def test_an_unusable_directory_names_the_knob(tmp_path):

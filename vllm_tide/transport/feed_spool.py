@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.train.feed import RingFeed, RunDirSource
 from vllm_tide.transport import publication
+from vllm_tide.transport.feed import RingFeed, RunDirSource
 from vllm_tide.transport.publication import DraftBlob, Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring import Collect

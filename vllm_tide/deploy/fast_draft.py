@@ -27,21 +27,20 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import TideConfig, TrainConfig
+from vllm_tide.deploy.deployment import RETRY_S, AddEvent, Deployment, as_wire
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.delta import RANK, apply, factors, fingerprint
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
-from vllm_tide.train.deployment import RETRY_S, Deployment, as_wire
 from vllm_tide.train.evaluate import FORMS
-from vllm_tide.train.feeds import EngineVersions, Feeds
 from vllm_tide.train.gpu import Shortage, give_back_cache, lacks_memory
 from vllm_tide.train.loss_rows import LossRows, Plan
 from vllm_tide.train.packing import PackedBatch, pack
-from vllm_tide.train.report import Report
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, Work
 from vllm_tide.train.trainer import Trainer
+from vllm_tide.transport.feeds import EngineVersions, Feeds
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.train")
@@ -138,11 +137,11 @@ class FastDraft:
         trainer: Trainer,
         feeds: Feeds,
         deployment: Deployment,
-        events: Report,
+        add_event: AddEvent,
     ) -> None:
         self._knobs, self._how = tide.test_time, tide.test_time.adapt
         self._trainer, self._feeds = trainer, feeds
-        self._deployment, self._events = deployment, events
+        self._deployment, self._add_event = deployment, add_event
         # The sidecar's: it knows the share of a GPU.
         self._config: TrainConfig = trainer.config
         self._stride = tide.test_time.stride or STRIDES.get(self._how, 1)
@@ -209,7 +208,7 @@ class FastDraft:
         """Forget all that was learnt; the next tick gives the base back."""
         if self.served is not None:
             facts = {"gain": self.gain.mean, "steps": self.steps, "reason": reason}
-            self._events.add("given_back", base=self._base, **facts)
+            self._add_event("given_back", base=self._base, **facts)
         self._next_return = 0.0
         self._forget()
 
@@ -430,7 +429,7 @@ class FastDraft:
             return
         if self.served is None:
             facts = {"gain": self.gain.mean, "steps": self.steps}
-            self._events.add("adapted", base=self._base, **facts)
+            self._add_event("adapted", base=self._base, **facts)
             self.served = self.draft.clone()
         self.served.take(made)  # as engines have it: that is what is judged
         self._sent_at = self.steps

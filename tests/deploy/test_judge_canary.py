@@ -9,8 +9,8 @@ import pytest
 
 from scripts.bench.judge_canary import Loop, Truth, rows
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train.schedule import Schedule
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.deploy.schedule import Schedule
+from vllm_tide.deploy.served import ServedRequest
 
 
 @pytest.mark.parametrize("policy", ["static", "adaspec"])

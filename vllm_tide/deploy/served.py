@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tide.train.groups import MIN_TOKENS, UNKNOWN, Groups
+from vllm_tide.deploy.groups import MIN_TOKENS, UNKNOWN, Groups
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record

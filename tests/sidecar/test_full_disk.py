@@ -5,12 +5,12 @@ import resource
 import subprocess
 import sys
 
-from vllm_tide.train.report import Report, TrainerStatus
+from vllm_tide.sidecar.report import Report, TrainerStatus
 
 CHILD = """
 import resource, sys
 from pathlib import Path
-from vllm_tide.train.report import Report
+from vllm_tide.sidecar.report import Report
 log = Report(Path(sys.argv[1]), "e")
 log.add("first", reason="whole")
 size = log.path.stat().st_size

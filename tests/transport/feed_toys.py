@@ -11,10 +11,10 @@ from tests.transport.samples import make_light, make_spec
 from tests.transport.spool_toys import (
     head_tensors,
 )
-from vllm_tide.train.feeds import (
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.feeds import (
     Feeds,
 )
-from vllm_tide.transport import TransportError
 from vllm_tide.transport.publication import Publication, TensorBytes
 from vllm_tide.transport.weights import WeightsFeedback
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.train.test_sidecar import TOY, VOCAB, Engine, attach
+from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import make_record, make_spec
 from tests.transport.spool_toys import ToyEngine
 from vllm_tide.config import SpoolConfig
+from vllm_tide.sidecar.report import StatusCollector
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.train.report import StatusCollector
 from vllm_tide.transport import RingReader, RingWriter, purge, spool_writer
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import DATA_AT

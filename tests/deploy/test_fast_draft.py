@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from tests.train.test_sidecar import KNOBS, Engine, attach
+from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import TOY, VOCAB, toy_trainer
+from vllm_tide.deploy.fast_draft import RATES, FastStep, Gain
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train import step as steps
 from vllm_tide.train.assemble import PREFILL, VERIFY, Assembler
-from vllm_tide.train.fast_draft import RATES, FastStep, Gain
 from vllm_tide.train.packing import pack
 from vllm_tide.transport.record import Record
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from vllm_tide.train.served import Cell, ServedRequest
+from vllm_tide.deploy.served import Cell, ServedRequest
 
 POOL_COST = 20.0
 """Cost (steps without drafts) of the next coarser cell in the speed of a cell."""

@@ -40,8 +40,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train.groups import MAX_GROUPS
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.deploy.groups import MAX_GROUPS
+from vllm_tide.deploy.served import ServedRequest
 
 SIGMAS = 3.0
 """Standard errors that chance is granted."""

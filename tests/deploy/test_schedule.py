@@ -16,8 +16,8 @@ from scripts.bench.schedule_sim import (
     make_request,
 )
 from vllm_tide.config import ScheduleConfig
-from vllm_tide.train import schedule as rules
-from vllm_tide.train.schedule import (
+from vllm_tide.deploy import schedule as rules
+from vllm_tide.deploy.schedule import (
     ACTIVE_REQUESTS,
     EPSILON,
     INIT_REQUESTS,
@@ -28,7 +28,7 @@ from vllm_tide.train.schedule import (
     Schedule,
     ShiftTest,
 )
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.deploy.served import ServedRequest
 
 
 def schedule(mode, *, min_new_tokens=100, day0=False):

@@ -17,27 +17,28 @@ from typing import Any
 
 from vllm_tide.capture.switch import PAUSED, Switch
 from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.deploy.deployment import Deployment
+from vllm_tide.deploy.fast_draft import FastDraft
+from vllm_tide.deploy.groups import Groups
+from vllm_tide.deploy.schedule import Schedule
+from vllm_tide.deploy.served import ServedRequest, ServedRequests
+from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
+from vllm_tide.metrics import finite
+from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint
-from vllm_tide.train.deployment import Deployment
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
-from vllm_tide.train.fast_draft import FastDraft
-from vllm_tide.train.feed_spool import Feed
-from vllm_tide.train.feeds import Feeds
 from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
-from vllm_tide.train.groups import Groups
-from vllm_tide.train.head_store import HeadStore, head_fingerprint
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.ranks import Ranks
-from vllm_tide.train.report import Report, TrainerStatus, finite
-from vllm_tide.train.schedule import Schedule
-from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
+from vllm_tide.transport.feed_spool import Feed
+from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
@@ -116,11 +117,11 @@ class Sidecar:
         self._engine, self._emptied = "", False
         store = self._open_store()
         self.deployment = Deployment(
-            feeds, self.trainer, self.tide, store, self.report, self._served
+            feeds, self.trainer, self.tide, store, self.report.add, self._served
         )
         self.deployment.adopt()
         self.fast = FastDraft(
-            self.tide, self.trainer, feeds, self.deployment, self.report
+            self.tide, self.trainer, feeds, self.deployment, self.report.add
         )
         self._resume()
         self._admin = AdminSocket(run_dir)
@@ -398,10 +399,10 @@ class Sidecar:
         given = self.config.state_dir
         return Path(given).expanduser() if given else self._run_dir / "heads"
 
-    def _open_store(self) -> HeadStore:
+    def _open_store(self) -> DraftStore:
         target = rows_fingerprint(self._target_path)
-        return HeadStore(
-            self._state_dir(), head_fingerprint(target, read_config(self._draft_path))
+        return DraftStore(
+            self._state_dir(), store_fingerprint(target, read_config(self._draft_path))
         )
 
     def _checkpoints(self) -> Path:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.comparison import Comparison, Window, compare
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.deploy.comparison import Comparison, Window, compare
+from vllm_tide.deploy.served import ServedRequest
 
 Decision = Literal["keep", "rollback"]
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.train.test_fast_draft import Stream, record
-from tests.train.test_sidecar import KNOBS, Engine, attach
+from tests.deploy.test_fast_draft import Stream, record
+from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import weights_of
+from vllm_tide.deploy import fast_draft
+from vllm_tide.deploy.deployment import master_of
+from vllm_tide.deploy.fast_draft import FastStep
 from vllm_tide.draft import delta
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
-from vllm_tide.train import fast_draft
 from vllm_tide.train.assemble import PREFILL
-from vllm_tide.train.deployment import master_of
-from vllm_tide.train.fast_draft import FastStep
 from vllm_tide.train.gpu import Turns
 from vllm_tide.transport.purge import ask
 from vllm_tide.transport.shm import TransportError
@@ -259,7 +259,7 @@ def test_what_drops_it(engine, how):
 def test_a_base_that_is_refused_is_sent_again_and_said_once(
     engine, monkeypatch, caplog
 ):
-    monkeypatch.setattr("vllm_tide.train.fast_draft.RETRY_S", 0.0)
+    monkeypatch.setattr("vllm_tide.deploy.fast_draft.RETRY_S", 0.0)
     sidecar = served(engine)
     feed = sidecar.feeds.reference
     engine.go(finished=True)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.train.feed_toys import FakeFeed, feeds_of, publish
-from tests.train.test_adaptation import ADAPT
-from tests.train.test_fast_draft import Stream
+from tests.deploy.test_adaptation import ADAPT
+from tests.deploy.test_fast_draft import Stream
 from tests.train.toys import toy_trainer
+from tests.transport.feed_toys import FakeFeed, feeds_of, publish
 from tests.transport.spool_toys import head_tensors
 from vllm_tide.config import ConfigError, parse_tide
-from vllm_tide.train.fast_draft import FastDraft
+from vllm_tide.deploy.fast_draft import FastDraft
 
 
 def meta(fast: bool) -> dict:
@@ -27,10 +27,13 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
     a.installed = 1  # b has not come to it, and c refuses it
     c.refused = 1
     trainer, said = toy_trainer(0), []
+
+    def report(event: str, **facts: object) -> None:
+        said.append(event)
+
     deployment = SimpleNamespace(published=1)
-    events = SimpleNamespace(add=lambda event, **facts: said.append(event))
     tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, deployment, events)
+    fast = FastDraft(tide, trainer, feeds, deployment, report)
     streams = [Stream(key, key) for key in range(3)]
     trainer.add_records([stream.prefill() for stream in streams], 0.0)
     for _ in range(200):
@@ -57,9 +60,12 @@ def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
     trainer, said = toy_trainer(0), []
-    events = SimpleNamespace(add=lambda event, **facts: said.append(event))
+
+    def report(event: str, **facts: object) -> None:
+        said.append(event)
+
     tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, SimpleNamespace(published=0), events)
+    fast = FastDraft(tide, trainer, feeds, SimpleNamespace(published=0), report)
     streams = [Stream(key, key) for key in range(3)]
     trainer.add_records([stream.prefill() for stream in streams], 0.0)
 
@@ -87,9 +93,8 @@ def test_an_engine_that_refuses_the_next_base_is_given_back_the_one_it_holds():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
     trainer, deployment = toy_trainer(0), SimpleNamespace(published=0)
-    events = SimpleNamespace(add=lambda event, **facts: None)
     tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, deployment, events)
+    fast = FastDraft(tide, trainer, feeds, deployment, lambda *_, **__: None)
     streams = [Stream(key, key) for key in range(3)]
     trainer.add_records([stream.prefill() for stream in streams], 0.0)
     for _ in range(300):
@@ -144,7 +149,7 @@ def test_versions_of_a_fast_draft_are_its_bases():
 
 
 def test_memory_of_versions_is_bounded(monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.feeds.FAST_KEPT", 8)
+    monkeypatch.setattr("vllm_tide.transport.feeds.FAST_KEPT", 8)
     a = FakeFeed("a")
     feeds, _ = feeds_of(a)
     for _ in range(50):

@@ -8,14 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.train.feed_toys import FakeFeed, FakeSource, feeds_of, look, publish, rows
+from tests.transport.feed_toys import (
+    FakeFeed,
+    FakeSource,
+    feeds_of,
+    look,
+    publish,
+    rows,
+)
 from tests.transport.samples import make_light, make_record, make_spec
-from vllm_tide.train.feed import hostile
-from vllm_tide.train.feeds import (
+from vllm_tide.transport import TransportError
+from vllm_tide.transport.feed import hostile
+from vllm_tide.transport.feeds import (
     TURN_ROWS,
     Feeds,
 )
-from vllm_tide.transport import TransportError
 from vllm_tide.transport.ring import Collect
 
 # Fair shares

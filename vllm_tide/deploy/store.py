@@ -27,8 +27,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
+from vllm_tide.metrics import finite
 from vllm_tide.train.checkpoint import digest_of
-from vllm_tide.train.report import finite
 from vllm_tide.transport.rendezvous import TEMPORARY, write_private
 
 logger = logging.getLogger("vllm_tide.train")
@@ -44,12 +44,12 @@ _VOLATILE = frozenset(
 )
 
 
-class HeadRefused(DraftError):
+class DraftRefused(DraftError):
     """A stored draft is damaged, foreign or unsafe; the message says which."""
 
 
 @dataclass(frozen=True)
-class StoredHead:
+class StoredDraft:
     """A draft as it was stored.
 
     Attributes:
@@ -67,7 +67,7 @@ class StoredHead:
     path: Path
 
 
-def head_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
+def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
     """SHA-256 (hexadecimal) of what a stored draft must fit.
 
     Args:
@@ -78,7 +78,7 @@ def head_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-class HeadStore:
+class DraftStore:
     """The drafts of one fingerprint in a directory, which others may share.
 
     Args:
@@ -119,12 +119,12 @@ class HeadStore:
             tensors: By checkpoint name; copied to the CPU.
 
         Raises:
-            HeadRefused: A tensor is not finite.
+            DraftRefused: A tensor is not finite.
             OSError: It cannot be written; what was stored before is untouched.
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise HeadRefused(f"head store: {name} is not finite.")
+                raise DraftRefused(f"head store: {name} is not finite.")
         plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
         data = save(plain, metadata={"format": "pt"})
         names = self._names()
@@ -147,20 +147,20 @@ class HeadStore:
         self._prune()
         return path
 
-    def newest(self) -> StoredHead | None:
+    def newest(self) -> StoredDraft | None:
         """The newest stored draft that is whole and ours; None if there is none."""
-        return next(self.heads(), None)
+        return next(self.drafts(), None)
 
-    def heads(self) -> Iterator[StoredHead]:
+    def drafts(self) -> Iterator[StoredDraft]:
         """Stored drafts, newest first; those that may not be loaded are passed over."""
         for name in reversed(self._names()):
             try:
-                yield read_head(self.directory / (name + _TENSORS), self.fingerprint)
-            except HeadRefused as error:
+                yield read_draft(self.directory / (name + _TENSORS), self.fingerprint)
+            except DraftRefused as error:
                 logger.warning("%s", error)
                 self.refused = [*self.refused, str(error)][-32:]
 
-    def drop(self, head: StoredHead) -> None:
+    def drop(self, head: StoredDraft) -> None:
         self._remove(head.path.name.removesuffix(_TENSORS))
 
     @property
@@ -195,32 +195,32 @@ class HeadStore:
                 (self.directory / (name + suffix)).unlink()
 
 
-def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
+def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
     """Read one stored draft.
 
     Args:
         fingerprint: What it must fit; None takes any.
 
     Raises:
-        HeadRefused: It is damaged, foreign, absent or writable by others.
+        DraftRefused: It is damaged, foreign, absent or writable by others.
     """
     where = path.with_suffix(_TENSORS)
     raw = _read(path.with_suffix(_MANIFEST), _MAX_MANIFEST_BYTES)
     try:
         manifest = json.loads(raw)
         if manifest["format"] != FORMAT:
-            raise HeadRefused(
+            raise DraftRefused(
                 f"{where}: stored in format {manifest['format']!r}, not {FORMAT}."
             )
         claimed = manifest.pop("self_sha256")
         if claimed != digest_of(manifest):
-            raise HeadRefused(f"{where}: its manifest is damaged.")
+            raise DraftRefused(f"{where}: its manifest is damaged.")
         if fingerprint is not None and manifest["fingerprint"] != fingerprint:
-            raise HeadRefused(f"{where}: made for another target or draft.")
+            raise DraftRefused(f"{where}: made for another target or draft.")
         data = _read(where, int(manifest["size"]))
         if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-            raise HeadRefused(f"{where}: its tensors are damaged.")
-        return StoredHead(
+            raise DraftRefused(f"{where}: its tensors are damaged.")
+        return StoredDraft(
             tensors=load(data),
             version=int(manifest["version"]),
             fingerprint=str(manifest["fingerprint"]),
@@ -229,7 +229,7 @@ def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
             served=dict(manifest["served"]),
             path=where,
         )
-    except HeadRefused:
+    except DraftRefused:
         raise
     except (
         ArithmeticError,
@@ -240,7 +240,7 @@ def read_head(path: Path, fingerprint: str | None = None) -> StoredHead:
         ValueError,
         SafetensorError,
     ) as error:
-        raise HeadRefused(
+        raise DraftRefused(
             f"{where}: cannot be understood ({type(error).__name__})."
         ) from None
 
@@ -249,7 +249,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
     """Bytes of a file that is ours alone to write, read once.
 
     Raises:
-        HeadRefused: It is absent, no plain file, unsafe, or larger than `max_bytes`.
+        DraftRefused: It is absent, no plain file, unsafe, or larger than `max_bytes`.
     """
     try:
         # A pipe would be waited for.
@@ -257,18 +257,18 @@ def _read(path: Path, max_bytes: int) -> bytes:
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise HeadRefused(f"{path}: is no plain file.")
+                raise DraftRefused(f"{path}: is no plain file.")
             others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if others or status.st_uid not in (0, os.geteuid()):
-                raise HeadRefused(
+                raise DraftRefused(
                     f"{path}: another user could have written it; make it yours "
                     "(chown) and writable by you alone (chmod 600)."
                 )
             if status.st_size > max_bytes:
-                raise HeadRefused(f"{path}: is damaged (larger than it should be).")
+                raise DraftRefused(f"{path}: is damaged (larger than it should be).")
             return file.read(status.st_size)
     except OSError as error:
-        raise HeadRefused(f"{path}: cannot be read ({error.strerror}).") from None
+        raise DraftRefused(f"{path}: cannot be read ({error.strerror}).") from None
 
 
 def _number(name: str) -> int:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.train.feed_toys import FakeSource, look, publish
+from tests.transport.feed_toys import FakeSource, look, publish
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
@@ -25,7 +25,8 @@ from tests.transport.spool_toys import (
     head_tensors,
     make_models,
 )
-from vllm_tide.train.feeds import (
+from vllm_tide.transport import TransportError, publication
+from vllm_tide.transport.feeds import (
     Feeds,
     RingFeed,
     RunDirSource,
@@ -33,7 +34,6 @@ from vllm_tide.train.feeds import (
     SpoolSource,
     open_feeds,
 )
-from vllm_tide.transport import TransportError, publication
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_store import open_store
@@ -210,7 +210,7 @@ def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     monkeypatch.setattr(
-        "vllm_tide.train.feed_spool.this_instance", lambda: "otherhost:1:2:3"
+        "vllm_tide.transport.feed_spool.this_instance", lambda: "otherhost:1:2:3"
     )
     with pytest.raises(TransportError, match="already reads engine a"):
         SpoolFeed(s.store, "a", threaded=False)

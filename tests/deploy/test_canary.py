@@ -10,9 +10,9 @@ import pytest
 
 from scripts.bench.schedule_sim import make_request
 from vllm_tide.config import DeployConfig
-from vllm_tide.train.canary import MIN_COMPARED, PATIENCE, Canary
-from vllm_tide.train.comparison import Window, compare, mixture_bound
-from vllm_tide.train.served import ServedRequest
+from vllm_tide.deploy.canary import MIN_COMPARED, PATIENCE, Canary
+from vllm_tide.deploy.comparison import Window, compare, mixture_bound
+from vllm_tide.deploy.served import ServedRequest
 
 
 def canary(**changes):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import TideConfig
+from vllm_tide.deploy.canary import Canary, Verdict
+from vllm_tide.deploy.served import ServedRequest, ServedRequests
+from vllm_tide.deploy.store import DraftStore, StoredDraft
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
-from vllm_tide.train.canary import Canary, Verdict
 from vllm_tide.train.evaluate import Evaluation
-from vllm_tide.train.feeds import EngineVersions, Feeds
-from vllm_tide.train.head_store import HeadStore, StoredHead
 from vllm_tide.train.judgement import CycleResult
-from vllm_tide.train.report import Report
-from vllm_tide.train.served import ServedRequest, ServedRequests
 from vllm_tide.train.trainer import Trainer
+from vllm_tide.transport.feeds import EngineVersions, Feeds
 from vllm_tide.transport.publication import Publication
 from vllm_tide.transport.shm import TransportError
 
@@ -42,6 +41,8 @@ MOST_PAUSE_S = 5.0
 """... unless looks would be further apart than this (s)."""
 
 Master = dict[str, Tensor]
+AddEvent = Callable[..., None]
+"""Reports an event: its name, and facts by keyword."""
 
 
 class Deployment:
@@ -63,11 +64,11 @@ class Deployment:
         feeds: Feeds,
         trainer: Trainer,
         config: TideConfig,
-        store: HeadStore | None,
-        events: Report,
+        store: DraftStore | None,
+        add_event: AddEvent,
         served: ServedRequests,
     ) -> None:
-        self._feeds, self._trainer, self._events = feeds, trainer, events
+        self._feeds, self._trainer, self._add_event = feeds, trainer, add_event
         self._store, self._served = store, served
         self.canary, self._config = Canary(config.deploy), config.deploy
         self._next_look = 0.0  # monotonic (s)
@@ -81,7 +82,7 @@ class Deployment:
         self.good = 0  # the version to go back to: the last one kept and installed
         self._superseded: tuple[int, Master] | None = None  # good before the good one
         self._put_back: set[int] = set()
-        self._stored: dict[int, StoredHead] = {}
+        self._stored: dict[int, StoredDraft] = {}
         self._seen: dict[str, EngineVersions] = {}
         self._refused: set[int] = set()
         self._undone: Verdict | None = None  # a rollback that no engine could be sent
@@ -111,11 +112,11 @@ class Deployment:
         try:
             version = self.put_back(tensors, {"restored": number})
         except TransportError as error:
-            self._events.add("unpublished", restored=number, reason=str(error))
+            self._add_event("unpublished", restored=number, reason=str(error))
             return
         if stored is not None:
             self._stored[version] = stored
-        self._events.add("restored", version=version, stored=number)
+        self._add_event("restored", version=version, stored=number)
 
     def put_back(self, master: Master, facts: dict[str, Any]) -> int:
         """Publish weights that have been tried before, and go on from them.
@@ -193,7 +194,7 @@ class Deployment:
         try:
             self._publish(facts)
         except TransportError as error:
-            self._events.add("unpublished", reason=str(error))
+            self._add_event("unpublished", reason=str(error))
 
     def go_back(self, reason: str) -> dict[str, int]:
         """An operator's order: serve the head before the newest one again.
@@ -220,10 +221,10 @@ class Deployment:
         self.canary.overruled(bad)
         if self._store is not None:
             # By what they hold: numbers begin anew with every server.
-            for head in list(self._store.heads()):
+            for head in list(self._store.drafts()):
                 if _same(head, live):
                     self._store.drop(head)
-        self._events.add("rollback", version=bad, to=to, requests=0, reason=reason)
+        self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 
     def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
@@ -236,7 +237,7 @@ class Deployment:
             return self.good, self._masters[self.good]
         if self._superseded is not None:
             return self._superseded
-        stored = () if self._store is None else self._store.heads()
+        stored = () if self._store is None else self._store.drafts()
         for head in stored:
             if not _same(head, live):
                 tensors = {canonical_name(n): t for n, t in head.tensors.items()}
@@ -316,7 +317,7 @@ class Deployment:
         self.publications += 1
         self.last_publish_unix = time.time()
         self._requests, self._published_at = 0, time.monotonic()
-        self._events.add("publish", version=version, **facts)
+        self._add_event("publish", version=version, **facts)
         return version
 
     def _installed(self, engine: str, told: EngineVersions, *, first: bool) -> None:
@@ -343,7 +344,7 @@ class Deployment:
         self.good = version
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]
-        self._events.add("keep", version=version, reason=reason)
+        self._add_event("keep", version=version, reason=reason)
         # A newer one may be on its way: then that one is stored, if it is kept.
         if self._store is None or version != self.published:
             return
@@ -362,18 +363,18 @@ class Deployment:
         good = self._masters.get(self.good)
         if good is None:
             why = "the weights to go back to are not known to this process"
-            self._events.add("unpublished", **facts, reason=why)
+            self._add_event("unpublished", **facts, reason=why)
             return
         try:
             self.put_back(good, facts | {"reason": verdict.reason})
         except TransportError as error:
             if self._undone is None:
-                self._events.add("unpublished", **facts, reason=str(error))
+                self._add_event("unpublished", **facts, reason=str(error))
             self._undone, self._retry_at = verdict, time.monotonic() + RETRY_S
             return
         self._undone = None
         self._masters.pop(verdict.version, None)
-        self._events.add(
+        self._add_event(
             "rollback",
             version=verdict.version,
             to=self.good,
@@ -394,7 +395,7 @@ class Deployment:
         self._masters.pop(newest, None)
         serving = max((v.installed for v in told), default=0)
         back = serving if serving in self._masters else self.good
-        self._events.add(
+        self._add_event(
             "refused", version=newest, reason=told[0].refused_reason, back_to=back
         )
         if self.good == newest:
@@ -407,7 +408,7 @@ class Deployment:
             self._store.drop(stored)
 
 
-def _same(head: StoredHead, live: Mapping[str, Tensor]) -> bool:
+def _same(head: StoredDraft, live: Mapping[str, Tensor]) -> bool:
     """True if a stored head holds the weights `live`, by EAGLE-3 names."""
     stored = {canonical_name(name): tensor for name, tensor in head.tensors.items()}
     return stored.keys() == live.keys() and all(

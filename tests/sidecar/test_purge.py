@@ -19,10 +19,10 @@ from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import trainer as command
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.feed_spool import SpoolFeed
 from vllm_tide.train.reservoir import SampleBuffer
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.transport import purge, spool_writer
+from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineFolder

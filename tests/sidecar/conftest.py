@@ -1,0 +1,6 @@
+"""Trains in float32, so that small numbers can be compared; spools in small shards."""
+
+from tests.train.conftest import in_float32
+from tests.transport.spool_toys import small_shards
+
+__all__ = ["in_float32", "small_shards"]

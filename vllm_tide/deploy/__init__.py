@@ -1,0 +1,1 @@
+"""What served traffic decides: when to train, which draft is served, and going back."""

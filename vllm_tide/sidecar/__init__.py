@@ -1,0 +1,1 @@
+"""The trainer's process: drains engines, trains, deploys, reports."""
