@@ -40,7 +40,7 @@ from vllm_tide.config import parse_tide
 from vllm_tide.deploy.fast_draft import CONTEXT_ROWS, FastDraft
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.rows import StepRows
+from vllm_tide.draft.rows import RowLayout, StepRows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
@@ -153,8 +153,9 @@ def proposals(
     weights = draft.compute_weights(torch.float32)
     padded = features[first : first + len(ids)]
     positions = torch.arange(first, first + len(ids))
+    layout = RowLayout([0, len(ids)], [len(ids)], [], [])
     out = draft.forward_ttt(
-        ids, padded, positions, [0, len(ids)], steps, torch.float32, weights
+        ids, padded, positions, layout, steps, torch.float32, weights
     )
     best = torch.stack([draft.logits(o, weights).argmax(-1) for o in out], 1)
     return draft.vocab.target_ids[best]

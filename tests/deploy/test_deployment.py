@@ -180,7 +180,7 @@ def test_a_stored_head_that_cannot_be_sent_stops_nothing(engine, monkeypatch):
         raise TransportError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr("vllm_tide.transport.feeds.RingFeed.publish", full)
+        patched.setattr("vllm_tide.transport.feed.RingFeed.publish", full)
         again = attach(engine)
     assert again.deployment.published == 0
     assert again._tick()

@@ -12,8 +12,7 @@ from tests.train.toys import HIDDEN, VOCAB, config
 from vllm_tide.draft.config import Rope
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train.loss_rows import plan_steps
-from vllm_tide.train.packing import pack
+from vllm_tide.train.packing import pack, plan_rows
 from vllm_tide.train.sample import Sample
 
 STEPS = 4
@@ -58,18 +57,17 @@ def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
 def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.Tensor]:
     """(document key, row, step) to logits."""
     batch = pack(samples)
-    plan = plan_steps(batch.valid, batch.doc_ids, STEPS)
-    assert plan is not None
+    plan = plan_rows(batch, STEPS)
     weights = draft.compute_weights(torch.float32)
     outputs = draft.forward_ttt(
-        batch.tokens, batch.features, batch.positions, batch.doc_starts, plan.steps
+        batch.tokens, batch.features, batch.positions, batch.layout, plan
     )
     out = {}
-    for i, (rows, normed) in enumerate(zip(plan.steps, outputs, strict=True)):
+    for i, (rows, normed) in enumerate(zip(plan, outputs, strict=True)):
         logits = draft.logits(normed, weights).detach()
         for at, value in zip(rows.active[rows.loss].tolist(), logits, strict=True):
-            doc = int(batch.doc_ids[at])
-            out[batch.keys[doc], at - batch.doc_starts[doc], i] = value
+            doc = int(batch.segments[at])
+            out[batch.keys[doc], at - batch.layout.doc_starts[doc], i] = value
     return out
 
 

@@ -13,13 +13,13 @@ from tests.draft.rollout import rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
 from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.train.loss_rows import Plan, plan_steps
+from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.packing import (
-    BranchPlan,
+    LossRows,
     PackedBatch,
     num_branch_rows,
     pack,
-    plan_branches,
+    plan_rows,
     take_batch,
 )
 from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
@@ -49,20 +49,15 @@ def make_samples() -> list[Sample]:
     ]
 
 
-def planned(batch: PackedBatch, steps: int = STEPS) -> tuple[Plan, BranchPlan]:
-    """Both plans."""
-    plan = plan_steps(batch.valid, batch.doc_ids, steps)
-    branches = plan_branches(batch, steps)
-    assert plan is not None
-    assert branches is not None
-    return plan, branches
+def num_trunk(batch: PackedBatch, step: StepRows) -> int:
+    """Loss rows of documents in a step; those of branches follow."""
+    return int((step.active[step.loss] < batch.num_tokens).sum())
 
 
 def run(
     draft: Eagle3Draft,
     batch: PackedBatch,
-    plan: Plan | None,
-    branches: BranchPlan | None,
+    plan: list[StepRows],
     dtype: torch.dtype = torch.float32,
     attention: str = "auto",
 ) -> list[Tensor]:
@@ -72,11 +67,10 @@ def run(
         batch.tokens,
         batch.features,
         batch.positions,
-        batch.doc_starts,
-        [] if plan is None else plan.steps,
+        batch.layout,
+        plan,
         dtype,
         w,
-        branches=None if branches is None else branches.inputs,
         attention=attention,
     )
     return [draft.logits(x, w) for x in outputs]
@@ -110,14 +104,16 @@ def expected_rows(
 def test_branch_rows_equal_the_counterfactual_sequence(switches: dict) -> None:
     """Every row of every branch at every step, and the trunk is unchanged."""
     draft, samples = make_draft(**switches), make_samples()
-    batch = pack(samples)
-    plan, branches = planned(batch)
-    found = run(draft, batch, plan, branches)
-    alone = run(draft, batch, plan, None)
+    batch, trunk = pack(samples), pack(samples, branches=False)
+    plan = plan_rows(batch, STEPS)
+    found = run(draft, batch, plan)
+    alone = run(draft, trunk, plan_rows(trunk, STEPS))
     wanted = expected_rows(draft, samples, torch.float32)
-    assert [len(w) for w in wanted] == [t.numel() for t in branches.targets]
-    for i, logits in enumerate(found):
-        count = plan.targets[i].numel()
+    counts = [num_trunk(batch, step) for step in plan]
+    assert [len(w) for w in wanted] == [
+        step.loss.numel() - count for step, count in zip(plan, counts, strict=True)
+    ]
+    for i, (logits, count) in enumerate(zip(found, counts, strict=True)):
         torch.testing.assert_close(logits[:count], alone[i], rtol=0, atol=1e-5)
         scale = max(1.0, float(torch.stack(wanted[i]).abs().max()))
         error = (logits[count:] - torch.stack(wanted[i])).abs().max()
@@ -128,8 +124,8 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
     """All parameters in float64, trunk and branches in one loss."""
     draft, samples = make_draft().double(), make_samples()
     batch = pack(samples)
-    plan, branches = planned(batch)
-    found = run(draft, batch, plan, branches, torch.float64)
+    plan = plan_rows(batch, STEPS)
+    found = run(draft, batch, plan, torch.float64)
     torch.manual_seed(0)
     weight = [torch.randn_like(x) for x in found]
     ours = torch.autograd.grad(
@@ -139,11 +135,11 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
     off = expected_rows(draft, samples, torch.float64)
     w = draft.compute_weights(torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    for i, step in enumerate(plan.steps):
-        rows = step.active[step.loss].tolist()
+    for i, step in enumerate(plan):
+        rows = step.active[step.loss][: num_trunk(batch, step)].tolist()
         logits = []
         for at in rows:
-            doc = int(batch.doc_ids[at])
+            doc = int(batch.segments[at])
             sample = samples[doc]
             logits.append(
                 rollout_logits(
@@ -151,7 +147,7 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
                     w,
                     sample.tokens,
                     sample.features,
-                    at - batch.doc_starts[doc],
+                    at - batch.layout.doc_starts[doc],
                     i + 1,
                     start=sample.start,
                 )[i]
@@ -166,10 +162,10 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
 
 def test_reference_attention_gives_the_same_draft() -> None:
     draft, batch = make_draft(), pack(make_samples())
-    plans = planned(batch)
+    plan = plan_rows(batch, STEPS)
     for a, b in zip(
-        run(draft, batch, *plans, torch.float64, "packed"),
-        run(draft, batch, *plans, torch.float64, "reference"),
+        run(draft, batch, plan, torch.float64, "packed"),
+        run(draft, batch, plan, torch.float64, "reference"),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -178,36 +174,36 @@ def test_reference_attention_gives_the_same_draft() -> None:
 def test_branches_train_where_no_trunk_row_does() -> None:
     draft, samples = make_draft(), make_samples()
     batch = pack([replace(s, has_teacher=s.has_teacher & False) for s in samples])
-    assert plan_steps(batch.valid, batch.doc_ids, STEPS) is None
-    branches = plan_branches(batch, STEPS)
-    assert branches is not None
-    found = run(draft, batch, None, branches)
+    assert plan_rows(batch, STEPS, branches=False) == []
+    found = run(draft, batch, plan_rows(batch, STEPS))
     whole = pack(samples)
-    plan, _ = planned(whole)
-    for i, (a, b) in enumerate(
-        zip(found, run(draft, whole, plan, branches), strict=True)
-    ):
-        both = b[plan.targets[i].numel() :]
-        torch.testing.assert_close(a, both, rtol=0, atol=1e-5)
+    plan = plan_rows(whole, STEPS)
+    for step, a, b in zip(plan, found, run(draft, whole, plan), strict=True):
+        off = b[num_trunk(whole, step) :]
+        torch.testing.assert_close(a, off, rtol=0, atol=1e-5)
+    only = plan_rows(whole, STEPS, committed=False)
+    for a, b in zip(found, run(draft, whole, only), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_longer_plan_decides_the_number_of_steps() -> None:
+def test_the_last_row_that_is_trained_decides_the_number_of_steps() -> None:
     draft, (a, _, _) = make_draft(), make_samples()
-    batch = pack([replace(a, branches=(make_branch(4, 5),))])
-    plan = plan_steps(batch.valid, batch.doc_ids, 2)
-    long = plan_branches(batch, 5)
-    short = plan_branches(batch, 1)
-    assert plan is not None
-    assert long is not None
-    assert short is not None
-    assert [x.shape[0] for x in run(draft, batch, plan, long)] == [11, 10, 3, 2, 1]
-    assert [x.shape[0] for x in run(draft, batch, plan, short)] == [11, 6]
+
+    def sizes(size: int, **kinds: bool) -> list[int]:
+        batch = pack([replace(a, branches=(make_branch(4, size),))])
+        return [len(x) for x in run(draft, batch, plan_rows(batch, 9, **kinds))]
+
+    # Teachers of the document are at 3..8.
+    assert sizes(5, branches=False) == [6, 6, 6, 5, 4, 3, 2, 1]
+    assert sizes(5, committed=False) == [5, 4, 3, 2, 1]
+    assert sizes(5) == [11, 10, 9, 7, 5, 3, 2, 1]
+    assert sizes(9) == [15, 14, 13, 11, 9, 7, 5, 3, 1]
 
 
 def test_targets_are_the_teachers_after_each_embedded_token() -> None:
     samples = make_samples()
     batch = pack(samples)
-    _, plan = planned(batch)
+    found = LossRows.from_plan(batch, plan_rows(batch, STEPS, committed=False))
     rows = [
         (doc, branch, j)
         for doc, sample in enumerate(samples)
@@ -220,36 +216,35 @@ def test_targets_are_the_teachers_after_each_embedded_token() -> None:
             for doc, branch, j in rows
             if j + i < branch.tokens.numel()
         ]
-        assert plan.docs[i].tolist() == [doc for doc, _ in wanted]
-        teacher = batch.hidden_rows(plan.targets[i])
+        mine = found.step == i
+        assert found.doc[mine].tolist() == [doc for doc, _ in wanted]
+        teacher = batch.teacher[found.teacher[mine]]
         assert torch.equal(teacher, torch.stack([t for _, t in wanted]))
-        assert set(plan.tokens[i].tolist()) == {-1}
+    assert bool(found.branch.all()) and set(found.token.tolist()) == {-1}
 
 
 def test_row_without_a_usable_teacher_is_not_trained() -> None:
     batch = pack([replace(make_sample(9, 3, 0, 1), branches=(make_branch(4, 4),))])
-    assert batch.branches is not None
-    valid = torch.tensor([True, False, True, False])
-    batch = replace(batch, branches=replace(batch.branches, valid=valid))
-    plan = plan_branches(batch, 4)
-    assert plan is not None
-    trained = [s.active[s.loss].tolist() for s in plan.steps]
+    valid = batch.valid.clone()
+    valid[9:] = torch.tensor([True, False, True, False])
+    plan = plan_rows(replace(batch, valid=valid), 4, committed=False)
+    trained = [(s.active[s.loss] - 9).tolist() for s in plan]
     assert trained == [[0, 2], [1], [0]]
-    assert [s.active.tolist() for s in plan.steps] == [[0, 1, 2], [0, 1], [0]]
-    none = replace(batch.branches, valid=valid & False)
-    assert plan_branches(replace(batch, branches=none), 4) is None
+    assert [(s.active - 9).tolist() for s in plan] == [[0, 1, 2], [0, 1], [0]]
+    valid[9:] = False
+    assert plan_rows(replace(batch, valid=valid), 4, committed=False) == []
 
 
 def test_batch_without_branches_is_as_before() -> None:
     batch = pack([make_sample(9, 3, 0, 1)])
-    assert batch.branches is None
-    assert plan_branches(batch, STEPS) is None
+    assert batch.layout.branch_starts == [9] and not batch.layout.docs
+    assert plan_rows(batch, STEPS, committed=False) == []
     assert batch.num_rows == batch.num_tokens == 9
 
 
 def test_branches_can_be_left_out() -> None:
     samples = make_samples()
-    assert pack(samples, branches=False).branches is None
+    assert pack(samples, branches=False).num_rows == 27
     assert len(take_batch(deque(samples), 27, branches=False)) == 3
 
 
@@ -275,9 +270,9 @@ def test_topk_teachers_of_branches_are_packed() -> None:
         sample, teacher_hidden=None, teacher_topk=topk(6), branches=(hidden, branch)
     )
     batch = pack([sample])
-    assert batch.branches is not None
-    assert batch.branches.num_rows == 3
-    found = batch.topk_rows(torch.tensor([7, 2]))
+    assert batch.num_rows - batch.num_tokens == 3
+    assert isinstance(batch.teacher, TopK)
+    found = batch.teacher[torch.tensor([7, 2])]
     assert torch.equal(found.ids[0], branch.teacher_topk.ids[1])
     assert torch.equal(found.logprobs[1], sample.teacher_topk.logprobs[2])
     assert torch.equal(found.tail_logprob[0], branch.teacher_topk.tail_logprob[1])
@@ -289,7 +284,7 @@ def test_a_branch_is_trained_in_one_window_only() -> None:
     sample = replace(sample, branches=tuple(make_branch(p, 1) for p in range(1, size)))
     positions = []
     for window in split_windows(sample, 24):
-        rows = pack([window]).branches
-        assert rows is not None
-        positions += rows.positions.tolist()
+        batch = pack([window])
+        assert batch.num_rows > batch.num_tokens
+        positions += batch.positions[batch.num_tokens :].tolist()
     assert sorted(positions) == list(range(1, size))

@@ -207,7 +207,7 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     monkeypatch, capsys, engine, where, more
 ):
     full_gpu(monkeypatch, starved("call"), "set_device" if where == "context" else "")
-    monkeypatch.setattr(gpu, "_pin", lambda config: None)
+    monkeypatch.setattr(sidecar, "_pin", lambda config: None)
     monkeypatch.setattr(cli, "POLL_S", 0.0)
     load = Mock(side_effect=starved("allocator"))
     monkeypatch.setattr(sidecar.TargetRows, "load", load)
@@ -240,7 +240,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
 
     monkeypatch.setattr(sidecar, "Sidecar", Attached)
     monkeypatch.setattr(sidecar, "describe", lambda attached: "")
-    monkeypatch.setattr(gpu, "prepare_process", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sidecar, "prepare_process", lambda *args, **kwargs: None)
     monkeypatch.setattr(gpu, "give_back_cache", lambda: cleared.append(len(held)))
     gc.disable()  # or it may come by itself
     try:

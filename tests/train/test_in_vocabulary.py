@@ -9,8 +9,8 @@ import torch
 
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.evaluate import InVocabulary
 from vllm_tide.train.sample import TopK
-from vllm_tide.train.vocabulary import InVocabulary
 
 TOY = ToyTarget()
 EVEN = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.train.toys import ToyTarget
-from vllm_tide.train.loss_rows import plan_steps
-from vllm_tide.train.packing import pack
+from vllm_tide.train.packing import LossRows, pack, plan_rows
 from vllm_tide.train.sample import Sample, split_windows
 
 
@@ -16,9 +15,8 @@ def _sample(size: int, prompt: int) -> Sample:
 
 def _trained_rows(sample: Sample, steps: int) -> list[list[int]]:
     batch = pack([sample])
-    plan = plan_steps(batch.valid, batch.doc_ids, steps)
-    assert plan is not None
-    return [step.active[step.loss].tolist() for step in plan.steps]
+    plan = plan_rows(batch, steps)
+    return [step.active[step.loss].tolist() for step in plan]
 
 
 def test_first_trained_row_is_the_last_prompt_row():
@@ -43,32 +41,31 @@ def test_rows_before_the_prompt_end_train_only_later_steps():
 
 def test_targets_are_shifted_by_one_and_the_step():
     batch = pack([_sample(8, 2), _sample(6, 1)])
-    plan = plan_steps(batch.valid, batch.doc_ids, 2)
-    assert plan is not None
-    for i, (step, target) in enumerate(zip(plan.steps, plan.targets, strict=True)):
-        rows = step.active[step.loss]
-        assert torch.equal(target, rows + 1 + i)
-        assert torch.equal(batch.doc_ids[target], batch.doc_ids[rows])
+    plan = plan_rows(batch, 2)
+    found = LossRows.from_plan(batch, plan)
+    for i, step in enumerate(plan):
+        rows, target = step.active[step.loss], found.teacher[found.step == i]
+        assert rows.numel() and torch.equal(target, rows + 1 + i)
+        assert torch.equal(batch.segments[target], batch.segments[rows])
 
 
 def test_active_rows_shrink_to_subsets():
     batch = pack([_sample(8, 5), _sample(6, 1)])
-    plan = plan_steps(batch.valid, batch.doc_ids, 3)
-    assert plan is not None
-    sets = [set(s.active.tolist()) for s in plan.steps]
+    plan = plan_rows(batch, 3)
+    sets = [set(s.active.tolist()) for s in plan]
     assert sets[0] >= sets[1] >= sets[2]
 
 
 def test_prompt_only_batch_has_no_plan():
     batch = pack([_sample(5, 5)])
-    assert plan_steps(batch.valid, batch.doc_ids, 3) is None
+    assert plan_rows(batch, 3) == []
 
 
 def test_complete_plan_keeps_rows_trained_at_every_step():
     batch = pack([_sample(10, 4)])
-    plan = plan_steps(batch.valid, batch.doc_ids, 3, complete=True)
-    assert plan is not None
-    for step in plan.steps:
+    plan = plan_rows(batch, 3, complete=True)
+    assert len(plan) == 3
+    for step in plan:
         assert step.active[step.loss].tolist() == [3, 4, 5, 6]
 
 

@@ -26,12 +26,10 @@ from tests.transport.spool_toys import (
     make_models,
 )
 from vllm_tide.transport import TransportError, publication
+from vllm_tide.transport.feed import RingFeed, RunDirSource
+from vllm_tide.transport.feed_spool import SpoolFeed, SpoolSource
 from vllm_tide.transport.feeds import (
     Feeds,
-    RingFeed,
-    RunDirSource,
-    SpoolFeed,
-    SpoolSource,
     open_feeds,
 )
 from vllm_tide.transport.ring import Collect

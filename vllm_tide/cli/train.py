@@ -80,9 +80,9 @@ def _run(args: argparse.Namespace) -> int:
 def _lead(
     args: argparse.Namespace, override: TideConfig | None, ranks: Ranks | None
 ) -> int:
-    from vllm_tide.sidecar.loop import Sidecar, describe, logger
+    from vllm_tide.sidecar.loop import Sidecar, describe, logger, prepare_process
     from vllm_tide.sidecar.report import TrainerStatus, open_metrics
-    from vllm_tide.train.gpu import give_back_cache, prepare_process
+    from vllm_tide.train.gpu import give_back_cache
     from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 

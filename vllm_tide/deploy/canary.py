@@ -40,12 +40,7 @@ _MAX_BACKOFF = 1024  # cycles
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """End of one trial.
-
-    Attributes:
-        decision: Keep the new draft, or go back to the one before.
-        comparison: What it rests on; None where nothing could be compared.
-    """
+    """End of one trial; `comparison` is None where nothing could be compared."""
 
     decision: Decision
     version: int
@@ -87,7 +82,7 @@ class Canary:
 
     @property
     def may_publish(self) -> bool:
-        """Whether a better draft may be published now.
+        """True if a better draft may be published now.
 
         Also during a trial that shows no harm so far, of the newest draft or of all
         that it superseded: waiting for a verdict on each would hold adaptation up.
@@ -138,11 +133,7 @@ class Canary:
             self._let_go = max(self._let_go, self._before.popleft().began)
 
     def look(self, others: Iterable[ServedRequest] = ()) -> None:
-        """Decide, if the trial under way can be decided.
-
-        Args:
-            others: Requests that have not ended.
-        """
+        """Decide if that can be done; `others`: requests that have not ended."""
         if not self.undecided:
             return
         others = [r for r in others if r.whole and r.first_version not in self._bad]
@@ -178,16 +169,13 @@ class Canary:
         return verdict
 
     def forget(self, engine: str) -> None:
-        """An engine is gone, or serves an older head again.
-
-        The last one ends the trial without a verdict.
-        """
+        """An engine is gone, or has an older draft: the last ends the trial."""
         self._engines.discard(engine)
         if not self._engines:
             self._after.clear()
 
     def overruled(self, version: int) -> None:
-        """A draft was taken back by order: as if a trial had found it worse."""
+        """A draft was rolled back by command: as if a trial had found it worse."""
         self.rollbacks += 1
         self.backoff = max(self.backoff, BACKOFF_CYCLES)
         first = self._first if self.undecided else version

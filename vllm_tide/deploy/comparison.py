@@ -66,10 +66,7 @@ class Window:
 
     A request's score is its tokens over those expected of its cells, less one. The mean
     score of the window is that of each of its requests against the *others*: not 0, for
-    easy requests are fewer steps than they are requests.
-
-    Args:
-        requests: In any order; they must not grow any more.
+    easy requests are fewer steps than they are requests. These must not grow any more.
     """
 
     def __init__(self, requests: Sequence[ServedRequest]) -> None:
@@ -93,11 +90,7 @@ class Window:
     def score(
         self, request: ServedRequest, own: Mapping[Key, list[float]] | None = None
     ) -> _Score | None:
-        """Score of a request; None if nothing is like it.
-
-        Args:
-            own: What the request itself has in this window: is taken out first.
-        """
+        """Score of a request, None if nothing is like it; without its `own` part."""
         stratum = stratum_of(request)
         if self._sums(stratum, own)[1] < MIN_COST:
             return None
@@ -204,11 +197,7 @@ def compare(
 
 
 def mixture_bound(weight: float, best_at: float, miss: float) -> float:
-    """Half width of a mean's interval that holds at all sample sizes at once.
-
-    Args:
-        best_at: Number of them at which the interval is narrowest, about.
-    """
+    """Half width of an interval that holds at all sizes, narrowest at `best_at`."""
     log = -2.0 * math.log(miss)
     rho = (log + math.log(log + 1.0)) / max(best_at, 1.0)
     grown = weight * rho + 1.0
@@ -219,16 +208,13 @@ def mixture_bound(weight: float, best_at: float, miss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """Tokens over expected tokens, less one; its weight; expected tokens and cost."""
-
-    value: float
+    value: float  # tokens over expected tokens, less one
     weight: float
     expected: float
     cost: float
 
 
 def _mean(entries: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Weighted mean of (value, weight), and the sum of the weights."""
     weight = sum(w for _, w in entries)
     return (sum(v * w for v, w in entries) / weight if weight else 0.0), weight
 

@@ -49,14 +49,12 @@ class Deployment:
     """Decides which draft the engines serve.
 
     Args:
-        trainer: Its live draft is the one deployed last and not taken back.
+        trainer: Its live draft is the one deployed last and not rolled back.
         store: Keeps good drafts over a restart; None keeps none.
-        served: Follows the requests, for those that have not ended.
 
     Attributes:
         published: Newest version published; 0 if none was.
         good: The version that a rollback goes back to.
-        last_publish_unix: When the last one was published (s).
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class Deployment:
     def adopt(self) -> None:
         """After a restart: go on from what the engines hold, else from the store.
 
-        Where an engine serves a version whose weights are nowhere, the last stored head
+        Where an engine serves a version whose weights are nowhere, the last stored one
         is put in its place, or the checkpoint's: what is served has to be known.
         """
         newest = self._feeds.latest()
@@ -104,11 +102,9 @@ class Deployment:
             return
         if serving and (stored is None or stored.version != serving):
             logger.warning("the weights of version %d are lost", serving)
-        if stored is None:
-            tensors, number = self._masters[0], 0
-        else:
-            tensors = {canonical_name(n): t for n, t in stored.tensors.items()}
-            number = stored.version
+        tensors, number = self._masters[0], 0
+        if stored is not None:
+            tensors, number = stored.master, stored.version
         try:
             version = self.put_back(tensors, {"restored": number})
         except TransportError as error:
@@ -120,9 +116,6 @@ class Deployment:
 
     def put_back(self, master: Master, facts: dict[str, Any]) -> int:
         """Publish weights that have been tried before, and go on from them.
-
-        Args:
-            master: Master weights under EAGLE-3 names.
 
         Raises:
             TransportError: No engine could be sent them; nothing is changed.
@@ -171,10 +164,7 @@ class Deployment:
         """A cycle was judged: publish its candidate if everything allows it.
 
         A candidate that has to wait, or that no engine could be sent, is not lost:
-        training goes on from it.
-
-        Args:
-            now: Monotonic clock (seconds).
+        training goes on from it. `now` is monotonic (s).
         """
         self.canary.cycle_done()
         if not (result.publish and self.canary.may_publish and self._apart(now)):
@@ -197,9 +187,9 @@ class Deployment:
             self._add_event("unpublished", reason=str(error))
 
     def go_back(self, reason: str) -> dict[str, int]:
-        """An operator's order: serve the head before the newest one again.
+        """An operator's command: serve the draft before the newest one again.
 
-        A head on trial gives way to the one that was kept before it; a kept one to the
+        One under canary gives way to the one that was kept before it; a kept one to the
         one before that, as far as it is known or stored. What is gone back from is not
         offered at the next start either, and publishing waits as after any rollback.
 
@@ -221,14 +211,14 @@ class Deployment:
         self.canary.overruled(bad)
         if self._store is not None:
             # By what they hold: numbers begin anew with every server.
-            for head in list(self._store.drafts()):
-                if _same(head, live):
-                    self._store.drop(head)
+            for stored in list(self._store.drafts()):
+                if stored.holds(live):
+                    self._store.drop(stored)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 
     def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
-        """The head that a version took the place of.
+        """The draft that a version took the place of.
 
         Raises:
             TransportError: It is not known.
@@ -237,11 +227,9 @@ class Deployment:
             return self.good, self._masters[self.good]
         if self._superseded is not None:
             return self._superseded
-        stored = () if self._store is None else self._store.drafts()
-        for head in stored:
-            if not _same(head, live):
-                tensors = {canonical_name(n): t for n, t in head.tensors.items()}
-                return head.version, tensors
+        for stored in () if self._store is None else self._store.drafts():
+            if not stored.holds(live):
+                return stored.version, stored.master
         raise TransportError(
             f"no head from before version {version} is known: nothing was rolled back"
             if version
@@ -262,7 +250,6 @@ class Deployment:
         return ""
 
     def _apart(self, now: float) -> bool:
-        """True if a publication would be far enough from the last one."""
         c = self._config
         waited = now - self._published_at
         return waited == math.inf or (
@@ -327,7 +314,7 @@ class Deployment:
         self.installed = max(self.installed, version)
         if version in self._put_back:
             self.good = version
-            # No request will begin with a head that was on trial here.
+            # No request will begin with a draft that was under canary here.
             self.canary.forget(engine)
         if version == 0 or first or version in self._put_back:
             return
@@ -406,15 +393,6 @@ class Deployment:
         stored = self._stored.pop(newest, None)
         if stored is not None and self._store is not None:
             self._store.drop(stored)
-
-
-def _same(head: StoredDraft, live: Mapping[str, Tensor]) -> bool:
-    """True if a stored head holds the weights `live`, by EAGLE-3 names."""
-    stored = {canonical_name(name): tensor for name, tensor in head.tensors.items()}
-    return stored.keys() == live.keys() and all(
-        torch.equal(tensor.to(live[name].dtype), live[name])
-        for name, tensor in stored.items()
-    )
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:

@@ -35,7 +35,6 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.evaluate import FORMS
 from vllm_tide.train.gpu import Shortage, give_back_cache, lacks_memory
-from vllm_tide.train.loss_rows import LossRows, Plan
 from vllm_tide.train.packing import PackedBatch, pack
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, Work
@@ -111,14 +110,10 @@ class FastStep(TrainStep):
         taught = batch.valid[row + 1 :][:most].nonzero().flatten().tolist()
         if not taught:
             return None
-        steps, targets = [], []
-        for i in range(taught[-1] + 1):  # a teacher may be missing amid the chain
-            loss = torch.arange(int(i in taught))
-            steps.append(StepRows(torch.tensor([row]), loss))
-            targets.append(row + 1 + i + loss)
-        plan = Plan(steps, targets)
-        rows = LossRows.from_plan(batch, plan)
-        return Work(batch, plan, None, rows, rows.labels(self.draft.vocab.draft_ids))
+        at = torch.tensor([row])
+        # A teacher may be missing amid the chain.
+        trained = [torch.arange(int(i in taught)) for i in range(taught[-1] + 1)]
+        return self._work(batch, [StepRows(at, loss) for loss in trained])
 
 
 class FastDraft:
@@ -167,7 +162,6 @@ class FastDraft:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the status."""
         state = "learning" if self._long else "waiting"
         if self.served is not None:
             state = "serving"
@@ -182,11 +176,8 @@ class FastDraft:
     def tick(self, now: float, *, paused: bool) -> None:
         """Learn if there is something new, and see that the right draft is served.
 
-        Never raises for a lack of memory: what was learnt is given up then.
-
-        Args:
-            now: Monotonic clock (s).
-            paused: An operator wants nothing learnt.
+        Never raises for a lack of memory: what was learnt is given up then. `now` is
+        monotonic (s).
         """
         if self._how == "off":
             return
@@ -213,7 +204,7 @@ class FastDraft:
         self._forget()
 
     def stop(self) -> None:
-        """Give the base back, if that can be; never raises for want of it."""
+        """Give the base back, if that can be."""
         try:
             self.drop("the trainer stops")
             self._give_back(time.monotonic(), self._feeds.versions())
@@ -314,13 +305,12 @@ class FastDraft:
         return [found]
 
     def _known(self, sample: Sample) -> Sample:
-        """Without rows whose best token a pruned draft cannot say."""
+        """Without rows whose best token is not in the draft vocabulary."""
         vocab = self._trainer.live.vocab
         if vocab.is_identity:
             return sample
-        return replace(
-            sample, in_vocab=self._trainer.in_vocabulary.rows_of(sample, vocab)
-        )
+        known = self._trainer.in_vocabulary.rows_of(sample, vocab)
+        return replace(sample, in_vocab=known)
 
     def _begin(self) -> FastStep:
         if self._step is not None:
@@ -360,7 +350,6 @@ class FastDraft:
 
     @torch.no_grad()
     def _fade(self, rows: int) -> None:
-        """Towards the base."""
         assert self.draft is not None  # noqa: S101 - it has just made a step
         base, lost = (
             self._trainer.live.named_tensors(),
@@ -423,9 +412,8 @@ class FastDraft:
         if not engines:
             return
         change, made = self._change()
-        if not any(
-            [self._send(engine, change, self._fingerprint) for engine in engines]
-        ):
+        sent = [self._send(engine, change, self._fingerprint) for engine in engines]
+        if not any(sent):
             return
         if self.served is None:
             facts = {"gain": self.gain.mean, "steps": self.steps}

@@ -81,8 +81,6 @@ def signature(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Group:
-    """A centre and what is usual around it."""
-
     id: int
     centre: np.ndarray
     tokens: float
@@ -142,14 +140,7 @@ class Groups:
         return tuple(group.id for group in self._groups)
 
     def assign(self, token_ids: Sequence[int] | np.ndarray) -> int:
-        """Group of a finished request, which moves the group's centre.
-
-        Args:
-            token_ids: Integers [n], prompt and output.
-
-        Returns:
-            An id from 0 on; -1 for fewer than `MIN_TOKENS` tokens.
-        """
+        """Group of a finished request, prompt and output; moves the group's centre."""
         tokens = len(token_ids)
         if tokens < MIN_TOKENS:
             return UNKNOWN
@@ -170,12 +161,7 @@ class Groups:
     def nearest(
         self, token_ids: Sequence[int] | np.ndarray, far: int | None = None
     ) -> int:
-        """Group a request would join, changing nothing; -1 if none or too short.
-
-        Args:
-            token_ids: Integers [n].
-            far: Returned for a request that is none of the group's; None: its id.
-        """
+        """Group a request would join, `far` if it is far from it; changes nothing."""
         if len(token_ids) < MIN_TOKENS:
             return UNKNOWN
         found = self._nearest(signature(token_ids), len(token_ids))
@@ -246,9 +232,6 @@ def clear_cut(members: np.ndarray) -> np.ndarray | None:
     Two centres are fitted on every second row (spherical 2-means) and judged on the
     others, along the line between them: an axis fitted on the same rows would part pure
     noise. Separation is the distance of the two means over the spread within.
-
-    Args:
-        members: Float [n, SIZE].
 
     Returns:
         Bool [n], rows on one side; None if the cut is not clear.

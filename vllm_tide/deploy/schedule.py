@@ -9,9 +9,8 @@ improvement switches it off. Two things differ from the paper:
   control chooses, which hides a shift. Here it is the acceptance of the *first* drafted
   token of a step, each weighted by the inverse chance with which it was verified
   (Horvitz and Thompson): no length moves it. Requests with too little of it are pooled
-  with the next. Steps in which nothing was drafted say nothing: a shift so strong that
-  control stops drafting at once is not seen until it drafts again. `always` has no
-  need of it.
+  with the next. A shift so strong that control stops drafting at once is not seen until
+  it drafts again.
 * When training ends. The paper evaluates the new draft on held-out data against the
   acceptance seen in training; here the same publish gate as in other modes decides
   (`judgement.py`), which compares both drafts on the same requests.
@@ -55,13 +54,8 @@ class Averages:
     weighted sums of the same values, so the variance of their difference is the
     variance of one value times the sum of the squared differences of the weights.
 
-    Args:
-        short_decay: Decay per value of the short one.
-        long_decay: Decay per value of the long one.
-
     Attributes:
-        short: Short average; NaN until started.
-        long: Long average; NaN until started.
+        short: NaN until started, as `long` is.
         squares: Sums over all values of the squared weight in `short`, in `long`, and
             of the product of both: variances and covariance in units of one value's.
     """
@@ -79,7 +73,6 @@ class Averages:
 
     @property
     def started(self) -> bool:
-        """True if the first values are in."""
         return self.count >= self.init_values
 
     def add(self, value: float) -> bool:
@@ -154,11 +147,7 @@ class ShiftTest:
         return self._limit(self.averages.squares[1] + 1.0 / self.num_anchor)
 
     def add(self, value: float) -> str | None:
-        """Take a value.
-
-        Returns:
-            Why this is a shift, in words, or None. After a shift the caller restarts.
-        """
+        """Take a value; why it is a shift, or None. After one the caller restarts."""
         if self._last is not None:
             keep = self.averages.long_decay
             self._noise = keep * self._noise + 0.5 * (value - self._last) ** 2
@@ -233,7 +222,6 @@ class Schedule:
         return self._enabled
 
     def observe(self, request: ServedRequest) -> None:
-        """Take a finished request, in the order of finishing."""
         value = self._pool.add(request)
         moved = value is not None and self.averages.add(value)
         if self._gate is not None:
@@ -253,11 +241,7 @@ class Schedule:
             self._enabled = True
 
     def should_train(self, new_tokens: int) -> bool:
-        """Whether a cycle should begin.
-
-        Args:
-            new_tokens: Training tokens stored since the last cycle began.
-        """
+        """True if a cycle should begin with so many training tokens since the last."""
         return self.collecting and new_tokens >= self.tokens_needed
 
     @property
@@ -268,12 +252,7 @@ class Schedule:
     def cycle_done(
         self, improved: bool, by_group: Mapping[int, bool] | None = None
     ) -> None:
-        """A cycle ran to its end and was judged; interrupted ones do not count.
-
-        Args:
-            improved: The candidate was better than the live draft.
-            by_group: The same for single groups where it is known.
-        """
+        """A cycle ran to its end and was judged; interrupted ones do not count."""
         if self._gate is not None:
             paused = self._gate.cycle_done(improved, by_group or {})
             if paused:
@@ -311,12 +290,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Acceptance of first drafted tokens, of as many requests as make a value.
-
-    Attributes:
-        tries: Weighted tries since the last value; `hits`, `squares`: as in
-            `ServedRequest`.
-    """
+    """Acceptance of first drafted tokens; sums as in `ServedRequest`."""
 
     tries: float = 0.0
     hits: float = 0.0
@@ -340,8 +314,6 @@ class FirstTokens:
 
 @dataclass
 class _Watched:
-    """One group under watch."""
-
     test: ShiftTest
     seen: int
     pool: FirstTokens = field(default_factory=FirstTokens)
@@ -352,9 +324,7 @@ class _Watched:
     again: int = 0  # `requests` at which a group that was given up is tried again
 
 
-class _GroupGate:
-    """Mode `gated`."""
-
+class _GroupGate:  # mode `gated`
     def __init__(self) -> None:
         self._clock = 0
         self._groups: dict[int, _Watched] = {}
@@ -368,7 +338,7 @@ class _GroupGate:
         )
 
     def failures(self) -> int:
-        """Cycles in a row without improvement, of the group that had the fewest."""
+        """Cycles in a row without improvement: of the wanted group with the fewest."""
         return min((self._groups[name].failures for name in self.wanted()), default=0)
 
     def observe(self, request: ServedRequest) -> tuple[str, bool]:

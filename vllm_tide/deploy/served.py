@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PREFILL = 0
 BUCKET_EDGES = (16, 64, 256, 1024)
-"""Generated tokens before a round at which the next bucket begins."""
+"""Generated tokens before a decode step at which the next bucket begins."""
 _PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, kept for its group
 _REMEMBERED = 8192  # finished requests whose group can still be asked for
 
@@ -68,14 +68,12 @@ class ServedRequest:
 
 
 def bucket_of(generated: int) -> int:
-    """Bucket of a round before which `generated` tokens were generated."""
+    """Bucket of a decode step before which `generated` tokens were generated."""
     return bisect.bisect_right(BUCKET_EDGES, generated)
 
 
 @dataclass(slots=True)
 class _Open(ServedRequest):
-    """A request that may still grow."""
-
     seen: float = 0.0
     upto: int = 0
     asked_at: int = 0  # tokens at which its likely group was looked for
@@ -108,12 +106,7 @@ class ServedRequests:
         self._group: OrderedDict[int, int] = OrderedDict()
 
     def add(self, record: Record, engine: str, now: float) -> list[ServedRequest]:
-        """Take one record; return the requests it ended.
-
-        Args:
-            record: As read from the ring, full or light.
-            now: Monotonic clock (seconds).
-        """
+        """Take one record; return the requests it ended. `now` is monotonic (s)."""
         name = (engine, record.key)
         count = len(record.token_ids)
         request = self._open.get(name)
@@ -136,30 +129,18 @@ class ServedRequests:
         return [self._close(name) for name in idle]
 
     def forget(self, engine: str) -> None:
-        """Drop what is open of an engine that is gone."""
         for name in [n for n in self._open if n[0] == engine]:
             del self._open[name]
 
     def purge(self, tenant: int | None = None) -> int:
-        """Drop open requests, tokens and all; the number dropped.
-
-        Args:
-            tenant: Only this tenant's; None is everybody's.
-        """
-        gone = [
-            name
-            for name, request in self._open.items()
-            if tenant is None or request.tenant == tenant
-        ]
+        """Drop open requests of a tenant, None of all; the number dropped."""
+        gone = [n for n, r in self._open.items() if tenant in (None, r.tenant)]
         for name in gone:
             del self._open[name]
         return len(gone)
 
     def group_of(self, key: int, engine: str = "") -> int:
-        """Group of a request lately finished, or the likely one of an open request.
-
-        -1 where nothing is known.
-        """
+        """Group of a request lately finished, or the likely one of an open one."""
         if key in self._group:
             return self._group[key]
         request = self._open.get((engine, key))

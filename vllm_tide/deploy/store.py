@@ -26,9 +26,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.metrics import finite
-from vllm_tide.train.checkpoint import digest_of
+from vllm_tide.train.checkpoint import NONSENSE, digest_of
 from vllm_tide.transport.rendezvous import TEMPORARY, write_private
 
 logger = logging.getLogger("vllm_tide.train")
@@ -55,7 +56,6 @@ class StoredDraft:
     Attributes:
         tensors: By checkpoint name, as they were put.
         version: Version it had when it was served; later runs count anew.
-        created_unix: When it was stored (s).
     """
 
     tensors: dict[str, Tensor]
@@ -66,13 +66,22 @@ class StoredDraft:
     served: dict[str, Figure]
     path: Path
 
+    @property
+    def master(self) -> dict[str, Tensor]:
+        """Tensors by EAGLE-3 name."""
+        return {canonical_name(name): t for name, t in self.tensors.items()}
+
+    def holds(self, live: Mapping[str, Tensor]) -> bool:
+        """True if these are the weights `live`, by EAGLE-3 name."""
+        mine = self.master
+        return mine.keys() == live.keys() and all(
+            torch.equal(tensor.to(live[name].dtype), live[name])
+            for name, tensor in mine.items()
+        )
+
 
 def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
-    """SHA-256 (hexadecimal) of what a stored draft must fit.
-
-    Args:
-        target: Fingerprint of the target (`draft.target.rows_fingerprint`).
-    """
+    """SHA-256 (hexadecimal) of what a draft must fit; `target`: `rows_fingerprint`."""
     kept = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
     text = json.dumps([target, kept], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
@@ -80,9 +89,6 @@ def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
 
 class DraftStore:
     """The drafts of one fingerprint in a directory, which others may share.
-
-    Args:
-        directory: Made with mode 0700 if absent.
 
     Attributes:
         refused: Why stored drafts were passed over, newest last; at most 32.
@@ -115,9 +121,6 @@ class DraftStore:
     ) -> Path:
         """Store a draft; it is on disk, whole, when this returns.
 
-        Args:
-            tensors: By checkpoint name; copied to the CPU.
-
         Raises:
             DraftRefused: A tensor is not finite.
             OSError: It cannot be written; what was stored before is untouched.
@@ -148,7 +151,6 @@ class DraftStore:
         return path
 
     def newest(self) -> StoredDraft | None:
-        """The newest stored draft that is whole and ours; None if there is none."""
         return next(self.drafts(), None)
 
     def drafts(self) -> Iterator[StoredDraft]:
@@ -196,10 +198,7 @@ class DraftStore:
 
 
 def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
-    """Read one stored draft.
-
-    Args:
-        fingerprint: What it must fit; None takes any.
+    """Read one stored draft; without a fingerprint, of any target.
 
     Raises:
         DraftRefused: It is damaged, foreign, absent or writable by others.
@@ -231,15 +230,7 @@ def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
         )
     except DraftRefused:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        RuntimeError,  # torch, and nesting without end
-        TypeError,
-        ValueError,
-        SafetensorError,
-    ) as error:
+    except (*NONSENSE, SafetensorError) as error:
         raise DraftRefused(
             f"{where}: cannot be understood ({type(error).__name__})."
         ) from None

@@ -3,8 +3,8 @@
 The same computation as vLLM 0.32's `Eagle3LlamaForCausalLM`, written for training:
 fp32 master parameters, a chosen compute dtype, packed documents, training-time test.
 
-Shapes: N packed rows, M rows of rejected branches, A aux layers, H hidden, V_d draft
-vocabulary.
+Shapes: R packed rows, those of rejected branches last, A aux layers, H hidden, V_d
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vllm_tide.draft.attention import attention_backend
 from vllm_tide.draft.config import Eagle3Config
-from vllm_tide.draft.rows import BranchInputs, StepRows, join_rows
+from vllm_tide.draft.rows import RowLayout, StepRows
 from vllm_tide.draft.vocab import VocabMap
 
 LAYER = "midlayer"
@@ -183,12 +183,11 @@ class Eagle3Draft(nn.Module):
         tokens: Tensor,
         features: Tensor,
         positions: Tensor,
-        doc_starts: Sequence[int],
+        layout: RowLayout,
         steps: Sequence[StepRows],
         dtype: torch.dtype = torch.float32,
         weights: Weights | None = None,
         *,
-        branches: BranchInputs | None = None,
         attention: str = "auto",
     ) -> list[Tensor]:
         """Run all training-time-test steps over packed documents and their branches.
@@ -198,33 +197,29 @@ class Eagle3Draft(nn.Module):
         (eagle3-training.md c.8).
 
         Args:
-            tokens: int64 [N] target ids x_t.
-            features: [N, A*H] captured features g_t.
-            positions: int64 [N] true positions.
-            doc_starts: D + 1 row offsets.
-            steps: From `train.masks.plan_steps`; may be empty with branches.
+            tokens: int64 [R] target ids x_t, and b_1..b_m of each branch.
+            features: [R, A*H] captured features g_t.
+            positions: int64 [R] true positions.
+            steps: From `train.packing.plan_rows`.
 
         Returns:
-            Per step, the normed output rows [L_i, H] of `steps[i].loss`, then those of
-            `branches.steps[i].loss`; multiply by `lm_head.weight` for logits. As many
-            entries as the longer of the two plans.
+            Per step, the normed output rows [L_i, H] of `steps[i].loss`; multiply by
+            `lm_head.weight` for logits.
 
         Raises:
             DraftError: The attention cannot run here.
         """
         w = weights if weights is not None else self.compute_weights(dtype)
         attend = attention_backend(attention, features.device.type)
-        joined = join_rows(tokens, features, positions, doc_starts, steps, branches)
-        tokens, positions, layout = joined.tokens, joined.positions, joined.layout
         last = tokens.numel() - 1
         every = torch.arange(layout.num_rows, device=tokens.device)
-        hidden = self.combine(joined.features.to(dtype), w)  # [R,H]
-        active = joined.steps[0].active
+        hidden = self.combine(features.to(dtype), w)  # [R,H]
+        active = steps[0].active
         keys: list[Tensor] = []
         values: list[Tensor] = []
         k0 = v0 = hidden  # set at step 0
         outputs: list[Tensor] = []
-        for i, step in enumerate(joined.steps):
+        for i, step in enumerate(steps):
             if i > 0 and step.active.numel() != active.numel():
                 keep = torch.searchsorted(active, step.active)
                 hidden = hidden[keep]
@@ -232,7 +227,7 @@ class Eagle3Draft(nn.Module):
                 values = [v[keep] for v in values]
             active = step.active
             rows = every if i == 0 else active
-            following = tokens[(rows + 1 + i).clamp_(max=last)]
+            following = tokens[layout.ahead(rows, i).clamp_(max=last)]
             z, residual = self._layer_input(following, hidden, w, dtype)
             cos, sin = self._rotation(positions[rows] + i)
             k, v = self._keys_values(z, cos, sin, w)

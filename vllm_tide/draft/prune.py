@@ -17,15 +17,9 @@ from vllm_tide.draft.vocab import VocabMap
 
 
 def choose_vocab(counts: Tensor, size: int) -> Tensor:
-    """The most counted tokens, int64 [size], increasing.
+    """The most counted tokens, int64 [size], increasing; `counts` is [V_t].
 
-    Args:
-        counts: Non-negative [V_t], how often the target said each token.
-        size: V_d, 1 to V_t.
-
-    Returns:
-        Ids; equal counts go to the lower id (the more frequent one in a byte-pair
-        vocabulary).
+    Equal counts go to the lower id (the more frequent one in a byte-pair vocabulary).
 
     Raises:
         DraftError: The size does not fit.
@@ -56,7 +50,6 @@ def better_vocab(
     Tokens never counted stay where they are: only as many change as were heard.
 
     Args:
-        counts: Non-negative [V_t], how often the target said each token.
         min_gain: Least gain in coverage for which a change pays (0 to 1): rows that
             come must be trained.
     """
@@ -73,14 +66,9 @@ def better_vocab(
 
 
 def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Draft:
-    """The same draft over another vocabulary of the same size.
+    """A draft like this one over another vocabulary of the same size.
 
-    Args:
-        draft: Owns its LM head; not changed.
-
-    Returns:
-        A new draft; an optimizer's state for `lm_head.weight` belongs to the old rows
-        and must be dropped.
+    An optimizer's state for `lm_head.weight` belongs to the old rows.
 
     Raises:
         DraftError: The size differs, or the LM head is the target's own.
@@ -109,3 +97,31 @@ def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Dr
     for name, value in draft.named_tensors().items():
         out.tensor(name).requires_grad_(value.requires_grad)
     return out
+
+
+MIN_TOKENS = 4096
+"""Counted tokens before the first choice."""
+HALF_LIFE_TOKENS = 1 << 20
+"""Counted tokens after which one counts half."""
+
+
+class LiveVocabulary:
+    """Decayed counts, float64 [V_t], of what the target says."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts: Tensor = torch.zeros(vocab_size, dtype=torch.float64)
+        self._since = 0
+
+    def add(self, tokens: Tensor) -> None:
+        """Count generated tokens, integer [n]."""
+        self.counts += torch.bincount(tokens.long(), minlength=self.counts.numel())
+        self._since += tokens.numel()
+        if self._since >= HALF_LIFE_TOKENS // 8:
+            self.counts *= 0.5 ** (self._since / HALF_LIFE_TOKENS)
+            self._since = 0
+
+    def better(self, vocab: VocabMap) -> VocabMap | None:
+        """A vocabulary of the same size that covers traffic better, or None."""
+        if float(self.counts.sum()) < MIN_TOKENS:
+            return None
+        return better_vocab(self.counts, vocab)

@@ -1,7 +1,6 @@
 """Rows of one draft forward: packed documents (the trunk), then rejected branches.
 
-Shapes: N trunk rows of D documents, M branch rows of B branches, R = N + M rows in
-all. Branch row r of a batch is row N + r of the forward.
+Shapes: N trunk rows of D documents, M rows of B branches, R = N + M rows in all.
 
 A branch leaves its document at anchor a: its row 0 embeds the rejected token b_1 in
 place of the true x_{a+1} and sees the trunk rows before a only
@@ -10,7 +9,6 @@ place of the true x_{a+1} and sees the trunk rows before a only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,49 +26,6 @@ class StepRows:
 
     active: Tensor
     loss: Tensor
-
-
-def rows_of_steps(masks: Sequence[Tensor]) -> list[StepRows]:
-    """Rows that each step computes: all that it or a later one trains.
-
-    Args:
-        masks: Per step bool [n], rows that it trains.
-
-    Returns:
-        No entries for steps after the last that trains any.
-    """
-    steps: list[StepRows] = []
-    needed = torch.zeros(())
-    for mask in reversed(masks):
-        needed = mask | needed if steps else mask
-        if steps or bool(mask.any()):
-            active = needed.nonzero().flatten()
-            steps.append(StepRows(active, mask[active].nonzero().flatten()))
-    return steps[::-1]
-
-
-@dataclass(frozen=True)
-class BranchInputs:
-    """Inputs of `Eagle3Draft.forward_ttt` for the branches.
-
-    Attributes:
-        tokens: int64 [M], drafted target ids b_1..b_m of each branch. Row j of a branch
-            embeds b_{j+1+i} at step i.
-        features: [M, A*H]; row 0 of a branch has the trunk's g_a, row j the target's
-            features at a + j on the branch.
-        positions: int64 [M], true positions a + j.
-        starts: B + 1 offsets into the M rows.
-        anchors: B trunk rows (packed index of position a).
-        steps: Rows per step; `active` counts from 0 to M - 1.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    positions: Tensor
-    starts: list[int]
-    anchors: list[int]
-    docs: list[int]
-    steps: Sequence[StepRows]
 
 
 @dataclass(frozen=True)
@@ -96,6 +51,17 @@ class RowLayout:
     def num_rows(self) -> int:
         return self.branch_starts[-1]
 
+    @property
+    def num_trunk(self) -> int:
+        return self.doc_starts[-1]
+
+    def ahead(self, rows: Tensor, step: int | Tensor) -> Tensor:
+        """Rows whose token some rows embed at a step, and whose teacher they have.
+
+        Entry j of a branch is of position a + j + 1, so its row j begins with its own.
+        """
+        return rows + step + (rows < self.num_trunk)
+
     def spans(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys that some rows see: [own, row] and [low, high).
 
@@ -119,58 +85,3 @@ class RowLayout:
             torch.tensor(low, device=device)[segment],
             torch.tensor(high, device=device)[segment],
         )
-
-
-@dataclass(frozen=True)
-class JoinedRows:
-    """Trunk and branches as one batch.
-
-    Attributes:
-        tokens: Row r embeds `tokens[r + 1 + i]` at step i.
-        features: [R, A*H].
-        positions: int64 [R].
-        steps: Rows per step over all R rows, the trunk's first.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    positions: Tensor
-    layout: RowLayout
-    steps: Sequence[StepRows]
-
-
-def join_rows(
-    tokens: Tensor,
-    features: Tensor,
-    positions: Tensor,
-    doc_starts: Sequence[int],
-    steps: Sequence[StepRows],
-    branches: BranchInputs | None,
-) -> JoinedRows:
-    """Put the branches after the trunk; arguments as in `Eagle3Draft.forward_ttt`."""
-    starts = list(doc_starts)
-    count = starts[-1]
-    if branches is None:
-        layout = RowLayout(starts, [count], [], [])
-        return JoinedRows(tokens, features, positions, layout, steps)
-    layout = RowLayout(
-        starts, [count + s for s in branches.starts], branches.anchors, branches.docs
-    )
-    # one filler, so that r + 1 + i is right for branch rows as it is for the trunk
-    following = torch.cat([tokens, tokens[-1:], branches.tokens])
-    none = tokens.new_empty(0, dtype=torch.int64)
-    empty = StepRows(none, none)
-    joined = []
-    for i in range(max(len(steps), len(branches.steps))):
-        trunk = steps[i] if i < len(steps) else empty
-        branch = branches.steps[i] if i < len(branches.steps) else empty
-        active = torch.cat([trunk.active, branch.active + count])
-        loss = torch.cat([trunk.loss, branch.loss + trunk.active.numel()])
-        joined.append(StepRows(active, loss))
-    return JoinedRows(
-        following,
-        torch.cat([features, branches.features]),
-        torch.cat([positions, branches.positions]),
-        layout,
-        joined,
-    )

@@ -7,16 +7,20 @@ cycle. One engine's end is not the others' business; the last one's ends the pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_tide.capture.switch import PAUSED, Switch
-from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.config import TideConfig, TrainConfig, parse_tide
 from vllm_tide.deploy.deployment import Deployment
 from vllm_tide.deploy.fast_draft import FastDraft
 from vllm_tide.deploy.groups import Groups
@@ -32,13 +36,14 @@ from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
-from vllm_tide.train.gpu import Shortage, lacks_memory, no_memory, with_share
+from vllm_tide.train.gpu import Shortage, claim, lacks_memory, no_memory, with_share
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
+from vllm_tide.transport.process import be_nice
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
@@ -58,7 +63,6 @@ class Sidecar:
 
     Args:
         feeds: At least one engine has joined.
-        run_dir: Where status, events and purge requests are.
         config: Overrides the engine's `tide` section when given.
         ranks: Other ranks that train with this one; this is their leader.
 
@@ -102,7 +106,7 @@ class Sidecar:
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
-        self._stopping = self._purge_waits = False
+        self.stopping = self._purge_waits = False
         self._trained_s = 0.0
         self._cycle_began: float | None = None
         groups = Groups()
@@ -115,7 +119,8 @@ class Sidecar:
         self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
         self._set_collect()
         self._engine, self._emptied = "", False
-        store = self._open_store()
+        fits = rows_fingerprint(self._target_path), read_config(self._draft_path)
+        store = DraftStore(self._state_dir(), store_fingerprint(*fits))
         self.deployment = Deployment(
             feeds, self.trainer, self.tide, store, self.report.add, self._served
         )
@@ -128,16 +133,10 @@ class Sidecar:
 
     def stop(self) -> None:
         """Makes the loop end after the current step."""
-        self._stopping = True
-
-    @property
-    def stopping(self) -> bool:
-        """True if it was asked to."""
-        return self._stopping
+        self.stopping = True
 
     @property
     def paused(self) -> bool:
-        """True if an operator has paused training."""
         return self._pause.on
 
     @property
@@ -147,11 +146,7 @@ class Sidecar:
         return self._trained_s + (0.0 if began is None else time.monotonic() - began)
 
     def run(self, *, once: bool = False) -> str:
-        """Works until stopped, or no engine is left; returns the last state.
-
-        Args:
-            once: End after the first cycle, or where a pause allows none.
-        """
+        """Works until stopped or alone, `once` for a cycle; returns the last state."""
         try:
             while self._tick():
                 if once and self._pause.on:
@@ -194,7 +189,7 @@ class Sidecar:
         self._forget(now)
         self._admin.poll(self.carry_out)
         self._update_status()
-        return not self._stopping and len(self.feeds) > 0
+        return not self.stopping and len(self.feeds) > 0
 
     def _drain(self, now: float) -> Iterator[ServedRequest]:
         """Takes what the engines sent, for at most `LIMIT_S`; yields ended requests."""
@@ -238,8 +233,8 @@ class Sidecar:
         if was != on:
             self.report.add("paused" if on else "resumed", reason="ordered")
             self._set_collect()
-        answer: Answer = {"ok": True, "paused": on, "was_paused": was}
-        return answer | ({"note": volatile} if volatile else {})
+        note = {"note": volatile} if volatile else {}
+        return {"ok": True, "paused": on, "was_paused": was, **note}
 
     def _observe(self, request: ServedRequest, now: float) -> None:
         self.status.requests += 1
@@ -380,7 +375,7 @@ class Sidecar:
                 str(target_path), str(draft_path), manifest.shared, self.config
             )
             stepper = LeadRank(ranks, draft, target, self.config, setup)
-        trainer = Trainer(
+        return Trainer(
             draft,
             target,
             self.config,
@@ -388,22 +383,12 @@ class Sidecar:
             feature_dtype=manifest.feature_dtype,
             draft_sample_method=manifest.draft_sample_method,
             stepper=stepper,
-            group_of=self._group_of,
+            group_of=lambda key: self._served.group_of(key, self._engine),
         )
-        return trainer
-
-    def _group_of(self, key: int) -> int:
-        return self._served.group_of(key, self._engine)
 
     def _state_dir(self) -> Path:
         given = self.config.state_dir
         return Path(given).expanduser() if given else self._run_dir / "heads"
-
-    def _open_store(self) -> DraftStore:
-        target = rows_fingerprint(self._target_path)
-        return DraftStore(
-            self._state_dir(), store_fingerprint(target, read_config(self._draft_path))
-        )
 
     def _checkpoints(self) -> Path:
         return self._state_dir() / "checkpoints"
@@ -447,7 +432,44 @@ class Sidecar:
 
 
 def describe(sidecar: Sidecar) -> str:
-    """One line for the log: what is trained, with which knobs."""
     count = sum(p.numel() for p in sidecar.trainer.draft.parameters())
     knobs = json.dumps(sidecar.config.model_dump(), sort_keys=True)
     return f"draft with {count} parameters, tide.train {knobs}"
+
+
+def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
+    """Device, affinity, niceness, threads and title of this process.
+
+    Several ranks do not `pin` theirs, which torchrun arranges.
+
+    Raises:
+        DraftError: A knob cannot be honoured on this machine.
+    """
+    claim(config.device)
+    if pin:
+        _pin(config)
+    if config.nice:
+        be_nice(config.nice)
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"vllm-tide train {engine_id}")
+
+
+def _pin(config: TrainConfig) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    if config.cpus is None:
+        # Where we were started; the server leaves out the cores of its engine.
+        torch.set_num_threads(max(1, allowed // 4))
+        return
+    try:
+        os.sched_setaffinity(0, config.cpus)
+        # Attaching to an engine may already have started threads (checksums of files).
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), config.cpus)
+    except OSError as error:
+        raise DraftError(
+            f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
+        ) from None
+    torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -50,15 +50,11 @@ def _of(source: str, default: Any = 0) -> Any:
 
 @dataclass
 class TrainerStatus:
-    """Fields of `trainer-<engine_id>.json`.
+    """Fields of `trainer-<engine_id>.json`; `metrics.TRAINER` says what most are.
 
     Attributes:
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         model_name: Name that the first engine serves the target under.
-        holdout_acceptance_new: Expected tokens per verify step of the candidate at the
-            last evaluation; `holdout_acceptance_live` of the draft served then.
-        refused_versions: Publications that no engine took.
-        training_seconds: Time spent in training cycles, evaluations included.
         waiting_for: Why a better draft would not be published now; empty if it would.
         schedule: `Schedule.snapshot()`.
         canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
@@ -70,8 +66,6 @@ class TrainerStatus:
         adaptation: Of the fast draft (`tide.test_time.adapt`): `state` "off",
             "waiting", "learning" or "serving", `gain` over its base (tokens per verify
             step), `steps`, and `requests` it learns from.
-        out_of_memory: Cycles that the trainer's device had no memory for.
-        failed_writes: Status files and events that could not be written.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -111,7 +105,6 @@ class TrainerStatus:
     adaptation: dict[str, Any] = _of("fast.figures", dict)
 
     def copy_from(self, sidecar: Any) -> None:
-        """Takes over what trainer and deployment count themselves."""
         for each in fields(self):
             if source := each.metadata.get("source"):
                 setattr(self, each.name, attrgetter(source)(sidecar))
@@ -121,12 +114,7 @@ class Report:
     """Writes status file and events, mode 0600; a full disk never stops training.
 
     Events are one JSON object a line, of numbers and fixed words only: nothing of any
-    request.
-
-    Args:
-        run_dir: Run directory.
-        name: Engine the trainer reports under.
-        tracing: Every event becomes a span as well; see `open_tracing`.
+    request. With `tracing` every event becomes a span as well.
     """
 
     def __init__(
@@ -139,11 +127,9 @@ class Report:
         self._next = 0.0
 
     def due(self) -> bool:
-        """True if a second has passed since the status was written."""
         return time.monotonic() >= self._next
 
     def write(self, status: TrainerStatus) -> None:
-        """Replaces the status file."""
         self._next = time.monotonic() + PERIOD_S
         status.updated_unix = time.time()
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -197,17 +183,12 @@ class Report:
 
 
 class StatusCollector(Collector):
-    """Turns a status into metric families when it is scraped.
-
-    Args:
-        status: Gives the current one.
-    """
+    """Turns the current status into metric families when it is scraped."""
 
     def __init__(self, status: Callable[[], TrainerStatus]) -> None:
         self._status = status
 
     def collect(self) -> Iterable[Family]:
-        """One family per metric of `metrics.TRAINER`."""
         status = self._status()
         model = status.model_name
         for metric in TRAINER:

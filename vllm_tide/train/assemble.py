@@ -33,9 +33,7 @@ _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
-class _Piece:
-    """Committed rows of one record; arrays as the ring gave them."""
-
+class _Piece:  # committed rows of one record
     positions: np.ndarray
     record: Record
     count: int
@@ -43,8 +41,6 @@ class _Piece:
 
 @dataclass
 class _Open:
-    """A request that may still grow."""
-
     num_prompt_tokens: int
     seen: float
     tenant: int = 0
@@ -90,11 +86,7 @@ class Assembler:
         self._open: OrderedDict[int, _Open] = OrderedDict()
 
     def add(self, record: Record, now: float) -> list[Sample]:
-        """Take one record; return the documents it closed.
-
-        Args:
-            now: Monotonic clock (seconds).
-        """
+        """Take one record; return the documents it closed. `now` is monotonic (s)."""
         count = len(record.token_ids)
         if count and record.features.shape[-1] == 0:
             self.skipped["not_collected"] += count
@@ -128,14 +120,10 @@ class Assembler:
         return [sample for key in idle for sample in self._close(key)]
 
     def flush(self) -> list[Sample]:
-        return [sample for key in list(self._open) for sample in self._close(key)]
+        return self.flush_idle(float("inf"))
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget open requests, for good.
-
-        Args:
-            tenant: Only those of this tenant; None is all.
-        """
+        """Forget open requests of a tenant, None of all; the rows forgotten."""
         removed = 0
         for key, request in list(self._open.items()):
             if tenant is None or request.tenant == tenant:
@@ -155,12 +143,8 @@ class Assembler:
     def window(self, key: int, since: int, context: int) -> list[Sample]:
         """Rows of an open request, which stays as it is; nothing is counted.
 
-        Args:
-            since: First position whose row may teach.
-            context: Rows before it that come too.
-
-        Returns:
-            A document for each run of positions that holds a row to train.
+        A document for each run of positions that holds a row to train, of `since` or
+        later; `context` rows before it come too.
         """
         return self._last_rows(key, self._open[key].pieces, since, context)
 
@@ -171,11 +155,9 @@ class Assembler:
     def canvas(self, key: int, context: int) -> Sample | None:
         """The verify step drafted last in an open request, rejected tokens too.
 
-        The row before `loss_from` drafted. Behind it come the token that it was given
-        and all drafted ones but the last, each with the teacher of the next.
-
-        Args:
-            context: Rows before the one that drafted.
+        The row before `loss_from` drafted, `context` rows come before it, and behind it
+        the token that it was given and all drafted ones but the last, each with the
+        teacher of the next.
         """
         pieces = self._open[key].pieces
         drafted = [i for i, p in enumerate(pieces) if _num_drafted(p.record) > 0]

@@ -39,6 +39,11 @@ _MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+NONSENSE = (
+    *(ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError),
+    RuntimeError,  # of Torch, and nesting without end
+)
+"""What reading somebody's JSON may raise."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,7 @@ def optimizer_steps(step: TrainStep) -> int:
 def save(
     directory: str | Path, step: TrainStep, state: TrainState, *, keep: int = KEEP
 ) -> Path:
-    """Write a checkpoint; called by the leader while others call `write_tensors`.
-
-    Returns:
-        The finished checkpoint.
-    """
+    """Write a checkpoint; called by the leader while others call `write_tensors`."""
     staged = begin(directory)
     write_tensors(staged, step)
     return commit(staged, step, state, keep=keep)
@@ -156,7 +157,6 @@ def commit(
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest finished checkpoint, or None."""
     found = _finished(Path(directory))
     return found[-1][1] if found else None
 
@@ -173,10 +173,7 @@ def load(path: str | Path, step: TrainStep) -> TrainState:
 
 
 def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
-    """Check every file of a checkpoint before ranks call `read_tensors` (leader).
-
-    Returns:
-        The state, and how many updates AdamW had done.
+    """State and updates of AdamW, once every file is found whole (leader).
 
     Raises:
         DraftError: It is damaged or of another draft.
@@ -256,15 +253,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
             raise ValueError("what it is of is missing")
     except DraftError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        OSError,
-        RuntimeError,  # nesting without end
-        TypeError,
-        ValueError,
-    ) as error:
+    except NONSENSE as error:
         raise DraftError(f"{path}: cannot be read ({error!r}).") from None
     return document
 

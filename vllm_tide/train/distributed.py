@@ -26,7 +26,7 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.loss_rows import LossSums
+from vllm_tide.train.losses import LossSums
 from vllm_tide.train.packing import PackedBatch, num_branch_rows, pack
 from vllm_tide.train.ranks import (
     LEADER,
@@ -83,7 +83,6 @@ class ShardedStep(TrainStep):
         return found
 
     def clip_gradients(self) -> float:
-        """The norm is over all shards."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
         return float(_whole(norm))
 
@@ -178,10 +177,8 @@ class LeadRank:
     """Steps of a trainer that leads other ranks; methods as those of `OneRank`.
 
     Args:
-        ranks: The group; this process is its leader.
         draft: The trainer's draft: whole, only read and overwritten here.
-        setup: What `follow` hands to its `build` on the other ranks (JSON), see
-            `setup_of`.
+        setup: For `build` on the other ranks, see `setup_of`.
     """
 
     def __init__(
@@ -246,7 +243,6 @@ class LeadRank:
         self.restore()
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
-        """All ranks must see `directory`."""
         staged = checkpoint.begin(directory)
         with self._together():
             self._order("save", path=str(staged))
@@ -256,7 +252,6 @@ class LeadRank:
         return checkpoint.commit(staged, self.step, state)
 
     def load(self, path: str | Path) -> TrainState:
-        """Any number of ranks may have written it."""
         state, count = checkpoint.verify(path, self.draft)
         with self._together():
             self._order("load", path=str(path), count=count)
@@ -302,9 +297,7 @@ Stepper = OneRank | LeadRank
 
 
 def beat(ranks: Ranks) -> None:
-    """Tell the others that the leader lives, before there is a `LeadRank`.
-
-    Call it every `BEAT_S` or so.
+    """Tell the others, every `BEAT_S`, that the leader lives but has no `LeadRank` yet.
 
     Raises:
         RankLost: A rank is gone.
@@ -317,7 +310,7 @@ def beat(ranks: Ranks) -> None:
 def setup_of(
     target_path: str, draft_path: str, shared: Sequence[str], config: TrainConfig
 ) -> dict[str, Any]:
-    """Setup with which the other ranks load the same target and draft shape."""
+    """Setup with which other ranks load the same target and draft shape."""
     return {
         "target_path": target_path,
         "draft_path": draft_path,
@@ -327,7 +320,6 @@ def setup_of(
 
 
 def load_setup(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainConfig]:
-    """The `Build` of a rank that sees the same files as the leader."""
     from vllm_tide.draft.checkpoint import load_draft
 
     config = TrainConfig.model_validate(setup["config"])
@@ -342,10 +334,7 @@ def follow(ranks: Ranks, build: Build = load_setup) -> None:
     torchrun and a terminal signal all ranks at once: the leader finishes its step and
     then stops the others.
 
-    Args:
-        ranks: The group; this process is not its leader.
-        build: Makes draft and target of the leader's setup. Weights come from the
-            leader afterwards.
+    `build` makes draft and target of the leader's setup; weights come afterwards.
 
     Raises:
         RankLost: The leader or another rank is gone.

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.gpu import on_device
-from vllm_tide.train.loss_rows import plan_steps
-from vllm_tide.train.packing import PackedBatch, pack, take_batch
-from vllm_tide.train.sample import Sample, by_request
+from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows, take_batch
+from vllm_tide.train.sample import Sample, TopK, by_request
 
 FORMS = ("greedy", "mass", "argmax_mass", "served")
 _PROBS_BYTES = 128 << 20
+_ROWS = 256  # whose logits [_ROWS, V] are held together
 
 
 @dataclass
@@ -118,7 +119,6 @@ class Scores:
         return Evaluation(self._num_steps, {key: self._kept[key][1] for key in kept})
 
     def keep(self, keys: Collection[int]) -> None:
-        """Forget all other requests."""
         self._kept = {k: v for k, v in self._kept.items() if k in keys}
 
 
@@ -168,14 +168,14 @@ def evaluate(
 
     Args:
         capacity: Rows per batch.
-        dtype: Compute dtype of the draft; the target's logits are fp32.
+        dtype: Of the draft; the target's logits are fp32.
         progress: Called between batches; False ends it there.
         sampled_form: Form in which requests above temperature 0 are served.
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
     per_row = 4 * draft.vocab.target_ids.numel()
-    capacity = max(256, min(capacity, _PROBS_BYTES // per_row))
+    capacity = max(_ROWS, min(capacity, _PROBS_BYTES // per_row))
     rows = target.rows_in(torch.float32)
     queue = deque(samples)
     weights = draft.compute_weights(dtype)
@@ -199,20 +199,21 @@ def _target_probs(
     """True mass p^D fp32 [M, V_d] and argmax draft id [M], -1 outside D."""
     vocab, device = on_device(draft.vocab, rows.device), rows.device
     size = used.numel(), vocab.target_ids.numel()
-    if batch.teacher_hidden is None:
-        topk = on_device(batch.topk_rows(used), device)
+    if isinstance(batch.teacher, TopK):
+        topk = on_device(batch.teacher[used], device)
         ids = vocab.draft_ids[topk.ids.long()]
         mass = topk.logprobs.float().exp().masked_fill(ids < 0, 0.0)
         probs = torch.zeros(size, device=device)
         return probs.scatter_add_(1, ids.clamp(min=0), mass), ids[:, 0]
     probs = torch.empty(size, device=device)
     best = torch.empty(used.numel(), dtype=torch.int64, device=device)
-    for lo in range(0, used.numel(), 256):
-        hidden = on_device(batch.teacher_hidden[used[lo : lo + 256]], device)
+    for lo in range(0, used.numel(), _ROWS):
+        hidden = on_device(batch.teacher[used[lo : lo + _ROWS]], device)
         z = target.logits(hidden.to(rows.dtype), rows).float()
-        best[lo : lo + 256] = vocab.draft_ids[z.argmax(-1)]
+        best[lo : lo + _ROWS] = vocab.draft_ids[z.argmax(-1)]
         full = torch.softmax(z, dim=-1)
-        probs[lo : lo + 256] = full if vocab.is_identity else full[:, vocab.target_ids]
+        full = full if vocab.is_identity else full[:, vocab.target_ids]
+        probs[lo : lo + _ROWS] = full
     return probs, best
 
 
@@ -226,9 +227,10 @@ def _add_batch(
     attention: str,
     served: list[str],
 ) -> None:
-    plan = plan_steps(batch.valid, batch.doc_ids, result.num_steps, complete=True)
-    if plan is None:
+    steps = plan_rows(batch, result.num_steps, complete=True)
+    if not steps:
         return
+    plan = LossRows.from_plan(batch, steps)
     device = rows.device
     inputs = batch.tokens, batch.features, batch.positions
     tokens, features, positions = on_device(inputs, device)
@@ -236,17 +238,17 @@ def _add_batch(
         tokens,
         features,
         positions,
-        batch.doc_starts,
-        on_device(plan.steps, device),
+        batch.layout,
+        on_device(steps, device),
         weights["fc.weight"].dtype,
         weights,
         attention=attention,
     )
-    used, index = torch.unique(torch.cat(plan.targets), return_inverse=True)
+    used, index = torch.unique(plan.teacher, return_inverse=True)
     index = on_device(index, device)
     probs, best = _target_probs(batch, used, draft, target, rows)
-    count = plan.targets[0].numel()
-    docs = batch.doc_ids[plan.steps[0].active]
+    count = steps[0].loss.numel()
+    docs = plan.doc[:count]
     greedy = torch.tensor([form == "greedy" for form in served])[docs].to(device)
     other = next((form for form in served if form != "greedy"), "greedy")
     product = {form: torch.ones(count, device=device) for form in FORMS}
@@ -277,11 +279,36 @@ def _accept(
 ) -> dict[str, Tensor]:
     """Chance of acceptance per row in each form."""
     out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS[:3]}
-    for lo in range(0, at.numel(), 256):
-        part = slice(lo, lo + 256)
+    for lo in range(0, at.numel(), _ROWS):
+        part = slice(lo, lo + _ROWS)
         z, p = draft.logits(normed[part], weights).float(), probs[at[part]]
         choice = z.argmax(-1)
         out["greedy"][part] = (choice == best[at[part]]).float()
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
         out["mass"][part] = torch.minimum(p, z.softmax(-1)).sum(-1)
     return out
+
+
+class InVocabulary:
+    """Rows whose best token is in the draft vocabulary; others teach it nothing."""
+
+    def __init__(self, target: TargetRows, dtype: torch.dtype) -> None:
+        self._target, self._dtype = target, dtype
+        self._rows: Tensor | None = None
+
+    def rows_of(self, sample: Sample, vocab: VocabMap) -> Tensor:
+        """Bool [S]: the target's best token is in the draft vocabulary."""
+        inside = vocab.t2d
+        if sample.teacher_topk is not None:
+            return inside[sample.teacher_topk.ids[:, 0].long()]
+        out = torch.zeros(sample.num_tokens, dtype=torch.bool)
+        if sample.teacher_hidden is None:
+            return out
+        if self._rows is None:  # once: they are the largest tensor there is
+            self._rows = self._target.rows_in(self._dtype)
+        rows = self._rows
+        for lo in range(0, sample.num_tokens, _ROWS):
+            hidden = on_device(sample.teacher_hidden[lo : lo + _ROWS], rows.device)
+            z = self._target.logits(hidden.to(rows.dtype), rows)
+            out[lo : lo + _ROWS] = inside[z.argmax(-1).cpu()]
+        return out

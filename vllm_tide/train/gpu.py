@@ -1,4 +1,4 @@
-"""The trainer's process and its GPU: cores, memory, rests, and how a batch gets there.
+"""The trainer's GPU: memory, rests, and how a batch gets there.
 
 Planned, packed, published and stored is on the host; the draft's parameters and the
 target's rows are on `tide.train.device`.
@@ -6,7 +6,6 @@ target's rows are on `tide.train.device`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import DraftError
-from vllm_tide.transport.process import be_nice
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -72,7 +70,6 @@ class Shortage:
         self._config, self._rest, self._until = config, REST_S, 0.0
 
     def cycle_done(self, starved: bool, now: float) -> None:
-        """Note a cycle; `starved`: it was out of memory; `now`: monotonic (s)."""
         if not starved:
             self._rest = REST_S
             return
@@ -113,7 +110,6 @@ def give_up_memory(optimizer: torch.optim.Optimizer) -> None:
 
 
 def give_back_cache() -> None:
-    """Frees memory that torch keeps for itself, for other processes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -146,47 +142,6 @@ def claim(name: str) -> None:
         raise DraftError(no_memory(name, "the trainer's context")) from error
 
 
-def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
-    """Device, affinity, niceness, threads and title of this process.
-
-    Args:
-        config: `tide.train`.
-        engine_id: Shown in the title.
-        pin: Choose cores and threads; not with several ranks, which torchrun arranges.
-
-    Raises:
-        DraftError: A knob cannot be honoured on this machine.
-    """
-    claim(config.device)
-    if pin:
-        _pin(config)
-    if config.nice:
-        be_nice(config.nice)
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"vllm-tide train {engine_id}")
-
-
-def _pin(config: TrainConfig) -> None:
-    allowed = len(os.sched_getaffinity(0))
-    if config.cpus is None:
-        # Where we were started; the server leaves out the cores of its engine.
-        torch.set_num_threads(max(1, allowed // 4))
-        return
-    try:
-        os.sched_setaffinity(0, config.cpus)
-        # Attaching to an engine may already have started threads (checksums of files).
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), config.cpus)
-    except OSError as error:
-        raise DraftError(
-            f"tide.train.cpus: {config.cpus} cannot be used ({error.strerror})."
-        ) from None
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
 def on_device(thing: Any, device: torch.device) -> Any:
     """Tensors on the host, and dataclasses and sequences of them, on a device.
 
@@ -211,9 +166,6 @@ class Turns:
     claims before; time that nobody asked for is not saved up. Times this process's work
     by events on its own stream, also while the GPU waits for the host (at first for a
     compiler), so never too short.
-
-    Args:
-        share: `tide.train.gpu_share`.
     """
 
     def __init__(self, share: float) -> None:
@@ -221,13 +173,11 @@ class Turns:
         self._first: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """A turn begins."""
         self._began = time.monotonic()
         self._first = torch.cuda.Event(enable_timing=True)
         self._first.record()
 
     def end(self) -> None:
-        """A turn ends when what was launched has run."""
         assert self._first is not None  # noqa: S101 - it was begun
         last = torch.cuda.Event(enable_timing=True, blocking=True)
         last.record()
@@ -258,7 +208,6 @@ class Watch:
             turns.begin()
 
     def __call__(self) -> bool:
-        """True to go on."""
         began = time.monotonic()
         if self._turns is None:
             self._ask()

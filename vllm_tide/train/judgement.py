@@ -40,9 +40,8 @@ class CycleResult:
 
     Attributes:
         loss: Mean training loss of the cycle; NaN without steps.
-        new: Evaluation of the candidate on held-out requests, or None when not
-            evaluated.
-        live: The same of the draft being served.
+        new: Candidate on held-out requests, None where not evaluated; `live`: the draft
+            being served.
         gain: Candidate minus live draft, expected tokens per verify step, over held-out
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
@@ -74,7 +73,6 @@ class CycleResult:
 
 
 def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
-    """A cycle without an evaluation."""
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
@@ -258,9 +256,9 @@ def judge(
 
 
 def _moved_away(pair: Pair) -> bool:
-    """Whether the candidate's distribution is further from the target's.
+    """True if the candidate's distribution is further from the target's.
 
-    A head that comes nearer may lose best tokens on the way, which is all there is to
+    One that comes nearer may lose best tokens on the way, which is all there is to
     lose while it is untrained.
     """
     difference, error = gain(pair.new, pair.live, "mass")
@@ -316,10 +314,6 @@ def next_rate(rate: float, result: CycleResult) -> float:
     either. Steps grow again with every cycle that does no harm. Not with a shift: a
     gate that pauses after a useless cycle sees the shift again right after, and would
     have every cycle start over with steps that are too large.
-
-    Args:
-        rate: Of the last cycle.
-        result: Of the last cycle.
     """
     if result.harmful:
         return max(LEAST_RATE, 0.5 * rate)

@@ -75,7 +75,6 @@ class Outcomes:
         return self.p
 
     def cross_entropy(self) -> Tensor:
-        """[n], -sum p log q."""
         return self.lse - torch.linalg.vecdot(self.p, self.z)
 
     def spread(self, target: Tensor) -> Tensor:
@@ -133,17 +132,14 @@ class BucketedOutcomes(Outcomes):
 
     @property
     def outcome_q(self) -> Tensor:
-        """[n, k + 1]."""
         return self._outcome_q
 
     @cached_property
     def log_q(self) -> Tensor:
-        """[n, k + 1]."""
         return self._log_q
 
     @property
-    def listed_p(self) -> Tensor:
-        """[n, k]."""
+    def listed_p(self) -> Tensor:  # [n, k]
         return self.p[:, :-1]
 
     def cross_entropy(self) -> Tensor:
@@ -227,7 +223,6 @@ Term = Callable[[Outcomes, LossMix], Pull]
 
 
 def forward_kl(rows: Outcomes, mix: LossMix) -> Pull:
-    """KL(p^ || q)."""
     return Pull(rows.plogp + rows.cross_entropy(), rows.p)
 
 
@@ -240,7 +235,6 @@ def reverse_kl(rows: Outcomes, mix: LossMix) -> Pull:
 
 
 def tv(rows: Outcomes, mix: LossMix) -> Pull:
-    """Total variation, 1 - sum min(p, q): the chance of a rejection."""
     return Pull(1.0 - rows.acceptance, rows.hits, rows.hits.sum(-1))
 
 
@@ -292,16 +286,13 @@ def combine(
     weights: Tensor,
     labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Values of T terms, and the gradient of their weighted sum.
+    """Unweighted values [T, n] of T terms, and the gradient [n, V] of the weighted sum.
 
     Args:
         rows: n rows; `rows.q` is overwritten.
         weights: [T, n], weight of each term at each row, dtype of the logits.
         labels: int64 [n], draft id of the token that followed, -1 where `next_token`
             has none (value and gradient zero).
-
-    Returns:
-        Values [T, n], unweighted; gradient [n, V] with respect to the logits.
     """
     values = torch.empty_like(weights)
     pulls: list[tuple[Pull, Tensor]] = []

@@ -1,5 +1,14 @@
 """The weighted loss against the target's distribution, fused with the draft's LM head.
 
+    loss = sum_i gamma^i sum_terms w_term (sum_r m_r l_r) / (sum_r m_r)
+
+over the rows r of step i. m_r is one over the rows of the row's request, so every
+request weighs the same however long it is; both sums go over all ranks before they are
+divided, so a rank with short documents weighs no more than another. Three kinds of rows
+have means of their own: committed rows, those of them with a following token in the
+draft vocabulary (`next_token`), and rejected branches (the two expectations of Aurora's
+eq. 3).
+
 Logits live only for one chunk of rows and never enter the autograd tape: the terms of
 `loss_terms` give their gradients in closed form.
 
@@ -9,7 +18,7 @@ T terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +27,167 @@ from torch import Tensor
 
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train.loss_terms import BucketedOutcomes, LossMix, Outcomes, combine
+from vllm_tide.train.loss_terms import (
+    DISCARD,
+    NEXT_TOKEN,
+    BucketedOutcomes,
+    LossMix,
+    Outcomes,
+    combine,
+)
+from vllm_tide.train.packing import LossRows
 from vllm_tide.train.sample import TopK
 
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
 GPU_CHUNK_BYTES = 128 << 20  # each reads the whole LM head
 HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
+
+
+# A request with fewer trained rows than this weighs less than a full one, so that
+# equal weight per request does not hand a batch to its shortest documents.
+MIN_ROWS_OF_FULL_WEIGHT = 64
+NUM_KINDS = 3  # committed, labelled, branch
+_KINDS = {NEXT_TOKEN: 1, DISCARD: 2}
+
+
+def kind_of(term: str) -> int:
+    """Which of the `NUM_KINDS` kinds of rows a term is a mean over."""
+    return _KINDS.get(term, 0)
+
+
+def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
+    """float64 [L]: one over the rows of the row's request, at most 1/64.
+
+    Committed and branch rows are counted apart, at step 0. Documents with one key are
+    one request.
+    """
+    numbers: dict[int, int] = {}
+    owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
+    place = owner[rows.doc] + len(numbers) * rows.branch
+    counts = torch.zeros(2 * len(numbers), dtype=torch.float64)
+    counts.index_add_(0, place, (rows.step == 0).to(torch.float64))
+    return (1.0 / counts.clamp(min=MIN_ROWS_OF_FULL_WEIGHT))[place]
+
+
+def kind_weights(rows: LossRows, labels: Tensor, weights: Tensor) -> Tensor:
+    """float64 [NUM_KINDS, L]: weight of each row, zero outside the kind."""
+    committed = weights.masked_fill(rows.branch, 0.0)
+    return torch.stack([committed, committed * (labels >= 0), weights * rows.branch])
+
+
+def sum_by_step(values: Tensor, step: Tensor, num_steps: int) -> Tensor:
+    """float64 [G, num_steps]: sums of `values` [G, L] over the rows of each step."""
+    out = torch.zeros(values.shape[0], num_steps, dtype=torch.float64)
+    return out.index_add_(1, step, values.to(torch.float64))
+
+
+# Sums a float64 vector over all ranks.
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over all ranks for T terms and K steps.
+
+    Attributes:
+        numerators: float64 [T, K], weighted values.
+        denominators: float64 [T, K], weights; zero where a term has no row.
+    """
+
+    mix: LossMix
+    numerators: Tensor
+    denominators: Tensor
+    num_tokens: int
+    num_loss_rows: int
+    num_branch_rows: int
+
+    @property
+    def means(self) -> Tensor:
+        """float64 [T, K'], K' up to the last step with a row."""
+        some = self.denominators > 0
+        used = int(some.any(0).nonzero().max()) + 1
+        mean = self.numerators / self.denominators.masked_fill(~some, 1.0)
+        return mean[:, :used]
+
+    @property
+    def step_losses(self) -> list[float]:
+        """Per step, the weighted sum of the terms' means."""
+        means = self.means
+        weights = torch.tensor(list(self.mix.weights.values()), dtype=means.dtype)
+        return (weights @ means).tolist()
+
+    @property
+    def terms(self) -> dict[str, list[float]]:
+        return dict(zip(self.mix.names, self.means.tolist(), strict=True))
+
+
+class LossSummer:
+    """Weighs the rows of one batch; one object per step.
+
+    All on the host, where the rows were planned. One vector goes over the ranks before
+    the logits (denominators: the gradient needs them) and one after (numerators: only
+    reported). Every rank sends both, with or without rows.
+    """
+
+    def __init__(
+        self, mix: LossMix, num_steps: int, decay: float, reduce: Reduce | None = None
+    ) -> None:
+        self.mix, self.num_steps, self.decay = mix, num_steps, decay
+        self.num_ranks = 1
+        self._reduce = reduce
+        self._kinds = [kind_of(name) for name in mix.names]
+        self._step: Tensor | None = None
+        self._by_term = torch.zeros(len(self._kinds), 0)
+        self._denominators = torch.zeros(NUM_KINDS, num_steps)
+        self._counts = [0, 0, 0]
+
+    def weigh(
+        self,
+        rows: LossRows | None,
+        labels: Tensor | None,
+        keys: Sequence[int],
+        num_tokens: int,
+    ) -> Tensor | None:
+        """Weight of each term at each of this rank's rows, float64 [T, L].
+
+        None when no rank has a row that a term applies to.
+        """
+        sums = torch.zeros(NUM_KINDS, self.num_steps, dtype=torch.float64)
+        counts = [1, num_tokens, 0, 0]
+        if rows is not None and labels is not None:
+            by_kind = kind_weights(rows, labels, request_weights(rows, keys))
+            sums = sum_by_step(by_kind, rows.step, self.num_steps)
+            self._by_term, self._step = by_kind[self._kinds], rows.step
+            counts[2:] = rows.branch.numel(), rows.branch.numel() - rows.num_committed
+        counted = torch.tensor(counts, dtype=torch.float64)
+        vector = self._sum(torch.cat([sums.flatten(), counted]))
+        self._denominators = vector[:-4].view_as(sums)[self._kinds]
+        self.num_ranks, *self._counts = (int(c) for c in vector[-4:].tolist())
+        if not bool((self._denominators > 0).any()):
+            return None
+        if self._step is None:
+            return self._by_term.to(torch.float64)
+        return self._by_term * self._scale()[:, self._step]
+
+    def close(self, values: Tensor | None) -> LossSums:
+        """Sum the values [T, L] of this rank (None has none) and of the others."""
+        sums = torch.zeros_like(self._denominators)
+        if values is not None and self._step is not None:
+            weighed = values.cpu() * self._by_term
+            sums = sum_by_step(weighed, self._step, self.num_steps)
+        sums = self._sum(sums.flatten()).view_as(sums)
+        return LossSums(self.mix, sums, self._denominators, *self._counts)
+
+    def _scale(self) -> Tensor:
+        """float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
+        share = self._denominators
+        weights = torch.tensor(list(self.mix.weights.values()), dtype=torch.float64)
+        decay = self.decay ** torch.arange(self.num_steps, dtype=torch.float64)
+        inverse = torch.where(share > 0, 1.0 / share, 0.0)
+        return weights[:, None] * decay * inverse
+
+    def _sum(self, vector: Tensor) -> Tensor:
+        return vector if self._reduce is None else self._reduce(vector)
 
 
 @dataclass(frozen=True)
@@ -53,7 +217,6 @@ class HiddenTeacher:
 
         Args:
             hidden: [M, H] after the final norm.
-            target: Gives scale and soft cap of the logits.
             rows: [V_d, H] output rows of the draft vocabulary; with `kept`, all
                 [V_t, H] rows.
             kept: int64 [V_d] target ids of the draft vocabulary: `mass` is wanted.
@@ -191,9 +354,8 @@ class LossTask:
     def segments(self) -> list[tuple[int, int, int, int]]:
         """Runs of rows with their terms: first row, end, first term, end."""
         first, terms = len(self.mix.committed), len(self.mix.names)
-        rows = self.index.numel()
-        runs = [(0, self.num_committed, 0, first)]
-        runs.append((self.num_committed, rows, first, terms))
+        rows, split = self.index.numel(), self.num_committed
+        runs = [(0, split, 0, first), (split, rows, first, terms)]
         return [run for run in runs if run[0] < run[1] and run[2] < run[3]]
 
 
@@ -272,7 +434,6 @@ def fused_head_loss(
         normed: [L, H] output rows of the draft, compute dtype.
         master: [V_d, H] fp32 parameter that receives the gradient.
         head: [V_d, H] the same in the compute dtype, detached.
-        task: Terms, weights and labels per row.
 
     Returns:
         Scalar loss; unweighted values [T, L] (detached), zero where a term does not

@@ -1,7 +1,7 @@
 """The processes that train one draft together, and the messages between them.
 
-No pickle: an order is JSON, a batch is JSON that says what follows and then the bytes
-of its tensors. Gloo carries them on the CPU, whatever device trains.
+No pickle: an order is JSON, a batch JSON and safetensors. Gloo carries them on the CPU,
+whatever device trains.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.rows import RowLayout
 from vllm_tide.train.gpu import claim
-from vllm_tide.train.packing import BranchRows, PackedBatch
+from vllm_tide.train.packing import PackedBatch
 from vllm_tide.train.sample import TopK
 from vllm_tide.transport.shm import TransportError
 
@@ -36,10 +39,7 @@ class RankLost(TransportError):
 
 
 class Ranks:
-    """The process group of one trainer.
-
-    Args:
-        device: `tide.train.device`; `cuda` takes the GPU of the local rank.
+    """The process group of one trainer; `cuda` takes the GPU of the local rank.
 
     Raises:
         DraftError: The device cannot be used by several ranks.
@@ -69,7 +69,6 @@ class Ranks:
 
     @staticmethod
     def asked() -> bool:
-        """True if torchrun started this process with more than one rank."""
         return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
     @property
@@ -117,57 +116,34 @@ def watched() -> Iterator[None]:
 
 
 LEADER = 0
-# Dataclasses that may be in a batch: nothing else is ever built from a message.
-KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (PackedBatch, BranchRows, TopK)
-}
 
 
-def encode(value: Any) -> tuple[str, list[Tensor]]:
-    """A dataclass of tensors, numbers and lists as JSON and the tensors it names.
-
-    Raises:
-        TypeError: It holds something else.
-    """
-    tensors: list[Tensor] = []
-
-    def plain(item: Any) -> dict[str, Any]:
-        name = type(item).__name__
-        if isinstance(item, Tensor):
-            tensors.append(item.contiguous())
-            return {"tensor": len(tensors) - 1}
-        if name not in KINDS:
-            raise TypeError(f"a batch cannot carry a {name} to another rank.")
-        return {"kind": name, **vars(item)}
-
-    return json.dumps(value, default=plain), tensors
+def encode(batch: PackedBatch) -> tuple[bytes, bytes]:
+    """A batch as JSON and safetensors."""
+    teacher = batch.teacher
+    listed = vars(teacher) if isinstance(teacher, TopK) else {}
+    held = {n: t for n, t in (vars(batch) | listed).items() if isinstance(t, Tensor)}
+    lists = {"keys": batch.keys, "layout": vars(batch.layout)}
+    return json.dumps(lists).encode(), save(
+        {n: t.contiguous() for n, t in held.items()}
+    )
 
 
-def decode(text: str, tensors: list[Tensor]) -> Any:
-    """Inverse of `encode`.
-
-    Raises:
-        TransportError: The message names a class that is not in `KINDS`.
-    """
-
-    def made(tree: dict[str, Any]) -> Any:
-        if "tensor" in tree:
-            return tensors[tree["tensor"]]
-        name = tree.pop("kind")
-        if name not in KINDS:
-            raise TransportError(
-                f"ranks: a batch holds an unknown {name!r}; all ranks must run the "
-                "same version of vllm_tide."
-            )
-        return KINDS[name](**tree)
-
-    return json.loads(text, object_hook=made)
+def decode(text: bytes, raw: bytes) -> PackedBatch:
+    lists, held = json.loads(text), load(raw)
+    if "teacher" not in held:
+        held["teacher"] = TopK(**{f.name: held.pop(f.name) for f in fields(TopK)})
+    return PackedBatch(layout=RowLayout(**lists["layout"]), keys=lists["keys"], **held)
 
 
 def broadcast_json(value: Any = None) -> Any:
     """Give `value` of the leader to every rank (blocks until all have it)."""
     leads = dist.get_rank() == LEADER
-    raw = _bytes(json.dumps(value)) if leads else torch.empty(0, dtype=torch.uint8)
+    raw = (
+        _bytes(json.dumps(value).encode())
+        if leads
+        else torch.empty(0, dtype=torch.uint8)
+    )
     size = torch.tensor([raw.numel()])
     dist.broadcast(size, LEADER)
     if not leads:
@@ -176,35 +152,22 @@ def broadcast_json(value: Any = None) -> Any:
     return value if leads else json.loads(raw.numpy().tobytes())
 
 
-def send(value: Any, rank: int) -> None:
-    text, tensors = encode(value)
-    shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    head = _bytes(json.dumps([text, shapes]))
-    dist.send(torch.tensor([head.numel()]), rank)
-    dist.send(head, rank)
-    for tensor in tensors:
-        if tensor.numel():
-            dist.send(_as_bytes(tensor), rank)
+def send(batch: PackedBatch | None, rank: int) -> None:
+    parts = (b"", b"") if batch is None else encode(batch)
+    dist.send(torch.tensor([len(part) for part in parts]), rank)
+    for part in filter(None, parts):
+        dist.send(_bytes(part), rank)
 
 
-def receive() -> Any:
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, LEADER)
-    head = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(head, LEADER)
-    text, shapes = json.loads(head.numpy().tobytes())
-    tensors = []
-    for dtype, shape in shapes:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        if tensor.numel():
-            dist.recv(_as_bytes(tensor), LEADER)
-        tensors.append(tensor)
-    return decode(text, tensors)
+def receive() -> PackedBatch | None:
+    sizes, parts = torch.empty(2, dtype=torch.int64), []
+    dist.recv(sizes, LEADER)
+    for size in filter(None, sizes.tolist()):
+        raw = torch.empty(size, dtype=torch.uint8)
+        dist.recv(raw, LEADER)
+        parts.append(raw.numpy().tobytes())
+    return decode(*parts) if parts else None
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)  # contiguous: shares memory
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -58,15 +58,11 @@ class Purged(NamedTuple):
 
 
 class Side:
-    """Windows in order of arrival, found by request and by tenant.
+    """Windows by serial number, oldest first, found by request and by tenant.
 
     Args:
-        max_tokens: Bound of all windows (tokens).
         tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
         chance: Chooses what makes room, see `_crowded_out`; None: the oldest does.
-
-    Attributes:
-        windows: By serial number; oldest first.
     """
 
     def __init__(
@@ -448,23 +444,17 @@ def _group_factors(
 
 
 def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:
-    """Factors that bring every tenant down to its share, so that none steers alone.
+    """Factors that bring every tenant down to its share (0 to 1), so none steers alone.
 
-    The other bound (`Side` in `reservoir`) is on what a tenant may hold of the buffer:
-    one that is not full yet would otherwise be whoever is loudest. Requests without a
-    tenant are many unknown clients and have no bound.
+    The other bound (`Side`) is on what a tenant may hold of the buffer: one that is not
+    full yet would otherwise be whoever is loudest. Requests without a tenant are many
+    unknown clients and have no bound.
 
     With the j heaviest capped at a level L and a rest R left as it is, L is the share
     of the whole: L = share (j L + R), so L = share R / (1 - j share); j is the
     smallest number for which no tenant of the rest exceeds L. Where nothing can fill
     the rest (all tenants are over their share and nobody else is there) all weigh
     alike.
-
-    Args:
-        share: Largest share of one tenant (0 to 1).
-
-    Returns:
-        A factor below 1 for each tenant that is over its share.
     """
     named = sorted(
         ((mass, tenant) for tenant, mass in masses.items() if tenant != NOBODY),

@@ -36,7 +36,7 @@ class TopK:
     logprobs: Tensor
     tail_logprob: Tensor
 
-    def __getitem__(self, rows: slice) -> TopK:
+    def __getitem__(self, rows: slice | Tensor) -> TopK:
         return TopK(self.ids[rows], self.logprobs[rows], self.tail_logprob[rows])
 
 
@@ -92,15 +92,10 @@ class Sample:
         key: int = 0,
         start: int = 0,
     ) -> Sample:
-        """A document prepared without a server.
+        """A document prepared without a server; one prompt token trains on everything.
 
         Args:
-            tokens: Integer [S].
             features: [S, A*H], `hidden_states[L]` of the target for each layer id L.
-            teacher_hidden: [S, H], after the target's final norm.
-            num_prompt_tokens: Prompt length; 1 trains on everything.
-            key: Request key (decides the held-out share).
-            start: Position of row 0.
         """
         return cls(
             key=key,
@@ -139,13 +134,7 @@ class Sample:
         """What is left when other documents train some of the positions.
 
         Rows before the last that still counts stay as context. (request, position) is
-        then trained once, by the document that came last.
-
-        Args:
-            positions: Integer [P], positions trained elsewhere.
-
-        Returns:
-            A shorter document with the same start, or None if nothing is left to train.
+        then trained once, by the document that came last. None if nothing is left.
         """
         mine = torch.arange(self.start, self.start + self.num_tokens)
         left = replace(

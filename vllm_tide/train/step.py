@@ -13,27 +13,23 @@ from torch import Tensor
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft, Weights
+from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
-from vllm_tide.train.loss_rows import (
-    LossRows,
-    LossSummer,
-    LossSums,
-    Plan,
-    Reduce,
-    gather,
-    plan_steps,
-)
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
     KernelTeacher,
+    LossSummer,
+    LossSums,
     LossTask,
+    Reduce,
     Teacher,
     TopKTeacher,
     fused_head_loss,
 )
-from vllm_tide.train.packing import BranchPlan, PackedBatch, plan_branches
+from vllm_tide.train.packing import LossRows, PackedBatch, plan_rows
+from vllm_tide.train.sample import TopK
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +65,13 @@ class Work:
     """A batch of this rank with the rows to be trained."""
 
     batch: PackedBatch
-    plan: Plan | None
-    branches: BranchPlan | None
+    steps: list[StepRows]
     rows: LossRows
     labels: Tensor
 
 
 def has_fast_bfloat16(device: str = "cpu") -> bool:
-    """Whether a device multiplies bfloat16 in hardware.
+    """True if a device multiplies bfloat16 in hardware.
 
     On a CPU a step then takes 0.6 of the fp32 time at the demo size, else 1.8 times
     as long (scripts/bench/train_step.py, with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI).
@@ -177,10 +172,7 @@ class TrainStep:
     def run(
         self, batch: PackedBatch | None, lr_scale: float = 1.0
     ) -> StepResult | None:
-        """Train on one batch.
-
-        Args:
-            batch: This rank's documents; None has none but takes part.
+        """Train on this rank's batch; None has none but takes part.
 
         Returns:
             None when no rank has anything to train, or the gradient is not finite.
@@ -216,8 +208,7 @@ class TrainStep:
     def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
         """Differentiable loss of a batch times the number of ranks, and its sums.
 
-        Returns:
-            None when no rank has a row to train.
+        None when no rank has a row to train.
         """
         work = None if batch is None else self._plan(batch)
         if work is None and self.reduce is None:
@@ -240,37 +231,32 @@ class TrainStep:
         return total * summer.num_ranks, summer.close(values)
 
     def _plan(self, batch: PackedBatch) -> Work | None:
-        steps = self.config.ttt_steps
-        plan = branches = None
-        if self.mix.committed:
-            plan = plan_steps(batch.valid, batch.doc_ids, steps)
-        if self.mix.branch:
-            branches = plan_branches(batch, steps)
-        if plan is None and branches is None:
-            return None
-        rows = LossRows.from_plan(batch, plan, branches)
-        labels = rows.labels(self.draft.vocab.draft_ids)
-        return Work(batch, plan, branches, rows, labels)
+        mix, num_steps = self.mix, self.config.ttt_steps
+        kinds = {"committed": bool(mix.committed), "branches": bool(mix.branch)}
+        steps = plan_rows(batch, num_steps, **kinds)
+        return self._work(batch, steps) if steps else None
+
+    def _work(self, batch: PackedBatch, steps: list[StepRows]) -> Work:
+        rows = LossRows.from_plan(batch, steps)
+        return Work(batch, steps, rows, rows.labels(self.draft.vocab.draft_ids))
 
     def _forward(self, work: Work, weights: Weights) -> Tensor:
         """Normed output rows [L, H] in the order of `work.rows`."""
-        batch, plan, branches = work.batch, work.plan, work.branches
-        inputs = batch.tokens, batch.features, batch.positions
-        steps = [] if plan is None else plan.steps
-        drafted = None if branches is None else branches.inputs
-        tokens, features, positions = on_device(inputs, self.device)
+        batch = work.batch
+        inputs = batch.tokens, batch.features, batch.positions, work.rows.order
+        tokens, features, positions, order = on_device(inputs, self.device)
         outputs = self.draft.forward_ttt(
             tokens,
             features,
             positions,
-            batch.doc_starts,
-            on_device(steps, self.device),
+            batch.layout,
+            on_device(work.steps, self.device),
             self.dtype,
             weights,
-            branches=on_device(drafted, self.device),
             attention=self.config.attention,
         )
-        return gather(outputs, plan, branches)
+        joined = torch.cat(outputs)
+        return joined[order] if self.mix.branch else joined
 
     def _head_loss(
         self, work: Work, outputs: Tensor, weights: Weights, per_row: Tensor
@@ -290,10 +276,11 @@ class TrainStep:
 
     @torch.no_grad()
     def _teacher(self, batch: PackedBatch, used: Tensor) -> Teacher | KernelTeacher:
-        if batch.teacher_hidden is None:
-            listed = TopKTeacher.from_topk(batch.topk_rows(used), self.draft.vocab)
+        rows = batch.teacher[used]
+        if isinstance(rows, TopK):
+            listed = TopKTeacher.from_topk(rows, self.draft.vocab)
             return on_device(listed, self.device)  # type: ignore[no-any-return]
-        hidden = on_device(batch.hidden_rows(used), self.device)
+        hidden = on_device(rows, self.device)
         if self._by_kernel:
             return KernelTeacher(hidden.to(self.dtype), self.target, self.target_rows)
         return HiddenTeacher.from_hidden(

@@ -1,6 +1,6 @@
 """Trains a candidate draft from captured rows and decides when it is better.
 
-Knows nothing of transport: records come in, checkpoint tensors go out.
+Records come in, checkpoint tensors go out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import digest, export_tensors
 from vllm_tide.draft.eagle3 import Eagle3Draft
-from vllm_tide.draft.prune import reprune
+from vllm_tide.draft.prune import LiveVocabulary, reprune
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import MAX_BRANCHES, Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import Evaluation, Scores, evaluate
+from vllm_tide.train.evaluate import Evaluation, InVocabulary, Scores, evaluate
 from vllm_tide.train.gpu import Progress, Turns, Watch, give_up_memory, lacks_memory
 from vllm_tide.train.judgement import (
     ENOUGH,
@@ -46,13 +46,10 @@ from vllm_tide.train.reservoir import (
     passes_left,
 )
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.vocabulary import InVocabulary, LiveVocabulary
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
-# Request key to group of similar requests, -1 unknown.
-GroupOf = Callable[[int], int]
 MAX_KNOWN = 1 << 16
 """Requests remembered as learnt from or counted as evidence, the newest."""
 
@@ -65,10 +62,9 @@ class Trainer:
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
         metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
         draft_sample_method: vLLM's: how the engine draws drafted tokens.
-        stepper: Does the steps; None steps in this process alone. It must have been
-            made from `draft`.
-        group_of: Finds the group of a request, for balanced training and evaluation
-            by group.
+        stepper: Made from `draft`; None steps in this process alone.
+        group_of: Group of the request of a key, -1 unknown, for balanced training and
+            evaluation by group.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class Trainer:
         metric: str = "served",
         draft_sample_method: str = "greedy",
         stepper: Stepper | None = None,
-        group_of: GroupOf | None = None,
+        group_of: Callable[[int], int] | None = None,
     ) -> None:
         torch.manual_seed(SEED)
         self.draft, self.target, self.config = draft, target, config
@@ -134,17 +130,11 @@ class Trainer:
         return self.stepper.step.trains_branches
 
     def add_records(self, records: Iterable[Record], now: float) -> None:
-        """Take records from the ring.
-
-        Args:
-            now: Monotonic clock (seconds).
-        """
         for record in records:
             self.rows_read += len(record.token_ids)
             self.add_samples(self.assembler.add(record, now))
 
     def flush_idle(self, now: float) -> None:
-        """Close requests whose end was never captured."""
         self.add_samples(self.assembler.flush_idle(now))
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
@@ -155,7 +145,8 @@ class Trainer:
                 self.skipped["token_out_of_range"] += sample.num_tokens
                 continue
             if self.vocabulary is not None:
-                self.vocabulary.add(sample)
+                generated = max(0, sample.num_prompt_tokens - sample.start)
+                self.vocabulary.add(sample.tokens[generated:])
             held = is_held_out(sample.key, self.config.holdout_share)
             if not (held or vocab.is_identity):
                 known = self.in_vocabulary.rows_of(sample, vocab)
@@ -319,10 +310,8 @@ class Trainer:
     ) -> dict[str, Tensor]:
         """Tensors to publish: names and dtype of the checkpoint served at start.
 
-        `t2d` is left out: vLLM ignores it, and a server compares without it.
-
-        Args:
-            master: From `snapshot`; None takes the candidate.
+        `t2d` is left out: vLLM ignores it, and a server compares without it. A `master`
+        of `snapshot` takes the candidate's place.
         """
         draft = self.draft
         if master is not None:
@@ -369,10 +358,9 @@ class Trainer:
         self._restored += 1
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
-        """Forget what was captured, for good; the draft keeps what it has learnt.
+        """Forget what was captured of a tenant (None: of all), for good.
 
-        Args:
-            tenant: Only this tenant's; None is everybody's.
+        The draft keeps what it has learnt.
         """
         self._queue = deque(
             s for s in self._queue if tenant is not None and s.tenant != tenant
@@ -386,7 +374,6 @@ class Trainer:
         }
 
     def expire(self) -> None:
-        """Forget documents older than `max_age_s`, for good."""
         if self.buffer.expire().samples:
             self._live_scores.keep(())
             self._queue = deque(s for s in self._queue if not self.buffer.expired(s))

@@ -1,11 +1,11 @@
-"""Many engines, one trainer: their records in fair shares, one head for all of them.
+"""Many engines, one trainer: their records in fair shares, one draft for all of them.
 
 An engine joins when it is found and fits, and is dropped when it dies or its storage is
-lost; the others never notice. Each gets a new head at once and swaps it in when it is
+lost; the others never notice. Each gets a new draft at once and swaps it in when it is
 ready; nobody waits for anybody.
 
-Heads are numbered across engines. An engine that is ahead of the numbers (it had
-another trainer before) gets a head under a higher version of its own; what this module
+Drafts are numbered across engines. An engine that is ahead of the numbers (it had
+another trainer before) gets a draft under a higher version of its own; what this module
 says about versions is always in the trainer's numbers.
 """
 
@@ -20,27 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.transport.feed import RingFeed, RunDirSource, hostile
-from vllm_tide.transport.feed_spool import Feed, Source, SpoolFeed, SpoolSource
+from vllm_tide.transport.feed import RunDirSource, hostile
+from vllm_tide.transport.feed_spool import Feed, Source, SpoolSource
 from vllm_tide.transport.identity import difference
 from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record, RingSpec
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import WeightsFeedback
-
-__all__ = [
-    "Changes",
-    "EngineVersions",
-    "Feed",
-    "Feeds",
-    "RingFeed",
-    "RunDirSource",
-    "Source",
-    "SpoolFeed",
-    "SpoolSource",
-    "open_feeds",
-]
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -61,10 +48,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class EngineVersions:
-    """Heads of one engine, in the trainer's numbers."""
+    """Drafts of one engine, in the trainer's numbers."""
 
     published: int  # newest sent to it, 0 if none was
-    installed: int  # the one that serves; 0 is the head it started with
+    installed: int  # the one that serves; 0 is the draft it started with
     refused: int  # the last one, 0 if none
     refused_reason: str
     swap_pause_ms: float  # how long the last installation held serving up
@@ -76,14 +63,14 @@ class EngineVersions:
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines and sources that came or went since the last look."""
+    """Engines that came or went since the last look."""
 
     joined: tuple[str, ...]
     left: dict[str, str]  # and why
 
 
 @dataclass(frozen=True)
-class _Head:
+class _Draft:
     version: int
     parent_version: int
     meta: dict[str, Any]
@@ -106,7 +93,7 @@ class Feeds:
 
     Attributes:
         refused: Sentences about engines that are live and cannot join.
-        failed_publications: Heads that could not be sent, over all engines.
+        failed_publications: Drafts that could not be sent, over all engines.
         rejected: Rows thrown away for their values, see `feed.hostile`.
         vocab_size: The target's, where it is known better than an engine tells it.
         opening: Whether an engine that was found may join at the next look.
@@ -124,7 +111,7 @@ class Feeds:
         self._retry_at: dict[str, float] = {}
         self._next_look = 0.0
         self._left: dict[str, str] = {}
-        self._head: _Head | None = None
+        self._draft: _Draft | None = None
         self._counter = 0
         # version an engine knows -> the trainer's number, where they differ
         self._numbers: dict[str, dict[int, int]] = {}
@@ -215,8 +202,8 @@ class Feeds:
         """Say to every engine that the trainer lives; send again what got lost."""
         for member in list(self._members.values()):
             lost = self._try(member, member.feed.heartbeat)
-            if lost and self._head is not None:
-                self._send(member, self._head)
+            if lost and self._draft is not None:
+                self._send(member, self._draft)
 
     def set_collect(self, wanted: Collect) -> None:
         """Ask every engine, and those that join later."""
@@ -226,7 +213,7 @@ class Feeds:
 
     @property
     def next_version(self) -> int:
-        """Number of the next head: newer than anything any engine was sent."""
+        """Number of the next draft: newer than anything any engine was sent."""
         latest = [member.feed.latest_version for member in self._members.values()]
         return max([self._counter, *latest]) + 1
 
@@ -238,7 +225,7 @@ class Feeds:
         meta: dict[str, Any],
         engines: Collection[str] | None = None,
     ) -> int:
-        """Send a head to all engines, also later ones, or only to some; its number.
+        """Send a draft to all engines, also later ones, or only to some; its number.
 
         Tensors are kept: do not change them.
 
@@ -247,20 +234,20 @@ class Feeds:
             ValueError: If a tensor contradicts itself.
         """
         version = self.next_version
-        head = _Head(version, parent_version, meta, tensors)
+        draft = _Draft(version, parent_version, meta, tensors)
         self._counter = version
         failed = ""
         sent = 0
         for engine_id, member in list(self._members.items()):
             if engines is not None and engine_id not in engines:
                 continue
-            sentence = self._send(member, head)
+            sentence = self._send(member, draft)
             sent += not sentence
             failed = sentence or failed
         if failed and not sent:
             raise TransportError(failed)
         if engines is None:
-            self._head = head
+            self._draft = draft
         return version
 
     def send_fast(
@@ -333,7 +320,7 @@ class Feeds:
         return self._numbers.get(engine_id, {}).get(version, version)
 
     def latest(self) -> Publication | None:
-        """The newest head that no engine refused: to go on from after a restart.
+        """The newest draft that no engine refused: to go on from after a restart.
 
         Engines that have an older one or a fast draft, and those that join later, are
         sent it.
@@ -355,14 +342,14 @@ class Feeds:
                 newest = found
         if newest is not None:
             meta = {k: v for k, v in newest.meta.items() if k != "adaptation"}
-            self._head = _Head(
+            self._draft = _Draft(
                 newest.version, newest.parent_version, meta, newest.tensors
             )
             self._counter = max(self._counter, newest.version)
             for member in list(self._members.values()):
                 latest = member.feed.latest_version
                 if latest < newest.version or member.feed.id in behind:
-                    self._send(member, self._head)
+                    self._send(member, self._draft)
         return newest
 
     def purge(self, tenant: int | None = None) -> int:
@@ -444,32 +431,32 @@ class Feeds:
         logger.info("engine %s joins: %d now", engine_id, len(self._members))
         if self._collect is not None:
             self._try(member, partial(feed.set_collect, self._collect))
-        head = self._head
-        if head is not None and self._holds(feed) != head.version:
-            self._send(member, head)
+        draft = self._draft
+        if draft is not None and self._holds(feed) != draft.version:
+            self._send(member, draft)
         return engine_id in self._members
 
     def _holds(self, feed: Feed) -> int:
         return self.number_of(feed.id, feed.latest_version)
 
-    def _send(self, member: _Member, head: _Head) -> str:
-        """Send a head; the sentence if it failed. The engine stays: it still feeds."""
+    def _send(self, member: _Member, draft: _Draft) -> str:
+        """Send a draft; the sentence if it failed. The engine stays: it still feeds."""
         feed = member.feed
-        version = head.version
+        version = draft.version
         if version <= feed.latest_version:
             version = self.next_version
             self._counter = version
-            self._numbers.setdefault(feed.id, {})[version] = head.version
+            self._numbers.setdefault(feed.id, {})[version] = draft.version
         try:
             feed.publish(
-                head.tensors,
+                draft.tensors,
                 version=version,
-                parent_version=head.parent_version,
-                meta=head.meta,
+                parent_version=draft.parent_version,
+                meta=draft.meta,
             )
         except TransportError as error:
             self.failed_publications += 1
-            logger.error("engine %s: head %d: %s", feed.id, head.version, error)
+            logger.error("engine %s: head %d: %s", feed.id, draft.version, error)
             return str(error)
         return ""
 

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.deploy import canary, schedule
-from vllm_tide.sidecar.loop import Sidecar
+from vllm_tide.sidecar.loop import Sidecar, prepare_process
 from vllm_tide.speculative import read_json_object
-from vllm_tide.train.gpu import prepare_process
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.feeds import Feeds, open_feeds
 from vllm_tide.transport.process import stopped_by_signals
