@@ -130,11 +130,20 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
         draft = from_directory(manifest.draft_path, target)
         source = f"{engine}, the draft it started with"
         return replace(draft, verifier=verifier, source=source, version=0)
-    _check_served(run_dir, manifest.engine_id, publication.version)
+    # A fast draft, or its base given back: the number of the base is what counts.
+    adaptation = publication.meta.get("adaptation") or {}
+    version = int(adaptation.get("base", publication.version))
+    if adaptation.get("fast"):
+        raise DraftError(
+            f"export: over version {version} a fast draft is served "
+            "(tide.test_time.adapt), which has learnt from running requests; try again "
+            "after `vllm-tide pause`, or export --state-dir."
+        )
+    _check_served(run_dir, manifest.engine_id, version)
     config = Eagle3Config.from_json(read_config(manifest.draft_path), target)
     tensors = {name: t.clone() for name, t in tensors_of(publication).items()}
-    version, meta = publication.version, publication.meta
-    trained = meta.get("to") != 0  # no rollback to the checkpoint
+    meta = publication.meta
+    trained = version > 0 and meta.get("to") != 0  # no rollback to the checkpoint
     return ExportedDraft(config, tensors, verifier, version, engine, meta, trained)
 
 

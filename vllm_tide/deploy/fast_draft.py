@@ -54,6 +54,8 @@ SCORE_HALF_LIFE = 512
 """Rows scored after which a score counts half."""
 MIN_SCORES, ERRORS = 4, 2.0
 """Scores, and standard errors above zero, that publish a fast draft."""
+LONGEST_STEP_S = 10.0
+"""Seconds that a step is taken to have lasted, most."""
 CONTEXT_ROWS = 256
 """Rows before the new ones, most."""
 
@@ -218,13 +220,15 @@ class FastDraft:
         if base != self._base:
             self.drop("another base")
         elif self.draft is not None and self._ended():
-            self.drop("the long requests have ended")
+            self.drop("a pause" if idle else "the long requests have ended")
         self._base = base
         if self._long and now >= self._next_step:
             began = time.monotonic()
             if self._learn():
                 # As long for everything else, and within the share of a shared GPU.
-                spent, share = time.monotonic() - began, self._config.gpu_share or 1.0
+                # A process that was stopped amid it does not rest for that, too.
+                spent = min(time.monotonic() - began, LONGEST_STEP_S)
+                share = self._config.gpu_share or 1.0
                 self._next_step = began + 2 * spent / share
                 if turns := self._trainer.turns:
                     turns.worked(began, spent)
