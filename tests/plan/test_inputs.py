@@ -152,7 +152,7 @@ def test_a_trainer_s_events_say_how_the_draft_learns(cluster_file, tmp_path):
     assert found["draft.tokens_to_63_percent"].low == pytest.approx(60_000, rel=0.03)
     assert found["train_tokens_per_s"].low == pytest.approx(2048 * 10 / 5)
     inputs = read_cluster(cluster_file(), tmp_path).inputs
-    assert inputs["draft.length_after"].source == "measured"
+    assert inputs["draft.length_after"].source == "measured by events-e.jsonl"
     assert inputs["H100.train_tokens_per_s"].source == "given"
 
 
@@ -161,9 +161,9 @@ def cycle(number, **changes):
     return {"event": "cycle", "steps": 12, "seconds": 10, **measured, **changes}
 
 
-def write_events(folder, *lines):
+def write_events(folder, *lines, name="e"):
     encoded = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines]
-    (folder / "events-e.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+    (folder / f"events-{name}.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
 
 
 def test_a_line_that_goes_on_is_a_range_and_not_measured(cluster_file, tmp_path):
@@ -172,8 +172,9 @@ def test_a_line_that_goes_on_is_a_range_and_not_measured(cluster_file, tmp_path)
     after, tau = found["draft.length_after"], found["draft.tokens_to_63_percent"]
     assert after.low == 2.6
     assert 4 < after.high < 32
-    assert after.source == tau.source == "extrapolated"
-    assert found["draft.length_before"].source == "measured"
+    assert after.source == "extrapolated by events-e.jsonl"
+    assert tau.source == f"{after.source} and draft.batch_tokens 2048"
+    assert found["draft.length_before"].source == "measured by events-e.jsonl"
     # What is known to the operator goes before it; if it is not, it is all there is.
     inputs = read_cluster(cluster_file(), tmp_path).inputs
     assert inputs["draft.length_after"].source == "given"
@@ -201,6 +202,20 @@ def test_no_draft_gets_longer_than_an_engine_drafts(tmp_path):
     (tmp_path / "engine-e.json").write_text(json.dumps(asdict(manifest)))
     after = learnt(tmp_path, 2048)["draft.length_after"]
     assert (after.low, after.high) == (2.6, 4.0)
+
+
+@pytest.mark.parametrize(("old", "new"), [("a", "b"), ("b", "a")])
+def test_of_several_trainers_the_newest_one_counts(tmp_path, old, new):
+    lines = [cycle(number, unix=1e9 + number) for number in range(4)]
+    write_events(tmp_path, *lines, name=new)
+    alone = learnt(tmp_path, 2048)
+    earlier = [cycle(1, holdout_live=1.0, unix=number) for number in range(4)]
+    write_events(tmp_path, {"event": "shift", "unix": "x"}, *earlier, name=old)
+    assert learnt(tmp_path, 2048) == alone
+    assert f"events-{new}.jsonl" in alone["draft.length_after"].source
+    write_events(tmp_path, *lines[:2], name=new)
+    with pytest.raises(ConfigError, match=f"events-{new}.jsonl: .* evaluated 2 cycles"):
+        learnt(tmp_path, 2048)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vllm_tide.plan.allocate import (
 )
 from vllm_tide.plan.cluster import read_cluster
 from vllm_tide.plan.paper import PRINTED, WITHIN
-from vllm_tide.plan.report import best_of, latin_hypercube, make_plan
+from vllm_tide.plan.report import best_of, latin_hypercube, make_plan, text
 from vllm_tide.plan.throughput import (
     SATURATED,
     Accelerators,
@@ -334,6 +334,13 @@ def test_draws_fill_the_ranges(cluster_file):
     assert min(drawn) < 2.22
     assert max(drawn) > 2.75
     assert sorted(drawn)[25] == pytest.approx(math.sqrt(2.2 * 2.8), rel=0.02)
+
+
+@pytest.mark.parametrize(("length", "said"), [(1.2, True), (1.9, False)])
+def test_control_is_named_where_it_changes_the_static_draft(cluster_file, length, said):
+    changes = {"draft__length_before": length, "draft__step_cost": 1.5}
+    plan = make_plan(read_cluster(cluster_file(**changes)), draws=1)
+    assert ("Without tide.control" in "\n".join(text(plan))) == said
 
 
 def test_a_flip_is_where_the_decision_changes(cluster_file):

@@ -385,8 +385,11 @@ def _speeds(path: Path, names: list[str]) -> dict[str, SpeedUp]:
 def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
     """How the draft learns, of a trainer's events since the last shift.
 
+    Of several trainers' files the one with the newest event counts.
+
     Args:
-        batch_tokens: Rows of one optimizer step (`tide.train.batch_tokens`).
+        batch_tokens: Rows of one optimizer step (`tide.train.batch_tokens`); events
+            have steps only.
 
     Returns:
         Lengths before and after, tokens to 63% and tokens per second. The length after
@@ -399,20 +402,26 @@ def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
 
     if not run_dir.is_dir():
         raise ConfigError(f"--run-dir {run_dir}: there is no such folder.")
-    events: list[dict[str, Any] | None] = []
+    files: dict[Path, list[dict[str, Any] | None]] = {}
     for path in sorted(run_dir.glob("events-*.jsonl")):
         try:
-            events += map(_event, path.read_bytes().splitlines())
+            files[path] = [*map(_event, path.read_bytes().splitlines())]
         except OSError as error:
             raise ConfigError(f"--run-dir: {path}: {error.strerror}.") from None
+    newest = max(
+        files, key=lambda p: max(map(_unix, files[p]), default=0.0), default=run_dir
+    )
+    events = files.get(newest, [])
     shifts = [i for i, e in enumerate(events) if e and e.get("event") == "shift"]
     since = events[shifts[-1] + 1 if shifts else 0 :]
     cycles = [e for e in since if e and e.get("event") == "cycle" and e["holdout_new"]]
     unusable = since.count(None)
     left_out = f", {unusable} unusable left out" if unusable else ""
+    told = f" by {newest.name}{left_out}"
+    counted = f" by {newest.name} and draft.batch_tokens {batch_tokens}{left_out}"
     if len(cycles) < 3:
         raise ConfigError(
-            f"--run-dir {run_dir}: a trainer there has evaluated {len(cycles)} cycles "
+            f"--run-dir {newest}: a trainer there has evaluated {len(cycles)} cycles "
             f"since the last shift{left_out}; three or more are needed."
         )
     tokens, at, lengths = 0.0, [0.0], [float(cycles[0]["holdout_live"])]
@@ -428,11 +437,16 @@ def learnt(run_dir: Path, batch_tokens: int) -> dict[str, Input]:
         least, source = min(after, max(lengths)), "extrapolated"
     rate = tokens / math.fsum(cycle["seconds"] for cycle in cycles)
     return {
-        "draft.length_before": Input(lengths[0], lengths[0], "measured" + left_out),
-        "draft.length_after": Input(least, after, source + left_out),
-        "draft.tokens_to_63_percent": Input(tau, tau, source + left_out),
-        "train_tokens_per_s": Input(rate, rate, "measured" + left_out),
+        "draft.length_before": Input(lengths[0], lengths[0], "measured" + told),
+        "draft.length_after": Input(least, after, source + told),
+        "draft.tokens_to_63_percent": Input(tau, tau, source + counted),
+        "train_tokens_per_s": Input(rate, rate, "measured" + counted),
     }
+
+
+def _unix(event: dict[str, Any] | None) -> float:
+    at = (event or {}).get("unix")
+    return at if isinstance(at, int | float) else 0.0
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -211,7 +211,8 @@ def text(plan: Plan) -> Iterator[str]:
         f"{every}; training pays in {plan.pays:.0%} of {DRAWS} draws of the ranges."
     )
     yield "It flips with " + "; ".join(plan.flips or ["no single input"]) + "."
-    if plan.uncontrolled is not None:
+    static = next(r.row.tokens_per_s for r in plan.rows if r.row.name == STATIC)
+    if plan.uncontrolled is not None and plan.uncontrolled < static - 1:
         yield (
             f"Without tide.control the static draft serves {plan.uncontrolled:,.0f} "
             "tokens/s: it drafts where it does not pay."
