@@ -5,6 +5,7 @@ predicts tokens/s after the shift of every arm of every run, its own too::
 
     python scripts/bench/plan_check.py [REPORT ...] [--json FILE]
 
+Without a report it reads the three that are stored.
 A core serves, another trains. From a report: tokens/s without speculation; prefill's
 share of a request's time; a verify step's time over a plain one's (time per output
 token times tokens per step), static and under control; tokens per step of the draft
@@ -35,6 +36,7 @@ from vllm_tide.plan.cluster import Cluster, fit_curve, read_cluster  # noqa: E40
 from vllm_tide.plan.throughput import Case  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
+STORED = [RESULTS / f"quickstart{n}.json.xz" for n in ("", "_2", "_3")]
 WITHIN = 0.1
 BLOCK = 8
 """Requests that give one point of the curve."""
@@ -195,8 +197,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    stored = sorted(RESULTS.glob("quickstart*.json.xz"))
-    parser.add_argument("reports", nargs="*", type=Path, default=stored)
+    parser.add_argument("reports", nargs="*", type=Path, default=STORED)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 

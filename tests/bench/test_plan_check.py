@@ -80,6 +80,18 @@ def test_a_run_that_follows_the_formulas_is_foretold(check):
     assert found["length_after"] == pytest.approx(AFTER, abs=0.05)
 
 
+def test_the_stored_table_is_of_the_three_quickstarts():
+    names = [path.name.partition(".")[0] for path in plan_check.parse_args([]).reports]
+    assert names == ["quickstart", "quickstart_2", "quickstart_3"]
+    stored = json.loads((plan_check.RESULTS / "plan_check.json").read_text())
+    assert list(stored["inputs"]) == names
+    reports = map(plan_check.read_report, plan_check.STORED)
+    now = plan_check.compare(dict(zip(names, reports, strict=True)))
+    for line, other in zip(stored["lines"], now, strict=True):
+        assert line["measured"] == other["measured"]
+        assert line["ratio"] == pytest.approx(other["ratio"], rel=1e-2)
+
+
 def test_what_was_off_is_named(check, capsys):
     code, table = check(one=report(), two=report(static=1.45))
     assert code == 0  # each foretells itself
