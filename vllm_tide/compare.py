@@ -40,8 +40,8 @@ class Served:
         seconds: From the first request to the end of the last.
         tokens: int64 [n], output tokens of each request that did not fail.
         ttft, tpot, e2el: float64 [n], milliseconds; nan where there is none.
-        prompts: Length of each prompt.
-        texts: Outputs, empty where they were not kept.
+        prompts: Length of each request's prompt; None: it failed.
+        texts: Outputs, None of what failed; empty where they were not kept.
         acceptance: Mean tokens of a verify step; None without speculation.
         settings: Values of `SETTINGS` as text; empty for GuideLLM's.
     """
@@ -51,8 +51,8 @@ class Served:
     ttft: np.ndarray
     tpot: np.ndarray
     e2el: np.ndarray
-    prompts: tuple[float, ...]
-    texts: tuple[str, ...]
+    prompts: tuple[float | None, ...]
+    texts: tuple[str | None, ...]
     failed: int
     acceptance: float | None
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -106,13 +106,15 @@ class Comparison:
     """What `vllm-tide compare` says.
 
     Attributes:
-        paired: Files and requests are as many, and prompts as long, on both sides.
-        identical: Requests with equal outputs and requests compared; None: not kept.
+        paired: Requests are as many, and prompts as long, on both sides; None: one has
+            more files.
+        identical: Requests with equal outputs and requests that both sides served;
+            None: not kept, or not paired.
     """
 
     names: tuple[str, str]
     figures: list[Figure]
-    paired: bool
+    paired: bool | None
     identical: tuple[int, int] | None
     failed: tuple[int, int]
     verdict: str
@@ -194,15 +196,19 @@ def _vllm(content: Any) -> Served:
     tokens = column("output_lens").astype(np.int64)
     ttft, after = 1e3 * column("ttfts"), 1e3 * column("itls", math.fsum)
     length = content.get("spec_decode_acceptance_length")
+    prompts = dict(zip(good, column("input_lens").tolist(), strict=True))
     texts = content.get("generated_texts") or ()
+    if texts and len(texts) != len(errors):
+        said = f"has {len(texts)} outputs of {len(errors)} requests"
+        raise ConfigError(f"generated_texts: {said}.")
     return Served(
         seconds=content["duration"],
         tokens=tokens,
         ttft=ttft,
         tpot=np.where(tokens > 1, after / np.maximum(tokens - 1, 1), np.nan),
         e2el=ttft + after,
-        prompts=tuple(column("input_lens").tolist()),
-        texts=tuple(texts[i] for i in good) if texts else (),
+        prompts=tuple(map(prompts.get, range(len(errors)))),
+        texts=tuple(text if i in prompts else None for i, text in enumerate(texts)),
         failed=len(errors) - len(good),
         acceptance=length
         if length is None
@@ -250,7 +256,13 @@ def compare(
         names: What to call them.
         goodput: Limits (ms) by a name of `LIMITS`.
     """
-    paired = [run.prompts for run in a] == [run.prompts for run in b]
+    paired = None
+    if len(a) == len(b):
+        paired = all(
+            len(x.prompts) == len(y.prompts)
+            and all(one == two for one, two in _both(x.prompts, y.prompts))
+            for x, y in zip(a, b, strict=True)
+        )
     figures: list[Figure] = []
 
     def add(name: str, unit: str, of: Callable[[Served], float | None]) -> None:
@@ -271,7 +283,7 @@ def compare(
         pairs = [
             one == two
             for x, y in zip(a, b, strict=True)
-            for one, two in zip(x.texts, y.texts, strict=True)
+            for one, two in _both(x.texts, y.texts)
         ]
         identical = sum(pairs), len(pairs)
     failed = sum(run.failed for run in a), sum(run.failed for run in b)
@@ -279,6 +291,11 @@ def compare(
     if any(failed):
         verdict += f" {failed[0]} and {failed[1]} requests failed."
     return Comparison(names, figures, paired, identical, failed, verdict)
+
+
+def _both(a: Sequence[Any], b: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of what neither side failed at."""
+    return (pair for pair in zip(a, b, strict=True) if None not in pair)
 
 
 def _quantile(run: Served, column: str, share: float) -> float | None:
@@ -335,7 +352,8 @@ def _doubt(a: Sequence[Served], b: Sequence[Served]) -> str | None:
         if len(values) > 1:
             differ.append(f"{name} ({' and '.join(sorted(values))})")
     lengths = [
-        float(np.mean(sum((run.prompts for run in side), ()))) for side in (a, b)
+        float(np.mean([n for run in side for n in run.prompts if n is not None]))
+        for side in (a, b)
     ]
     if max(lengths) > (1 + PROMPTS) * min(lengths):
         means = " and ".join(f"{length:.0f}" for length in sorted(lengths))
@@ -372,8 +390,10 @@ def _verdict(
 
 
 def _interval(figure: Figure) -> str:
-    if figure.low is None:
+    if figure.low is None or figure.high is None:
         return ""
+    if figure.high > 1000 * figure.low:
+        return " [very wide]"
     return f" [{figure.low:.2f}, {figure.high:.2f}]"
 
 
@@ -396,6 +416,8 @@ def lines(found: Comparison) -> Iterator[str]:
 
 def _notes(found: Comparison) -> str:
     said = ["Requests differ in number, order or length: use one dataset and seed."]
+    if found.paired is None:
+        said = ["Requests are not paired, as one side has more files."]
     if found.paired:
         said = ["Requests are as many, and their prompts as long, on both sides."]
     if found.identical is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_tide.cli.main import main
-from vllm_tide.compare import Figure, Served, compare, read, read_side, t_975
+from vllm_tide.compare import Figure, Served, compare, page, read, read_side, t_975
 
 
 def vllm_result(seed=0, speed=1.0, n=40, **changes):
@@ -171,6 +171,43 @@ def test_few_failures_are_said_and_do_not_hinder(folder, capsys):
     assert first.endswith("use tide. 0 and 2 requests failed.")
 
 
+def test_outputs_are_compared_where_both_sides_served(folder, capsys):
+    def errors(at):
+        return [f"{'x' * (i == at)}" for i in range(200)]
+
+    a = folder("now", 1.0, 1.01, n=200, errors=errors(3))
+    b = folder("tide", 1.5, 1.51, n=200, errors=errors(150))
+    assert main(["compare", a, b]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "their prompts as long" in last
+    assert "equal in 396 of 396 requests." in last
+
+
+def test_sides_of_other_numbers_of_files_are_not_said_to_differ(folder, capsys):
+    a, b = folder("now", 1.0, 1.01), folder("tide", 1.5, 1.51, 1.52)
+    assert main(["compare", a, b]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Requests are not paired, as one side has more files."
+
+
+def test_half_a_character_is_escaped(folder, tmp_path, capsys):
+    a, b = folder("now", 1.0, 1.01), folder("tide", 1.5, 1.51, model_id="\udce9")
+    page = tmp_path / "page.html"
+    names = ["--names", "\ud800", "B", "--html", str(page)]
+    assert main(["compare", a, b, *names]) == 0
+    for said in (capsys.readouterr().out, page.read_text()):
+        assert "times the tokens/s of \\ud800" in said
+        assert "model_id (None and \\udce9)" in said
+
+
+def test_an_interval_that_says_nothing_has_no_numbers():
+    a, b = [served(10.0), served(10.1)], [served(10.0), served(90.0)]
+    found = compare(a, b, ("A", "B"))
+    assert found.figures[0].high > 1e5
+    assert "tokens/s of A [very wide], its" in found.verdict
+    assert "<td>very wide</td>" in page(found)
+
+
 def test_a_zero_leaves_no_interval():
     a = [served(10.0), served(10.2)]
     b = [served(10.0, acceptance=0.0), served(10.1), served(10.2)]
@@ -276,6 +313,7 @@ def test_goodput_and_acceptance(file, tmp_path, capsys):
         (vllm_result(duration=float("inf")), "duration: inf is"),
         (vllm_result(duration=-3), "duration: -3 is"),
         (vllm_result(duration=0), "duration: 0 is"),
+        (vllm_result(generated_texts=["x"]), "has 1 outputs of 40 requests"),
         (guidellm_result(output_tokens=10**400), "output_tokens: 1000"),
         (guidellm_result(request_latency=float("nan")), "request_latency: nan is"),
         (guidellm_result(request_end_time=None), "duration: nan is"),

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             names = "A", "B"
         found = compare(*sides, (names[0], names[1]), goodput)
         if (path := args.html) is not None:
-            path.write_text(page(found), encoding="utf-8")
+            path.write_text(page(found), encoding="utf-8", errors="backslashreplace")
         if (path := args.json) is not None:
             from vllm_tide.metrics import finite
 
@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         return fail(error)
     except OSError as error:
         return fail(f"{error.filename or path}: {error.strerror or error}.")
-    print(*lines(found), sep="\n")
+    # Half a character, in a name or a model_id, cannot be written.
+    said = "\n".join(lines(found)).encode("utf-8", "backslashreplace")
+    print(said.decode("utf-8"))
     return 0
 
 
