@@ -199,8 +199,7 @@ def _vllm(content: Any) -> Served:
     prompts = dict(zip(good, column("input_lens").tolist(), strict=True))
     texts = content.get("generated_texts") or ()
     if texts and len(texts) != len(errors):
-        said = f"has {len(texts)} outputs of {len(errors)} requests"
-        raise ConfigError(f"generated_texts: {said}.")
+        raise ConfigError(f"generated_texts: {len(texts)} of {len(errors)} requests.")
     return Served(
         seconds=content["duration"],
         tokens=tokens,
@@ -222,7 +221,9 @@ def _guidellm(content: Any) -> Served:
     if count != 1:
         raise ConfigError(f"has {count} benchmarks; give files of one (one rate) each.")
     requests = content["benchmarks"][0]["requests"]
-    done = requests["successful"]
+    done = sorted(  # they are listed as they ended
+        requests["successful"], key=lambda row: row.get("request_start_time") or 0.0
+    )
 
     def column(name: str, scale: float = 1.0, none: float = np.nan) -> np.ndarray:
         found = (row.get(name) for row in done)

@@ -279,6 +279,17 @@ def test_guidellm_is_read(folder):
     assert by_name["TPOT, median"].verdict == 1
 
 
+def test_guidellm_s_requests_are_paired_in_the_order_of_their_starts(file):
+    content = guidellm_result(speed=1.6)
+    rows = content["benchmarks"][0]["requests"]["successful"]
+    for i, row in enumerate(rows):
+        row["output"] = f"text {i}"
+    one = read(Path(file("one", content)))
+    rows.reverse()
+    other = read(Path(file("other", content)))
+    assert compare([one], [other], ("a", "b")).identical == (20, 20)
+
+
 def test_goodput_and_acceptance(file, tmp_path, capsys):
     lengths = {"spec_decode_acceptance_length": 2.0}
     a = file("a", vllm_result(**lengths))
@@ -313,7 +324,7 @@ def test_goodput_and_acceptance(file, tmp_path, capsys):
         (vllm_result(duration=float("inf")), "duration: inf is"),
         (vllm_result(duration=-3), "duration: -3 is"),
         (vllm_result(duration=0), "duration: 0 is"),
-        (vllm_result(generated_texts=["x"]), "has 1 outputs of 40 requests"),
+        (vllm_result(generated_texts=["x"]), "generated_texts: 1 of 40"),
         (guidellm_result(output_tokens=10**400), "output_tokens: 1000"),
         (guidellm_result(request_latency=float("nan")), "request_latency: nan is"),
         (guidellm_result(request_end_time=None), "duration: nan is"),
