@@ -15,10 +15,12 @@ from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import drain
 from tests.engine.test_light_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
+from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.cli.main import main
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.metrics import TideProm
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import Collect, RingReader, RingWriter
 from vllm_tide.transport.spool import ReaderState
 from vllm_tide.transport.spool_store import open_store
@@ -45,6 +47,7 @@ def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
 ):
     caplog.set_level(logging.INFO, "vllm.tide")
     where = ["--run-dir", str(tmp_path)]
+    write_manifest(tmp_path, make_manifest())
     ended = heed_switches(step.capture, tmp_path)
     try:
         assert step.capture.wish is Collect.FULL
@@ -62,7 +65,7 @@ def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
     finally:
         ended.set()
     out = capsys.readouterr().out
-    assert f"capture is off in {tmp_path}" in out
+    assert f"capture is off in {tmp_path}; 1 engine follows\n" in out
     until(lambda: sum("capture is on" in r.message for r in caplog.records) == 1)
     assert any("capture is off (capture_off.json)" in r.message for r in caplog.records)
 
@@ -71,8 +74,27 @@ def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
     (tmp_path / "paused.json").write_text("{}")
     heed_switches(step.capture, tmp_path).set()
     assert step.capture.wish is Collect.NOTHING
+    write_manifest(tmp_path, make_manifest())
+    write_manifest(tmp_path, make_manifest("e2"))
     assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
-    assert "but paused: `vllm-tide resume`" in capsys.readouterr().out
+    assert "but paused: `vllm-tide resume`; 2 engines follow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", ["off", "on"])
+def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, wanted):
+    """Another run directory than the server's: capture there would go on."""
+    absent = tmp_path / "a" / "b"
+    said = "error: no engine is in %s now; give the server's --run-dir%s\n"
+    assert main(["capture", wanted, "--run-dir", str(absent)]) == 1
+    assert capsys.readouterr() == ("", said % (absent, ""))
+    assert list(tmp_path.iterdir()) == []
+    # One that starts there follows it.
+    dead = make_manifest(pid=2**22 + 1)
+    write_manifest(tmp_path, dead)
+    assert main(["capture", wanted, "--run-dir", str(tmp_path)]) == 1
+    noted = f" (capture is {wanted} in {tmp_path})"
+    assert capsys.readouterr() == ("", said % (tmp_path, noted))
+    assert (tmp_path / "capture_off.json").exists() == (wanted == "off")
 
 
 @pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
@@ -177,7 +199,7 @@ def test_an_engine_started_with_capture_off_serves_and_captures_later(tmp_path, 
     }
     prompts, params = [list(b"hello world"), [7]], {"max_tokens": 8}
     where = ["--run-dir", str(tmp_path)]
-    assert main(["capture", "off", *where]) == 0
+    assert main(["capture", "off", *where]) == 1  # nobody yet
     with OfflineEngine(case) as engine:
         reader = RingReader.attach(only_manifest(tmp_path).ring)
         off = engine.work(prompts, params=params)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -53,7 +54,7 @@ COMMANDS = {
     "capture": (
         "switch capture on or off in every engine of a run directory",
         "They follow within a second, with or without a trainer, and so do those that "
-        "start later.",
+        "start later. Exit status: 0, or 1 when no engine is there.",
     ),
     "purge": ("make the running trainers and relays forget captured data", ""),
 }
@@ -178,12 +179,18 @@ def _no_engine(run_dir: Path) -> bool:
 def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     from vllm_tide.capture.switch import OFF, Switch, why_off
 
-    if why := Switch(prepare_run_dir(run_dir), OFF).set(args.wanted == "off"):
+    there, off = os.path.lexists(run_dir), args.wanted == "off"
+    if there and (why := Switch(prepare_run_dir(run_dir), OFF).set(off)):
         raise TransportError(why)
-    paused = args.wanted == "on" and why_off(run_dir)
-    note = ", but paused: `vllm-tide resume`" if paused else ""
-    print(f"capture is {args.wanted} in {run_dir}{note}")
-    return 0
+    said = f"capture is {args.wanted} in {run_dir}"
+    if not off and there and why_off(run_dir):
+        said += ", but paused: `vllm-tide resume`"
+    if count := there and len(read_manifests(run_dir)):
+        print(f"{said}; {count} {'engines follow' if count > 1 else 'engine follows'}")
+        return 0
+    none = f"no engine is in {run_dir} now; give the server's --run-dir"
+    print(f"error: {none}{f' ({said})' if there else ''}", file=sys.stderr)
+    return EXIT_REFUSED
 
 
 def _purge(args: argparse.Namespace, run_dir: Path) -> int:
