@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.transport.samples import make_record, make_spec
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.top.collect import Sampler, look_at_engines, look_at_trainers
 from vllm_tide.top.figures import make_picture
+from vllm_tide.top.view import plain
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import peek_ring
@@ -135,3 +137,19 @@ def test_old_samples_are_dropped(tmp_path, monkeypatch):
         sampler.take()
     times = [sample.t_s for sample in sampler.history]
     assert times[-1] - times[0] == collect.WINDOW_S
+
+
+@pytest.mark.parametrize("when", [1e300, -1e300, 10**400])
+def test_a_time_that_is_none_is_no_end(tmp_path, when):
+    def shown(**changed):
+        write_status(tmp_path, **{"updated_unix": time.time(), **changed})
+        sampler = Sampler(tmp_path, [])
+        sampler.take()
+        return plain(make_picture(sampler.history, str(tmp_path)), 80)
+
+    assert ", last 0:00:0" in shown(last_publish_unix=time.time() - 1)
+    told = shown(last_publish_unix=when)
+    assert "training, 1 engine" in told and ", last " not in told
+    ended = "1 status files of ended trainers not shown"
+    told = shown(updated_unix=when)  # of the future is as of now
+    assert (ended if when < 0 else "seen 0:00:00 ago") in told

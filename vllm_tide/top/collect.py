@@ -139,7 +139,7 @@ def fetch(url: str, seconds: float = _PAGE_S) -> Page | str:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         return f"answers {error.code} {error.reason}"
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         why = getattr(cause, "strerror", None) or type(cause).__name__
         return f"does not answer ({why})"
@@ -211,7 +211,7 @@ def look_at_trainers(run_dir: Path) -> list[Json]:
     looks = []
     for path in run_dir.glob("trainer-*.json"):
         try:
-            status = json.loads(path.read_text(encoding="utf-8"))
+            status = json.loads(path.read_text(encoding="utf-8"), parse_int=float)
             age_s = max(0.0, time.time() - float(status["updated_unix"]))
         except (LookupError, OSError, RecursionError, TypeError, ValueError):
             continue

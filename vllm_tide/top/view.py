@@ -134,7 +134,9 @@ def percent(share: float) -> str:
 
 
 _SPECS: dict[str, Callable[[Any], str]] = {
-    "age": lambda seconds: str(timedelta(seconds=int(seconds))),
+    "age": lambda seconds: (
+        str(timedelta(seconds=int(seconds))) if abs(seconds) < 1e11 else "-"
+    ),
     "mib": lambda size: f"{size / (1 << 20):.1f}",
     "whole": lambda size: f"{size / (1 << 20):.0f}",
     "reader": lambda alive: "read by a trainer" if alive else "no trainer",
