@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import yaml
 
 from tests.dashboards.promtool import needs_promtool, promtool
@@ -33,8 +34,10 @@ def test_export_writes_every_file(tmp_path, capsys):
         assert anchor == rule["alert"].lower()
 
 
-def test_runbooks_are_where_the_operator_has_them(tmp_path):
-    base = "https://wiki.example.com/tide"
+@pytest.mark.parametrize(
+    "base", ["https://wiki.example.com/tide", "*x", "{{x}}", "a:b\\n", "é&😀"]
+)
+def test_runbooks_are_where_the_operator_has_them(tmp_path, base):
     assert export(tmp_path, "--runbooks", base) == 0
     text = (tmp_path / ALERTS).read_text(encoding="utf-8")
     for ours, theirs in zip(

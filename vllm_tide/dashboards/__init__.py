@@ -37,7 +37,12 @@ def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
         KeyError: No such form.
     """
     texts = contents()
-    texts[ALERTS] = texts[ALERTS].replace(f": {RUNBOOKS}#", f": {runbooks}#")
+    if runbooks != RUNBOOKS:
+        texts[ALERTS] = re.sub(
+            rf"(?<=: ){re.escape(RUNBOOKS)}(#.*)",
+            lambda found: json.dumps(runbooks + found[1], ensure_ascii=False),
+            texts[ALERTS],
+        )
     # Nothing lies beside a rule in a cluster.
     alerts = re.sub(rf"\n *runbook_url: {re.escape(RUNBOOKS)}#.*", "", texts[ALERTS])
     boards = {name: json.dumps(json.loads(texts[name])) for name in BOARDS}
