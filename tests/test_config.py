@@ -248,6 +248,8 @@ def checked(config, capsys):
     return status, capsys.readouterr().err.splitlines()
 
 
+MEMORY = {"test_time": {"memory": "ngram"}}
+TABLE = {"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
 MISTAKES = [
     (
         {"method": "ngram"},
@@ -259,6 +261,25 @@ MISTAKES = [
     (
         {"tide": {"train": {"loss": {"forwardkl": 1}}}},
         "tide.train.loss.forwardkl: unknown key; did you mean 'forward_kl'?",
+    ),
+    (
+        {"tide": MEMORY, "draft_sample_method": "probabilistic"},
+        "tide.test_time.memory: a token of the memory's has no draft probability",
+    ),
+    ({"tide": MEMORY, "parallel_drafting": True}, "parallel_drafting: tide.test_time"),
+    ({"tide": MEMORY, **TABLE}, "num_speculative_tokens_per_batch_size: tide.test_ti"),
+    (
+        {"tide": {"control": {"policy": "adaspec"}}, **TABLE},
+        "num_speculative_tokens_per_batch_size: tide.control chooses the length",
+    ),
+    (
+        {"tide": {"control": {"profile": "~nosuchuser/p"}}},
+        "tide.control.profile: no file '~nosuchuser/p'; make one with",
+    ),
+    (
+        {"tide": {"capture": {"sample_rate": 0}, "test_time": {"adapt": "shared"}}},
+        "tide.test_time.adapt: 'shared' trains on rows of running requests, of which "
+        "none is captured; set tide.capture.sample_rate to a share above 0, or set",
     ),
 ]
 BY_VLLM = [

@@ -34,6 +34,8 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
+# YAML reads a bare `off` as false.
+_YAML_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 class _Section(BaseModel):
@@ -47,7 +49,7 @@ class CaptureConfig(_Section):
     sample_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Share of requests captured, chosen once per request (0 to 1)."
     )
-    consent: Literal["opt_out", "opt_in", "off"] = Field(
+    consent: Annotated[Literal["opt_out", "opt_in", "off"], _YAML_OFF] = Field(
         "opt_out",
         description="Who is captured: `opt_out` all but requests with vllm_xargs "
         "tide_capture false; `opt_in` only those with tide_capture true; `off` nobody.",
@@ -252,12 +254,12 @@ class TestTimeConfig(_Section):
 
     __test__ = False  # to pytest
 
-    memory: Literal["off", "ngram"] = Field(
+    memory: Annotated[Literal["off", "ngram"], _YAML_OFF] = Field(
         "off",
         description="Draft from the request's own text where that has been right more "
         "often than the draft: `ngram` looks its last tokens up (greedy drafts).",
     )
-    adapt: Literal["off", "shared", "exact"] = Field(
+    adapt: Annotated[Literal["off", "shared", "exact"], _YAML_OFF] = Field(
         "off",
         description="Train a fast draft on requests while they run: `shared` one of "
         "all long ones, served while it is better; `exact` one request at a time, as "
@@ -390,10 +392,13 @@ def _why_not_adapt(tide: TideConfig) -> str:
     how, back = tide.test_time.adapt, "or set tide.test_time.adapt to 'off'."
     if how == "off":
         return ""
-    if not tide.capture.enabled or tide.capture.consent == "off":
+    capture = tide.capture
+    if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
         knob, value = "enabled", "true"
-        if tide.capture.enabled:
+        if capture.enabled:
             knob, value = "consent", "'opt_out' or 'opt_in'"
+            if capture.consent != "off":
+                knob, value = "sample_rate", "a share above 0"
         return (
             f"{how!r} trains on rows of running requests, of which none is captured; "
             f"set tide.capture.{knob} to {value}, {back}"

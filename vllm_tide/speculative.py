@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -15,8 +17,10 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from vllm_tide.config import ConfigError, explained, parse_tide
+from vllm_tide.config import ConfigError, ControlConfig, explained, parse_tide
 from vllm_tide.patching import PatchError, find_target, read_file
+
+logger = logging.getLogger("vllm.tide")
 
 FRESH = "fresh"
 MODEL_MISSING = (
@@ -44,7 +48,7 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
     text, where = text_or_path, "the inline JSON"
     inline, is_yaml = text.lstrip().startswith("{"), False
     if not inline:
-        path = Path(text.removeprefix("@")).expanduser()
+        path = Path(os.path.expanduser(text.removeprefix("@")))
         where, is_yaml = repr(str(path)), path.suffix in (".yaml", ".yml")
         try:
             text = path.read_text(encoding="utf-8")
@@ -84,11 +88,18 @@ def _json(text: str) -> tuple[Any, Any]:
 def _yaml(text: str) -> tuple[Any, Any]:
     import yaml
 
+    def pairs(made: Any, node: Any) -> _Pairs:
+        found = _Pairs(made.construct_pairs(node, deep=True))
+        for (key, _), (written, _) in zip(found, node.value, strict=True):
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"the key {key!r} in line {written.start_mark.line + 1} is no text;"
+                    " put it in quotes"
+                )
+        return found
+
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_constructor(
-        "tag:yaml.org,2002:map",
-        lambda made, node: _Pairs(made.construct_pairs(node, deep=True)),
-    )
+    loader.add_constructor("tag:yaml.org,2002:map", pairs)
     try:
         return loader(text).get_single_data(), yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -130,6 +141,8 @@ def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
             found |= dict(explained(error, options))
     try:
         parse_tide(config.get("tide"))
+        if whole:
+            settle(config)
     except ConfigError as error:
         found["tide"] = str(error)
     return "\n".join(found.values()).splitlines()
@@ -152,12 +165,92 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]
         yield "model", f"no draft at {model!r}: {NO_MODEL}"
 
 
+class _NoControl(ConfigError):
+    """Control cannot be, whatever its knobs are."""
+
+
+def settle(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section, without control where vLLM's keys leave none and none was asked.
+
+    Raises:
+        ConfigError: A key of vLLM's, or a missing file, is against control or memory.
+    """
+    section: dict[str, Any] = config["tide"]
+    tide = parse_tide(section)
+    if tide.test_time.memory != "off":
+        _check_memory(config)
+    if tide.control.policy != "static":
+        try:
+            _check_control(config)
+            _check_profile(tide.control)
+        except _NoControl as error:
+            return without_control(section, error)
+    return section
+
+
+def _check_control(config: Mapping[str, Any]) -> None:
+    if config.get("num_speculative_tokens_per_batch_size"):
+        raise _NoControl(
+            "num_speculative_tokens_per_batch_size: tide.control chooses the length "
+            "itself; remove it, or set tide.control.policy to 'static'."
+        )
+    for knob in ("disable_padded_drafter_batch", "parallel_drafting"):
+        if config.get(knob):
+            raise _NoControl(
+                f"{knob}: tide.control stops the draft between two of its steps and "
+                "needs it false; or set tide.control.policy to 'static'."
+            )
+
+
+def _check_memory(config: Mapping[str, Any]) -> None:
+    method = config.get("draft_sample_method") or "greedy"
+    if method != "greedy":
+        raise ConfigError(
+            "tide.test_time.memory: a token of the memory's has no draft probability, "
+            f"which draft_sample_method {method!r} needs; set that to 'greedy', or the "
+            "memory to 'off'."
+        )
+    for knob in (
+        "num_speculative_tokens_per_batch_size",
+        "disable_padded_drafter_batch",
+        "parallel_drafting",
+    ):
+        if config.get(knob):
+            raise ConfigError(
+                f"{knob}: tide.test_time.memory changes what is drafted request by "
+                "request and needs it false or absent; remove it, or set "
+                "tide.test_time.memory to 'off'."
+            )
+
+
+def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
+    """Leave control out where nobody asked for it.
+
+    Raises:
+        ConfigError: `tide.control.policy` is given: `error`.
+    """
+    control = section.get("control", {})
+    if "policy" in control:
+        raise error
+    logger.warning("tide: the speculative length is static: %s", error)
+    return {**section, "control": {**control, "policy": "static"}}
+
+
+def _check_profile(control: ControlConfig) -> None:
+    path = control.profile
+    if path is not None and not os.path.isfile(os.path.expanduser(path)):
+        raise ConfigError(
+            f"tide.control.profile: no file {path!r}; make one with "
+            "`vllm-tide profile`, or leave the knob out to measure at start-up."
+        )
+
+
 NO_MODEL = "neither a directory with config.json nor the name of a model on the hub."
 
 
 def may_be_model(name: str) -> bool:
     """True if there is such a local model, or such a hub name (`fresh` looks so)."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return (path / "config.json").is_file()
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, ControlConfig, TideConfig, parse_tide
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.engine.adaptive_arguments import (
     KNOB,
     check_adaptive,
@@ -25,6 +26,8 @@ from vllm_tide.speculative import (
     merged,
     mistakes,
     read_json_object,
+    settle,
+    without_control,
 )
 
 logger = logging.getLogger("vllm.tide")
@@ -93,24 +96,12 @@ _NO_NODES = (
     "--nnodes: tide's segments are shared memory of one host; give each host its own "
     "server, or remove the tide section."
 )
-_ONE_DRAFTER = (
-    "{}: tide.test_time.memory changes what is drafted request by request and needs it "
-    "false or absent; remove it, or set tide.test_time.memory to 'off'."
-)
-_MEMORY_SAMPLED = (
-    "tide.test_time.memory: a token of the memory's has no draft probability, which "
-    "draft_sample_method {!r} needs; set that to 'greedy', or the memory to 'off'."
-)
 _MEMORY_MOE = (
     "tide.test_time.memory: it may leave the draft out on one rank, which a mixture of "
     "experts with --data-parallel-size above 1 cannot follow; set it to 'off'."
 )
 # vLLM may say it first, of adaptive verification only.
 _NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
-
-
-class _NoControl(ConfigError):
-    """Control cannot be, whatever its knobs are."""
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -168,15 +159,8 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         use_fresh_head(config, tide, target)
         model = config["model"]
     _check_fit(model, _draft_config(model, config.get("revision")), target)
-    if tide.control.policy != "static":
-        try:
-            _check_control(config)
-            _check_profile(tide.control)
-        except _NoControl as error:
-            config["tide"] = _without_control(config["tide"], error)
-            tide = parse_tide(config["tide"])
-    if tide.test_time.memory != "off":
-        _check_memory(config)
+    config["tide"] = settle(config)
+    tide = parse_tide(config["tide"])
     if config.get(KNOB):
         check_adaptive(tide.control, target)
     elif tide.control.policy != "static":
@@ -186,54 +170,6 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     # prompt, also while nothing is drafted. `observe` changes nothing that is served.
     if tide.preset != "observe":
         config.setdefault("disable_eagle_block_drop", True)
-
-
-def _check_control(config: dict[str, Any]) -> None:
-    if config.get("num_speculative_tokens_per_batch_size"):
-        raise _NoControl(
-            "num_speculative_tokens_per_batch_size: tide.control chooses the length "
-            "itself; remove it, or set tide.control.policy to 'static'."
-        )
-    for knob in ("disable_padded_drafter_batch", "parallel_drafting"):
-        if config.get(knob):
-            raise _NoControl(
-                f"{knob}: tide.control stops the draft between two of its steps and "
-                "needs it false; or set tide.control.policy to 'static'."
-            )
-
-
-def _check_memory(config: dict[str, Any]) -> None:
-    method = config.get("draft_sample_method") or "greedy"
-    if method != "greedy":
-        raise ConfigError(_MEMORY_SAMPLED.format(method))
-    for knob in (
-        "num_speculative_tokens_per_batch_size",
-        "disable_padded_drafter_batch",
-        "parallel_drafting",
-    ):
-        if config.get(knob):
-            raise ConfigError(_ONE_DRAFTER.format(knob))
-
-
-def _without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
-    """Leave control out where nobody asked for it.
-
-    Raises:
-        ConfigError: `tide.control.policy` is given: `error`.
-    """
-    control = section.get("control", {})
-    if "policy" in control:
-        raise error
-    logger.warning("tide: the speculative length is static: %s", error)
-    return {**section, "control": {**control, "policy": "static"}}
-
-
-def _check_profile(control: ControlConfig) -> None:
-    if control.profile is not None and not Path(control.profile).expanduser().is_file():
-        raise ConfigError(
-            f"tide.control.profile: no file {control.profile!r}; make one with "
-            "`vllm-tide profile`, or leave the knob out to measure at start-up."
-        )
 
 
 def check_device(device: str, *, v2: bool) -> None:
@@ -308,7 +244,7 @@ def _check_moe_ranks(speculative: Any) -> None:
             "rank, which a mixture of experts cannot follow; set tide.control.policy "
             "to 'static'."
         )
-        speculative.tide = _without_control(speculative.tide, error)
+        speculative.tide = without_control(speculative.tide, error)
 
 
 def _check_v2(vllm_config: Any) -> None:
@@ -350,7 +286,7 @@ def _capture_every_length(vllm_config: Any) -> None:
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
-    path = Path(model).expanduser() / "config.json"
+    path = Path(os.path.expanduser(model), "config.json")
     if not path.is_file():
         path = _hub_file(model, revision)
     try:
