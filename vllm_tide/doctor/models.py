@@ -138,7 +138,7 @@ def device(subject: Subject) -> Finding:
         # V2 on a GPU as a plain `vllm serve` has it; ROCm is "cuda" to vLLM.
         check_device("cpu" if name == "cpu" else "cuda", v2=name != "cpu")
     except ConfigError as error:
-        return failed(str(error), "See README, 'What works in this version'.")
+        return failed(str(error), "See README, 'Status'.")
     return ok(f"{name} is supported.")
 
 
