@@ -15,10 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 39_435,
-    "code tokens": 231_890,
+    "lines": 38_855,
+    "code tokens": 230_880,
     "files": 164,
-    "classes": 306,
+    "classes": 301,
     "knobs": 52,
     "lines of the longest file": 550,
 }
