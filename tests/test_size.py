@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_855,
-    "code tokens": 230_880,
+    "lines": 38_857,
+    "code tokens": 230_888,
     "files": 164,
     "classes": 301,
     "knobs": 52,

@@ -97,6 +97,24 @@ def test_trials_that_cost_more_than_was_foreseen_become_rarer():
     assert lost.sum() < 0.005 * found.seconds + lost[:_TRIAL_ROUNDS].sum()
 
 
+def test_a_machine_that_stands_still_amid_a_trial_does_not_end_them(monkeypatch):
+    n, stalls = 16, [60.0]
+    truth, model = wrong("gpt-oss-120b")
+    policy = adaspec(n, "", FixedTime(model))
+    where = World(n, truth, HARD, seed=1, rounds_each=60)
+    where.run(policy, 500)
+    clock = where.clock
+
+    def stalls_once(batch, steps, verified):
+        seconds, sample = clock(batch, steps, verified)
+        return seconds + (stalls.pop() if steps and stalls else 0.0), sample
+
+    monkeypatch.setattr(where, "clock", stalls_once)
+    while stalls:
+        where.run(policy, 50)
+    assert np.count_nonzero(where.run(policy, 3000).steps) >= 3 * _TRIAL_ROUNDS
+
+
 @pytest.mark.parametrize("verified", [0, 3])
 def test_a_round_that_was_drafted_before_it_was_off_is_no_plain_round(verified):
     """On Model Runner V2 steps are launched before what came before them is known."""

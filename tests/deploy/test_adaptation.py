@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -405,6 +407,26 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
         assert sidecar.fast._next_step == pytest.approx(began + 20 * busy)
     ends = [began + 20 * busy for began, busy in worked[:-1]]
     assert all(a <= b for a, (b, _) in zip(ends, worked[1:], strict=True))
+    sidecar.feeds.close()
+
+
+def test_a_process_that_stood_still_amid_a_step_does_not_rest_for_that(
+    engine, monkeypatch
+):
+    sidecar, stood = attach(engine), [0.0]
+    run = FastStep.run
+
+    def step(*given):
+        stood[0] += 3600.0
+        return run(*given)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood[0])
+    monkeypatch.setattr(fast_draft, "time", clock)
+    monkeypatch.setattr(FastStep, "run", step)
+    engine.begin(1, 2)
+    learn(sidecar, engine, 1)
+    # Since the step began an hour has passed, and its rest with it.
+    assert sidecar.fast._next_step < clock.monotonic()
     sidecar.feeds.close()
 
 

@@ -389,7 +389,7 @@ class AdaSpecPolicy:
     def _try(self, reason: str, gain: float, batch: Batch) -> bool:
         """True if this round drafts although it should not pay.
 
-        What that takes, no shadow probe says: a wrong time would keep it off for ever.
+        No shadow probe says what that takes: a wrong time would keep it off for ever.
         """
         if not self._trials and reason == "no_gain":
             short = max(1.0 - gain / self.gate.threshold, 0.0)
@@ -533,12 +533,12 @@ class AdaSpecPolicy:
             return
         idle, plain = rounds - 1, self._costs.plain
         lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
-        if self._trial and step:
-            self.gate.overspent(lost - self._foreseen_loss)
         predicted = self._predicted[1]
         record = self.gate.drafting if step else self.gate.plain
         if step or not self._from_memory:  # else it is a round of neither kind
-            record.add_time(predicted, seconds)
+            lost += record.add_time(predicted, seconds) - seconds
+        if self._trial and step:
+            self.gate.overspent(lost - self._foreseen_loss)
         if step:
             self.gate.plain.fade()
         before, measured = self._seconds

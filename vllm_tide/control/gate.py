@@ -46,11 +46,13 @@ class Record:
         self._realised = keep * self._realised + tokens
         self._predicted = keep * self._predicted + predicted
 
-    def add_time(self, predicted: float, seconds: float) -> None:
+    def add_time(self, predicted: float, seconds: float) -> float:
+        """Returns the seconds that are believed: one stall says nothing."""
         usual = self._longer()
         ratio = min(max(seconds / predicted, usual / _CLIP), usual * _CLIP)
         self._times = _TIME_KEEP * self._times + ratio
         self._rounds = _TIME_KEEP * self._rounds + 1.0
+        return ratio * predicted
 
     def fade(self) -> None:
         self._realised *= _FADE_KEEP

@@ -1,1 +1,1 @@
-"""What served traffic decides: when to train, which draft is served, and going back."""
+"""Decisions on served traffic: when to train, the draft that is served, going back."""

@@ -54,7 +54,7 @@ SCORE_HALF_LIFE = 512
 """Rows scored after which a score counts half."""
 MIN_SCORES, ERRORS = 4, 2.0
 """Scores, and standard errors above zero, that publish a fast draft."""
-LONGEST_STEP_S = 10.0
+LONGEST_STEP_S = 60.0
 """Seconds that a step is taken to have lasted, most."""
 CONTEXT_ROWS = 256
 """Rows before the new ones, most."""

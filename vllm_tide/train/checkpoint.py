@@ -43,7 +43,7 @@ NONSENSE = (
     *(ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError),
     RuntimeError,  # of Torch, and nesting without end
 )
-"""What reading somebody's JSON may raise."""
+"""Errors that reading somebody's JSON may raise."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ _KINDS = {NEXT_TOKEN: 1, DISCARD: 2}
 
 
 def kind_of(term: str) -> int:
-    """Which of the `NUM_KINDS` kinds of rows a term is a mean over."""
+    """Kind of rows, of `NUM_KINDS`, that a term is a mean over."""
     return _KINDS.get(term, 0)
 
 
