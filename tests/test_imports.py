@@ -43,7 +43,7 @@ LAYERS = {
 }
 NO_TORCH = (
     *("config", "dashboards", "transport", "patching", "metrics", "compare"),
-    *("control", "memory"),
+    *("control", "memory", "capture"),
 )
 
 

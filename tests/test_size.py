@@ -15,10 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_857,
-    "code tokens": 230_888,
-    "files": 164,
-    "classes": 301,
+    "lines": 38_764,
+    "code tokens": 230_223,
+    "files": 163,
+    "classes": 300,
     "knobs": 52,
     "lines of the longest file": 550,
 }

@@ -7,9 +7,10 @@ The way of one step, and who runs each part:
 2. Each vLLM worker makes its `engine/worker.py`: ring, weights segment, capture,
    swapper; rank 0 announces them in the run directory (`transport/rendezvous.py`).
 3. In every step the patched model runner shows the worker the tensors it already
-   holds; an adapter for each of vLLM's two runners (`engine/capture_v1.py`,
-   `engine/capture_v2.py`) tells where a request's rows lie, `capture/` whose rows may
-   leave and what their record (`transport/record.py`) holds.
+   holds; seams for each of vLLM's two runners (`engine/worker_v1.py`,
+   `engine/worker_v2.py`) fill a `Step` (`engine/steps.py`). `engine/capture.py` takes
+   its rows, `capture/` says whose may leave and what their record
+   (`transport/record.py`) holds; control and timing read the same `Step`.
 4. Records go into the signal ring (`transport/ring.py`): shared memory, never
    blocking.
 5. The sidecar (`vllm-tide train`, `sidecar/loop.py`) drains the ring, assembles

@@ -72,7 +72,7 @@ while os.getppid() == parent:
 BUG = """
 import os
 def plant():
-    from vllm_tide.engine.row_stage import RunLayout
+    from vllm_tide.engine.staging import RunLayout
     fill = RunLayout.fill
     def broken(*args):
         if os.path.exists(__file__ + ".on"):

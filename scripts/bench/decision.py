@@ -26,13 +26,13 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from sim.published import table_model
+from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import Step, Timing
 
 LIMIT_US = 100.0
 # A target bound by its weights and a cheap draft: every step pays at every batch.
@@ -136,11 +136,11 @@ def measure_v2(
             req_ids=list(names),
             bounds=np.arange(requests + 1, dtype=np.int32) * (k + 1),
             drafts=np.full(requests, k, np.int32),
-            padded=np.zeros(requests, bool),
+            padding=np.zeros(requests, np.int32),
             logit_ends=np.arange(1, requests + 1, dtype=np.int32) * (k + 1),
             num_prompt_tokens=np.full(requests, 50, np.int32),
             version=0,
-            place=None,  # type: ignore[arg-type]
+            buffer=None,  # type: ignore[arg-type]
             steps=k,
         )
         step.start = np.full(requests, 100 + 2 * turn, np.int32)

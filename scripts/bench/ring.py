@@ -7,7 +7,7 @@ bfloat16. The median is over single calls; the reader drains between batches, ou
 the timed part, as it would on another core.
 
 Of a step of Model Runner V2 (every request verifies 3 drafts) it is the time that the
-launching thread spends in `CaptureV2.write`, and that until its records are written: by
+launching thread spends in `Capture.write`, and that until its records are written: by
 the same thread, as on a CPU, and by one of its own, as on a GPU.
 """
 
@@ -24,9 +24,9 @@ import torch
 
 from vllm_tide import _shm
 from vllm_tide.capture.recorder import Recorder
+from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.capture_v2 import CaptureV2
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.capture import Capture
 from vllm_tide.transport import Phase, Record, RingReader, RingSpec, RingWriter
 from vllm_tide.transport.ring import Word
 
@@ -94,14 +94,14 @@ def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
 
 
 class Launcher:
-    """A `CaptureV2` whose steps have landed, and whose trainer is never behind."""
+    """A `Capture` whose steps have landed, and whose trainer is never behind."""
 
     def __init__(self, batch: int, hidden_size: int, threaded: bool) -> None:
         rows = batch * (DRAFTS + 1)
         spec = RingSpec("bench", hidden_size, LAYERS, 100_000, "bfloat16", "hidden", 64)
         self.ring = RingWriter.create(spec, RING_BYTES)
         # Without its staging memory: the rows are here.
-        self.capture = object.__new__(CaptureV2)
+        self.capture = object.__new__(Capture)
         Recorder.__init__(self.capture, self.ring, CaptureConfig(), None, threaded)
         self.names = [f"cmpl-{i:032d}-0" for i in range(batch)]
         for name in self.names:
@@ -120,11 +120,11 @@ class Launcher:
             req_ids=self.names,
             bounds=bounds,
             drafts=np.full(batch, DRAFTS, np.int32),
-            padded=np.zeros(batch, bool),
+            padding=np.zeros(batch, np.int32),
             logit_ends=bounds[1:],
             num_prompt_tokens=np.full(batch, 50, np.int32),
             version=0,
-            place=SimpleNamespace(),  # type: ignore[arg-type]
+            buffer=None,  # type: ignore[arg-type]
             steps=DRAFTS,
             full=True,
             staged=self.staged,  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ class Engine:
 
     def publish(self, draft: Path, version: int) -> None:
         """Offer the draft's own weights as another version."""
-        from vllm_tide.capture.staging import wire_view
+        from vllm_tide.engine.staging import wire_view
         from vllm_tide.transport.weights import WeightsWriter
 
         given = {

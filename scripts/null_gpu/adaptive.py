@@ -72,15 +72,15 @@ class Prices:
     """
 
     def __init__(self) -> None:
-        from vllm_tide.engine.verification import PricedVerification
+        from vllm_tide.engine.verification import StepCostVerification
 
         self.steps = self.told = self.used = 0
-        order, costs = PricedVerification.order, PricedVerification._costs
+        order, costs = StepCostVerification.begin_step, StepCostVerification._costs
 
         def ordered(manager: Any, scheduler_output: Any, version: int) -> None:
             order(manager, scheduler_output, version)
             self.steps += 1
-            self.told += manager._prices is not None
+            self.told += manager._step_costs is not None
 
         def costed(manager: Any, *shape: int) -> Any:
             found = costs(manager, *shape)
@@ -91,7 +91,7 @@ class Prices:
             self.used += bool(finite and dear and not theirs)
             return found
 
-        PricedVerification.order, PricedVerification._costs = ordered, costed
+        StepCostVerification.begin_step, StepCostVerification._costs = ordered, costed
 
     def read(self) -> dict[str, int]:
         """Steps, those told prices, those that verified at them; since the last."""
@@ -143,8 +143,8 @@ def say_what_is_learnt() -> None:
 
     Time passes for it as the profile says: on a busy machine drafting may look dear.
     """
+    from vllm_tide.capture.step import Step
     from vllm_tide.engine import control_v2
-    from vllm_tide.engine.step_log import Step
 
     learn, clock = control_v2.ControlV2.learn, SimpleNamespace(now=0.0)
 

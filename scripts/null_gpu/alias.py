@@ -104,9 +104,9 @@ def watch(aliases: Aliases) -> None:
     """Look up every tensor where our code reads it."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_tide.engine.capture_v2 import CaptureV2
+    from vllm_tide.engine.capture import Capture
     from vllm_tide.engine.device_stage import DeviceStage
-    from vllm_tide.engine.step_log import Place
+    from vllm_tide.engine.steps import StepBuffer
 
     def before(owner: Any, name: str, look: Callable[..., None]) -> None:
         inner = getattr(owner, name)
@@ -134,9 +134,9 @@ def watch(aliases: Aliases) -> None:
         )
 
     before(GPUModelRunner, "sample", lambda *args: aliases.target_ran())
-    before(CaptureV2, "on_logits", lambda logits: aliases.reads(logits=logits))
+    before(Capture, "on_logits", lambda logits: aliases.reads(logits=logits))
     before(DeviceStage, "fill", rows)
-    before(Place, "fill", numbers)
+    before(StepBuffer, "fill", numbers)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def say_that_one_token_was_sampled() -> None:
     """Where the device decides nothing: what a landed step says is made plausible."""
     import numpy as np
 
-    from vllm_tide.engine.step_log import Step
+    from vllm_tide.capture.step import Step
 
     read = Step.read
 
@@ -238,7 +238,7 @@ def swap(worker: Any, bench: Bench) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from vllm_tide.capture.staging import wire_view
+    from vllm_tide.engine.staging import wire_view
     from vllm_tide.transport.weights import WeightsWriter
 
     tide, draft = worker.tide, worker.model_runner.get_draft_model()

@@ -22,9 +22,10 @@ from sim.adapter import Adapter
 from sim.audit import Audit
 from sim.state import Server, Step
 from sim.truth import Truth
+from vllm_tide.capture import step as engine_step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.time_model import TimeModel
-from vllm_tide.engine import control_v2, step_log
+from vllm_tide.engine import control_v2
 from vllm_tide.engine.adaptive_arguments import offered, rounded
 from vllm_tide.engine.policy_start import start_predicting
 
@@ -63,7 +64,7 @@ class OneDepth:
         """What stands between it and the simulated engine."""
         return OneDepthAdapter
 
-    def learn(self, step: step_log.Step, now: float) -> None:
+    def learn(self, step: engine_step.Step, now: float) -> None:
         """A step has landed at `now`, simulated seconds; `depth` moves on by a step.
 
         Raises:
@@ -127,17 +128,17 @@ class OneDepthAdapter(Adapter):
         sampled[:, 0] = self._right[slots]
         self._right[slots] = self._process.run[at] > 0
         state[col.SENT] = np.minimum(self._room(state, step), depth)
-        landed = step_log.Step(
+        landed = engine_step.Step(
             req_ids=[self._names[slot] for slot in slots.tolist()],
             bounds=np.append(0, ends),
             drafts=drafts,
-            padded=np.zeros(requests, bool),
+            padding=np.zeros(requests, np.int32),
             logit_ends=ends,
             num_prompt_tokens=np.zeros(requests, np.int64),
             version=0,
-            place=None,
+            buffer=None,
             steps=depth,
-            timing=step_log.Timing(step.continues, lambda: sample),
+            timing=engine_step.Timing(step.continues, lambda: sample),
             start=state[col.CACHED] - step.committed,
             emitted=step.emitted,
             sampled=sampled,

@@ -38,7 +38,7 @@ def record(
     )
 
 
-def farewell(key=7):
+def end_record(key=7):
     return record(0, 0, 0, key=key, finished=True)
 
 
@@ -57,7 +57,7 @@ def test_tokens_and_cost_of_every_decode_step_are_counted():
         record(13, 4, 0, cost=1.5),
         record(14, 4, 3, cost=1.25),
         record(18, 1, 0),  # no draft
-        farewell(),
+        end_record(),
     )
     assert request.cells == {(0, 3, 0): [3 + 1 + 4 + 1, 1.5 + 1.5 + 1.25 + 1.0]}
     assert (request.key, request.engine, request.tenant) == (7, "e", 3)
@@ -73,7 +73,7 @@ def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
         record(14, 3, 1, chance=0.1),
         record(16, 2, 1, chance=0.0),  # the chance is not known
         record(18, 1, 0),  # nothing was verified
-        farewell(),
+        end_record(),
     )
     assert request.tries == pytest.approx(1 + 1 + 10)
     assert request.hits == pytest.approx(1 + 10)
@@ -89,9 +89,9 @@ def test_steps_in_which_the_memory_drafted_say_nothing_of_the_draft():
     ]
     groups = [Groups(), Groups()]
     begin = record(0, 10)
-    (without,) = serve(begin, *shown, farewell(), groups=groups[0])
+    (without,) = serve(begin, *shown, end_record(), groups=groups[0])
     both = shown[0], hidden[0], *shown[1:], *hidden[1:]
-    (among,) = serve(begin, *both, farewell(), groups=groups[1])
+    (among,) = serve(begin, *both, end_record(), groups=groups[1])
     assert among.cells == without.cells
     for name in ("tries", "hits", "squares", "versions", "whole"):
         assert getattr(among, name) == getattr(without, name), name
@@ -111,7 +111,7 @@ def played(random, version, level, number, marked):
             step.memory = bool(memory and marked)
             yield step
             at += accepted + 1
-    yield farewell(number)
+    yield end_record(number)
 
 
 def verdict_on(level, marked):
@@ -155,7 +155,7 @@ def test_first_token_acceptance_does_not_move_with_the_lengths_that_control_choo
             accepted = int(verified and rng.random() < (0.8 if likely else 0.3))
             records.append(record(at, 1 + verified, accepted, chance=chance))
             at += accepted + 1
-        (request,) = serve(*records, farewell())
+        (request,) = serve(*records, end_record())
         found.append(request.hits / request.tries)
     assert found == pytest.approx([0.55, 0.55], abs=0.04)
 
@@ -168,7 +168,7 @@ def test_steps_are_counted_by_position_concurrency_and_cached_share():
             record(10 + 16, 3, 2, concurrency=7),
             record(10 + 20, 3, 0, concurrency=8),
             record(10 + 2000, 2, 1, concurrency=0),
-            farewell(),
+            end_record(),
         )
         assert request.cells == {
             (0, 3, cached): [2, 1],
@@ -183,7 +183,7 @@ def test_steps_are_counted_by_position_concurrency_and_cached_share():
 
 def test_steps_of_a_server_whose_control_failed_are_left_out():
     (request,) = serve(
-        record(0, 10), record(10, 4, 2, cost=1.5), record(13, 1, cost=0.0), farewell()
+        record(0, 10), record(10, 4, 2, cost=1.5), record(13, 1, cost=0.0), end_record()
     )
     assert request.cells == {(0, 3, 0): [3, 1.5]}
 
@@ -194,7 +194,7 @@ def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
         record(10, 4, 1, version=4),
         record(12, 4, 3, version=5),
         record(16, 4, 3, version=4),  # said late
-        farewell(),
+        end_record(),
     )
     assert request.versions == (4, 5, 4)
     assert request.cells == {(0, 3, 0): [2, 1]}
@@ -208,7 +208,7 @@ def test_open_requests_are_listed_in_the_order_in_which_they_began():
         served.add(record(10, 4, 2, key=key), "e", 1.0)
     found = sorted(served.open_requests(), key=lambda r: r.began)
     assert [(r.key, r.began, r.ended) for r in found] == [(8, 1, False), (7, 2, False)]
-    (ended,) = served.add(farewell(8), "e", 2.0)
+    (ended,) = served.add(end_record(8), "e", 2.0)
     assert ended.began == 1 and ended.ended
     assert [r.key for r in served.open_requests()] == [7]
 
@@ -225,13 +225,13 @@ def test_an_open_request_unlike_every_group_is_not_listed():
 
     for key in range(40):
         begin(key, 0)
-        served.add(farewell(key), "e", 0.0)
+        served.add(end_record(key), "e", 0.0)
     begin(100, 0)
     begin(101, 9000)
     (found,) = served.open_requests()
     assert (found.key, found.group) == (100, 0)
     # Its end founds a group.
-    assert served.add(farewell(101), "e", 0.0)[0].group == 1
+    assert served.add(end_record(101), "e", 0.0)[0].group == 1
 
 
 def test_version_is_that_of_the_first_record_and_changes_are_kept():
@@ -239,7 +239,7 @@ def test_version_is_that_of_the_first_record_and_changes_are_kept():
         record(0, 10, version=4),
         record(10, 4, 1, version=4),
         record(12, 4, 1, version=5),
-        farewell(),
+        end_record(),
     )
     assert request.versions == (4, 5)
     assert request.first_version == 4
@@ -254,13 +254,13 @@ def test_version_is_that_of_the_first_record_and_changes_are_kept():
     ],
 )
 def test_a_request_whose_beginning_was_missed_is_not_whole(first):
-    (request,) = serve(first, farewell())
+    (request,) = serve(first, end_record())
     assert not request.whole
 
 
 @pytest.mark.parametrize("first", [record(8, 2), record(9, 1, 0)])
 def test_prefix_cached_prompt_is_whole(first):
-    (request,) = serve(first, record(10, 4, 1), farewell())
+    (request,) = serve(first, record(10, 4, 1), end_record())
     assert request.whole
     assert request.cells == {(0, 3, 2): [2, 1]}
 
@@ -275,13 +275,13 @@ def test_requests_of_two_engines_with_one_key_are_two():
     for engine in ("a", "b"):
         served.add(record(0, 10), engine, 0.0)
     served.add(record(10, 4, 3), "a", 0.0)
-    (a,) = served.add(farewell(), "a", 0.0)
-    (b,) = served.add(farewell(), "b", 0.0)
+    (a,) = served.add(end_record(), "a", 0.0)
+    (b,) = served.add(end_record(), "b", 0.0)
     assert (a.hits, b.hits) == (1, 0)
 
 
-def test_farewell_of_an_unknown_request_says_nothing():
-    assert serve(farewell()) == []
+def test_the_end_record_of_an_unknown_request_says_nothing():
+    assert serve(end_record()) == []
 
 
 def test_idle_requests_and_those_above_the_limit_are_handed_out():
@@ -307,7 +307,7 @@ def test_group_is_found_from_committed_tokens_only():
         record(4, 6, first=4),  # recomputed: 4 and 5 come again
         record(10, 4, 1, first=10),  # 12 and 13 are rejected
         record(12, 2, 1, first=50),
-        farewell(),
+        end_record(),
         groups=spy,
     )
     assert spy.got == [*range(12), 50, 51]
@@ -324,7 +324,7 @@ def test_tokens_kept_are_bounded_and_nearest_to_the_generation():
         record(0, 3000, prompt=5000),
         record(3000, 2000, prompt=5000, first=3000),
         *(record(5000 + i, 1, 0, prompt=5000, first=9) for i in range(900)),
-        farewell(),
+        end_record(),
         groups=spy,
     )
     assert spy.got[:512] == list(range(5000 - 512, 5000))
@@ -336,7 +336,7 @@ def test_group_can_be_asked_for_while_open_and_afterwards():
     assert served.group_of(7, "e") == -1
     served.add(record(0, 60, prompt=60), "e", 0.0)
     assert served.group_of(7, "e") == -1  # no group was founded yet
-    (request,) = served.add(farewell(), "e", 0.0)
+    (request,) = served.add(end_record(), "e", 0.0)
     assert served.group_of(7, "e") == request.group == 0
     served.add(record(0, 60, prompt=60, key=8), "e", 0.0)
     assert served.group_of(8, "e") == 0
@@ -349,8 +349,8 @@ def test_a_purge_drops_the_open_requests_of_a_tenant():
     other.tenant = 4
     served.add(other, "e", 0.0)
     assert served.purge(3) == 1
-    assert served.add(farewell(1), "e", 0.0) == []
-    assert len(served.add(farewell(2), "e", 0.0)) == 1
+    assert served.add(end_record(1), "e", 0.0) == []
+    assert len(served.add(end_record(2), "e", 0.0)) == 1
     served.add(record(0, 10, key=5), "e", 0.0)
     assert served.purge() == 1
 
@@ -367,4 +367,4 @@ def test_a_record_of_the_ring_is_understood():
 
 
 def test_a_record_at_a_negative_position_is_left_out():
-    assert serve(record(-3, 10), farewell()) == []
+    assert serve(record(-3, 10), end_record()) == []

@@ -7,6 +7,7 @@ import torch
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.engine.control_v1 import ControlV1
+from vllm_tide.engine.worker_v1 import landed_step
 
 K, N = 3, 2
 REQS = [f"r{i}" for i in range(N)]
@@ -38,12 +39,14 @@ class Engine:
             req_ids=self.reqs,
             num_computed_tokens_cpu=np.full(len(reqs), 50),
             num_tokens_no_spec=np.full(len(reqs), 51),
+            num_prompt_tokens=np.full(len(reqs), PROMPT),
             token_ids_cpu=np.arange(2000 * len(reqs), dtype=np.int32).reshape(-1, 2000),
         )
         runner = SimpleNamespace(
             max_num_reqs=2 * len(reqs),
             max_model_len=2000,
             max_num_tokens=128,
+            input_ids=SimpleNamespace(np=np.zeros(128, np.int32)),
             dtype=torch.float32,
             requests={name: request() for name in reqs},
             input_batch=self.batch,
@@ -99,8 +102,10 @@ class Engine:
             steps += 1
             control.on_draft_logits(torch.full((num,), sure))
             more = steps == planned or control.go_on()
-        self.cost = control.cost()
-        self.told = dict(control.explored)
+        committed = [row[row >= 0].tolist() for row in sampled]
+        self.ended_step = step = landed_step(self.runner, output, committed, 0)
+        control.tell(step)
+        self.cost, self.told = step.cost, dict(step.explored)
         control.end()
         # As the scheduler does: a request without an entry has no drafts.
         made = control.choose(reqs, [[1] * steps for _ in reqs])

@@ -1,5 +1,5 @@
 """Adaptive verification under our control, in a real engine: upstream's manager cuts
-drafts at the prices of a time model that began with upstream's own costs.
+drafts at the step costs of a time model that began with upstream's own costs.
 
 Model Runner V2 in Triton's interpreter, eager, with costs that were never measured.
 """

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import ControlSettings
 from vllm_tide.control.costs import KeptPass, KeptPassTimes
@@ -15,7 +16,6 @@ from vllm_tide.control.policies import make_policy
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine import control_v2
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import Step, Timing
 
 K, REQUESTS = 4, 3
 DRAFT = ForwardModel((1, 64), (3e-4, 4e-4), 0.0)
@@ -82,12 +82,12 @@ class Engine:
             req_ids=list(self.names),
             bounds=np.append(0, np.cumsum(1 + drafts)),
             drafts=drafts,
-            padded=np.zeros(n, bool),
+            padding=np.zeros(n, np.int32),
             logit_ends=np.cumsum(1 + drafts),
             num_prompt_tokens=np.full(n, 9),
             steps=depth,
             version=0,
-            place=None,
+            buffer=None,
             start=self.context,
             emitted=accepted + 1,
             sampled=sampled,

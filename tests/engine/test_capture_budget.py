@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.transport.samples import make_spec
-from tests.transport.step_rows import request_rows
+from tests.transport.step_rows import request_rows, step_rows
 from vllm_tide.capture.policy import RowBudget
-from vllm_tide.capture.step_frames import StepRows
+from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.capture_v2 import CaptureV2
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.capture import Capture
 from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.ring import Collect
 
@@ -39,7 +38,7 @@ class Server:
             device=torch.device("cpu"), max_num_tokens=BATCH * 800, max_num_reqs=BATCH,
             num_speculative_steps=K, vocab_size=50, dtype=torch.bfloat16,
         )  # fmt: skip
-        self.capture = CaptureV2(runner, self.ring, CaptureConfig(), len(LAYERS), H, 3)
+        self.capture = Capture(runner, self.ring, CaptureConfig(), K, 3)
         self.capture.budget = RowBudget(lambda: self.now)
         rows = runner.max_num_tokens
         self.ids = torch.zeros(rows, dtype=torch.int32)
@@ -68,9 +67,9 @@ class Server:
         start = np.array([r["rows"] for r in live])
         step = Step(
             req_ids=[r["name"] for r in live], bounds=bounds, drafts=drafts,
-            padded=np.zeros(BATCH, bool), logit_ends=np.cumsum(drafts + 1),
+            padding=np.zeros(BATCH, np.int32), logit_ends=np.cumsum(drafts + 1),
             num_prompt_tokens=np.array([r["prompt"] for r in live], np.int32),
-            steps=K, version=0, place=SimpleNamespace(),
+            steps=K, version=0, buffer=None,
         )  # fmt: skip
         self.capture.stage(step, self.hidden, [self.hidden] * len(LAYERS))
         step.start, step.emitted = start, np.full(BATCH, K + 1, np.int32)
@@ -188,7 +187,7 @@ def test_what_the_prefix_cache_holds_is_not_owed(server):
     each = server(2)
     capture, budget = each.capture, each.capture.budget
     rows = np.zeros((10, len(LAYERS) * H), np.uint16)
-    step = StepRows(each.ids.numpy(), rows, rows[:, :H].copy(), None, version=0)
+    step = step_rows(each.ids.numpy(), rows, rows[:, :H].copy(), None, version=0)
     for number in range(30):
         budget.look(each.ring)
         ticket = capture._admit(f"long{number}", None, True)

@@ -198,7 +198,7 @@ def test_rows_become_light_while_the_trainer_pauses(models, started):
     engine, reader = started("topk")
     full_report = engine.work(PROMPTS[:3], **work)
     full = [r for r in drain(reader) if r.num_rows]
-    reader.set_collect(Collect.LIGHT)
+    reader.set_collect(Collect.METADATA)
     report = engine.work(PROMPTS[:3], **work)
     light = [r for r in drain(reader) if r.num_rows]
     reader.set_collect(Collect.FULL)
@@ -206,7 +206,9 @@ def test_rows_become_light_while_the_trainer_pauses(models, started):
     last = [r for r in drain(reader) if r.num_rows]
     assert report["faults"] == {}
     assert report["tokens"] == full_report["tokens"] == again["tokens"]
-    assert not any(r.light for r in full + last) and all(r.light for r in light)
+    assert not any(r.metadata_only for r in full + last) and all(
+        r.metadata_only for r in light
+    )
     assert report["rows"] == full_report["rows"]
     assert report["dropped"]["ids_only"] == sum(r.num_rows for r in light)
     assert again["dropped"]["ids_only"] == report["dropped"]["ids_only"]

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import drain
-from tests.engine.test_light_capture import HIDDEN, TOPK, VOCAB, Step
+from tests.engine.test_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture.switch import heed_switches
@@ -132,7 +132,7 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
     tick()
     step.capture.on_logits(step.logits)
     for _ in range(2):
-        step.capture.on_sampled(step.output, step.hidden, step.aux, [[9], [6, 30]])
+        step.end()
     step.capture.forget(["a", "b"])
     tick()
     assert step.ring.stats().written_records == 0

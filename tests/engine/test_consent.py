@@ -17,10 +17,9 @@ from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import REFUSALS, CapturePolicy, Consent
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.config import CaptureConfig, ConfigError, TideConfig
-from vllm_tide.engine.capture_v1 import CaptureV1
-from vllm_tide.engine.capture_v2 import CaptureV2
+from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
-from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.engine.worker_v1 import WorkerTideV1
 from vllm_tide.engine.worker_v2 import MADE_UP, WorkerTideV2
 from vllm_tide.metrics import ENGINE
 from vllm_tide.transport.ring import RingSpec, RingWriter
@@ -115,11 +114,10 @@ def test_an_engine_with_older_patches_does_not_start() -> None:
         make_scheduler(SimpleNamespace(tide={}), {})
 
 
-class Both(Recorder):
-    """Decides as the adapters of both runners do."""
+class Admission(Recorder):
+    """Capture without its staging memory."""
 
-    admit = CaptureV2.admit
-    ticket = CaptureV1._ticket
+    admit = Capture.admit
 
 
 @pytest.fixture
@@ -134,7 +132,7 @@ def ring() -> Iterator[RingWriter]:
 def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any:
     """A worker's part of TIDE with nothing but capture."""
     tide = object.__new__(kind)
-    tide.capture = Both(ring, CaptureConfig(consent=consent))
+    tide.capture = Admission(ring, CaptureConfig(consent=consent))
     tide.control = tide.swapper = tide._verification = None
     tide._guard, tide._steps = Guard("capture"), Guard("steps")
     tide._log = SimpleNamespace(begin=lambda ended: False)
@@ -150,15 +148,13 @@ def step(brought: list[Any], order: Any, ended: tuple[str, ...] = ()) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", [WorkerTide, WorkerTideV2])
+@pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
 def test_a_salt_counts_before_the_request_is_decided_about(
     kind: type[Any], ring: RingWriter
 ) -> None:
     tide = made(kind, ring)
-    brought = new("a", "b")
-    tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
-    tide.begin_step(step(brought, {"salted": ["b"]}))
-    tickets = [tide.capture.ticket(req_id) for req_id in "ab"]
+    tide.begin_step(step(new("a", "b"), {"salted": ["b"]}))
+    tickets = [tide.capture._tickets[req_id] for req_id in "ab"]
     assert [ticket.refusal for ticket in tickets] == [None, "salted"]
     assert tide.capture.dropped == {"salted": 1}
     assert tide._guard.faults == {}
@@ -215,7 +211,7 @@ def test_the_recorder_obeys_the_knob(
     assert tide.capture.dropped == dropped
 
 
-@pytest.mark.parametrize("kind", [WorkerTide, WorkerTideV2])
+@pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
 def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
     kind: type[Any], ring: RingWriter
 ) -> None:
@@ -223,14 +219,13 @@ def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
     tide._guard = Guard("capture", lambda: now[0])
     tide.capture._drafted_by = 1
     brought = new("a", "b", "c")
-    tide.capture._runner = SimpleNamespace(requests={r.req_id: r for r in brought})
     for _ in range(LIMIT):
         tide._guard.run("here", None)
     tide.begin_step(step(brought[:2], {"salted": ["b"]}))
-    assert tide._guard.run("ticket", tide.capture.ticket, "a") is None
     tide.begin_step(step([], None, ("z",)))
     now[0] += 60.0
     tide.begin_step(step(brought[2:], None))
     assert not tide._guard.tripped and tide.capture._drafted_by is None
-    assert tide.capture.ticket("b").refusal == "salted"
-    assert tide.capture.ticket("c").refusal is None
+    # Those that came while it was left out have no rows from their begin on.
+    assert tide.capture._tickets.keys() == {"c"} and tide.capture._salted == {"b"}
+    assert tide.capture._tickets["c"].refusal is None

@@ -12,11 +12,11 @@ import pytest
 
 from tests.control.toys import published
 from vllm_tide.capture.guard import Suspension
+from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.step_log import Step, Timing
 
 K = 4
 
@@ -66,12 +66,12 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
         "req_ids": ["a", "b"],
         "bounds": np.array([0, 3, 6]),
         "drafts": np.array([2, 2]),
-        "padded": np.array([False, False]),
+        "padding": np.array([0, 0]),
         "logit_ends": np.array([3, 6]),
         "num_prompt_tokens": np.array([9, 9]),
         "steps": steps,
         "version": 0,
-        "place": None,
+        "buffer": None,
         "start": np.array([20, 40]),
         "emitted": np.array([2, 1]),
         "sampled": np.array([[5, 6, -1], [7, -1, -1]]),
@@ -167,7 +167,7 @@ def test_ended_and_unknown_requests_are_left_out():
 
 def test_placeholders_are_no_verified_tokens():
     control = begun()
-    control.learn(landed(SURE, 4, padded=np.array([True, False])))
+    control.learn(landed(SURE, 4, padding=np.array([2, 0])))
     assert control.policy.stats()["verified_tokens"] == 2
 
 
@@ -305,7 +305,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
             req_ids=names,
             bounds=np.arange(requests + 1) * (K + 1),
             drafts=K * ones,
-            padded=ones == 0,
+            padding=0 * ones,
             start=20 * ones + turn,
             emitted=3 * ones,
             sampled=np.tile(ones, (K + 1, 1)).T,

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from tests.transport.samples import identity, make_record, make_spec
-from tests.transport.step_rows import request_rows
+from tests.transport.step_rows import request_rows, step_rows
 from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.staging import PinnedBytes
-from vllm_tide.capture.step_frames import StepRows, lay_out
+from vllm_tide.capture.step import Step, lay_out
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine import capture_v2, row_stage
+from vllm_tide.engine import capture, staging
 from vllm_tide.engine.device_stage import DeviceStage, RunLayout
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.staging import PinnedBytes
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.transport import Phase, RingReader, RingWriter
 
@@ -95,12 +94,12 @@ def gpu(monkeypatch):
         assert layout.dtype == torch.bfloat16
         return DeviceStage(places, layout, device, room)
 
-    monkeypatch.setattr(capture_v2, "make_stage", make_stage)
+    monkeypatch.setattr(capture, "make_stage", make_stage)
     return runtime
 
 
 class Engine:
-    """A `CaptureV2` and the ring it writes to."""
+    """A `Capture` and the ring it writes to."""
 
     def __init__(self, teacher, capacity=1 << 18):
         runner = SimpleNamespace(
@@ -111,9 +110,7 @@ class Engine:
         self.ring = RingWriter.create(spec, capacity)
         self.reader = RingReader.attach(self.ring.name)
         config = CaptureConfig(teacher=teacher, teacher_topk=TOPK)
-        self.capture = capture_v2.CaptureV2(
-            runner, self.ring, config, len(LAYERS), H, 3
-        )
+        self.capture = capture.Capture(runner, self.ring, config, 3, 3)
         for key, name in enumerate("abcd"):
             extra = {"tide_capture": False} if name == "d" else {}
             params = SimpleNamespace(extra_args=extra, temperature=0.0)
@@ -128,12 +125,12 @@ class Engine:
             req_ids=["a", "b", "c", "d"],
             bounds=bounds,
             drafts=drafts,
-            padded=np.array([False, False, True, False]),
+            padding=np.array([0, 0, 1, 0], np.int32),
             logit_ends=np.cumsum(drafts + 1),
             num_prompt_tokens=np.array([9, 4, 4, 9], np.int32),
             steps=0,
             version=1,
-            place=SimpleNamespace(),
+            buffer=None,
             cut=cut,
         )
         random = torch.Generator().manual_seed(seed)
@@ -180,8 +177,8 @@ def engine(gpu, monkeypatch):
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
     found = []
-    for make_stage in (capture_v2.make_stage, row_stage.make_stage):
-        monkeypatch.setattr(capture_v2, "make_stage", make_stage)
+    for make_stage in (capture.make_stage, staging.make_stage):
+        monkeypatch.setattr(capture, "make_stage", make_stage)
         each = engine(teacher)
         for seed in range(3):
             step = each.stage(seed)
@@ -225,7 +222,7 @@ def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, r
     if teacher == "topk":
         ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
         topk = ids, logprobs, record.teacher_tail_logprob
-    step = StepRows(
+    step = step_rows(
         record.token_ids, record.features, record.teacher_hidden, topk, version=1
     )
     most, k = small.ring.max_rows, TOPK * (teacher == "topk")

@@ -99,6 +99,7 @@ def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
     waits, kept = engine.reqs.pop(), dict(engine.drafts)
     engine.step()
     assert engine.control.verified_memory == set(engine.reqs)
+    assert engine.ended_step.memory.all(), "so its records say"
     engine.reqs.append(waits)
     engine.drafts[waits] = kept[waits]
     before = sum(int(o.verified.sum()) for o in got)

@@ -12,7 +12,8 @@ import torch
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import parse_tide
-from vllm_tide.engine.worker import WorkerTide, with_topk_of
+from vllm_tide.engine.worker import with_topk_of
+from vllm_tide.engine.worker_v1 import WorkerTideV1
 from vllm_tide.transport.rendezvous import plain
 
 ODD = {
@@ -42,7 +43,7 @@ def test_every_number_becomes_one_that_vllm_can_send():
 
 def reporting(stats):
     """A worker's part of TIDE with nothing but control."""
-    tide = object.__new__(WorkerTide)
+    tide = object.__new__(WorkerTideV1)
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
     tide._losses = Counter()

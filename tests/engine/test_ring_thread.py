@@ -49,7 +49,7 @@ class Threaded(Engine):
         self.capture._settle()
 
     def seeds(self):
-        """Of each key, the versions of its records; 1 each where it is a farewell."""
+        """Of each key, the versions of its records; 1 each for an end record."""
         found = defaultdict(list)
         for record in self.records():
             found[record.key].append(record.draft_version)
@@ -147,7 +147,7 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
 def test_light_records_end_with_a_hole_as_well(engine):
     each = engine()
     each.capture._cut.add(1)
-    each.reader.set_collect(Collect.LIGHT)
+    each.reader.set_collect(Collect.METADATA)
     each.write(learn=True)
     assert sorted(each.seeds()) == [0, 2]
 
@@ -177,7 +177,7 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
 def test_a_thread_that_is_behind_gets_no_more(engine, monkeypatch):
     monkeypatch.setattr(recorder, "BACKLOG", 5)
     each = engine(open_=False)
-    each.reader.set_collect(Collect.LIGHT)
+    each.reader.set_collect(Collect.METADATA)
     for _ in range(8):
         each.write()
     assert each.capture.dropped["behind"] == 3 * ROWS

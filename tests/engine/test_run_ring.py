@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tide.capture.staging import Run, RunRing
+from vllm_tide.engine.staging import Run, RunRing
 
 
 def test_runs_follow_each_other_and_come_round():

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from tests import toys
 from tests.engine.offline_engine import OfflineEngine, only_manifest
-from vllm_tide.capture.staging import wire_view
 from vllm_tide.draft import delta
+from vllm_tide.engine.staging import wire_view
 from vllm_tide.transport.record import Phase
 from vllm_tide.transport.ring import RingReader
 from vllm_tide.transport.weights import WeightsWriter

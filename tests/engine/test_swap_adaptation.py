@@ -263,7 +263,9 @@ def test_calibration_is_kept_by_fast_drafts_and_not_by_others(swaps):
 def test_adaptive_verification_keys_on_the_base(swaps):
     tide = worker(WorkerTideV2, swaps)
     seen: list[int] = []
-    tide._verification = SimpleNamespace(order=lambda step, base: seen.append(base))
+    tide._verification = SimpleNamespace(
+        begin_step=lambda step, base: seen.append(base)
+    )
     tide._steps, tide._log = Guard("steps"), SimpleNamespace(begin=lambda ended: False)
     tide.control = None
     for version in (swaps.stage(draft(1)), None):

@@ -1,4 +1,4 @@
-"""Adaptive verification at our prices: upstream's manager on a CPU, made-up rounds."""
+"""Adaptive verification at our step costs: upstream's manager on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import StaticPolicy
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
-from vllm_tide.engine.step_log import StepLog
+from vllm_tide.engine.steps import StepLog
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +38,7 @@ def make(monkeypatch):
     """Makes a manager over two decoding requests, with upstream's flat costs."""
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
 
-    from vllm_tide.engine.verification import PricedVerification
+    from vllm_tide.engine.verification import StepCostVerification
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)
@@ -68,7 +68,7 @@ def make(monkeypatch):
         )
         control = begun(trims=False)
         control._shape = (REQS, context, REQS * K, 0)
-        manager = PricedVerification(
+        manager = StepCostVerification(
             control,
             profile,
             look_share,
@@ -88,9 +88,14 @@ def make(monkeypatch):
     return made
 
 
-def order(manager, limit=np.inf, version=0, prices=True):
-    told = {"prices": (limit, OnlineTime(TIMES).model.learnt())} if prices else None
-    manager.order(SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K), version)
+def order(manager, limit=np.inf, version=0, step_costs=True):
+    told = (
+        {"step_costs": (limit, OnlineTime(TIMES).model.learnt())}
+        if step_costs
+        else None
+    )
+    step = SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K)
+    manager.begin_step(step, version)
 
 
 def best(context: int, limit: float = np.inf) -> int:
@@ -134,10 +139,10 @@ def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
     assert found[0] == free > found[1] > found[2] > found[3] == 0
 
 
-@pytest.mark.parametrize("prices", [False, True])
-def test_without_prices_or_a_profile_upstream_decides_as_ever(make, prices):
+@pytest.mark.parametrize("step_costs", [False, True])
+def test_without_prices_or_a_profile_upstream_decides_as_ever(make, step_costs):
     manager = make(profile=None)
-    order(manager, prices=prices)
+    order(manager, step_costs=step_costs)
     manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
     assert verified(manager) == 3  # up to the stair
 
@@ -154,13 +159,15 @@ def test_what_upstream_measured_stands_in_for_a_profile_alike_on_every_rank(make
     for limit, drafts in ((np.inf, 3), (1e-9, 0)):
         for manager in ranks:
             manager._rounds = 1000
-            order = {"prices": (limit, learnt)}
-            manager.order(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
+            order = {"step_costs": (limit, learnt)}
+            manager.begin_step(
+                SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0
+            )
             assert verified(manager) == drafts
             assert manager.guard.faults == {}
     seen.model.target.value = (1.0, 1.0, 100.0)  # serving found every step dear
-    order = {"prices": (np.inf, seen.model.learnt())}
-    ranks[0].order(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
+    order = {"step_costs": (np.inf, seen.model.learnt())}
+    ranks[0].begin_step(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
     assert verified(ranks[0]) > 3
 
 
@@ -191,9 +198,9 @@ def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_th
 def test_a_fault_of_ours_leaves_upstreams_costs(make):
     manager = make(800)
     order(manager)
-    manager._prices = ("nonsense",)
+    manager._step_costs = ("nonsense",)
     assert verified(manager) == REQS * K  # upstream's cost is flat here
-    assert manager.guard.faults == {"prices": 1}
+    assert manager.guard.faults == {"step_costs": 1}
     for _ in range(LIMIT):
         verified(manager)
     assert manager.guard.tripped
@@ -248,18 +255,18 @@ def test_the_host_learns_what_the_device_verified(make):
 
 def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
     control = begun(trims=False)
-    assert control.prices() is None
+    assert control.step_costs() is None
     control.times = OnlineTime(TIMES)
     control.times.model.target.value = (1.5, 1.0, 0.0)
     scheduler = SchedulerTide(K, idle_scheduler(), TideConfig())
     assert scheduler.control() is None
-    scheduler.observe({"depth": 2, "prices": control.prices()})
-    limit, learnt = scheduler.control()["prices"]
+    scheduler.observe({"depth": 2, "step_costs": control.step_costs()})
+    limit, learnt = scheduler.control()["step_costs"]
     other = OnlineTime(TIMES)
     other.model.take(learnt)
     assert limit == np.inf and other.model.target.value == (1.5, 1.0, 0.0)
     control.stop()
-    assert control.prices() is None
+    assert control.step_costs() is None
 
 
 def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
@@ -270,7 +277,7 @@ def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
     slo.add(control._book.table.slot_of["b"], 1e-4)  # no step is that fast
     for _ in range(2):
         control.learn(landed(SURE, 4, trimmed=np.array([0, 2])))
-    assert 200.0 < control.prices()[0] <= 240.0
+    assert 200.0 < control.step_costs()[0] <= 240.0
     assert control.stats()["trimmed_tokens"] == 4
 
 
@@ -321,9 +328,9 @@ def test_the_policy_begins_when_times_were_measured(monkeypatch, leader):
     monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
     made = []
     monkeypatch.setattr(
-        verification, "PricedVerification", lambda *args, **kwargs: made.append(args)
+        verification, "StepCostVerification", lambda *args, **kwargs: made.append(args)
     )
-    verification.PricedVerification.UPSTREAM = ()
+    verification.StepCostVerification.UPSTREAM = ()
     control = begun(trims=False)
     control.policy, control.cut_on_device = None, True
     tide = worker(control)
@@ -335,7 +342,7 @@ def test_the_policy_begins_when_times_were_measured(monkeypatch, leader):
     told(TIMES)
     assert (control.policy is not None) == leader
     if leader:
-        assert control.times.profile == TIMES and control.prices() is not None
+        assert control.times.profile == TIMES and control.step_costs() is not None
     tide._config = SimpleNamespace(control=ControlConfig(policy="threshold"))
     tide.make_verification(lambda **upstream: object())
     assert made[1][3] is None

@@ -58,7 +58,7 @@ def verify_adaptively(
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **kwargs: mode
     # Cuts from the start: the estimator would first be fitted after hundreds of rounds.
     verification._YOUNG_ROUNDS = 0
-    inner = verification.PricedVerification.__init__
+    inner = verification.StepCostVerification.__init__
 
     def __init__(self, *args, **kwargs):
         inner(self, *args, **kwargs)
@@ -67,7 +67,7 @@ def verify_adaptively(
             [tuple(pair) for pair in target_curve],
         )
 
-    verification.PricedVerification.__init__ = __init__
+    verification.StepCostVerification.__init__ = __init__
 
 
 def _overwrite_what_the_target_returned() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.step_frames import RequestRows, StepRows
+from vllm_tide.capture.step import RequestRows, Step
 from vllm_tide.transport.record import Phase, Record
 
 COLUMNS = (
@@ -25,8 +27,27 @@ def request_rows(tickets: list[Ticket], chance: float = 1.0, **columns) -> Reque
     return RequestRows(tickets, verify_chance=np.full(n, chance), memory=memory, **made)
 
 
+def step_rows(
+    token_ids: Any,
+    features: Any = None,
+    hidden: Any = None,
+    topk: Any = None,
+    version: int = 0,
+    concurrency: int = 0,
+    **more: Any,
+) -> Step:
+    """A step of which nothing but its rows is asked; without features, none of them."""
+    none = np.zeros(0, np.int32)
+    rows = SimpleNamespace(features=features, hidden=hidden, topk=topk)
+    full = features is not None
+    return Step(
+        [""] * concurrency, none, none, none, none, none, version,
+        token_ids=token_ids, full=full, staged=rows if full else None, **more,
+    )  # fmt: skip
+
+
 def expected(
-    requests: RequestRows, step: StepRows, wire: np.dtype, max_rows: int
+    requests: RequestRows, step: Step, wire: np.dtype, max_rows: int
 ) -> list[Record]:
     """The records by their description, each made by itself.
 
@@ -34,6 +55,7 @@ def expected(
         wire: Type of features.
     """
     made: list[Record] = []
+    held = step.staged if step.full else None
     for i, ticket in enumerate(requests.tickets):
         (
             low,
@@ -62,48 +84,48 @@ def expected(
             teacher_start=count,
             tenant=ticket.tenant,
             sampled=ticket.sampled,
-            concurrency=step.concurrency,
+            concurrency=len(step.req_ids),
             cost=float(np.float32(step.cost)),
             verify_chance=float(np.float32(requests.verify_chance[i])),
             memory=requests.memory is not None and bool(requests.memory[i]),
         )
         if verifies and step.drafted_by is not None:
             record = replace(record, draft_version=step.drafted_by)
-        if step.features is None:
+        if held is None:
             made.append(record)
             continue
         # What each row carries, row by row; None where it has no teacher.
-        rows = [step.features[low + j] for j in range(count)]
+        rows = [held.features[low + j] for j in range(count)]
         taught: list[tuple[np.ndarray, ...] | None] = [None] * count
-        if step.hidden is not None:
-            taught = [(step.hidden[low + j],) for j in range(count)]
-        elif step.topk is not None:
+        if held.hidden is not None:
+            taught = [(held.hidden[low + j],) for j in range(count)]
+        elif held.topk is not None:
             sampled_rows = range(max(known - 1, 0), count)
             for j in sampled_rows:
                 at = logit_end - padding - count + j
-                taught[j] = tuple(part[at] for part in step.topk)
+                taught[j] = tuple(part[at] for part in held.topk)
         begin = 0
         while True:
             # Rows that nobody has to verify may be sent ahead, as much as fits well.
             end = min(begin + max_rows, known - 1)
             last = count - begin <= max_rows or begin >= known - 1
             end = count if last else end
-            made.append(_part(record, rows, taught, begin, end, last, step))
+            made.append(_part(record, rows, taught, begin, end, last, held))
             if last:
                 break
             begin = end
     return made
 
 
-def _part(record, rows, taught, begin, end, last, step) -> Record:
+def _part(record, rows, taught, begin, end, last, staged) -> Record:
     held = [row for row in taught[begin:end] if row is not None]
     teacher: dict[str, np.ndarray] = {}
-    if step.hidden is not None:
+    if staged.hidden is not None:
         teacher["teacher_hidden"] = np.stack([row[0] for row in held])
-    elif step.topk is not None:
+    elif staged.topk is not None:
         kinds = ("teacher_topk_ids", "teacher_topk_logprobs", "teacher_tail_logprob")
         for kind, name in enumerate(kinds):
-            like = step.topk[kind][:0]
+            like = staged.topk[kind][:0]
             values = [row[kind] for row in held]
             teacher[name] = np.stack(values).astype(like.dtype) if values else like
     return replace(

@@ -155,10 +155,10 @@ def test_an_engine_that_cannot_be_opened_is_tried_again(caplog):
 def test_who_joins_later_is_told_what_is_collected():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, source = feeds_of(a)
-    feeds.set_collect(Collect.LIGHT)
+    feeds.set_collect(Collect.METADATA)
     source.feeds["b"] = b
     look(feeds)
-    assert (a.collect, b.collect) == (Collect.LIGHT, Collect.LIGHT)
+    assert (a.collect, b.collect) == (Collect.METADATA, Collect.METADATA)
     feeds.set_collect(Collect.FULL)
     assert (a.collect, b.collect) == (Collect.FULL, Collect.FULL)
 

@@ -91,7 +91,7 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     a.weights.report(version)
     told = feeds.versions()
     assert (told["a"].installed, told["b"].installed) == (1, 0)
-    feeds.set_collect(Collect.LIGHT)
+    feeds.set_collect(Collect.METADATA)
     assert not a.ring.collect
     assert not b.ring.collect
     # A trainer that comes after this one goes on from the head.

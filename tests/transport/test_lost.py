@@ -95,14 +95,14 @@ def feed(engine, monkeypatch):
 
 
 def test_a_feed_follows_its_engine_to_another_ring(engine, feed):
-    feed.set_collect(Collect.LIGHT)
+    feed.set_collect(Collect.METADATA)
     os.truncate(f"{SHM_DIR}/{engine.ring.name}", 0)
     feed.heartbeat()
     assert feed.read(8) == [] and feed.alive()
     ring = engine.new_ring()
     engine.replace(ring=ring.name)
     feed.heartbeat()
-    assert ring.stats().consumer_alive and ring.wish is Collect.LIGHT
+    assert ring.stats().consumer_alive and ring.wish is Collect.METADATA
     assert ring.try_write(make_record(SPEC, 5))
     assert [record.draft_version for record in feed.read(8)] == [5]
 

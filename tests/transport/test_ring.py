@@ -45,7 +45,7 @@ def test_light_records_come_back_to_the_bit_among_others(
             assert writer.try_write(sent), writer.drops
             got = reader.read()
             assert identity(got) == identity(sent)
-            assert got.light is (sent is light)
+            assert got.metadata_only is (sent is light)
         assert full.tenant == light.tenant != 0
 
 
@@ -286,13 +286,13 @@ def test_a_consumer_that_lost_its_claim_stops_reading(ring_pair):
 def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
-    reader.set_collect(Collect.LIGHT)
-    assert writer.wish is Collect.LIGHT and not writer.collect
+    reader.set_collect(Collect.METADATA)
+    assert writer.wish is Collect.METADATA and not writer.collect
     reader.close()
-    assert writer.wish is Collect.LIGHT
+    assert writer.wish is Collect.METADATA
     reader = RingReader.attach(writer.name)
     assert writer.collect  # a new consumer wants rows
-    reader.set_collect(Collect.LIGHT)
+    reader.set_collect(Collect.METADATA)
     reader.set_collect(Collect.FULL)
     assert writer.collect
     reader.close()
@@ -334,7 +334,7 @@ def test_a_consumer_that_lost_its_claim_says_nothing(ring_pair):
     other = Holder(parent, start_time(parent), pid_namespace())
     reader._segment.store(Word.CONSUMER, other.word)
     reader.heartbeat()
-    reader.set_collect(Collect.LIGHT)
+    reader.set_collect(Collect.METADATA)
     assert writer.collect
     reader._segment.store(Word.CONSUMER, 0)
     reader.heartbeat()

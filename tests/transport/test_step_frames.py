@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.transport.samples import identity, make_record, make_spec
-from tests.transport.step_rows import expected, request_rows
+from tests.transport.step_rows import expected, request_rows, step_rows
 from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.step_frames import StepRows, farewells, lay_out
+from vllm_tide.capture.step import end_records, lay_out
 from vllm_tide.transport import Phase
 from vllm_tide.transport.record import FEATURE_DTYPES, META, META_BYTES, Status, encode
 
@@ -61,7 +61,7 @@ def random_step(rng, teacher, dtype, light):
         next_token=np.where(committed > 0, rng.integers(0, VOCAB, n), -1),
     )  # fmt: skip
     rows, outputs = int(count.sum()), int(logits.sum())
-    step = StepRows(
+    step = step_rows(
         token_ids=rng.integers(VOCAB, size=int((whole + gaps).sum()), dtype=np.int32),
         features=floats(rng, (rows, len(LAYERS) * H), dtype),
         hidden=floats(rng, (rows, H), dtype) if teacher == "hidden" else None,
@@ -77,7 +77,7 @@ def random_step(rng, teacher, dtype, light):
         concurrency=n,
         cost=float(rng.random()),
     )
-    return requests, replace(step, features=None, hidden=None) if light else step
+    return requests, replace(step, full=False) if light else step
 
 
 def written(ring_pair, spec, frames):
@@ -123,10 +123,10 @@ def test_the_records_of_a_step_are_those_of_its_requests(
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_a_farewell_has_no_rows_and_the_rings_widths(ring_pair, teacher):
+def test_an_end_record_has_no_rows_and_the_rings_widths(ring_pair, teacher):
     spec, topk = spec_of(teacher), TOPK * (teacher == "topk")
     tickets = [Ticket(5, None, tenant=9, sampled=True), Ticket(2**64 - 1, "paused")]
-    found = written(ring_pair, spec, farewells(tickets, 3, spec, topk))
+    found = written(ring_pair, spec, end_records(tickets, 3, spec, topk))
     like = make_record(spec, 0, num_rows=0)
     for record, ticket in zip(found, tickets, strict=True):
         want = replace(
@@ -168,16 +168,14 @@ def test_a_meta_described_at_once_has_the_bytes_of_one_alone():
 def test_rows_that_the_ring_does_not_carry_are_invalid(ring_pair, change):
     spec = spec_of("hidden")
     writer, reader = ring_pair(spec)
-    step = StepRows(
-        token_ids=np.zeros(64, np.int32),
-        features=np.zeros((64, len(LAYERS) * H), np.uint16),
-        hidden=np.zeros((64, H), np.uint16),
-        topk=None,
-        version=1,
-    )
+    rows = {
+        "token_ids": np.zeros(64, np.int32),
+        "features": np.zeros((64, len(LAYERS) * H), np.uint16),
+        "hidden": np.zeros((64, H), np.uint16),
+    }
     requests = request_rows([Ticket(1, None)] * 2, count=4, drafts=3, committed=1)
-    for one, fits in ((step, True), (replace(step, **change), False)):
-        frames, _ = lay_out(requests, one, spec, 0, 100)
+    for one, fits in ((rows, True), (rows | change, False)):
+        frames, _ = lay_out(requests, step_rows(**one), spec, 0, 100)
         writer.write(frames)
         writer.count(frames)
         assert (frames.status == Status.WRITTEN).all() == fits
@@ -188,7 +186,7 @@ def test_rows_that_the_ring_does_not_carry_are_invalid(ring_pair, change):
 def test_counts_that_contradict_each_other_are_one_records_fault(ring_pair):
     spec = spec_of("hidden")
     writer, _ = ring_pair(spec)
-    step = StepRows(
+    step = step_rows(
         np.zeros(64, np.int32), np.zeros((64, 2 * H), np.uint16),
         np.zeros((64, H), np.uint16), None, 1,
     )  # fmt: skip

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.capture.policy import OVERLOAD, CapturePolicy, RowBudget, Ticket
-from vllm_tide.capture.step_frames import RequestRows, StepRows, farewells, lay_out
+from vllm_tide.capture.step import RequestRows, Step, end_records, lay_out
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Frames, Status
 from vllm_tide.transport.ring import Collect, RingWriter
 
 BACKLOG = 16
-"""Writes under way, at most: a step and a farewell each, of eight steps."""
+"""Writes under way, at most: a step and an end record each, of eight steps."""
 DRAIN_S = 5.0
 
 
@@ -34,7 +34,7 @@ class Write:
 
     Attributes:
         tickets: Of each request; `of` says which one a record is of.
-        full: Whether the records carry rows; None for farewells.
+        full: Whether the records carry rows; None for end records.
         staged: Where their rows lie, let go once written; None if that is not ours.
         size: Bytes of the ring that they may take, while they are on their way.
     """
@@ -57,9 +57,9 @@ class Recorder:
         threaded: Write from a thread of its own.
 
     Attributes:
-        rows: Rows written to the ring so far, those of light records left out.
+        rows: Rows written to the ring so far, those of metadata-only records left out.
         dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
-            by reason; `ids_only` are the rows of light records.
+            by reason; `ids_only` are the rows of metadata-only records.
         budget: Which requests' full rows the ring has room for.
         draft_version: Version of the live draft; set by the owner at each swap.
         off: Capture is switched off here, whatever the consumer wants.
@@ -130,7 +130,7 @@ class Recorder:
         for ticket in tickets:
             ticket.started = False
         ring = self._ring
-        frames = farewells(tickets, self.draft_version, ring.spec, self._topk)
+        frames = end_records(tickets, self.draft_version, ring.spec, self._topk)
         self._submit(Write(ring, frames, tickets, np.arange(len(tickets)), None))
 
     def keep_out(self, req_ids: Sequence[str]) -> None:
@@ -179,17 +179,11 @@ class Recorder:
             self.dropped[ticket.refusal] += count
         return ticket.refusal is None
 
-    def _write(
-        self, requests: RequestRows, step: StepRows, staged: Any = None, size: int = 0
-    ) -> bool:
+    def _write(self, requests: RequestRows, step: Step) -> bool:
         """Write records of a step's requests.
 
-        Args:
-            staged: Let go once they are written, if a thread of its own writes them.
-            size: Bytes of the ring that they may take.
-
         Returns:
-            Whether that is so.
+            Whether a thread of its own writes them: it lets the step's rows go.
         """
         tickets, full = requests.tickets, step.full
         if padding := int(requests.padding.sum()):
@@ -209,8 +203,11 @@ class Recorder:
                     self.dropped["prefix_cached"] += start
                     ticket.prompt = max(ticket.prompt - start, 0)  # owed
         ring = self._ring
+        if self._thread is not None:
+            step.token_ids = np.array(step.token_ids)  # the buffer is filled again
         frames, of = lay_out(requests, step, ring.spec, self._topk, ring.max_rows)
-        return self._submit(Write(ring, frames, tickets, of, full, staged, size))
+        write = Write(ring, frames, tickets, of, bool(full), step.staged, step.size)
+        return self._submit(write)
 
     def _submit(self, write: Write) -> bool:
         """Have records written; whether a thread of its own does it."""

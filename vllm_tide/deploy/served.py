@@ -1,7 +1,7 @@
 """Requests as they were served: steps, drafts, acceptance, put together from records.
 
-Reads ids and counts only, so light records are as good as full ones. Memory is bounded:
-open requests are limited in number and in tokens kept. No torch.
+Reads ids and counts only, so metadata-only records are as good as full ones. Memory is
+bounded: open requests are limited in number and in tokens kept. No torch.
 """
 
 from __future__ import annotations

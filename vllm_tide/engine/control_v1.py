@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import AdaSpecPolicy
 from vllm_tide.control.batch import Outcome, Proposals
@@ -28,7 +29,7 @@ from vllm_tide.control.costs import PROBE_REQUESTS
 from vllm_tide.control.online_time import RoundSample, step_cost
 from vllm_tide.control.policies import Policy
 from vllm_tide.engine.catchup import DraftBacklog
-from vllm_tide.engine.requests import Control
+from vllm_tide.engine.requests import Control, explored
 from vllm_tide.engine.timers import RoundTimer
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
@@ -392,8 +393,15 @@ class ControlV1(Control):
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
 
-    def cost(self) -> float:
-        """`Record.cost` of the step that ends."""
+    def tell(self, step: Step) -> None:
+        """Say whose drafts the step that ends verified, and why, and what it cost."""
+        step.explored = self.explored
+        if self.verified_memory:
+            kept = [req_id in self.verified_memory for req_id in step.req_ids]
+            step.memory = np.array(kept, bool)
+        step.cost = self._cost()
+
+    def _cost(self) -> float:
         if self.policy is None and self.start is not None:
             return 0.0  # after a fault
         if self.times is None:
@@ -472,11 +480,3 @@ class ControlV1(Control):
         logits = self._runner.drafter.model.compute_logits(hidden)
         confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1).numpy()
         self._probed = (slots[able], confidence, logits.argmax(dim=-1).numpy())
-
-
-def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:
-    """Requests whose drafts only exploration sends to verification, and its chance."""
-    if not isinstance(policy, AdaSpecPolicy):
-        return {}
-    chance = policy.verify_chance
-    return {req_ids[i]: float(chance[i]) for i in np.flatnonzero(chance < 1.0)}

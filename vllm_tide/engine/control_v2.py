@@ -5,7 +5,7 @@ is predicted: when a step has landed, its verdicts and its confidences say how d
 step after the one under way drafts (`depth`, which the scheduler broadcasts), and, with
 synchronous scheduling, which prefix of each request's drafts is verified. With vLLM's
 adaptive verification that is decided on the device instead (`verification.py`), at
-`prices` that this object gives. Nothing is waited for, and no draft step is stopped
+`step_costs` that this object gives. Nothing is waited for, and no draft step is stopped
 half-way.
 
 The policies are V1's. A policy that would have drafted on gets one more step in the
@@ -28,20 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import KeptPass, TimeSource, round_limit
 from vllm_tide.control.online_time import Learnt, step_cost
 from vllm_tide.control.policies import Policy
-from vllm_tide.engine.control_v1 import explored
-from vllm_tide.engine.requests import Control
-from vllm_tide.engine.step_log import Step, Timing
+from vllm_tide.engine.requests import Control, explored
 from vllm_tide.engine.timers import HostClock, Reading, StepClock
 
 if TYPE_CHECKING:
     from vllm_tide.engine.memory_v2 import MemoryV2
 
-Prices = tuple[float, Learnt]
+StepCosts = tuple[float, Learnt]
 
 
 class ControlV2(Control):
@@ -131,7 +130,7 @@ class ControlV2(Control):
         """True if a TPOT limit holds for the next decode steps."""
         return bool(self._limit < np.inf)
 
-    def prices(self) -> Prices | None:
+    def step_costs(self) -> StepCosts | None:
         """What verifying costs, for the ranks that decide about it.
 
         Returns:
@@ -238,7 +237,7 @@ class ControlV2(Control):
         """Say whose drafts a step has verified, and whose the next ones are."""
         assert self.memory is not None  # noqa: S101 (asked by `learn`)
         names, before = step.req_ids, self.remembered
-        drafts = np.where(step.padded, 0, step.drafts)
+        drafts = step.drafts - step.padding
         # Of the drafts of a step that was lost nobody knows whose they were.
         kept = [step.after_gap or name in before for name in names]
         step.memory = np.array(kept, bool) & (drafts > 0)
@@ -264,7 +263,7 @@ class ControlV2(Control):
         emitted = np.asarray(step.emitted, np.int64)[known]
         self._slo.advance(slots, emitted, now)
         # A placeholder may be accepted by chance: it counts here, as no draft.
-        drafts = np.where(_others(step), 0, step.drafts)[known].astype(np.int64)
+        drafts = step.real_drafts[known].astype(np.int64)
         if not self.trims:
             # Asynchronous: a grammar's mask does not reach past the first tokens of a
             # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
@@ -346,7 +345,7 @@ class ControlV2(Control):
         """
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
-            verified = int(np.asarray(step.drafts).sum(where=~_others(step)))
+            verified = int(step.real_drafts.sum())
             # Upstream runs the draft's first pass in every step.
             shape = int(np.count_nonzero(decoding)), read, verified
             step.cost = step_cost(self.times.model, *shape, max(step.steps, 1))
@@ -356,7 +355,8 @@ class ControlV2(Control):
         self._off[self._reason] += 1
         self._drafted += step.steps * int(np.count_nonzero(np.asarray(step.emitted)))
         if not self.trims and step.trimmed is not None:
-            self._trimmed += int((step.trimmed * ~_others(step)).sum())
+            own = True if step.memory is None else ~step.memory
+            self._trimmed += int(step.trimmed.sum(where=own))
 
     @staticmethod
     def _follow(
@@ -385,11 +385,6 @@ class ControlV2(Control):
             more = policy.go_on(step, confidence[:, step - 1])
         wanted = foreseen or step + (more and step < planned)
         return wanted, policy.choose()
-
-
-def _others(step: Step) -> np.ndarray:
-    """Requests whose verified drafts were not the draft's, bool [n]."""
-    return step.padded if step.memory is None else step.padded | step.memory
 
 
 def _limit(batch: Batch, model: TimeSource) -> float:

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from vllm_tide.capture.guard import Guard
+from vllm_tide.capture.step import Step
 from vllm_tide.control.calibration import HALF_LIFE_TOKENS
-from vllm_tide.engine.step_log import Step
 from vllm_tide.kernels.ngram_memory import NgramTable
 from vllm_tide.memory.source import DRAFT, MEMORY, PRIOR, SHRINK, SWAP_KEEP
 
@@ -129,9 +129,9 @@ class MemoryV2:
         self, batch: Any, num_sampled: Tensor, drafts: Tensor, depth: int
     ) -> None:
         states, speculator = self._states, self._speculator
-        sure = None
+        confidence = None
         if speculator.acceptance_estimator is not None:
-            sure = speculator.draft_token_confidence_probs
+            confidence = speculator.draft_token_confidence_probs
         self._table.choose(
             batch.idx_mapping,
             num_sampled,
@@ -141,7 +141,7 @@ class MemoryV2:
             int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1,
             drafts,
             depth,
-            sure,
+            confidence,
         )
         self._chose = True
 
@@ -153,8 +153,8 @@ class MemoryV2:
         none = table.known.new_zeros(1)
         lengths = states.total_len.gpu, states.prefill_len.gpu
         table.grade(one, drafts, none, none, *lengths)
-        sure = None
+        confidence = None
         if self._speculator.acceptance_estimator is not None:
-            sure = self._speculator.draft_token_confidence_probs
+            confidence = self._speculator.draft_token_confidence_probs
         texts = states.all_token_ids.gpu
-        table.choose(one, none, lengths[0], texts, 1, drafts, 0, sure)
+        table.choose(one, none, lengths[0], texts, 1, drafts, 0, confidence)

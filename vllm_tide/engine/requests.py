@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
+from vllm_tide.control.adaspec import AdaSpecPolicy
 from vllm_tide.control.batch import Batch
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import Policy
@@ -222,6 +223,12 @@ class Control:
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 
+    def choose(
+        self, req_ids: list[str], draft_token_ids: list[list[int]]
+    ) -> list[list[int]]:
+        """The prefix of each request's drafts that is verified."""
+        raise NotImplementedError
+
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Counts of the runner beside a policy's `stats`, or in their place."""
         raise NotImplementedError
@@ -318,3 +325,11 @@ class Control:
             self.suspension.begin(),
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
+
+
+def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:
+    """Requests whose drafts only exploration sends to verification, and its chance."""
+    if not isinstance(policy, AdaSpecPolicy):
+        return {}
+    chance = policy.verify_chance
+    return {req_ids[i]: float(chance[i]) for i in np.flatnonzero(chance < 1.0)}

@@ -32,18 +32,18 @@ _CONTEXT_ENDS = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
 _WAITING = 16  # steps whose drafts' source may be unknown
 
 
-class Order(TypedDict):
-    """Orders to a step's workers (`SchedulerOutput.tide`).
+class StepDirective(TypedDict):
+    """What a step's workers are told (`SchedulerOutput.tide`).
 
     Attributes:
         install: Version of the draft to install before the step.
         salted: New requests of the step that have a `cache_salt`.
-        prices: What its verification costs (`ControlV2.prices`).
+        step_costs: What its verification costs (`ControlV2.step_costs`).
     """
 
     install: NotRequired[int]
     salted: NotRequired[list[str]]
-    prices: NotRequired[Any]
+    step_costs: NotRequired[Any]
 
 
 def make_scheduler(
@@ -83,7 +83,7 @@ class SchedulerTide:
         self._ordered = 0
         self._fast = False  # what is staged changes the draft by little
         self._depth: int | None = None
-        self._prices: Any = None
+        self._step_costs: Any = None
         self._stats: dict[str, Any] | None = None
         self._drafts: Any = None
         self._memory: set[str] = set()  # requests whose verified drafts are no draft's
@@ -101,15 +101,15 @@ class SchedulerTide:
         # Verify steps by accepted tokens, for each context, since the last report.
         self._steps: list[Counter[int]] = [Counter() for _ in CONTEXTS]
 
-    def control(self, new_requests: Iterable[Any] = ()) -> Order | None:
+    def control(self, new_requests: Iterable[Any] = ()) -> StepDirective | None:
         """What the next step's workers are told, or None.
 
         Args:
             new_requests: vLLM's `NewRequestData` of the requests that the step brings.
         """
-        order = Order()
+        directive = StepDirective()
         if self._staged not in (0, self._ordered):
-            self._ordered = order["install"] = self._staged
+            self._ordered = directive["install"] = self._staged
             if not self._fast:
                 self._leave_old_kv()
         salted = []
@@ -121,10 +121,10 @@ class SchedulerTide:
             if self._keep_out and request.cache_salt:
                 salted.append(new.req_id)
         if salted:
-            order["salted"] = salted
-        if self._prices is not None:
-            order["prices"] = self._prices
-        return order or None
+            directive["salted"] = salted
+        if self._step_costs is not None:
+            directive["step_costs"] = self._step_costs
+        return directive or None
 
     def _cap(self, request: Any, params: Any) -> None:
         """Let a new request have no more drafts than it asks for (`tide_k_max`)."""
@@ -205,7 +205,7 @@ class SchedulerTide:
                 self._settle(step, memory)
         if len(self._waiting) > _WAITING:  # a step that was lost never lands
             del self._waiting[min(self._waiting)]
-        self._depth, self._prices = report.get("depth"), report.get("prices")
+        self._depth, self._step_costs = report.get("depth"), report.get("step_costs")
         if "staged" not in report:
             return  # no numbers this time
         if report["staged"] == self._ordered:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from vllm_tide.capture.staging import PinnedBytes
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.delta import Base, apply
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.engine.staging import PinnedBytes
 from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
 
 logger = logging.getLogger("vllm.tide")

@@ -1,4 +1,4 @@
-"""vLLM's adaptive verification at this project's prices (Model Runner V2).
+"""vLLM's adaptive verification at this project's step costs (Model Runner V2).
 
 Upstream's manager ranks the drafted tokens of all requests by estimated survival and
 verifies, of each request, the prefix that pays; its estimator learns from the target's
@@ -12,8 +12,8 @@ The ranking itself is upstream's: the host must know a step's tokens before the 
 knows its confidences, and of a given number both find the same set.
 
 How deep is drafted, 0 included, is decided before it (`ControlV2`). Every rank decides
-for itself and all must decide alike, so nothing here reads a clock: prices come with
-the scheduler's order, which every rank gets.
+for itself and all must decide alike, so nothing here reads a clock: step costs come
+with the scheduler's directive, which every rank gets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_tide.capture.guard import Guard
 from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.time_model import ForwardModel, TimeModel
-from vllm_tide.engine.control_v2 import ControlV2, Prices
+from vllm_tide.engine.control_v2 import ControlV2, StepCosts
 
 # Of the dearest step: a slope that changes by less is rounding.
 _BEND = 1e-6
@@ -83,15 +83,15 @@ Tables = tuple[np.ndarray, np.ndarray]
 _YOUNG_ROUNDS = 2 * OnlineAcceptanceEstimator.REFIT_INTERVAL
 
 
-class PricedVerification(AdaptiveVerificationManager):
+class StepCostVerification(AdaptiveVerificationManager):
     """`AdaptiveVerificationManager` that is told what a round costs.
 
     Args:
         control: Knows the context of the step that began; None: upstream's costs.
-        profile: What prices refine; None: what is measured, or upstream's costs.
+        profile: What step costs refine; None: what is measured, or upstream's costs.
         look_share: Share of rounds that verify all that was drafted.
         on_measured: Without a profile: told the times that upstream measured, whose
-            refinement the prices are then; None: upstream's costs are taken.
+            refinement the step costs are then; None: upstream's costs are taken.
 
     Attributes:
         verify_chance: `Record.verify_chance` of the step that begins: the share of
@@ -117,16 +117,16 @@ class PricedVerification(AdaptiveVerificationManager):
         self._times = None if profile is None else OnlineTime(profile).model
         self._on_measured = on_measured if profile is None else None
         self._look_every = round(1 / look_share) if look_share else 0
-        self._prices: Prices | None = None
+        self._step_costs: StepCosts | None = None
         self._depth = self.num_speculative_steps
         self._measured = self._own = (np.zeros(0), np.zeros(0))
         self._version = 0
         self._rounds = 0
         self.verify_chance = 0.0
 
-    def order(self, scheduler_output: Any, version: int) -> None:
-        """A step begins: its draft steps and its prices; `version`: `Swapper.base`."""
-        self._prices = (scheduler_output.tide or {}).get("prices")
+    def begin_step(self, scheduler_output: Any, version: int) -> None:
+        """Take how deep the step drafts and its costs; `version`: `Swapper.base`."""
+        self._step_costs = (scheduler_output.tide or {}).get("step_costs")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
         self.verify_chance = 0.0
         self._steps += 1
@@ -162,7 +162,7 @@ class PricedVerification(AdaptiveVerificationManager):
         others = sum(num_tokens_per_req.values()) - drafts
         self._rounds += 1
         self.cost_tables = (
-            self.guard.run("prices", self._tables, requests, others, drafts)
+            self.guard.run("step_costs", self._tables, requests, others, drafts)
             or self._measured
         )
         tokens = super().get_num_tokens(num_tokens_per_req, draft_tokens)
@@ -186,11 +186,11 @@ class PricedVerification(AdaptiveVerificationManager):
         self, requests: int, others: int, drafts: int
     ) -> tuple[float, np.ndarray, float]:
         """Drafting, the target step by its drafts [drafts + 1], their limit; in ms."""
-        if self._prices is None or self._times is None or self._control is None:
+        if self._step_costs is None or self._times is None or self._control is None:
             draft_table, verify_table = self._measured
             window = verify_table[others : others + drafts + 1]
             return float(draft_table[requests]), window, np.inf
-        limit, learnt = self._prices
+        limit, learnt = self._step_costs
         self._times.take(learnt)
         model, context = KeptPass(self._times), self._control.context
         target = model.target_curve(requests, context, drafts, others - requests)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
@@ -22,9 +22,9 @@ from vllm_tide.capture.guard import Guard
 from vllm_tide.capture.policy import OVERLOAD
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.config import MIB, TideConfig, parse_tide
-from vllm_tide.engine.capture_v1 import CaptureV1
+from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.facts import draft_facts
-from vllm_tide.engine.seeded import SeededSampling
+from vllm_tide.engine.requests import Control
 from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import (
@@ -44,8 +44,9 @@ from vllm_tide.transport.tenant import key_id, tenant_key
 from vllm_tide.transport.weights import WeightsSegment
 
 if TYPE_CHECKING:
-    from vllm_tide.engine.control_v1 import ControlV1
-    from vllm_tide.engine.scheduler import Order
+    from vllm_tide.engine.scheduler import StepDirective
+
+C = TypeVar("C", bound=Control)
 
 logger = logging.getLogger("vllm.tide")
 
@@ -58,7 +59,7 @@ REPLACE_SECONDS = 2.0
 """Between two attempts to replace a segment that something cut short (s)."""
 
 
-def make_worker(worker: Any) -> WorkerTide | None:
+def make_worker(worker: Any) -> WorkerTide[Any] | None:
     """Build the worker's part of TIDE, or None when `tide` is not configured.
 
     Args:
@@ -68,11 +69,11 @@ def make_worker(worker: Any) -> WorkerTide | None:
     speculative = worker.vllm_config.speculative_config
     if speculative is None or speculative.tide is None:
         return None
-    made = WorkerTide
+    made: type[WorkerTide[Any]]
     if worker.use_v2_model_runner:
-        from vllm_tide.engine.worker_v2 import WorkerTideV2
-
-        made = WorkerTideV2
+        from vllm_tide.engine.worker_v2 import WorkerTideV2 as made
+    else:
+        from vllm_tide.engine.worker_v1 import WorkerTideV1 as made
     tide = made(worker, parse_tide(speculative.tide))
     tide.attach()
     worker.reload_weights = _refuse_reload
@@ -93,8 +94,13 @@ def _refuse_reload(*_: Any, **__: Any) -> None:
     )
 
 
-class WorkerTide:
-    """TIDE in one worker."""
+class WorkerTide(Generic[C]):
+    """TIDE in one worker: what does not depend on the model runner.
+
+    `worker_v1.py` and `worker_v2.py` have the seams of the two.
+    """
+
+    max_steps = 1  # steps under way, at most
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         from vllm.distributed import get_tp_group
@@ -104,10 +110,7 @@ class WorkerTide:
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
         self._config = config = with_topk_of(config, self._facts.vocab_size)
-        self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
         self._guard, self._reports = Guard("capture"), Guard("reporting")
-        self._seeded: SeededSampling | None = None
-        self._drafts: dict[str, list[int]] = {}  # verified by the step
         self._engine_id = secrets.token_hex(8)
         self._run_dir = Path(config.run_dir or rendezvous.default_run_dir())
         self._manifest: Path | None = None
@@ -122,10 +125,10 @@ class WorkerTide:
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
         self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
-        self.capture: CaptureV1 | None = None
+        self.capture: Capture | None = None
         self._tenant_key_id = ""
         self.swapper: Swapper | None = None
-        self.control: ControlV1 | None = None
+        self.control: C | None = None
         # What changes timing, as it was when it was first asked for (`facts`).
         self.timing_facts: dict[str, Any] | None = None
         cores = given_cores()
@@ -149,44 +152,13 @@ class WorkerTide:
             self.swapper.stager.start()
 
     def attach(self) -> None:
-        """Let the seams of the runner and its proposer see this object."""
-        runner = self._worker.model_runner
-        runner.tide = runner.drafter.tide = self
-        runner.rejection_sampler.tide = self._seeded = SeededSampling(runner)
+        """Let the seams of the runner and its drafter see this object."""
+        raise NotImplementedError
 
-    def begin_step(self, scheduler_output: Any) -> None:
-        """Between two steps: install an ordered draft, forget ended requests."""
-        if self.control is not None:
-            self.control.begin(scheduler_output)
-        self._between_steps(scheduler_output.tide)
-        self._forget(tuple(scheduler_output.finished_req_ids))
-        self._keep_out(scheduler_output.tide)
-
-    def on_logits(self, logits: Any) -> None:
+    def on_logits(self, logits: torch.Tensor | None) -> None:
         """Seam: the target's raw logits, before sampling."""
-        if self._seeded is not None:
-            self._seeded.begin(self._drafts)
         if self.capture is not None:
             self._guard.run("logits", self.capture.on_logits, logits)
-
-    def plan_draft(
-        self,
-        num_tokens: int,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        aux_hidden_states: Any,
-        attention: Any,
-    ) -> int:
-        """Seam: how far the draft runs in this step, at most; 0 leaves it out."""
-        if self.control is None:
-            return num_tokens
-        return self.control.plan(
-            scheduler_output, sampled_token_ids, aux_hidden_states, attention
-        )
-
-    def draft_again(self) -> bool:
-        """Seam: whether the draft runs once more, after each of its steps."""
-        return self.control is None or self.control.go_on()
 
     def choose_drafts(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
@@ -195,63 +167,6 @@ class WorkerTide:
         if self.control is None:
             return draft_token_ids
         return self.control.choose(req_ids, draft_token_ids)
-
-    def warm_up(self) -> None:
-        """Seam: the KV cache exists and nothing is served yet."""
-        if self.control is not None:
-            from vllm_tide.engine.policy_start import start_policy
-
-            start_policy(self._worker, self.control, self._config.control)
-
-    def has_drafts(self, scheduler_output: Any) -> bool:
-        """Seam: whether a step verifies anything; else the target samples plainly.
-
-        Recurrent layers read their state at an offset that only the speculative path
-        applies, so with them every step goes through it.
-        """
-        self._drafts = scheduler_output.scheduled_spec_decode_tokens
-        return self._recurrent or bool(self._drafts)
-
-    def on_draft_logits(self, logits: Any) -> None:
-        """Seam: the draft's logits of one draft step."""
-        if self.control is not None:
-            # One fused softmax: four times faster here than max and logsumexp.
-            confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1)
-            self.control.on_draft_logits(confidence)
-
-    def on_sampled(
-        self,
-        output: Any,
-        scheduler_output: Any,
-        hidden_states: Any,
-        aux_hidden_states: Any,
-    ) -> None:
-        """Seam: the step's outcome. Attaches our report to `output.tide`."""
-        if self.capture is not None:
-            if self.control is not None:
-                cost = self._guard.run("cost", self.control.cost)
-                self.capture.step_cost = 1.0 if cost is None else cost
-                self.capture.explored = self.control.explored
-                self.capture.remembered = self.control.verified_memory
-            self._guard.run(
-                "sampled",
-                self.capture.on_sampled,
-                scheduler_output,
-                hidden_states,
-                aux_hidden_states,
-                output.sampled_token_ids,
-            )
-        if self.control is not None:
-            self.control.end()
-        if self._leader:
-            output.tide = self._reports.always("report", self._report)
-            runner = self._worker.model_runner
-            if not runner.use_async_scheduling:
-                # Asked for apart they cost two messages.
-                drafts = runner.take_draft_token_ids()
-                output.tide = {**(output.tide or {}), "drafts": drafts}
-                if self.control is not None and self.control.verified_memory:
-                    output.tide["memory"] = list(self.control.verified_memory)
 
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent.
@@ -273,25 +188,32 @@ class WorkerTide:
                 part.close()
         self._trainer = self._ring = self._segment = self.capture = self.swapper = None
 
-    def _keep_out(self, order: Order | None) -> None:
-        """The scheduler's word on requests that capture may not have."""
-        if self.capture is not None and order is not None and "salted" in order:
-            self._guard.always("keep_out", self.capture.keep_out, order["salted"])
+    def _take_requests(self, scheduler_output: Any) -> None:
+        """Decide about new requests, after the scheduler's word on which are kept out.
+
+        That is not missed either while capture is left out.
+        """
+        directive = scheduler_output.tide
+        if self.capture is None or not scheduler_output.scheduled_new_reqs:
+            return
+        if directive is not None and "salted" in directive:
+            self._guard.always("keep_out", self.capture.keep_out, directive["salted"])
+        self._guard.run("admit", self.capture.admit, scheduler_output)
 
     def _forget(self, req_ids: Sequence[str]) -> None:
         if self.capture is not None and req_ids:
             self._guard.always("forget", self.capture.forget, req_ids)
 
-    def _between_steps(self, order: Order | None) -> None:
-        self._install_ordered(order)
+    def _between_steps(self, directive: StepDirective | None) -> None:
+        self._install_ordered(directive)
         if self._guard.retry() and self.capture is not None:
             self.capture.resume()
 
-    def _install_ordered(self, order: Order | None) -> None:
-        if order is None or "install" not in order or self.swapper is None:
+    def _install_ordered(self, directive: StepDirective | None) -> None:
+        if directive is None or "install" not in directive or self.swapper is None:
             return
         version, base = self.swapper.version, self.swapper.base
-        self.swapper.install_ordered(order["install"])
+        self.swapper.install_ordered(directive["install"])
         if self.capture is not None:
             self.capture.draft_version = self.swapper.version
         if self.swapper.version != version:
@@ -321,22 +243,15 @@ class WorkerTide:
         self._ring = self._create_ring()
         key = tenant_key(self._run_dir, self._config.train.state_dir)
         self._tenant_key_id = key_id(key)
-        self.capture = self._make_capture(self._ring, key)
-        self._closing = heed_switches(self.capture, self._run_dir)
-
-    def _make_capture(
-        self, ring: RingWriter, tenant_key: bytes, kind: Any = CaptureV1, **more: int
-    ) -> Any:
-        facts = self._facts
-        return kind(
+        self.capture = Capture(
             self._worker.model_runner,
-            ring,
+            self._ring,
             self._config.capture,
-            len(facts.aux_layer_ids),
-            facts.hidden_size,
-            tenant_key=tenant_key,
-            **more,
+            self._facts.num_speculative_tokens,
+            self.max_steps,
+            key,
         )
+        self._closing = heed_switches(self.capture, self._run_dir)
 
     def _create_ring(self) -> RingWriter:
         facts, capture = self._facts, self._config.capture
@@ -442,21 +357,7 @@ class WorkerTide:
         )
 
     def _open_control(self, worker: Any) -> None:
-        from vllm_tide.engine.control_v1 import ControlV1
-        from vllm_tide.engine.trainer_process import use_one_blas_thread
-
-        use_one_blas_thread()
-        facts = self._facts
-        self.control = ControlV1(
-            worker.model_runner,
-            self._config.control,
-            facts.num_speculative_tokens,
-            len(facts.aux_layer_ids),
-            facts.hidden_size,
-            self.agree,
-            self._leader,
-            self._config.test_time.memory != "off",
-        )
+        raise NotImplementedError
 
     def agree(self, value: int) -> int:
         if self._group is None:
@@ -532,7 +433,7 @@ class WorkerTide:
             faults += self.control.faults
         return faults
 
-    def _capture_report(self, capture: CaptureV1, ring: RingWriter) -> dict[str, Any]:
+    def _capture_report(self, capture: Capture, ring: RingWriter) -> dict[str, Any]:
         stats = ring.stats()
         dropped = {"ring_full": 0, **dict.fromkeys(OVERLOAD, 0), **capture.dropped}
         for reason, rows in (ring.dropped_rows + self._lost_drops).items():

@@ -17,62 +17,18 @@ import numpy as np
 import torch
 
 from vllm_tide.capture.guard import Guard
+from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.adaptive_arguments import offered, replay_each, rounded
-from vllm_tide.engine.capture_v2 import CaptureV2
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.facts import facts
-from vllm_tide.engine.step_log import Step, StepLog, Timing
+from vllm_tide.engine.steps import ConfidenceTable, StepLog
 from vllm_tide.engine.timers import EventTimer, HostClock
 from vllm_tide.engine.worker import WorkerTide
-from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
-from vllm_tide.transport.ring import RingWriter
 
 if TYPE_CHECKING:
     from vllm_tide.control.time_model import TimeModel
-    from vllm_tide.engine.verification import PricedVerification
-
-
-class ConfidenceTable:
-    """Table of confidences (the highest probability of a row), filled per draft step.
-
-    It is filled in every draft pass, mostly inside its captured graph, of which a
-    softmax would hold two float32 tables of the whole vocabulary for good. On a device
-    the kernel of the top-k teacher lists one token instead, in memory made once.
-
-    Args:
-        vocab: Entries of a row; rows of another length allocate.
-
-    Attributes:
-        table: float32 [max_reqs, depth], on the device.
-    """
-
-    def __init__(
-        self, max_reqs: int, depth: int, vocab: int, device: torch.device
-    ) -> None:
-        self.table = torch.zeros(max_reqs, depth, device=device)
-        self._vocab = vocab
-        self._workspace = None
-        if device.type != "cpu":
-            self._workspace = TopKWorkspace(max_reqs, vocab, 1, device)
-
-    def keep(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
-        """Take the logits of a draft step; waits for nothing.
-
-        Args:
-            logits: [n, vocab], n at most `max_reqs`.
-            draft_step: int64 [], which step; on the device, as graphs are replayed.
-        """
-        sure = self._highest(logits)
-        where = draft_step.expand(len(sure), 1)
-        self.table[: len(sure)].scatter_(1, where, sure)
-
-    def _highest(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._workspace is None:
-            return torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
-        fits = logits.shape[1] == self._vocab
-        top = topk_teacher(logits, 1, self._workspace if fits else None)
-        return top.logprobs.exp_()
+    from vllm_tide.engine.verification import StepCostVerification
 
 
 logger = logging.getLogger("vllm.tide")
@@ -81,11 +37,8 @@ logger = logging.getLogger("vllm.tide")
 MADE_UP = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 
 
-class WorkerTideV2(WorkerTide):
+class WorkerTideV2(WorkerTide[ControlV2]):
     """TIDE in one worker with Model Runner V2."""
-
-    capture: CaptureV2 | None  # type: ignore[assignment]
-    control: ControlV2 | None  # type: ignore[assignment]
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         runner = worker.model_runner
@@ -95,6 +48,7 @@ class WorkerTideV2(WorkerTide):
         self._log = StepLog(
             runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
         )
+        self.max_steps = len(self._log.buffers)
         self._confidences = ConfidenceTable(
             runner.max_num_reqs, depth, runner.vocab_size, runner.device
         )
@@ -108,7 +62,7 @@ class WorkerTideV2(WorkerTide):
         self._settled: list[tuple[int, list[str]]] = []
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
-        self._verification: PricedVerification | None = None
+        self._verification: StepCostVerification | None = None
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -200,15 +154,15 @@ class WorkerTideV2(WorkerTide):
             self._do_without_verification(error)
             return None
         from vllm_tide.engine.policy_start import needs_times, stored_times
-        from vllm_tide.engine.verification import PricedVerification
+        from vllm_tide.engine.verification import StepCostVerification
 
         control = self._config.control
-        self._verification = PricedVerification(
+        self._verification = StepCostVerification(
             self.control,
             stored_times(self._worker, control),
             control.probe_share,
             self._start_with if needs_times(control) else None,
-            **{name: upstream[name] for name in PricedVerification.UPSTREAM},
+            **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
         )
         return self._verification
 
@@ -251,21 +205,20 @@ class WorkerTideV2(WorkerTide):
         self._steps.retry()
         if self._verification is not None:
             base = 0 if self.swapper is None else self.swapper.base
-            self._verification.order(scheduler_output, base)
+            self._verification.begin_step(scheduler_output, base)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended, not scheduled)
         if self._steps.tripped:
             self._forget(ended)
-        elif self.capture is not None and scheduler_output.scheduled_new_reqs:
-            self._keep_out(scheduler_output.tide)
-            self._guard.run("admit", self.capture.admit, scheduler_output)
+        else:
+            self._take_requests(scheduler_output)
         if self.control is not None:
             self.control.end(ended)
             if self.control.memory is not None:
                 self.control.memory.begin()
             self.control.begin(scheduler_output)
 
-    def on_logits(self, logits: torch.Tensor) -> None:
+    def on_logits(self, logits: torch.Tensor | None) -> None:
         """Seam: the target's raw logits, before sampling."""
         if self.control is not None:
             self.control.target_ran()
@@ -322,7 +275,7 @@ class WorkerTideV2(WorkerTide):
                     depth = rounded(depth, self._lengths, up=not limited)
                 output.tide = {**(output.tide or {}), "depth": int(depth)}
                 if self._verification is not None:
-                    output.tide["prices"] = self.control.prices()
+                    output.tide["step_costs"] = self.control.step_costs()
                 if self.control.memory is not None:
                     # Whose drafts a step verified is known when it has landed.
                     output.tide |= {"step": self._number, "settled": self._settled}
@@ -419,7 +372,7 @@ class WorkerTideV2(WorkerTide):
             control,
             runner.num_speculative_steps,
             trims=not (self._async or self._adaptive),
-            clock=HostClock() if on_host else EventTimer(len(self._log.places)),
+            clock=HostClock() if on_host else EventTimer(self.max_steps),
         )
         self.control.cut_on_device = self._adaptive
         if control.verify and self._leader and self._async and not self._adaptive:
@@ -428,9 +381,3 @@ class WorkerTideV2(WorkerTide):
                 "one length; only enable_adaptive_verification, which is off, cuts "
                 "each request's drafts on the device."
             )
-
-    def _make_capture(  # type: ignore[override]
-        self, ring: RingWriter, tenant_key: bytes, **more: Any
-    ) -> Any:
-        more |= {"kind": CaptureV2, "places": len(self._log.places)}
-        return super()._make_capture(ring, tenant_key, **more)

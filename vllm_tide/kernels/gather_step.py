@@ -63,8 +63,8 @@ def _gather_step_kernel(
     part = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ids = out + 2 * n + n * width
-    sure = ids + rows
-    first = sure + n * depth
+    confidences = ids + rows
+    first = confidences + n * depth
     if part == 0:
         _put(seq_lens, 1, 1, n, out, i)
     elif part == 1:
@@ -74,7 +74,7 @@ def _gather_step_kernel(
     elif part == 3:
         _put(token_ids, 1, 1, rows, ids, i)
     elif part == 4:
-        _put(confidence, confidence_stride, depth, n * depth, sure, i)
+        _put(confidence, confidence_stride, depth, n * depth, confidences, i)
     elif part == 5:
         _put(drafted, drafted_stride, 1, n, first, i)
     elif part == 6:

@@ -32,7 +32,7 @@ _MOST_MATCH = tl.constexpr(16)
 _ORDER_BIT, _PLACE_BIT = tl.constexpr(40), tl.constexpr(8)
 # They change from step to step: none may compile a kernel of its own.
 _NUMBERS = ("n", "width", "sampled_stride", "their_stride", "parts", "best_stride",
-            "draft_stride", "sure_stride", "depth", "capacity")  # fmt: skip
+            "draft_stride", "confidence_stride", "depth", "capacity")  # fmt: skip
 
 
 class NgramTable:
@@ -151,7 +151,7 @@ class NgramTable:
         longest: int,
         drafts: Tensor,
         depth: int,
-        sure: Tensor | None,
+        confidence: Tensor | None,
     ) -> None:
         """After `grade`: look the texts' ends up, and overwrite drafts worth less.
 
@@ -159,7 +159,7 @@ class NgramTable:
             texts: int32 [R, >= longest], the slots' texts.
             longest: Tokens of any request of the step, at most.
             drafts: int64 [n, K], the draft's tokens, of which `depth` were drafted.
-            sure: fp32 [n, K], their chances, overwritten likewise; None: nobody asks.
+            confidence: fp32 [n, K], their chances, overwritten likewise, if not None.
         """
         n, parts = len(slots), min(cdiv(longest, _BLOCK.value), self.parts)
         _scan_kernel[(n, parts)](
@@ -183,7 +183,7 @@ class NgramTable:
             self.best,
             self.chance,
             drafts,
-            drafts if sure is None else sure,
+            drafts if confidence is None else confidence,
             self.known,
             self.said,
             self.bucket,
@@ -192,11 +192,11 @@ class NgramTable:
             parts,
             self.parts,
             drafts.stride(0),
-            0 if sure is None else sure.stride(0),
+            0 if confidence is None else confidence.stride(0),
             depth,
             self.capacity,
             WINDOW=self.window,
-            SURE=sure is not None,
+            CONFIDENCE=confidence is not None,
             PARTS_PO2=power_of_two(self.parts),
             **self._sizes,
             num_warps=1,
@@ -365,7 +365,7 @@ def _choose_kernel(
     best,
     chance,
     drafts,
-    sure,
+    confidence,
     known,
     said,
     bucket,
@@ -374,11 +374,11 @@ def _choose_kernel(
     parts,
     best_stride,
     draft_stride,
-    sure_stride,
+    confidence_stride,
     depth,
     capacity,
     WINDOW: tl.constexpr,
-    SURE: tl.constexpr,
+    CONFIDENCE: tl.constexpr,
     PARTS_PO2: tl.constexpr,
     K: tl.constexpr,
     K_PO2: tl.constexpr,
@@ -417,8 +417,8 @@ def _choose_kernel(
         better = (run > 0) & (gain > 0.0)
         over = k < tl.where(better, depth, 0)
         tl.store(drafts + b * draft_stride + k, proposed, mask=over)
-        if SURE:
-            tl.store(sure + b * sure_stride + k, ours, mask=over)
+        if CONFIDENCE:
+            tl.store(confidence + b * confidence_stride + k, ours, mask=over)
         tl.store(said + slot * K + k, own.to(tl.int32), mask=k < K)
         there = said + (capacity + slot) * K + k
         tl.store(there, proposed.to(tl.int32), mask=k < K)
@@ -435,9 +435,9 @@ def variants() -> list[Variant]:
     names = ("num_sampled", "num_rejected", "total_len", "prefill_len", "known", "said",
              "bucket", "whose", "start", "seen", "texts", "tokens")  # fmt: skip
     types = longs | dict.fromkeys(names, "*i32")
-    types |= dict.fromkeys(("counts", "chance", "sure"), "*fp32")
+    types |= dict.fromkeys(("counts", "chance", "confidence"), "*fp32")
     types |= dict.fromkeys(_NUMBERS, "i32")
-    sizes: dict[str, Any] = {"K": 7, "K_PO2": 8, "WINDOW": WINDOW, "SURE": True}
+    sizes: dict[str, Any] = {"K": 7, "K_PO2": 8, "WINDOW": WINDOW, "CONFIDENCE": True}
     sizes |= {"PARTS_PO2": 64, "DRAFT_PRIOR": 0.6, "MEMORY_PRIOR": 0.4}
     sizes |= {"SHRINK": 8.0, "HALF_LIFE": 2000.0}
     found = []

@@ -2,7 +2,7 @@
 
     logprobs = log_softmax(logits)[ids],  tail = log(1 - sum exp(logprobs))
 
-What `vllm_tide.capture.staging` keeps of a step on a CPU; among equal logits the
+What `vllm_tide.engine.staging` keeps of a step on a CPU; among equal logits the
 lower id comes first, so every chip lists the same tokens.
 
 Runs in the vLLM worker before sampling. V is split over programs: each finds its part

@@ -245,7 +245,7 @@ class Sidecar:
         self.deployment.observe(request)
 
     def _set_collect(self) -> None:
-        wanted = Collect.FULL if self.schedule.collecting else Collect.LIGHT
+        wanted = Collect.FULL if self.schedule.collecting else Collect.METADATA
         self.feeds.set_collect(Collect.NOTHING if self._pause.on else wanted)
 
     def _collect_changed(self) -> None:

@@ -3,8 +3,8 @@
 Bounded memory: open requests hold at most `max_open_rows` rows; beyond that the least
 recently seen request is closed early. Nothing is dropped without a counter.
 
-A light record (ids and counts, no features) is a hole that was asked for: what was
-collected before it becomes a document, and its rows are counted.
+A metadata-only record (ids and counts, no features) is a hole that was asked for: what
+was collected before it becomes a document, and its rows are counted.
 
 Which draft was live does not matter: tokens, features and teacher come from the target.
 """

@@ -240,7 +240,7 @@ class RingFeed:
             segment.close()
 
     def set_collect(self, wanted: Collect) -> None:
-        """Ask the engine for full rows, for light records, or for nothing."""
+        """Ask the engine for full rows, for metadata-only records, or for nothing."""
         self._collect = wanted
         self._reader.set_collect(wanted)
 

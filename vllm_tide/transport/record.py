@@ -96,7 +96,7 @@ class Record:
         draft_version: Version of the draft that made ``token_ids[1:]``.
         token_ids: int32 [n], input token of each row.
         features: [n, w] of the ring's dtype; bfloat16 as its bits in uint16. [n, 0] in
-            a light record.
+            a metadata-only record.
         teacher_start: First row that has a teacher; n if none has.
         teacher_hidden: [n - teacher_start, h], dtype of features; after the final norm.
         teacher_topk_ids: int32 [n - teacher_start, k].
@@ -144,7 +144,7 @@ class Record:
         return len(self.token_ids)
 
     @property
-    def light(self) -> bool:
+    def metadata_only(self) -> bool:
         """True if it carries ids and counts only: no features, no teacher."""
         return bool(self.features.shape[1] == 0)
 
@@ -210,7 +210,7 @@ class RingSpec:
             raise RecordError("features are not of this ring's dtype")
         hidden, ids = record.teacher_hidden, record.teacher_topk_ids
         if width == 0 and not (hidden is None and ids is None):
-            raise RecordError("a light record has a teacher")
+            raise RecordError("a metadata-only record has a teacher")
         if hidden is not None and (
             self.teacher == "topk" or hidden.shape[1] != self.hidden_size
         ):

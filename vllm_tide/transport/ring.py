@@ -72,7 +72,7 @@ class Collect(IntEnum):
 
     NOTHING = 0
     FULL = 1
-    LIGHT = 2
+    METADATA = 2
     """Records of token ids and counts, without rows."""
 
 
@@ -283,13 +283,13 @@ class RingWriter:
 
     @property
     def wish(self) -> Collect:
-        """What the consumer wants now; of an unusable ring, which drops it, LIGHT."""
+        """What the consumer wants now; METADATA of an unusable ring, which drops it."""
         try:
             if self._unusable():
-                return Collect.LIGHT
+                return Collect.METADATA
             word = self._segment.load(Word.COLLECT)
         except ValueError:  # as in heartbeat
-            return Collect.LIGHT
+            return Collect.METADATA
         return Collect(word) if word in (1, 2) else Collect.NOTHING
 
     def ask_nothing(self) -> None:
@@ -448,7 +448,7 @@ class RingReader:
             self.set_collect(self._collect)
 
     def set_collect(self, wanted: Collect) -> None:
-        """Ask the engine for full rows, for light records, or for nothing.
+        """Ask the engine for full rows, for metadata-only records, or for nothing.
 
         Holds from the engine's next step on, also when this consumer goes. What was
         written before stays as it is.

@@ -95,7 +95,7 @@ class ReaderState:
     instance: _Label  # see `this_instance`
     unix: float = 0.0  # s, the trainer's clock
     running: bool = True  # False is the last word
-    collect: bool = True  # wants full rows, else light records
+    collect: bool = True  # wants full rows, else metadata-only records
     paused: bool = False  # wants nothing; its last word holds
     publishes: bool = True  # sends drafts to this engine
     shard: int = 1  # reads it next

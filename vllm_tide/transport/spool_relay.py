@@ -266,8 +266,8 @@ class Relay:
             if state.paused:
                 wishes.add(Collect.NOTHING)
             elif state.running and seen.fresh:
-                wishes.add(Collect.FULL if state.collect else Collect.LIGHT)
-        order = (Collect.FULL, Collect.LIGHT, Collect.NOTHING)
+                wishes.add(Collect.FULL if state.collect else Collect.METADATA)
+        order = (Collect.FULL, Collect.METADATA, Collect.NOTHING)
         wanted = next((wish for wish in order if wish in wishes), Collect.FULL)
         self._reader.set_collect(wanted)
 

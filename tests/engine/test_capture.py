@@ -1,16 +1,18 @@
-"""Capture without an engine: light records while the trainer does not collect."""
+"""Capture without an engine; metadata-only records while no trainer collects."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.capture_v1 import CaptureV1
+from vllm_tide.engine.capture import Capture
+from vllm_tide.engine.worker_v1 import landed_step
 from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import Collect, RingReader, RingSpec, RingWriter
 from vllm_tide.transport.tenant import KEY_BYTES, tenant_id
@@ -30,14 +32,12 @@ class Step:
         spec = RingSpec("e", HIDDEN, (1, 2), VOCAB, "float32", teacher, TOPK)
         self.ring = RingWriter.create(spec, 1 << 18)
         self.reader = RingReader.attach(self.ring.name)
-        request = SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args=extra, temperature=0.0),
-            mm_features=[],
-            prompt_embeds=None,
-        )
+        self.params = SimpleNamespace(extra_args=extra, temperature=0.0)
         self.runner = SimpleNamespace(
             max_num_tokens=ROWS,
-            requests={"a": request, "b": request},
+            max_num_reqs=2,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
             input_ids=SimpleNamespace(np=np.arange(ROWS, dtype=np.int32)),
             query_start_loc=SimpleNamespace(np=np.array([0, 5, 10])),
             input_batch=SimpleNamespace(
@@ -51,21 +51,36 @@ class Step:
             scheduled_spec_decode_tokens={"b": [6, 7, 8, -1]},
         )
         config = CaptureConfig(teacher=teacher, teacher_topk=TOPK)
-        self.capture = CaptureV1(self.runner, self.ring, config, 2, HIDDEN, KEY)
+        self.capture = Capture(self.runner, self.ring, config, 3, tenant_key=KEY)
         generator = torch.Generator().manual_seed(0)
         self.aux = [torch.randn(10, HIDDEN, generator=generator) for _ in range(2)]
         self.hidden = torch.randn(10, HIDDEN, generator=generator)
         self.logits = torch.randn(6, VOCAB, generator=generator)
 
-    def run(self, aux: bool = True) -> list[Record]:
+    def end(self, aux: bool = True, **of_step: Any) -> None:
+        """The step ends."""
+        names = self.runner.input_batch.req_ids
+        requests = [
+            SimpleNamespace(
+                req_id=name,
+                sampling_params=self.params,
+                mm_features=[],
+                prompt_embeds=None,
+            )
+            for name in names
+        ]
+        self.capture.admit(SimpleNamespace(scheduled_new_reqs=requests))
+        version = self.capture.draft_version
+        step = landed_step(self.runner, self.output, [[9], [6, 30]], version)
+        for name, value in of_step.items():
+            setattr(step, name, value)
+        self.capture.record(step, self.hidden, self.aux if aux else None)
+
+    def run(self, aux: bool = True, **of_step: Any) -> list[Record]:
         self.capture.on_logits(self.logits)
-        self.capture.on_sampled(
-            self.output, self.hidden, self.aux if aux else None, [[9], [6, 30]]
-        )
+        self.end(aux, **of_step)
         self.capture.draft_version += 1
-        self.capture.on_sampled(
-            self.output, self.hidden, self.aux if aux else None, [[9], [6, 30]]
-        )
+        self.end(aux, **of_step)
         self.capture.forget(["a", "b"])
         records = []
         while (record := self.reader.read()) is not None:
@@ -93,7 +108,7 @@ def step():
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teacher):
     full, light = step(teacher), step(teacher)
-    light.reader.set_collect(Collect.LIGHT)
+    light.reader.set_collect(Collect.METADATA)
     left_out = {"key", "features", "teacher_start"} | {
         f.name for f in fields(Record) if f.name.startswith("teacher_")
     }
@@ -105,7 +120,7 @@ def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teach
                 a, b = getattr(whole, field.name), getattr(ids, field.name)
                 np.testing.assert_array_equal(a, b, strict=isinstance(a, np.ndarray))
         if ids.num_rows:
-            assert ids.light and not whole.light
+            assert ids.metadata_only and not whole.metadata_only
             assert ids.teacher_start == ids.num_rows
             assert ids.teacher_hidden is ids.teacher_topk_ids is None
     verify = [b for _, b in pairs if b.phase == Phase.VERIFY and b.num_rows]
@@ -122,12 +137,12 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
     step, teacher, monkeypatch
 ):
     one = step(teacher)
-    one.reader.set_collect(Collect.LIGHT)
+    one.reader.set_collect(Collect.METADATA)
 
     def never(*_args, **_kwargs):
         raise AssertionError("work was done for rows nobody wants")
 
-    monkeypatch.setattr(one.capture._staging, "fill", never)
+    monkeypatch.setattr(one.capture._stage, "fill", never)
     monkeypatch.setattr(torch, "log_softmax", never)
     assert len(one.run()) == 6
 
@@ -135,21 +150,21 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
 def test_features_are_not_needed_for_light_records(step):
     one = step()
     assert [r for r in one.run(aux=False) if r.num_rows] == []
-    one.reader.set_collect(Collect.LIGHT)
+    one.reader.set_collect(Collect.METADATA)
     assert len([r for r in one.run(aux=False) if r.num_rows]) == 4
 
 
-@pytest.mark.parametrize("first", [Collect.FULL, Collect.LIGHT])
+@pytest.mark.parametrize("first", [Collect.FULL, Collect.METADATA])
 def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, first):
     one = step("topk")
     one.reader.set_collect(first)
     one.capture.on_logits(one.logits)
-    one.reader.set_collect(Collect.LIGHT if first is Collect.FULL else Collect.FULL)
-    one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+    one.reader.set_collect(Collect.METADATA if first is Collect.FULL else Collect.FULL)
+    one.end()
     assert one.ring.drops == {}
     for _ in "ab":
         record = one.reader.read()
-        assert record.light is (first is Collect.FULL)
+        assert record.metadata_only is (first is Collect.FULL)
         assert record.teacher_topk_ids is None
         assert record.teacher_start == record.num_rows
 
@@ -170,8 +185,8 @@ def test_a_tenant_that_is_no_name_is_not_captured(step):
 
 def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
     full = step()
-    full.capture.step_cost, full.capture.explored = 1.5, {"b": 0.125, "x": 0.5}
-    told = {(r.phase, r.cost, r.verify_chance) for r in full.run() if not r.finished}
+    records = full.run(cost=1.5, explored={"b": 0.125, "x": 0.5})
+    told = {(r.phase, r.cost, r.verify_chance) for r in records if not r.finished}
     assert {cost for _, cost, _ in told} == {1.5}
     assert {chance for _, _, chance in told} == {1.0, 0.125}
 
@@ -179,21 +194,21 @@ def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
 def test_a_record_says_that_its_drafts_were_the_memory_s(step):
     for light in (False, True):
         one = step()
-        one.reader.set_collect(Collect.LIGHT if light else Collect.FULL)
-        one.capture.remembered = {"b", "x"}
-        told = [r.memory for r in one.run(aux=not light) if not r.finished]
+        one.reader.set_collect(Collect.METADATA if light else Collect.FULL)
+        records = one.run(aux=not light, memory=np.array([False, True]))
+        told = [r.memory for r in records if not r.finished]
         assert told == [False, True] * (len(told) // 2) and told
 
 
 def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
     for resumed in (False, True):
         one = step("topk")
-        one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+        one.end()
         one.reader.read(), one.reader.read()
         one.capture.draft_version = 7
         if resumed:
             one.capture.resume()
-        one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+        one.end()
         one.reader.read()
         record = one.reader.read()
         assert record.phase == Phase.VERIFY and record.draft_version == 7 * resumed
@@ -203,7 +218,7 @@ def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
 def test_in_a_pause_nothing_leaves_and_running_requests_end(step, teacher):
     one = step(teacher)
     one.capture.on_logits(one.logits)
-    one.capture.on_sampled(one.output, one.hidden, one.aux, [[9], [6, 30]])
+    one.end()
     assert all(one.reader.read().num_rows for _ in "ab")
     one.reader.set_collect(Collect.NOTHING)
     ended = one.run()  # two steps, and the requests' end
@@ -213,10 +228,6 @@ def test_in_a_pause_nothing_leaves_and_running_requests_end(step, teacher):
     ]
     assert one.capture.dropped["paused"] == 20
     one.runner.input_batch.req_ids = ["c", "d"]
-    one.runner.requests |= {
-        "c": one.runner.requests["a"],
-        "d": one.runner.requests["b"],
-    }
     one.output.scheduled_spec_decode_tokens = {"d": [6, 7, 8, -1]}
     assert one.run() == []  # they began in the pause: no record ever
     assert one.capture.dropped["paused"] == 40

@@ -3,7 +3,8 @@
 On V2 tokens, verdicts and confidences live on the device, and the host runs ahead of
 it. A step's numbers are copied to pinned memory behind the step itself; they are read
 once they have landed, a step or two later, in the order of the steps. Nothing here ever
-waits: a step that finds no free place is left out and counted.
+waits: a step that finds no free buffer is left out and counted. (Model Runner V1 fills
+a `Step` when it ends, see `worker_v1.py`.)
 
 The small arrays are packed on the model's stream, before the next step overwrites what
 they are read from, and copied together. The rows come on a stream of their own
@@ -14,20 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_tide.engine.row_stage import StagedRows
-from vllm_tide.engine.timers import Reading
+from vllm_tide.capture.step import Step
 from vllm_tide.kernels.gather_step import gather_step
+from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 
 # Steps under way: two that the scheduler queues, one whose rows are being written.
-PLACES = 3
+BUFFERS = 3
 # On a device also those whose rows are still being copied beside the next steps.
-DEVICE_PLACES = 6
+DEVICE_BUFFERS = 6
 
 
 def cut_on_device(batch: Any) -> bool:
@@ -38,7 +38,7 @@ def cut_on_device(batch: Any) -> bool:
     return batch.max_query_len is not None
 
 
-class Place:
+class StepBuffer:
     """Host memory for one step, and the event that says it is filled."""
 
     def __init__(
@@ -113,107 +113,46 @@ class Place:
         return found
 
 
-@dataclass(slots=True)
-class Timing:
-    """Times of a step by one clock.
+class ConfidenceTable:
+    """Table of confidences (the highest probability of a row), filled per draft step.
+
+    It is filled in every draft pass, mostly inside its captured graph, of which a
+    softmax would hold two float32 tables of the whole vocabulary for good. On a device
+    the kernel of the top-k teacher lists one token instead, in memory made once.
+
+    Args:
+        vocab: Entries of a row; rows of another length allocate.
 
     Attributes:
-        continues: Whether the engine cannot have idled since the step before.
-        read: Its times, once the step has landed.
+        table: float32 [max_reqs, depth], on the device.
     """
 
-    continues: bool
-    read: Reading
+    def __init__(
+        self, max_reqs: int, depth: int, vocab: int, device: torch.device
+    ) -> None:
+        self.table = torch.zeros(max_reqs, depth, device=device)
+        self._vocab = vocab
+        self._workspace = None
+        if device.type != "cpu":
+            self._workspace = TopKWorkspace(max_reqs, vocab, 1, device)
 
+    def keep(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
+        """Take the logits of a draft step; waits for nothing.
 
-@dataclass(slots=True)
-class Step:
-    """One step. What the host knew at once, and, once landed, what the device decided.
-
-    Attributes:
-        req_ids: Requests in the order of the batch.
-        bounds: int32 [n + 1], their rows. Where drafts are cut on the device, this,
-            `drafts` and `logit_ends` are bounds from above until the step is read.
-        drafts: int32 [n], drafted tokens that were verified, placeholders included.
-        padded: bool [n], whether a request's drafts are placeholders: nothing had been
-            drafted for it yet.
-        logit_ends: int32 [n], end of each request's rows in the logits.
-        num_prompt_tokens: int32 [n].
-        version: Version of the draft that runs after it.
-        steps: Draft steps that ran, for the next step's verification.
-        whole: Whether all of it was enqueued, draft and copies included.
-        cut: Whether drafts were cut on the device.
-        trimmed: int32 [n], drafted tokens that were cut there, once read.
-        after_gap: Whether the step before it was lost: what that one drafted for this
-            one is not known.
-        full: For capture: True if its rows were staged, False if it asks for ids and
-            counts only, None if it is left out.
-        first: Of each request whose rows were staged: the first of them there.
-        size: Bytes of the ring that they may take.
-        timing: For control: what the clock says of it.
-        cost: For capture: `Record.cost`, once control has learnt of the step.
-        verify_chance: `Record.verify_chance` of requests that `explored` does not name.
-        explored: The same of drafts that only exploration verified, by request.
-        number: Which step it is.
-        memory: bool [n], whether the verified drafts were the memory's instead of
-            the draft's, once control has learnt of the step; None: nobody's were.
-        ended: Requests that were known to have ended when the next step began; None
-            before that.
-    """
-
-    req_ids: Sequence[str]
-    bounds: np.ndarray
-    drafts: np.ndarray
-    padded: np.ndarray
-    logit_ends: np.ndarray
-    num_prompt_tokens: np.ndarray
-    version: int
-    place: Place
-    steps: int = 0
-    whole: bool = False
-    cut: bool = False
-    trimmed: np.ndarray | None = None
-    after_gap: bool = False
-    full: bool | None = None
-    staged: StagedRows | None = None
-    first: dict[int, int] = field(default_factory=dict)
-    size: int = 0
-    timing: Timing | None = None
-    cost: float = 1.0
-    verify_chance: float = 1.0
-    explored: dict[str, float] = field(default_factory=dict)
-    number: int = 0
-    memory: np.ndarray | None = None
-    ended: tuple[str, ...] | None = None
-    seen: bool = False
-    start: np.ndarray | None = None
-    emitted: np.ndarray | None = None
-    sampled: np.ndarray | None = None
-    token_ids: np.ndarray | None = None
-    confidence: np.ndarray | None = None
-    drafted: np.ndarray | None = None
-
-    @property
-    def rows(self) -> int:
-        return int(self.bounds[-1])
-
-    def read(self) -> None:
-        """Take the landed numbers: views of the place, good until it is given back.
-
-        Sets `start` int64 [n] position of each request's first row, `emitted` int32
-        [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
-        int32 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
-        and `drafted` int32 [n], the first drafted token.
+        Args:
+            logits: [n, vocab], n at most `max_reqs`.
+            draft_step: int64 [], which step; on the device, as graphs are replayed.
         """
-        seq_lens, self.emitted, self.sampled, *rest = self.place.arrays()
-        self.token_ids, self.confidence, self.drafted, *cuts = rest
-        if self.cut:
-            self.bounds, logit_bounds = cuts
-            self.logit_ends = logit_bounds[1:]
-            # One row of a request's logits is no draft's.
-            verified = np.diff(logit_bounds) - 1
-            self.trimmed, self.drafts = self.drafts - verified, verified
-        self.start = seq_lens.astype(np.int64) - np.diff(self.bounds)
+        confidence = self._highest(logits)
+        where = draft_step.expand(len(confidence), 1)
+        self.table[: len(confidence)].scatter_(1, where, confidence)
+
+    def _highest(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._workspace is None:
+            return torch.softmax(logits.float(), dim=-1).amax(dim=-1, keepdim=True)
+        fits = logits.shape[1] == self._vocab
+        top = topk_teacher(logits, 1, self._workspace if fits else None)
+        return top.logprobs.exp_()
 
 
 class StepLog:
@@ -222,10 +161,12 @@ class StepLog:
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
     ) -> None:
-        count = PLACES if device.type == "cpu" else DEVICE_PLACES
-        self._free = [Place(max_rows, max_reqs, depth, device) for _ in range(count)]
-        self.places = tuple(self._free)
-        self.places[0].warm_up()
+        count = BUFFERS if device.type == "cpu" else DEVICE_BUFFERS
+        self._free = [
+            StepBuffer(max_rows, max_reqs, depth, device) for _ in range(count)
+        ]
+        self.buffers = tuple(self._free)
+        self.buffers[0].warm_up()
         self._steps: deque[Step] = deque()
         self._gap = False
         self.lost = 0
@@ -238,7 +179,7 @@ class StepLog:
             prompt_len: int32, prompt length by request slot.
 
         Returns:
-            The step, which `fill` completes, or None if no place was free.
+            The step, which `fill` completes, or None if no buffer was free.
         """
         if self._steps and not self._steps[-1].whole:
             self._lose(self._steps[-1])  # a fault kept it from being filled
@@ -246,7 +187,7 @@ class StepLog:
             self.lost += 1
             self._gap = True
             return None
-        place, n = self._free.pop(), batch.num_reqs
+        buffer, n = self._free.pop(), batch.num_reqs
         try:
             drafts = batch.num_draft_tokens_per_req
             if drafts is None:
@@ -256,16 +197,16 @@ class StepLog:
                 bounds=batch.query_start_loc_np[: n + 1],
                 drafts=drafts,
                 # Drafts are made only after the last row of a prefill.
-                padded=batch.is_prefilling_np & (drafts > 0),
+                padding=np.where(batch.is_prefilling_np, drafts, 0),
                 logit_ends=batch.cu_num_logits_np[1:],
                 num_prompt_tokens=prompt_len[batch.idx_mapping_np],
                 version=version,
-                place=place,
+                buffer=buffer,
                 cut=cut_on_device(batch),
                 after_gap=self._gap,
             )
         except BaseException:
-            self._free.append(place)
+            self._free.append(buffer)
             self._gap = True
             raise
         self._gap = False
@@ -279,8 +220,8 @@ class StepLog:
     def fill(self, step: Step, *numbers: Any) -> None:
         """The step was enqueued whole: enqueue the copies of its numbers."""
         try:
-            step.place.fill(*numbers)
-            step.place.seal()
+            step.buffer.fill(*numbers)
+            step.buffer.seal()
         except BaseException:
             self._lose(step)
             raise
@@ -308,14 +249,14 @@ class StepLog:
         for step in self._steps:
             if step.seen:
                 continue
-            if not step.whole or not step.place.filled():
+            if not step.whole or not step.buffer.filled():
                 return
             step.seen = True
             step.read()
             yield step
 
     def done(self, wait_for_next: bool) -> Iterator[Step]:
-        """Landed steps that nobody else will look at; their places are free after.
+        """Landed steps that nobody else will look at; their buffers are free after.
 
         Args:
             wait_for_next: Only those after which another step has begun.
@@ -332,4 +273,4 @@ class StepLog:
             finally:
                 if step.staged is not None:
                     step.staged.release()
-                self._free.append(step.place)
+                self._free.append(step.buffer)

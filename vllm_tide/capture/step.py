@@ -1,13 +1,15 @@
-"""A step's rows as records, without a copy of them: all requests of it at once.
+"""A step: what capture, control and timing read of it, and its rows as records.
 
-An adapter says where the rows lie and what the target decided; everything that a
+Both model runners fill a `Step` (`engine/worker_v1.py`, `engine/steps.py`). Records are
+made of all its requests at once, without a copy of their rows; everything that a
 trainer will read off a record is decided here, once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,30 +39,120 @@ _COUNTS = ("phase", "rows", "num_accepted", "teacher_start")
 
 
 @dataclass(slots=True)
-class StepRows:
-    """Rows that a step computed, in wire types; they stay as they are until written.
+class Timing:
+    """Times of a step by one clock.
 
     Attributes:
-        token_ids: int32 [>= rows], input token of each row.
-        features: [>= rows, num_aux * H]; None while records are light: ids and counts.
-        hidden: [>= rows, H], or None if not stored.
-        topk: ids int32 [logits, k], log-probabilities float32 [logits, k] and tail
-            float32 [logits] of the sampled rows; None if not stored.
-        drafted_by: The one that drafted what the step verified; None is the same.
+        continues: Whether the engine cannot have idled since the step before.
+        read: Its times once the step has landed (`RoundSample`), or None.
     """
 
-    token_ids: np.ndarray
-    features: np.ndarray | None
-    hidden: np.ndarray | None
-    topk: TopK | None
+    continues: bool
+    read: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step. What the host knew at once, and, once landed, what the device decided.
+
+    Attributes:
+        req_ids: Requests in the order of the batch.
+        bounds: int32 [n + 1], their rows. Where drafts are cut on the device, this,
+            `drafts` and `logit_ends` are bounds from above until the step is read.
+        drafts: int32 [n], drafted tokens that were verified, placeholders included.
+        padding: int32 [n], placeholders among them: nothing had been drafted, they keep
+            a graph's shape and their rows say nothing about the model.
+        logit_ends: int32 [n], end of each request's rows in the logits.
+        num_prompt_tokens: int32 [n].
+        version: Version of the draft that runs after it.
+        buffer: Its `StepBuffer`; None where all numbers are here (V1).
+        drafted_by: Version that drafted what it verifies; None: `version`.
+        steps: Draft steps that ran, for the next step's verification.
+        whole: Whether all of it was enqueued, draft and copies included.
+        cut: Whether drafts were cut on the device.
+        trimmed: int32 [n], drafted tokens that were cut there, once read; without
+            placeholders.
+        after_gap: Whether the step before it was lost: what that one drafted for this
+            one is not known.
+        full: For capture: True if its rows were staged, False if it asks for ids and
+            counts only, None if it is left out.
+        staged: Its rows in wire types: `features` [rows, num_aux * H], `hidden`
+            [rows, H] or None, `topk` of its logits or None.
+        first: Of each request whose rows were staged: the first of them there.
+        size: Bytes of the ring that they may take.
+        timing: For control: what the clock says of it.
+        cost: For capture: `Record.cost`, once control has learnt of the step.
+        verify_chance: `Record.verify_chance` of requests that `explored` does not name.
+        explored: The same of drafts that only exploration verified, by request.
+        number: Which step it is.
+        memory: bool [n], whether the verified drafts were the memory's instead of
+            the draft's, once control has learnt of the step; None: nobody's were.
+        ended: Requests that were known to have ended when the next step began; None
+            before that.
+    """
+
+    req_ids: Sequence[str]
+    bounds: np.ndarray
+    drafts: np.ndarray
+    padding: np.ndarray
+    logit_ends: np.ndarray
+    num_prompt_tokens: np.ndarray
     version: int
+    buffer: Any = None
     drafted_by: int | None = None
-    concurrency: int = 0
+    steps: int = 0
+    whole: bool = False
+    cut: bool = False
+    trimmed: np.ndarray | None = None
+    after_gap: bool = False
+    full: bool | None = None
+    staged: Any = None
+    first: dict[int, int] = field(default_factory=dict)
+    size: int = 0
+    timing: Timing | None = None
     cost: float = 1.0
+    verify_chance: float = 1.0
+    explored: dict[str, float] = field(default_factory=dict)
+    number: int = 0
+    memory: np.ndarray | None = None
+    ended: tuple[str, ...] | None = None
+    seen: bool = False
+    start: np.ndarray | None = None
+    emitted: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    token_ids: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+    drafted: np.ndarray | None = None
 
     @property
-    def full(self) -> bool:
-        return self.features is not None
+    def rows(self) -> int:
+        return int(self.bounds[-1])
+
+    @property
+    def real_drafts(self) -> np.ndarray:
+        """int32 [n], those of the draft: neither placeholders nor the memory's."""
+        drafts = self.drafts - self.padding
+        return drafts if self.memory is None else np.where(self.memory, 0, drafts)
+
+    def read(self) -> None:
+        """Take the landed numbers: views of the buffer, good until it is given back.
+
+        Sets `start` int64 [n] position of each request's first row, `emitted` int32
+        [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
+        int32 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
+        and `drafted` int32 [n], the first drafted token.
+        """
+        seq_lens, self.emitted, self.sampled, *rest = self.buffer.arrays()
+        self.token_ids, self.confidence, self.drafted, *cuts = rest
+        if self.cut:
+            self.bounds, logit_bounds = cuts
+            self.logit_ends = logit_bounds[1:]
+            # One row of a request's logits is no draft's.
+            verified = np.diff(logit_bounds) - 1
+            self.trimmed = np.where(self.padding > 0, 0, self.drafts - verified)
+            self.padding = np.minimum(self.padding, verified)
+            self.drafts = verified
+        self.start = seq_lens.astype(np.int64) - np.diff(self.bounds)
 
 
 @dataclass(slots=True)
@@ -68,8 +160,8 @@ class RequestRows:
     """The requests of a step that are captured; arrays are int64 [n] if not said.
 
     Attributes:
-        low: First row of each among `StepRows.features`, and `hidden`.
-        first: The same among `StepRows.token_ids`.
+        low: First row of each among the staged ones.
+        first: The same among `Step.token_ids`.
         count: Its rows, without padding.
         drafts: Drafted tokens, in the last of them.
         padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
@@ -99,7 +191,7 @@ class RequestRows:
 
 
 def lay_out(
-    requests: RequestRows, step: StepRows, spec: RingSpec, topk: int, max_rows: int
+    requests: RequestRows, step: Step, spec: RingSpec, topk: int, max_rows: int
 ) -> tuple[Frames, np.ndarray]:
     """Records of a step's requests, in their order.
 
@@ -110,19 +202,21 @@ def lay_out(
     Returns:
         The records, and int64 [records], which request each is of.
     """
+    staged = step.staged if step.full else None
+    top = None if staged is None else staged.topk
     count, drafts = requests.count, requests.drafts
     before = count - 1 - drafts  # the last of what needs no verification
-    most = max_rows if step.full else int(count.max(initial=1))
+    most = int(count.max(initial=1)) if staged is None else max_rows
     of, low, high = _pieces(count, before, most)
     rows, final = high - low, high == count[of]
     verify = (drafts > 0) | (count == 1)
     accepted = np.minimum(before + np.maximum(requests.committed - 1, 0), count - 1)
     # Only sampled rows have logits (the last of a prefill, all of a verification), so a
     # top-k teacher starts later than a hidden one.
-    if step.full and step.topk is not None:
+    if top is not None:
         teacher = np.maximum(before, 0)
     else:
-        teacher = np.zeros_like(count) if step.full and not topk else count
+        teacher = count if topk or staged is None else np.zeros_like(count)
     taught = np.clip(teacher[of], low, high)
     metas = _blank(requests.tickets, spec)[of]
     metas["draft_version"] = step.version
@@ -138,28 +232,28 @@ def lay_out(
     metas["flags"] = SAMPLED * np.array([t.sampled for t in requests.tickets])[of]
     if requests.memory is not None:
         metas["flags"] |= np.where(requests.memory[of], MEMORY, 0).astype(np.uint8)
-    metas["concurrency"] = step.concurrency
+    metas["concurrency"] = len(step.req_ids)
     metas["cost"] = step.cost
     metas["verify_chance"] = requests.verify_chance[of]
 
     # Array, type, shape of a row, first row of each record and how many.
     parts: list[tuple[np.ndarray, np.dtype, tuple[int, ...], Any, Any]] = [
-        (step.token_ids, _TOKEN, (), requests.first[of] + low, rows)
+        (np.asarray(step.token_ids), _TOKEN, (), requests.first[of] + low, rows)
     ]
-    if step.features is not None:
+    if staged is not None:
         wire, at = FEATURE_DTYPES[spec.feature_dtype], requests.low[of]
         metas["feature_width"] = width = spec.feature_width
-        parts.append((step.features, wire, (width,), at + low, rows))
-        if step.hidden is not None:
+        parts.append((staged.features, wire, (width,), at + low, rows))
+        if staged.hidden is not None:
             metas["flags"] |= HIDDEN
             metas["hidden_width"] = width = spec.hidden_size
-            parts.append((step.hidden, wire, (width,), at + taught, high - taught))
-        if step.topk is not None:
+            parts.append((staged.hidden, wire, (width,), at + taught, high - taught))
+        if top is not None:
             metas["flags"] |= TOPK
             metas["topk"] = width = spec.teacher_topk
             at = (requests.logit_end - requests.padding - count)[of] + taught
             for array, dtype, shape in zip(
-                step.topk,
+                top,
                 (_TOKEN, _FLOAT, _FLOAT),
                 ((width,), (width,), ()),
                 strict=True,
@@ -178,7 +272,9 @@ def lay_out(
     return Frames(metas, spans, low > 0, sources, status), of
 
 
-def farewells(tickets: list[Ticket], version: int, spec: RingSpec, topk: int) -> Frames:
+def end_records(
+    tickets: list[Ticket], version: int, spec: RingSpec, topk: int
+) -> Frames:
     """Records without rows that say that requests ended."""
     metas = _blank(tickets, spec)
     metas["draft_version"] = version

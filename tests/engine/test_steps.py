@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_tide.engine.step_log import PLACES, Step, StepLog
+from vllm_tide.capture.step import Step
+from vllm_tide.engine.steps import BUFFERS, StepLog
 
 K, REQS, ROWS = 3, 4, 16
 
@@ -29,8 +30,8 @@ class Later:
 @pytest.fixture
 def log() -> StepLog:
     log = StepLog(ROWS, REQS, K, torch.device("cpu"))
-    for place in log.places:
-        place._event = Later()
+    for buffer in log.buffers:
+        buffer._event = Later()
     return log
 
 
@@ -68,7 +69,7 @@ def record(log: StepLog, of: SimpleNamespace | None = None) -> Step | None:
 
 
 def land(step: Step) -> None:
-    step.place._event.happened = True
+    step.buffer._event.happened = True
 
 
 def test_a_landed_step_says_what_the_device_decided(log):
@@ -81,14 +82,14 @@ def test_a_landed_step_says_what_the_device_decided(log):
     assert step.sampled[1, :2].tolist() == [4, 5]
     assert step.token_ids.tolist() == list(range(8))
     assert step.num_prompt_tokens.tolist() == [9, 11]
-    assert step.drafts.tolist() == [0, 2] and step.padded.tolist() == [False, False]
+    assert step.drafts.tolist() == [0, 2] and step.padding.tolist() == [0, 0]
     assert step.logit_ends.tolist() == [1, 4]
     assert list(log.landed()) == []
 
 
 def test_drafts_of_a_prefilling_request_are_placeholders(log):
     step = record(log, batch(num_draft_tokens_per_req=np.array([3, 2], np.int32)))
-    assert step.padded.tolist() == [True, False]
+    assert step.padding.tolist() == [3, 0]
     assert record(log, batch(num_draft_tokens_per_req=None)).drafts.tolist() == [0, 0]
 
 
@@ -101,7 +102,7 @@ def test_steps_come_in_order_even_if_a_later_one_lands_first(log):
 
 
 def test_a_step_without_a_place_is_left_out_and_places_come_back(log):
-    steps = [record(log) for _ in range(PLACES)]
+    steps = [record(log) for _ in range(BUFFERS)]
     assert record(log) is None and log.lost == 1
     land(steps[0])
     assert len(list(log.landed())) == 1

@@ -1,9 +1,14 @@
-"""Capture on Model Runner V2: rows are staged behind the step, written when landed.
+"""Capture of a step's rows, the same on both model runners.
 
-The row meaning is V1's (`capture_v1.py`), and so are the records: `Recorder` makes
-both. What differs is that the host never sees a tensor of the step it launches: `stage`
-enqueues copies, `write` runs when they have landed, and on a device leaves writing to a
-thread.
+Request i owns rows [bounds[i], bounds[i + 1]) of a step; the last of them hold its
+drafted tokens, and row j has position start + j. `stage` packs rows, and enqueues their
+copies where they are on a device; `write` makes records of them once the step's numbers
+have landed. On Model Runner V1 they have when the step ends, so `record` does both; on
+V2 the host never sees a tensor of the step that it launches.
+
+While the trainer wants metadata-only records (`Recorder.wish`, looked at once per step)
+they are ids and counts, no features, no teacher, nothing staged; in a pause there are
+none.
 """
 
 from __future__ import annotations
@@ -15,11 +20,15 @@ import numpy as np
 import torch
 
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.capture.staging import WIRE_DTYPES, top_k_teacher
-from vllm_tide.capture.step_frames import RequestRows, StepRows
+from vllm_tide.capture.step import RequestRows, Step
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.row_stage import RunLayout, TopRows, make_stage
-from vllm_tide.engine.step_log import Step
+from vllm_tide.engine.staging import (
+    WIRE_DTYPES,
+    RunLayout,
+    TopRows,
+    make_stage,
+    top_k_teacher,
+)
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.ring import Collect, RingWriter
 
@@ -27,13 +36,14 @@ STEPS_WRITTEN = 2
 """Steps whose rows wait for the thread that writes them: they left the step log."""
 
 
-class CaptureV2(Recorder):
+class Capture(Recorder):
     """Copies rows of live traffic into the ring; see `Recorder` for what it counts.
 
     Args:
-        runner: vLLM's `GPUModelRunner` (V2) or its CPU subclass.
+        runner: vLLM's `GPUModelRunner` (V1 or V2) or its CPU subclass.
         ring: Where records go; it drops and counts what does not fit.
-        places: Steps under way, at most.
+        depth: Most drafted tokens of a request in one step.
+        max_steps: Steps under way, at most.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
     """
 
@@ -42,40 +52,35 @@ class CaptureV2(Recorder):
         runner: Any,
         ring: RingWriter,
         config: CaptureConfig,
-        num_aux: int,
-        hidden_size: int,
-        places: int,
+        depth: int,
+        max_steps: int = 1,
         tenant_key: bytes | None = None,
     ) -> None:
-        topk = config.teacher_topk if config.teacher != "hidden" else 0
-        logits = min(
-            runner.max_num_tokens,
-            runner.max_num_reqs * (runner.num_speculative_steps + 1),
-        )
+        spec, threaded = ring.spec, runner.device.type != "cpu"
+        super().__init__(ring, config, tenant_key, threaded)
+        logits = min(runner.max_num_tokens, runner.max_num_reqs * (depth + 1))
         layout = RunLayout(
             runner.max_num_tokens,
-            logits if topk else 0,
-            num_aux,
-            hidden_size,
-            WIRE_DTYPES[ring.spec.feature_dtype],
+            logits if self._topk else 0,
+            len(spec.aux_layer_ids),
+            spec.hidden_size,
+            WIRE_DTYPES[spec.feature_dtype],
             config.teacher == "hidden",
-            min(topk, runner.vocab_size),
+            self._topk,
         )
-        threaded = runner.device.type != "cpu"
-        places += STEPS_WRITTEN * threaded
-        self._stage = make_stage(runner.device, places, layout, ring.capacity)
+        max_steps += STEPS_WRITTEN * threaded
+        self._stage = make_stage(runner.device, max_steps, layout, ring.capacity)
         self._stage.warm_up(runner.dtype)
-        super().__init__(ring, config, tenant_key, threaded)
         self._workspace = None
         if self._topk and threaded:
-            k = min(self._topk, runner.vocab_size)
-            self._workspace = TopKWorkspace(logits, runner.vocab_size, k, runner.device)
+            vocab = runner.vocab_size
+            self._workspace = TopKWorkspace(logits, vocab, self._topk, runner.device)
         self._logits_topk: TopRows | None = None
 
     def admit(self, scheduler_output: Any) -> None:
         """Decide about the requests that this step brings.
 
-        A preempted request comes back as a new one and keeps its ticket.
+        A preempted request may come back as a new one and keeps its ticket.
         """
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id in self._tickets:
@@ -84,14 +89,16 @@ class CaptureV2(Recorder):
             supported = not new.mm_features and new.prompt_embeds is None
             self._admit(new.req_id, params, supported)
 
-    def on_logits(self, logits: torch.Tensor) -> None:
+    def on_logits(self, logits: torch.Tensor | None) -> None:
         """Keep the top-k teacher: before sampling, which may work on them in place.
 
         Args:
             logits: [num_logits, V], raw logits of the target.
         """
         self._logits_topk = None
-        if not self._topk or not logits.shape[0] or self.wish is not Collect.FULL:
+        if not self._topk or logits is None or not len(logits):
+            return
+        if self.wish is not Collect.FULL:
             return
         if self._workspace is None:
             self._logits_topk = top_k_teacher(logits, self._topk)
@@ -102,16 +109,16 @@ class CaptureV2(Recorder):
         self,
         step: Step,
         hidden_states: torch.Tensor,
-        aux_hidden_states: Sequence[torch.Tensor],
+        aux_hidden_states: Sequence[torch.Tensor] | None,
     ) -> None:
         """Enqueue the copies of a step's rows, unless nobody wants them.
 
-        Before the draft runs: replaying its graphs overwrites what those of the target
-        returned (PIECEWISE graphs; all share one pool of memory).
+        On a device before the draft runs: replaying its graphs overwrites what those of
+        the target returned (PIECEWISE graphs; all share one pool of memory).
 
         Args:
             hidden_states: [>= rows, H], after the final norm.
-            aux_hidden_states: num_aux tensors [>= rows, H].
+            aux_hidden_states: num_aux tensors [>= rows, H]; None: no rows are taken.
         """
         topk, self._logits_topk = self._logits_topk, None
         self._settle()
@@ -122,8 +129,10 @@ class CaptureV2(Recorder):
             if any(self._wanted(req_id) for req_id in step.req_ids):
                 step.full = False
             return
+        if aux_hidden_states is None:
+            return
         self.budget.look(self._ring)
-        counts = np.diff(step.bounds) - step.drafts * step.padded
+        counts = np.diff(step.bounds) - step.padding
         prompts = step.num_prompt_tokens.tolist()
         taken = [
             i
@@ -155,13 +164,12 @@ class CaptureV2(Recorder):
         Args:
             overrun: Requests that had ended before it ran: their rows are no traffic.
         """
-        staged, full = step.staged, step.full
         self.budget.staged -= step.size
-        before = None if step.after_gap else self._drafted_by
+        step.drafted_by = None if step.after_gap else self._drafted_by
         self._drafted_by = step.version if step.steps else None
         late = frozenset(overrun)
         if self.wish is Collect.NOTHING:
-            full = None
+            step.full = None
             counts = np.diff(step.bounds).tolist()
             here = [
                 (self._tickets[req_id], count)
@@ -169,21 +177,19 @@ class CaptureV2(Recorder):
                 if req_id in self._tickets and req_id not in late
             ]
             self._end_records([t for t, _ in here], [count for _, count in here])
-        if full is not None:
-            rows = StepRows(
-                token_ids=np.array(step.token_ids),  # the place is filled again
-                features=staged.features if full and staged is not None else None,
-                hidden=None if staged is None else staged.hidden,
-                topk=None if staged is None else staged.topk,
-                version=step.version,
-                drafted_by=before,
-                concurrency=len(step.req_ids),
-                cost=step.cost,
-            )
-            if self._write(self._requests(step, full, late), rows, staged, step.size):
-                step.staged = None  # the thread's
+        if step.full is not None and self._write(self._requests(step, late), step):
+            step.staged = None  # the thread's
         self._settle()
         self._raise_fault()
+
+    def record(self, step: Step, *hidden: Any) -> None:
+        """Stage and write a step that has landed; the arguments are `stage`'s."""
+        try:
+            self.stage(step, *hidden)
+            self.write(step)
+        finally:
+            if step.staged is not None:
+                step.staged.release()
 
     def close(self) -> None:
         """Write what is under way, then let the staging memory go."""
@@ -194,33 +200,32 @@ class CaptureV2(Recorder):
         ticket = self._tickets.get(req_id)
         return ticket is not None and ticket.refusal is None
 
-    def _requests(self, step: Step, full: bool, late: frozenset[str]) -> RequestRows:
+    def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
         """Those of a step that has landed of which records are to be written.
 
         Args:
             late: Requests whose rows are no traffic.
         """
         at, tickets, names = [], [], step.req_ids
-        for i in step.first if full else range(len(names)):
+        for i in step.first if step.full else range(len(names)):
             ticket = self._tickets.get(names[i])
             if ticket is None or names[i] in late or ticket.refusal == "paused":
                 continue  # paused: a switch off and on since it was staged
-            if full or ticket.refusal is None:
+            if step.full or ticket.refusal is None:
                 at.append(i)
                 tickets.append(ticket)
         which = np.array(at, np.int64)
-        landed = (step.start, step.emitted, step.sampled, step.bounds, step.drafts)
-        start, emitted, sampled, bounds, drafts = map(np.asarray, landed)
-        first, drafts = bounds[which].astype(np.int64), drafts[which].astype(np.int64)
-        padding = np.where(step.padded[which], drafts, 0)
-        drafts = drafts - padding
-        sampled = sampled[which]
+        landed = (step.start, step.emitted, step.sampled, step.bounds)
+        start, emitted, sampled, bounds = map(np.asarray, landed)
+        padding = step.padding[which].astype(np.int64)
+        drafts, sampled = step.drafts[which] - padding, sampled[which]
+        first = bounds[which].astype(np.int64)
         committed = np.minimum(emitted[which].astype(np.int64), sampled.shape[1])
         last = np.minimum(committed - 1, drafts)
         following = sampled[np.arange(len(which)), last]
         chance = [step.explored.get(names[i], step.verify_chance) for i in at]
         low = first
-        if full and not step.cut:
+        if step.full and not step.cut:
             low = np.array([step.first[i] for i in at], np.int64)
         return RequestRows(
             tickets=tickets,

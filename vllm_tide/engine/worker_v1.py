@@ -1,0 +1,185 @@
+"""TIDE's part of the worker on Model Runner V1 (the CPU backend): its seams.
+
+In one step, in order: `begin_step`, `has_drafts`, `on_logits`, `plan_draft`,
+`on_draft_logits` and `draft_again` for each draft step, `choose_drafts`, `on_sampled`.
+All numbers of a step are the host's when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_tide.capture.step import Step
+from vllm_tide.config import TideConfig
+from vllm_tide.engine.control_v1 import ControlV1
+from vllm_tide.engine.seeded import SeededSampling
+from vllm_tide.engine.trainer_process import use_one_blas_thread
+from vllm_tide.engine.worker import WorkerTide
+
+
+class WorkerTideV1(WorkerTide[ControlV1]):
+    """TIDE in one worker with Model Runner V1."""
+
+    def __init__(self, worker: Any, config: TideConfig) -> None:
+        self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
+        self._seeded: SeededSampling | None = None
+        self._drafts: dict[str, list[int]] = {}  # verified by the step
+        super().__init__(worker, config)
+
+    def attach(self) -> None:
+        """Let the seams of the runner and its proposer see this object."""
+        runner = self._worker.model_runner
+        runner.tide = runner.drafter.tide = self
+        runner.rejection_sampler.tide = self._seeded = SeededSampling(runner)
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Between two steps: install an ordered draft, forget ended requests."""
+        if self.control is not None:
+            self.control.begin(scheduler_output)
+        self._between_steps(scheduler_output.tide)
+        self._forget(tuple(scheduler_output.finished_req_ids))
+        self._take_requests(scheduler_output)
+
+    def on_logits(self, logits: torch.Tensor | None) -> None:
+        """Seam: the target's raw logits, before sampling."""
+        if self._seeded is not None:
+            self._seeded.begin(self._drafts)
+        super().on_logits(logits)
+
+    def plan_draft(
+        self,
+        num_tokens: int,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        aux_hidden_states: Any,
+        attention: Any,
+    ) -> int:
+        """Seam: how far the draft runs in this step, at most; 0 leaves it out."""
+        if self.control is None:
+            return num_tokens
+        return self.control.plan(
+            scheduler_output, sampled_token_ids, aux_hidden_states, attention
+        )
+
+    def draft_again(self) -> bool:
+        """Seam: whether the draft runs once more, after each of its steps."""
+        return self.control is None or self.control.go_on()
+
+    def warm_up(self) -> None:
+        """Seam: the KV cache exists and nothing is served yet."""
+        if self.control is not None:
+            from vllm_tide.engine.policy_start import start_policy
+
+            start_policy(self._worker, self.control, self._config.control)
+
+    def has_drafts(self, scheduler_output: Any) -> bool:
+        """Seam: whether a step verifies anything; else the target samples plainly.
+
+        Recurrent layers read their state at an offset that only the speculative path
+        applies, so with them every step goes through it.
+        """
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
+        return self._recurrent or bool(self._drafts)
+
+    def on_draft_logits(self, logits: torch.Tensor) -> None:
+        """Seam: the draft's logits of one draft step."""
+        if self.control is not None:
+            # One fused softmax: four times faster here than max and logsumexp.
+            confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1)
+            self.control.on_draft_logits(confidence)
+
+    def on_sampled(
+        self,
+        output: Any,
+        scheduler_output: Any,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Seam: the step's outcome. Attaches our report to `output.tide`."""
+        if self.capture is not None:
+            self._guard.run(
+                "sampled",
+                self._capture,
+                scheduler_output,
+                output.sampled_token_ids,
+                hidden_states,
+                aux_hidden_states,
+            )
+        if self.control is not None:
+            self.control.end()
+        if self._leader:
+            output.tide = self._reports.always("report", self._report)
+            runner = self._worker.model_runner
+            if not runner.use_async_scheduling:
+                # Asked for apart they cost two messages.
+                drafts = runner.take_draft_token_ids()
+                output.tide = {**(output.tide or {}), "drafts": drafts}
+                if self.control is not None and self.control.verified_memory:
+                    output.tide["memory"] = list(self.control.verified_memory)
+
+    def _capture(
+        self, scheduler_output: Any, sampled: list[list[int]], *hidden: Any
+    ) -> None:
+        assert self.capture is not None  # noqa: S101 (asked by `on_sampled`)
+        version = 0 if self.swapper is None else self.swapper.version
+        step = landed_step(
+            self._worker.model_runner, scheduler_output, sampled, version
+        )
+        if self.control is not None:
+            self._guard.run("cost", self.control.tell, step)
+        self.capture.record(step, *hidden)
+
+    def _open_control(self, worker: Any) -> None:
+        use_one_blas_thread()
+        facts = self._facts
+        self.control = ControlV1(
+            worker.model_runner,
+            self._config.control,
+            facts.num_speculative_tokens,
+            len(facts.aux_layer_ids),
+            facts.hidden_size,
+            self.agree,
+            self._leader,
+            self._config.test_time.memory != "off",
+        )
+
+
+def landed_step(
+    runner: Any, scheduler_output: Any, sampled: list[list[int]], version: int
+) -> Step:
+    """The step that ends on Model Runner V1.
+
+    Args:
+        runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
+        sampled: Tokens committed per request; empty for a prefill chunk that is not
+            the last.
+        version: Of the draft that ran after it.
+    """
+    batch = runner.input_batch
+    names = batch.req_ids
+    n, spec = len(names), scheduler_output.scheduled_spec_decode_tokens
+    given = [spec.get(name, ()) for name in names]
+    drafts = np.array([len(tokens) for tokens in given], np.int32)
+    padding = np.array([sum(t < 0 for t in tokens) for tokens in given], np.int32)
+    emitted = np.array([len(tokens) for tokens in sampled], np.int32)
+    tokens = np.zeros((n, max(emitted.max(initial=1), 1)), np.int32)
+    for row, committed in zip(tokens, sampled, strict=True):
+        row[: len(committed)] = committed
+    return Step(
+        req_ids=names,
+        bounds=runner.query_start_loc.np[: n + 1],
+        drafts=drafts,
+        padding=padding,
+        logit_ends=np.cumsum(drafts + 1),
+        num_prompt_tokens=batch.num_prompt_tokens[:n],
+        version=version,
+        steps=1,  # a request may wait with its drafts while none are made
+        start=batch.num_computed_tokens_cpu[:n],
+        emitted=emitted,
+        sampled=tokens,
+        token_ids=runner.input_ids.np,
+    )
