@@ -16,6 +16,7 @@ from vllm_tide.plan.allocate import (
     SHARE,
     STATIC,
     SWITCHING,
+    Row,
     best_share,
     best_whole,
     break_even,
@@ -352,3 +353,9 @@ def test_a_flip_is_where_the_decision_changes(cluster_file):
         read_cluster(cluster_file(draft__length_after=0.999 * value)), draws=1
     )
     assert not changed.train
+
+
+@pytest.mark.parametrize(("more", "name"), [(0.003, STATIC), (0.03, DEDICATED)])
+def test_next_to_nothing_is_not_worth_a_trainer(more, name):
+    found = [Row(STATIC, (0.0,), 1000.0), Row(DEDICATED, (1.0,), 1000.0 * (1 + more))]
+    assert best_of(found).name == name

@@ -16,7 +16,7 @@ from vllm_tide.plan.throughput import Case
 DRAWS = 200
 BAND = 10, 90  # percentiles
 _FLIP_FACTOR, _FLIP_STEPS = 20.0, 8
-_SAME = 1 + 1e-6
+_SAME = 1.005  # what serves so little more is not worth its trainer
 LIMITS = (
     "Mean field: no queues and no latency limits, one kind of shift, nothing "
     "forgotten, requests spread over accelerators by what each serves; rates are of "
@@ -101,7 +101,7 @@ def make_plan(cluster: Cluster, draws: int = DRAWS) -> Plan:
 
 
 def best_of(found: list[Row]) -> Row:
-    """The row that serves most; of equals but for rounding the first: the simplest."""
+    """The row that serves most; of those that do as much (`_SAME`) the simplest."""
     best = found[0]
     for row in found[1:]:
         if row.training is not None and row.tokens_per_s > best.tokens_per_s * _SAME:

@@ -39,7 +39,7 @@ from bench.harness.common import (
     environment,
 )
 from bench.harness.identity import Rescored, compare_arms, rescore_all
-from bench.harness.options import json_object, list_of
+from bench.harness.options import all_cpus, json_object, list_of
 from bench.harness.plots import draw
 from bench.harness.server import (
     RESERVE_MIB,
@@ -427,9 +427,12 @@ def parser() -> argparse.ArgumentParser:
         help="tried for the frozen draft, as in 1,3,5",
     )
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--engine-cpus", type=list_of(int), default=(0,))
+    p.add_argument("--engine-cpus", type=list_of(int), default=all_cpus()[:1])
     p.add_argument(
-        "--other-cpus", type=list_of(int), default=(1,), help="API, client, trainer"
+        "--other-cpus",
+        type=list_of(int),
+        default=all_cpus()[1:2],
+        help="API, client, trainer",
     )
     p.add_argument("--compile", action="store_true", help="no --enforce-eager")
     p.add_argument(
