@@ -118,7 +118,7 @@ def say_that_one_token_was_sampled() -> None:
     read = Step.read
 
     def landed(step: Step) -> None:
-        drafted, bounds = step.drafts, step.bounds
+        drafted, padding, bounds = step.drafts, step.padding, step.bounds
         read(step)
         step.bounds = bounds  # no kernel packed the device's
         step.emitted[:] = 1
@@ -126,6 +126,7 @@ def say_that_one_token_was_sampled() -> None:
         if step.cut:  # the host's even split arrives as it was sent
             step.logit_ends = step.bounds[1:]
             step.drafts = np.diff(step.bounds) - 1
+            step.padding = np.minimum(padding, step.drafts)
             step.trimmed = drafted - step.drafts
 
     Step.read = landed
