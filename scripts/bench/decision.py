@@ -2,6 +2,8 @@
 
 `learn` is all of them together as Model Runner V2 has it on its launching thread, with
 asynchronous scheduling; its mean counts there, as a large batch decides in some steps.
+`recall` is a look into the requests' own texts on Model Runner V1
+(`tide.test_time.memory`) that finds nothing, as no text repeats.
 
 Run: python scripts/bench/decision.py [--requests 256] [--k 8] [--json FILE]
 
@@ -33,6 +35,8 @@ from vllm_tide.control.costs import KeptPassTimes
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 from vllm_tide.engine.control_v2 import ControlV2
+from vllm_tide.memory.ngram import Text
+from vllm_tide.memory.source import Memory
 
 LIMIT_US = 100.0
 # A target bound by its weights and a cheap draft: every step pays at every batch.
@@ -162,6 +166,27 @@ def measure_v2(
     return {"begin": begun, "learn": learnt}
 
 
+def measure_recall(
+    requests: int, k: int, rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """The same for one step's look into texts of 500 tokens and more."""
+    rng, slots = np.random.default_rng(0), np.arange(requests)
+    table = rng.integers(0, 100_000, (requests, 500 + rounds))
+    memory = Memory(requests, table.shape[1], k)
+    for slot in slots.tolist():
+        memory.begin(slot)
+    one, room = np.ones(requests, np.int64), np.full(requests, k)
+    wall, cpu = [], []
+    for known in range(500, table.shape[1]):
+        text = Text(table, one * known, table[:, known : known + 1], one)
+        spent, began = time.thread_time(), time.perf_counter()
+        if memory.recall(slots, text, room) is not None:
+            raise RuntimeError("a text repeats")
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.thread_time() - spent)
+    return {"recall": (wall[1:], cpu[1:])}  # the first one indexes the prompts
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -175,6 +200,7 @@ def main() -> None:
     measure(args.requests, args.k, 20)
     found = measure(args.requests, args.k, args.rounds)
     found |= measure_v2(args.requests, args.k, args.rounds)
+    found |= measure_recall(args.requests, args.k, args.rounds)
     rows = {}
     for name, (wall, cpu) in found.items():
         row = {
