@@ -117,11 +117,12 @@ def watch(aliases: Aliases) -> None:
 
         setattr(owner, name, looked)
 
-    def rows(ids: Any, aux: Any, hidden: Any, count: int, top: Any, *_: Any) -> None:
-        tensors = {"input_ids": ids, "hidden_states": hidden}
-        tensors |= {f"aux_hidden_states[{i}]": part for i, part in enumerate(aux)}
+    def rows(aux: Any, hidden: Any, wanted: Any, top: Any) -> None:
+        tensors = {f"aux_hidden_states[{i}]": part for i, part in enumerate(aux)}
+        tensors = {"hidden_states": hidden} | tensors
+        tensors = {name: part[: wanted[-1] + 1] for name, part in tensors.items()}
         tensors |= {f"topk[{i}]": part for i, part in enumerate(top or ())}
-        aliases.reads(**{name: part[:count] for name, part in tensors.items()})
+        aliases.reads(**tensors)
 
     def numbers(batch: Any, sampled: Any, confidence: Any, drafts: Any) -> None:
         aliases.reads(

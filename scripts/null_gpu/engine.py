@@ -127,7 +127,7 @@ def say_that_one_token_was_sampled() -> None:
             step.logit_ends = step.bounds[1:]
             step.drafts = np.diff(step.bounds) - 1
             step.padding = np.minimum(padding, step.drafts)
-            step.trimmed = drafted - step.drafts
+            step.trimmed = np.where(padding > 0, 0, drafted - step.drafts)
 
     Step.read = landed
 

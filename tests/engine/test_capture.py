@@ -106,7 +106,7 @@ def step():
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_a_light_record_is_the_full_one_without_features_and_teacher(step, teacher):
+def test_a_metadata_only_record_is_the_full_one_without_its_rows(step, teacher):
     full, light = step(teacher), step(teacher)
     light.reader.set_collect(Collect.METADATA)
     left_out = {"key", "features", "teacher_start"} | {
@@ -147,7 +147,7 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
     assert len(one.run()) == 6
 
 
-def test_features_are_not_needed_for_light_records(step):
+def test_features_are_not_needed_for_metadata_only_records(step):
     one = step()
     assert [r for r in one.run(aux=False) if r.num_rows] == []
     one.reader.set_collect(Collect.METADATA)
@@ -212,6 +212,19 @@ def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
         one.reader.read()
         record = one.reader.read()
         assert record.phase == Phase.VERIFY and record.draft_version == 7 * resumed
+
+
+def test_a_fault_amid_a_step_does_not_hide_who_drafted_after_it(step, monkeypatch):
+    one = step()
+    one.end()
+    one.capture.draft_version = 4
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(one.capture._stage, "fill", lambda *_: 1 // 0)
+        one.end()
+    one.capture.draft_version = 5
+    one.end()
+    versions = [one.reader.read().draft_version for _ in range(4)]
+    assert versions == [0, 0, 5, 4]  # the prompts' rows, and what was verified
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])

@@ -191,7 +191,7 @@ def test_prefix_cache_hits_are_said_and_refusals_are_kept(models, started):
     assert [r for r in drain(reader) if r.num_rows] == []
 
 
-def test_rows_become_light_while_the_trainer_pauses(models, started):
+def test_rows_become_metadata_only_while_the_trainer_pauses(models, started):
     oracle = Oracle(models[0])
     tenants = [{"tide_tenant": name} for name in ("a", "b", "a")]
     work = {"params": {"max_tokens": 20}, "extra": tenants, "forget": True}

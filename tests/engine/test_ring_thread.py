@@ -144,7 +144,7 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert not each.capture._cut
 
 
-def test_light_records_end_with_a_hole_as_well(engine):
+def test_metadata_only_records_end_with_a_hole_as_well(engine):
     each = engine()
     each.capture._cut.add(1)
     each.reader.set_collect(Collect.METADATA)

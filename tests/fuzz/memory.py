@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.attempt import Parser
 from tests.fuzz.damage import damaged, damaged_json, edges
-from tests.transport.samples import make_light, make_record, make_spec
+from tests.transport.samples import make_metadata_only, make_record, make_spec
 from vllm_tide import _shm
 from vllm_tide.transport import (
     RingReader,
@@ -66,7 +66,7 @@ TENSORS = {
 
 def body(seed: int) -> bytes:
     """Bytes of a record."""
-    make = make_light if seed % 3 == 2 else make_record
+    make = make_metadata_only if seed % 3 == 2 else make_record
     parts, size = encode(make(SPEC, seed, num_rows=seed % 5), SPEC.feature_dtype)
     data = bytearray(size)
     _shm.gather(data, 0, parts)
@@ -219,7 +219,7 @@ def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
         reader.producer_alive()
         stats = reader.stats()
         assert 0 <= stats.used_bytes <= stats.capacity_bytes
-        writer.try_write(make_light(SPEC, 2, num_rows=2))
+        writer.try_write(make_metadata_only(SPEC, 2, num_rows=2))
         writer.heartbeat()
         writer.stats()
         reader.read()

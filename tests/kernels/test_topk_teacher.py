@@ -132,7 +132,7 @@ def test_longer_lists_are_the_reference_s(monkeypatch):
 
 @pytest.mark.parametrize("vocab", [9, 500])
 def test_reference_is_what_capture_keeps(vocab):
-    """The formula of capture/staging.py, where no two logits are equal."""
+    """The formula of engine/staging.py, where no two logits are equal."""
     logits, k = draw(6, vocab, torch.float32), 8
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     top, ids = logprobs.topk(k, dim=-1)

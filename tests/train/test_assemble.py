@@ -229,7 +229,7 @@ def _light(start, count, **more):
     return Record(**fields | {"features": empty, "teacher_hidden": None})
 
 
-def test_light_record_is_a_hole_that_is_counted_once():
+def test_metadata_only_record_is_a_hole_that_is_counted_once():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
     (before,) = assembler.add(_light(6, 3), 0.0)

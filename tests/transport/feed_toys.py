@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.transport.samples import make_light, make_spec
+from tests.transport.samples import make_metadata_only, make_spec
 from tests.transport.spool_toys import (
     head_tensors,
 )
@@ -27,7 +27,7 @@ class FakeFeed:
     def __init__(self, name, sizes=(), latest=0):
         self.id, self.latest_version = name, latest
         self.manifest = SimpleNamespace(tenant_key_id="")
-        self.queue = deque(make_light(SPEC, num_rows=size) for size in sizes)
+        self.queue = deque(make_metadata_only(SPEC, num_rows=size) for size in sizes)
         self.spec = SPEC
         self.sent, self.fail, self.dead = {}, "", False
         self.collect, self.closed, self.beats = None, False, 0

@@ -69,7 +69,7 @@ def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
     )
 
 
-def make_light(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
+def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
     """The same without features and teacher."""
     record = make_record(spec, seed, num_rows, phase)
     return replace(

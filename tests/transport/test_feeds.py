@@ -16,7 +16,7 @@ from tests.transport.feed_toys import (
     publish,
     rows,
 )
-from tests.transport.samples import make_light, make_record, make_spec
+from tests.transport.samples import make_metadata_only, make_record, make_spec
 from vllm_tide.transport import TransportError
 from vllm_tide.transport.feed import hostile
 from vllm_tide.transport.feeds import (
@@ -216,7 +216,7 @@ def test_values_that_an_engine_computes_are_not(teacher, dtype):
     for seed in range(50):
         record = make_record(spec, seed, num_rows=seed % 5, teacher_start=0)
         assert not hostile(record, spec, spec.vocab_size)
-        assert not hostile(make_light(spec, seed), spec, spec.vocab_size)
+        assert not hostile(make_metadata_only(spec, seed), spec, spec.vocab_size)
     # vLLM pads a short draft: what was computed there is never used
     padded = _with("token_ids", 3, value=-1)(_record(spec, 1))
     large = replace(padded, features=padded.features.copy())
@@ -255,11 +255,11 @@ def test_an_engine_whose_values_are_hostile_is_left_out_until_it_joins_anew(capl
 def test_now_and_then_a_hostile_record_does_not_end_a_long_service():
     a = FakeFeed("a")
     feeds, _ = feeds_of(a)
-    bad = replace(make_light(a.spec, 1), next_token=-5)
+    bad = replace(make_metadata_only(a.spec, 1), next_token=-5)
     for _ in range(20):
-        a.queue.extend([bad, *[make_light(a.spec, 1)] * 4200])
+        a.queue.extend([bad, *[make_metadata_only(a.spec, 1)] * 4200])
         assert sum(len(r) for _, r in feeds.read(5000)) == 4200
-        a.queue.append(make_light(a.spec, 1))
+        a.queue.append(make_metadata_only(a.spec, 1))
         feeds.read()
     assert feeds.rejected["hostile_values"] == 20 * 4
 

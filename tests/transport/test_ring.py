@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.transport.samples import identity, make_light, make_record, make_spec
+from tests.transport.samples import identity, make_metadata_only, make_record, make_spec
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
 from vllm_tide.transport.process import HEARTBEAT_TIMEOUT_NS
 from vllm_tide.transport.ring import Collect, Word
@@ -33,13 +33,13 @@ def test_every_kind_of_record_comes_back_to_the_bit(
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_light_records_come_back_to_the_bit_among_others(
+def test_metadata_only_records_come_back_to_the_bit_among_others(
     ring_pair, teacher, feature_dtype, phase
 ):
     spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
     writer, reader = ring_pair(spec, 1 << 16)
     for num_rows in (0, 1, 2, 3, 17):
-        light = make_light(spec, num_rows, num_rows, phase)
+        light = make_metadata_only(spec, num_rows, num_rows, phase)
         full = make_record(spec, num_rows, num_rows, phase)
         for sent in (light, full):
             assert writer.try_write(sent), writer.drops
@@ -49,14 +49,14 @@ def test_light_records_come_back_to_the_bit_among_others(
         assert full.tenant == light.tenant != 0
 
 
-def test_a_light_record_takes_no_room_for_features(ring_pair):
+def test_a_metadata_only_record_takes_no_room_for_features(ring_pair):
     spec = make_spec("hidden", hidden_size=4096)
     writer, _ = ring_pair(spec, 1 << 20)
-    assert writer.try_write(make_light(spec, 1, 4))
+    assert writer.try_write(make_metadata_only(spec, 1, 4))
     assert writer.stats().used_bytes <= 192
 
 
-def test_a_light_record_with_a_teacher_is_invalid(ring_pair):
+def test_a_metadata_only_record_with_a_teacher_is_invalid(ring_pair):
     spec = make_spec()
     writer, _ = ring_pair(spec)
     record = make_record(spec)

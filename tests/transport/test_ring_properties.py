@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.transport.samples import identity, make_light, make_record, make_spec
+from tests.transport.samples import identity, make_metadata_only, make_record, make_spec
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
 from vllm_tide.transport.record import META_BYTES, RecordError, decode
 from vllm_tide.transport.ring import Word
@@ -16,7 +16,7 @@ from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
 # A fixed set: comparing by identity needs each made once.
 RECORDS = [
-    (make_light if seed % 3 == 2 else make_record)(
+    (make_metadata_only if seed % 3 == 2 else make_record)(
         SPEC, seed, num_rows=seed % 9, phase=Phase(seed % 2)
     )
     for seed in range(36)

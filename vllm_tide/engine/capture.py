@@ -186,10 +186,12 @@ class Capture(Recorder):
         """Stage and write a step that has landed; the arguments are `stage`'s."""
         try:
             self.stage(step, *hidden)
-            self.write(step)
-        finally:
-            if step.staged is not None:
-                step.staged.release()
+        finally:  # without its rows after a fault: who drafts for the next one counts
+            try:
+                self.write(step)
+            finally:
+                if step.staged is not None:
+                    step.staged.release()
 
     def close(self) -> None:
         """Write what is under way, then let the staging memory go."""

@@ -1,7 +1,8 @@
 """TIDE's part of the worker: ring, weights segment, capture, swapper, trainer process.
 
 Made once per worker after the models are loaded (`make_worker`). Hot-path calls:
-`begin_step` before a step, the capture's hooks inside it, `end_step` after it.
+`begin_step` before a step, the seams of the runner inside it (`worker_v1.py`,
+`worker_v2.py`).
 """
 
 from __future__ import annotations
@@ -189,16 +190,16 @@ class WorkerTide(Generic[C]):
         self._trainer = self._ring = self._segment = self.capture = self.swapper = None
 
     def _take_requests(self, scheduler_output: Any) -> None:
-        """Decide about new requests, after the scheduler's word on which are kept out.
+        """Decide about new requests, also while capture is left out after faults.
 
-        That is not missed either while capture is left out.
+        The scheduler's word on which are kept out comes first.
         """
         directive = scheduler_output.tide
         if self.capture is None or not scheduler_output.scheduled_new_reqs:
             return
         if directive is not None and "salted" in directive:
             self._guard.always("keep_out", self.capture.keep_out, directive["salted"])
-        self._guard.run("admit", self.capture.admit, scheduler_output)
+        self._guard.always("admit", self.capture.admit, scheduler_output)
 
     def _forget(self, req_ids: Sequence[str]) -> None:
         if self.capture is not None and req_ids:

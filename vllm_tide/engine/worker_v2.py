@@ -210,8 +210,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._steps.run("begin", self._begin, ended, not scheduled)
         if self._steps.tripped:
             self._forget(ended)
-        else:
-            self._take_requests(scheduler_output)
+        self._take_requests(scheduler_output)
         if self.control is not None:
             self.control.end(ended)
             if self.control.memory is not None:
