@@ -1,8 +1,7 @@
 """TIDE's part of the worker: ring, weights segment, capture, swapper, trainer process.
 
 Made once per worker after the models are loaded (`make_worker`). Hot-path calls:
-`begin_step` before a step, the seams of the runner inside it (`worker_v1.py`,
-`worker_v2.py`).
+`begin_step` before a step, the runner's seams (`worker_v1.py`, `worker_v2.py`) in it.
 """
 
 from __future__ import annotations
@@ -190,15 +189,13 @@ class WorkerTide(Generic[C]):
         self._trainer = self._ring = self._segment = self.capture = self.swapper = None
 
     def _take_requests(self, scheduler_output: Any) -> None:
-        """Decide about new requests, also while capture is left out after faults.
-
-        The scheduler's word on which are kept out comes first.
-        """
+        """Decide about new requests, after the scheduler's word on who is kept out."""
         directive = scheduler_output.tide
         if self.capture is None or not scheduler_output.scheduled_new_reqs:
             return
         if directive is not None and "salted" in directive:
             self._guard.always("keep_out", self.capture.keep_out, directive["salted"])
+        # Also while capture is left out: what they say is not said again.
         self._guard.always("admit", self.capture.admit, scheduler_output)
 
     def _forget(self, req_ids: Sequence[str]) -> None:
