@@ -33,7 +33,7 @@ from bench.harness.blocks import NONE, Cell, ratio_of
 from bench.harness.client import RequestResult
 from bench.harness.common import BenchError
 from bench.harness.measure import measure_all
-from bench.harness.options import option
+from bench.harness.options import engine_half, option, other_half
 from bench.harness.server import (
     BROKEN,
     ServerError,
@@ -62,6 +62,9 @@ class LongOptions(PolicyOptions):
     """Options of the suite of long outputs."""
 
     domains: tuple[str, ...] = option(("python", "c", "docs_en"), "of the prompts")
+    # An engine on all cores leaves a trainer at niceness 10 two hundredths of one.
+    engine_cpus: tuple[int, ...] = option(engine_half, "default: half of them")
+    other_cpus: tuple[int, ...] = option(other_half, "API server, client, trainer")
     batches: tuple[int, ...] = option((1, 4, 8), "requests in flight")
     groups: tuple[str, ...] = option(GROUPS, "repetitive,other")
     minutes: float = option(
