@@ -104,7 +104,7 @@ class Engine:
             more = steps == planned or control.go_on()
         committed = [row[row >= 0].tolist() for row in sampled]
         self.ended_step = step = landed_step(self.runner, output, committed, 0)
-        control.tell(step)
+        control.fill(step)
         self.cost, self.told = step.cost, dict(step.explored)
         control.end()
         # As the scheduler does: a request without an entry has no drafts.

@@ -393,8 +393,8 @@ class ControlV1(Control):
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
 
-    def tell(self, step: Step) -> None:
-        """Say whose drafts the step that ends verified, and why, and what it cost."""
+    def fill(self, step: Step) -> None:
+        """Add to the step that ends whose drafts it verified, and why, and its cost."""
         step.explored = self.explored
         if self.verified_memory:
             kept = [req_id in self.verified_memory for req_id in step.req_ids]

@@ -33,7 +33,7 @@ _WAITING = 16  # steps whose drafts' source may be unknown
 
 
 class StepDirective(TypedDict):
-    """What a step's workers are told (`SchedulerOutput.tide`).
+    """Directions to a step's workers (`SchedulerOutput.tide`).
 
     Attributes:
         install: Version of the draft to install before the step.

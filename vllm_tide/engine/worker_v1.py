@@ -130,7 +130,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
             self._worker.model_runner, scheduler_output, sampled, version
         )
         if self.control is not None:
-            self._guard.run("cost", self.control.tell, step)
+            self._guard.run("cost", self.control.fill, step)
         self.capture.record(step, *hidden)
 
     def _open_control(self, worker: Any) -> None:

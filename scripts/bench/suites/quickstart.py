@@ -431,7 +431,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--other-cpus",
         type=list_of(int),
-        default=all_cpus()[1:2],
+        default=all_cpus()[1:2] or all_cpus(),
         help="API, client, trainer",
     )
     p.add_argument("--compile", action="store_true", help="no --enforce-eager")
