@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "control.h"
+#include "ngram.h"
 #include "shm.h"
 
 namespace {
@@ -411,6 +412,64 @@ PyObject* py_next_pays(PyObject*, PyObject* args) {
   return PyLong_FromLong(static_cast<long>(tide::next_pays(ahead)));
 }
 
+PyObject* py_ngram_propose(PyObject*, PyObject* args) {
+  PyObject *last, *tokens, *length, *indexed, *factors, *slots, *known, *count, *fresh;
+  PyObject *proposed, *match;
+  Py_ssize_t bits, most_match, chunk;
+  if (!PyArg_ParseTuple(args, "OOOOOnnOOOOOOn:ngram_propose", &last, &tokens, &length,
+                        &indexed, &factors, &bits, &most_match, &slots, &known, &count,
+                        &fresh, &proposed, &match, &chunk))
+    return nullptr;
+  Buffer cells, texts, lengths, entered, odd, places, before, added, late, found, runs;
+  if (!cells.acquire(last, PyBUF_WRITABLE) || !texts.acquire(tokens, PyBUF_WRITABLE) ||
+      !lengths.acquire(length, PyBUF_WRITABLE) || !entered.acquire(indexed, PyBUF_WRITABLE) ||
+      !odd.acquire(factors, PyBUF_SIMPLE) || !places.acquire(slots, PyBUF_SIMPLE) ||
+      !before.acquire(known, PyBUF_SIMPLE) || !added.acquire(count, PyBUF_SIMPLE) ||
+      !late.acquire(fresh, PyBUF_SIMPLE) || !found.acquire(proposed, PyBUF_WRITABLE) ||
+      !runs.acquire(match, PyBUF_WRITABLE))
+    return nullptr;
+  const size_t capacity = lengths.size() / sizeof(int64_t), n = places.size() / sizeof(int64_t);
+  const size_t w = n ? late.size() / sizeof(int32_t) / n : 0;
+  const size_t most = n ? found.size() / sizeof(int64_t) / n : 0;
+  const size_t width = capacity ? texts.size() / sizeof(int32_t) / capacity : 0;
+  if (bits < 1 || bits > 30 || most_match < tide::kLongest ||
+      width < static_cast<size_t>(most_match) || width > INT_MAX) {
+    PyErr_SetString(PyExc_ValueError, "there is no room for a text in the index");
+    return nullptr;
+  }
+  const int32_t *table, *all, *given;
+  const int64_t *ends, *done, *out, *len;
+  tide::NgramIndex index{};
+  tide::NewTokens step{n, w, nullptr, nullptr, nullptr, nullptr};
+  if (!values_of(cells, tide::kNumOrders * capacity << bits, "last", &table) ||
+      !values_of(texts, capacity * width, "tokens", &all) ||
+      !values_of(lengths, capacity, "length", &ends) ||
+      !values_of(entered, capacity, "indexed", &done) ||
+      !values_of(odd, tide::kLongest, "factors", &index.factors) ||
+      !values_of(places, n, "slots", &step.slots) ||
+      !values_of(before, n, "known", &step.known) ||
+      !values_of(added, n, "count", &step.count) ||
+      !values_of(late, n * w, "fresh", &given) ||
+      !values_of(found, n * most, "proposed", &out) || !values_of(runs, n, "match", &len))
+    return nullptr;
+  index.capacity = capacity;
+  index.width = static_cast<int64_t>(width);
+  index.most_match = most_match;
+  index.bits = static_cast<int>(bits);
+  index.last = const_cast<int32_t*>(table);
+  index.tokens = const_cast<int32_t*>(all);
+  index.length = const_cast<int64_t*>(ends);
+  index.indexed = const_cast<int64_t*>(done);
+  step.fresh = given;
+  if (!tide::fits(index, step)) {
+    PyErr_SetString(PyExc_ValueError, "a slot or a text lies outside of the index");
+    return nullptr;
+  }
+  tide::propose(index, step, chunk, most, const_cast<int64_t*>(out),
+                const_cast<int64_t*>(len));
+  return Py_NewRef(Py_None);
+}
+
 template <typename Function>
 PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -438,6 +497,8 @@ PyMethodDef methods[] = {
      "Log-odds of confidences, and what a table says of them."},
     {"next_pays", py_next_pays, METH_VARARGS,
      "Whether another draft step pays: 0 no, 1 yes, 2 unclear."},
+    {"ngram_propose", py_ngram_propose, METH_VARARGS,
+     "Index what is new of texts, and look their ends up."},
     {nullptr, nullptr, 0, nullptr},
 };
 

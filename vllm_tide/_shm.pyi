@@ -74,3 +74,24 @@ def next_pays(
     dear: float,
     /,
 ) -> int: ...
+
+# csrc/ngram.h, and memory/ngram.py for the arrays of the index. int64 [n] but for
+# `fresh`, int32 [n, w], and `proposed`, int64 [n, most]; it and `match` are results.
+# ValueError, and nothing written: a slot or a text lies outside of the index.
+def ngram_propose(
+    last: Buffer,
+    tokens: Buffer,
+    length: Buffer,
+    indexed: Buffer,
+    factors: Buffer,
+    bits: int,
+    most_match: int,
+    slots: Buffer,
+    known: Buffer,
+    count: Buffer,
+    fresh: Buffer,
+    proposed: Buffer,
+    match: Buffer,
+    chunk: int,
+    /,
+) -> None: ...

@@ -121,7 +121,7 @@ def propose_garbage(memory):
     """Have a memory that is always certain, of anything."""
     import numpy as np
 
-    random, most = np.random.default_rng(0), len(memory.index._ahead)
+    random, most = np.random.default_rng(0), memory.index._most
 
     def propose(slots, text):
         tokens = random.integers(0, 256, (len(slots), most))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,14 +41,14 @@ def search(text: list[int]) -> tuple[list[int], int]:
 
 def collide(text: list[int], index: NgramIndex) -> bool:
     """True if two different grams of a text have one cell."""
-    for number, order in enumerate(ORDERS):
-        cells: dict[int, tuple[int, ...]] = {}
+    factors = [int(factor) for factor in ngram._FACTORS]
+    for order in ORDERS:
+        cells: dict[int, list[int]] = {}
         for end in range(order, len(text) + 1):
-            back = np.zeros((1, max(ORDERS)), np.int64)
-            gram = text[max(end - max(ORDERS), 0) : end][::-1]
-            back[0, : len(gram)] = gram
-            cell = int(index._cells(np.zeros(1, np.int64), back)[number, 0])
-            if cells.setdefault(cell, tuple(gram[:order])) != tuple(gram[:order]):
+            gram = text[end - order : end][::-1]
+            total = sum(t * f for t, f in zip(gram, factors, strict=False))
+            cell = total % (1 << 64) >> (64 - index._bits)
+            if cells.setdefault(cell, gram) != gram:
                 return True
     return False
 
@@ -164,3 +165,19 @@ def test_a_text_that_became_shorter_is_indexed_anew():
     text = [*range(10), 1, 2, 3]
     tokens, match = index.propose(slot, text_of([text], [[]]))
     assert (tokens[0].tolist(), match[0]) == ([4, 5, 6, 7], 3)
+
+
+@pytest.mark.parametrize(
+    ("slot", "known", "count"), [(2, 1, 1), (-1, 1, 1), (0, 140, 5), (0, 1, 3)]
+)
+def test_what_lies_outside_of_the_index_is_refused_and_nothing_written(
+    slot, known, count
+):
+    index = NgramIndex(2, 128, K)
+    table, new = np.ones((1, 144), np.int32), np.ones((1, 2), np.int64)
+    index._length[slot % 2] = known
+    before = index._tokens.copy(), index._last.copy()
+    slots = np.array([slot])
+    with pytest.raises((ValueError, IndexError)):
+        index.propose(slots, Text(table, np.array([known]), new, np.array([count])))
+    assert (index._tokens == before[0]).all() and (index._last == before[1]).all()
