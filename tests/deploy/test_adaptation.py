@@ -258,6 +258,23 @@ def test_what_drops_it(engine, how):
     sidecar.feeds.close()
 
 
+def test_what_it_drafted_says_nothing_of_its_base(engine):
+    """The canary compares bases; a new one starts without what the former's learnt."""
+    sidecar = served(engine)
+
+    def tokens() -> float:
+        requests = sidecar._served._open.values()
+        return sum(made for r in requests for made, _ in r.cells.values())
+
+    before = tokens()
+    engine.go(20)
+    assert sidecar._tick() and tokens() == before > 0
+    engine.version = 0
+    engine.go(20)
+    assert sidecar._tick() and tokens() > before
+    sidecar.feeds.close()
+
+
 def test_a_base_that_is_refused_is_sent_again_and_said_once(
     engine, monkeypatch, caplog
 ):

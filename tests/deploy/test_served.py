@@ -97,6 +97,18 @@ def test_steps_in_which_the_memory_drafted_say_nothing_of_the_draft():
         assert getattr(among, name) == getattr(without, name), name
 
 
+def test_steps_of_a_fast_draft_say_nothing_of_the_one_that_is_deployed():
+    base, fast = [record(10, 4, 1), record(17, 3, 0)], record(12, 4, 3)
+    served = ServedRequests(Groups())
+    for item in (record(0, 10), base[0], fast, base[1]):
+        assert served.add(item, "e", 0.0, fast=item is fast) == []
+    (among,) = served.add(end_record(), "e", 0.0)
+    (without,) = serve(record(0, 10), *base, end_record(), groups=Groups())
+    assert among.cells == without.cells
+    for name in ("tries", "hits", "squares", "versions", "whole"):
+        assert getattr(among, name) == getattr(without, name), name
+
+
 def played(random, version, level, number, marked):
     """Records of a request half of whose steps the memory drafts for, all right."""
     at = 10

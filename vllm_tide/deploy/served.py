@@ -42,7 +42,7 @@ class ServedRequest:
         cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
             these steps in steps without drafts (`Record.cost`). Only of steps under the
             first version: later ones had draft KV of two versions. Steps in which the
-            memory drafted are left out, here and below.
+            memory or a fast draft drafted are left out, here and below.
         tries: Drafted first tokens that were verified, weighted by 1 / `verify_chance`.
         hits: Those of them that were accepted, weighted alike.
         squares: Sum of the squared weights of `tries`.
@@ -105,8 +105,15 @@ class ServedRequests:
         # By key alone, which is random and 64 bits: who asks may not know the engine.
         self._group: OrderedDict[int, int] = OrderedDict()
 
-    def add(self, record: Record, engine: str, now: float) -> list[ServedRequest]:
-        """Take one record; return the requests it ended. `now` is monotonic (s)."""
+    def add(
+        self, record: Record, engine: str, now: float, *, fast: bool = False
+    ) -> list[ServedRequest]:
+        """Take one record; return the requests it ended.
+
+        Args:
+            now: Monotonic (s).
+            fast: A fast draft drafted (`fast_draft.py`), not the one deployed.
+        """
         name = (engine, record.key)
         count = len(record.token_ids)
         request = self._open.get(name)
@@ -116,7 +123,7 @@ class ServedRequests:
                 request = self._open[name] = _begin(record, count, engine, self._begun)
             request.seen = now
             self._open.move_to_end(name)
-            _append(request, record, count)
+            _append(request, record, count, fast)
         if record.finished:
             return [] if request is None else [self._close(name)]
         if len(self._open) > self.max_open:
@@ -198,13 +205,13 @@ def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
     )
 
 
-def _append(request: _Open, record: Record, count: int) -> None:
+def _append(request: _Open, record: Record, count: int, fast: bool) -> None:
     if record.draft_version != request.versions[-1]:
         request.versions += (record.draft_version,)
     _keep_tokens(request, record, count)
     if record.phase == PREFILL or record.start < record.num_prompt_tokens:
         return
-    if record.memory:  # the draft had no part in it
+    if record.memory or fast:  # the deployed draft had no part in it
         return
     drafts, accepted = count - 1, record.num_accepted
     if drafts and record.verify_chance > 0:

@@ -203,11 +203,13 @@ class Sidecar:
             for engine, records in taken:
                 self._engine = engine
                 for record in records:
-                    number = self.feeds.number_of(engine, record.draft_version)
-                    if number != record.draft_version:
+                    version = record.draft_version
+                    number = self.feeds.number_of(engine, version)
+                    if number != version:
                         record = replace(record, draft_version=number)
+                    fast = self.feeds.is_fast(engine, version)
                     # First: the trainer asks for the group of the request.
-                    yield from self._served.add(record, engine, now)
+                    yield from self._served.add(record, engine, now, fast=fast)
                     self.trainer.add_records((record,), now)
         yield from self._served.flush_idle(now)
         self.trainer.flush_idle(now)

@@ -288,7 +288,7 @@ class Feeds:
         known = self._fast.get(engine_id, {})
         refused = latest == told.refused_version
         if latest == told.installed_version or refused and not known.get(latest):
-            return "served" if known.get(told.installed_version) else ""
+            return "served" if self.is_fast(engine_id, told.installed_version) else ""
         if not known.get(latest):
             return ""
         return "refused" if refused else "sent"
@@ -309,15 +309,17 @@ class Feeds:
                 refused_reason=feedback.refused_reason,
                 swap_pause_ms=feedback.swap_pause_ms_last,
                 adaptation=self._adaptation(engine_id, feedback, latest),
-                serves_fast=self._fast.get(engine_id, {}).get(
-                    feedback.installed_version, False
-                ),
+                serves_fast=self.is_fast(engine_id, feedback.installed_version),
             )
         return told
 
     def number_of(self, engine_id: str, version: int) -> int:
         """The trainer's number of a version as an engine's records say it."""
         return self._numbers.get(engine_id, {}).get(version, version)
+
+    def is_fast(self, engine_id: str, version: int) -> bool:
+        """True if what an engine's records call so is a fast draft."""
+        return self._fast.get(engine_id, {}).get(version, False)
 
     def latest(self) -> Publication | None:
         """The newest draft that no engine refused: to go on from after a restart.
