@@ -170,7 +170,7 @@ class ScheduleConfig(_Section):
 
 
 class DeployConfig(_Section):
-    """When a better head is published, and when it is taken back."""
+    """When a better draft is published, and when it is taken back."""
 
     canary: bool = Field(
         True,
@@ -189,7 +189,7 @@ class DeployConfig(_Section):
 
 
 class FreshConfig(_Section):
-    """The head built for `"model": "fresh"`."""
+    """The draft built for `"model": "fresh"`."""
 
     draft_vocab_size: Annotated[Whole, Field(ge=64)] | None = Field(
         None, description="Tokens of the draft; null: all up to 65536, else 32768."
@@ -197,7 +197,7 @@ class FreshConfig(_Section):
 
 
 class SpoolConfig(_Section):
-    """Records and heads through storage, for engines and trainers on two hosts."""
+    """Records and drafts through storage, for engines and trainers on two hosts."""
 
     url: str | None = Field(
         None, description="Directory or fsspec URL that both hosts share; null: none."

@@ -204,9 +204,9 @@ TRAINER = (
         "Time in training cycles, evaluations included (seconds).",
         "training_seconds",
     ),
-    _counter("trainer_publications", "Heads published.", "publications"),
-    _counter("trainer_rollbacks", "Heads taken back by the canary.", "rollbacks"),
-    _counter("trainer_refused", "Heads that no engine took.", "refused_versions"),
+    _counter("trainer_publications", "Drafts published.", "publications"),
+    _counter("trainer_rollbacks", "Drafts taken back by the canary.", "rollbacks"),
+    _counter("trainer_refused", "Drafts that no engine took.", "refused_versions"),
     _counter(
         "trainer_out_of_memory",
         "Training cycles that the trainer's device had no memory for.",
@@ -267,7 +267,7 @@ TRAINER = (
     _counter("trainer_pauses", "Times that training was paused.", "schedule.pauses"),
     _gauge(
         "trainer_engine_version",
-        "Head that each engine serves, in the trainer's numbers.",
+        "Draft that each engine serves, in the trainer's numbers.",
         "engines.installed",
         "engine_id",
     ),

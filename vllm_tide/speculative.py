@@ -17,7 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from vllm_tide.config import ConfigError, ControlConfig, explained, parse_tide
+from vllm_tide.config import ConfigError, explained, parse_tide
 from vllm_tide.patching import PatchError, find_target, read_file
 
 logger = logging.getLogger("vllm.tide")
@@ -165,47 +165,46 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]
         yield "model", f"no draft at {model!r}: {NO_MODEL}"
 
 
-class _NoControl(ConfigError):
-    """Control cannot be, whatever its knobs are."""
-
-
 def settle(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section, without control where vLLM's keys leave none and none was asked.
 
     Raises:
-        ConfigError: A key of vLLM's, or a missing file, is against control or memory.
+        ConfigError: Keys of vLLM's, or a missing file, are against control or memory: a
+            line for each.
     """
     section: dict[str, Any] = config["tide"]
     tide = parse_tide(section)
-    if tide.test_time.memory != "off":
-        _check_memory(config)
+    found = [] if tide.test_time.memory == "off" else list(_against_memory(config))
+    barred: list[str] = []
     if tide.control.policy != "static":
-        try:
-            _check_control(config)
-            _check_profile(tide.control)
-        except _NoControl as error:
-            return without_control(section, error)
-    return section
+        barred = list(_against_control(config))
+        if "policy" in section.get("control", {}):
+            found += barred
+        if not barred and (path := tide.control.profile) is not None:
+            found += _no_profile(path)
+    if found:
+        raise ConfigError("\n".join(found))
+    return without_control(section, ConfigError(barred[0])) if barred else section
 
 
-def _check_control(config: Mapping[str, Any]) -> None:
+def _against_control(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("num_speculative_tokens_per_batch_size"):
-        raise _NoControl(
+        yield (
             "num_speculative_tokens_per_batch_size: tide.control chooses the length "
             "itself; remove it, or set tide.control.policy to 'static'."
         )
     for knob in ("disable_padded_drafter_batch", "parallel_drafting"):
         if config.get(knob):
-            raise _NoControl(
+            yield (
                 f"{knob}: tide.control stops the draft between two of its steps and "
                 "needs it false; or set tide.control.policy to 'static'."
             )
 
 
-def _check_memory(config: Mapping[str, Any]) -> None:
+def _against_memory(config: Mapping[str, Any]) -> Iterator[str]:
     method = config.get("draft_sample_method") or "greedy"
     if method != "greedy":
-        raise ConfigError(
+        yield (
             "tide.test_time.memory: a token of the memory's has no draft probability, "
             f"which draft_sample_method {method!r} needs; set that to 'greedy', or the "
             "memory to 'off'."
@@ -216,11 +215,19 @@ def _check_memory(config: Mapping[str, Any]) -> None:
         "parallel_drafting",
     ):
         if config.get(knob):
-            raise ConfigError(
+            yield (
                 f"{knob}: tide.test_time.memory changes what is drafted request by "
                 "request and needs it false or absent; remove it, or set "
                 "tide.test_time.memory to 'off'."
             )
+
+
+def _no_profile(path: str) -> Iterator[str]:
+    if not os.path.isfile(os.path.expanduser(path)):
+        yield (
+            f"tide.control.profile: no file {path!r}; make one with "
+            "`vllm-tide profile`, or leave the knob out to measure at start-up."
+        )
 
 
 def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
@@ -234,15 +241,6 @@ def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, An
         raise error
     logger.warning("tide: the speculative length is static: %s", error)
     return {**section, "control": {**control, "policy": "static"}}
-
-
-def _check_profile(control: ControlConfig) -> None:
-    path = control.profile
-    if path is not None and not os.path.isfile(os.path.expanduser(path)):
-        raise ConfigError(
-            f"tide.control.profile: no file {path!r}; make one with "
-            "`vllm-tide profile`, or leave the knob out to measure at start-up."
-        )
 
 
 NO_MODEL = "neither a directory with config.json nor the name of a model on the hub."

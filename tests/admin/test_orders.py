@@ -96,7 +96,7 @@ def test_an_order_that_fails_is_answered_and_ends_nothing():
 def test_without_a_head_there_is_nothing_to_roll_back(engine):
     sidecar = attach(engine)
     answer = order(sidecar, "rollback")
-    assert not answer["ok"] and "no head has been published" in answer["error"]
+    assert not answer["ok"] and "no draft has been published" in answer["error"]
     assert engine.weights.latest_version() == 0
     sidecar.feeds.close()
 
@@ -190,6 +190,6 @@ def test_the_commands_reach_a_running_trainer(engine, capsys):
     assert lines[0].startswith(f"{name}: ") and "version 0 served" in lines[0]
     assert lines[1:3] == [f"{name}: paused", f"{name}: was paused"]
     assert '"state"' in lines[3] and lines[4] == f"{name}: resumed"
-    assert "no head has been published" in said.err
+    assert "no draft has been published" in said.err
     assert main(["status", *where]) == 2
     assert "no trainer is running" in capsys.readouterr().err

@@ -153,16 +153,16 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
         raise DraftError(f"--state-dir: no directory {str(folder)!r}.")
     raw = read_config(draft_dir)
     store = DraftStore(folder, store_fingerprint(rows_fingerprint(target_dir), raw))
-    head = store.newest()
-    if head is None:
+    draft = store.newest()
+    if draft is None:
         why = f" ({store.refused[-1]})" if store.refused else ""
         said = f"{str(folder)!r} keeps no usable draft for this target and draft{why}."
         raise DraftError(f"--state-dir: {said}")
     config = Eagle3Config.from_json(raw, read_config(target_dir))
-    verifier, figures = read_verifier(raw), {**head.held_out, **head.served}
+    verifier, figures = read_verifier(raw), {**draft.held_out, **draft.served}
     source = "a trainer's kept drafts"
     return ExportedDraft(
-        config, head.tensors, verifier, head.version, source, figures, True
+        config, draft.tensors, verifier, draft.version, source, figures, True
     )
 
 

@@ -231,9 +231,9 @@ class Deployment:
             if not stored.holds(live):
                 return stored.version, stored.master
         raise TransportError(
-            f"no head from before version {version} is known: nothing was rolled back"
+            f"no draft from before version {version} is known: nothing was rolled back"
             if version
-            else "no head has been published: the checkpoint's is served"
+            else "no draft has been published: there is nothing to go back to"
         )
 
     @property
@@ -343,7 +343,7 @@ class Deployment:
                 served={"reason": reason},
             )
         except (OSError, DraftError) as error:
-            logger.error("the head store: %s", error)
+            logger.error("the draft was not stored: %s", error)
 
     def _roll_back(self, verdict: Verdict) -> None:
         facts = {"rollback_of": verdict.version, "to": self.good}

@@ -127,7 +127,7 @@ class DraftStore:
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise DraftRefused(f"head store: {name} is not finite.")
+                raise DraftRefused(f"draft store: {name} is not finite.")
         plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
         data = save(plain, metadata={"format": "pt"})
         names = self._names()
@@ -162,8 +162,8 @@ class DraftStore:
                 logger.warning("%s", error)
                 self.refused = [*self.refused, str(error)][-32:]
 
-    def drop(self, head: StoredDraft) -> None:
-        self._remove(head.path.name.removesuffix(_TENSORS))
+    def drop(self, draft: StoredDraft) -> None:
+        self._remove(draft.path.name.removesuffix(_TENSORS))
 
     @property
     def _prefix(self) -> str:

@@ -34,9 +34,9 @@ logger = logging.getLogger("vllm.tide")
 
 
 def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
-    """Build a head for the target (or take it from the cache) and configure it.
+    """Build a draft for the target (or take it from the cache) and configure it.
 
-    An untrained head drafts badly: under the policy `adaspec`, which is the default,
+    An untrained draft drafts badly: under the policy `adaspec`, which is the default,
     nothing is drafted until it pays.
 
     Args:
@@ -44,7 +44,7 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
             and `method`.
 
     Raises:
-        ConfigError: No head can be built for this target.
+        ConfigError: No draft can be built for this target.
     """
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.fresh import fresh_directory
@@ -138,7 +138,7 @@ def _refuse(said: list[str]) -> None:
 def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     """Check a speculative configuration with a `tide` section against the target.
 
-    With `"model": "fresh"` a head is built first and written into `config`; so is what
+    With `"model": "fresh"` a draft is built first and written into `config`; so is what
     was settled in the `tide` section, for every process that reads it later.
 
     Args:

@@ -458,7 +458,7 @@ class Feeds:
             )
         except TransportError as error:
             self.failed_publications += 1
-            logger.error("engine %s: head %d: %s", feed.id, draft.version, error)
+            logger.error("engine %s: draft %d: %s", feed.id, draft.version, error)
             return str(error)
         return ""
 
