@@ -37,6 +37,8 @@ class RecordedPolicy(AdaSpecPolicy):
     forced: itertools.cycle[int] | None = None
     length: int | None = None  # of the step under way, if it is a set one
     waiting: Step | None = None
+    depth = 0  # draft steps that it would have made in a step of a set length
+    decided = 0.0  # seconds of its decisions about that
     since: float | None = None  # when the step before was known
 
     def plan(self, batch: Batch, now: float) -> Plan:
@@ -46,27 +48,44 @@ class RecordedPolicy(AdaSpecPolicy):
         if self.forced is None or not (whole and room):
             self.waiting = None
             return super().plan(batch, now)
-        self.length = next(self.forced)
-        self.gate.decide = lambda *_: ""  # type: ignore[method-assign]
+        self.length, decide = next(self.forced), self.gate.decide
+
+        def ask(*given: float) -> str:
+            self.depth = 0 if decide(*given) else self._settings.k_max
+            return ""  # whether it is off is only noted
+
+        self.gate.decide = ask  # type: ignore[method-assign]
         self.gate.check_due = lambda *_: False  # type: ignore[method-assign]
+        began = time.perf_counter()
         try:
             super().plan(batch, now)
         finally:
             del self.gate.decide, self.gate.check_due
+        self.decided = time.perf_counter() - began
         self._confidences: list[np.ndarray] = []
         return Plan(self.length, "" if self.length else "override")
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        began = time.perf_counter()
         more = super().go_on(step, confidence)
         if self.length is None:
             return more
+        self.decided += time.perf_counter() - began
+        if not more:
+            self.depth = min(self.depth, step)
         self._confidences.append(np.array(confidence, np.float64))
         return step < self.length
 
     def choose(self) -> np.ndarray:
-        lengths = super().choose()
         if self.length is None or self._batch is None:
-            return lengths
+            return super().choose()
+        depth, drafted = min(self.depth, self.length), self._step
+        self._step = depth or drafted
+        began = time.perf_counter()
+        lengths = super().choose()
+        self.decided += time.perf_counter() - began
+        self.recording.decisions.append((drafted, self.decided))
+        self._step = drafted
         if self.length == self.recording.most:
             self.waiting = Step(
                 np.stack(self._confidences),
@@ -74,6 +93,8 @@ class RecordedPolicy(AdaSpecPolicy):
                 np.empty(0),
                 self._costs.target.copy(),
                 self._costs.draft.copy(),
+                depth,
+                lengths if depth else np.zeros_like(lengths),
             )
         return np.full(len(lengths), self.length)
 

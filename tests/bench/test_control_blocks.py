@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from bench.harness.blocks import (
     t_975,
     verdict,
 )
+from bench.harness.common import BenchError
 from bench.suites import control
 from bench.suites.control import ControlDocument, ControlOptions, ControlRun
 from tests.bench.control_report import RATES, visits
@@ -161,6 +163,14 @@ def test_the_default_run_is_planned_to_end_in_its_time(tmp_path):
     default = ControlOptions(suite="control", json=tmp_path, work=tmp_path)
     assert (len(default.cells), default.num_blocks, default.num_visits) == (12, 5, 420)
     assert default.visit_s > 8 and "expected 1h09m" in default.size
+    alone = replace(default, blocks=0)
+    assert (alone.num_visits, alone.record_cell_s, alone.record_s) == (0, 60, 780)
+    assert "12 cells recorded for 60 s" in alone.size
+    alone.check()
+    with pytest.raises(BenchError, match="adaspec"):
+        replace(alone, arms=("none", "static3")).check()
+    with pytest.raises(BenchError, match="--blocks"):
+        replace(alone, blocks=-1).check()
     full = ControlOptions(suite="control", json=tmp_path, work=tmp_path, full=True)
     assert len(full.cells) == 22 and full.num_blocks == 8
     assert "static7" in full.arm_names and full.cells[-1].batch == "ramp"

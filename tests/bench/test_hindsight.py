@@ -1,7 +1,14 @@
 import numpy as np
 import pytest
 
-from bench.harness.hindsight import CAUSES, Recording, Step, analyse, fitted_survival
+from bench.harness.hindsight import (
+    CAUSES,
+    Recording,
+    Step,
+    analyse,
+    fitted_survival,
+    recorded_verdict,
+)
 
 N, K = 8, 5
 RNG_STEPS = 60
@@ -69,3 +76,43 @@ def test_fitted_chances_are_those_that_came_true():
     assert np.abs(first - confidence).mean() < 0.1
     for survival in fitted_survival(steps):
         assert (np.diff(survival, axis=0) <= 0).all()
+
+
+def test_fixed_lengths_and_control_are_compared_on_the_same_steps():
+    found = recording()
+    for step in found.steps:
+        step.depth, step.lengths = 3, np.full(N, 3)
+    found.decisions = [(d, 0.001 * (d > 0)) for d in (1, 3, K)] * 2
+    told = analyse(found)
+    assert set(told["fixed"]) == {"none", "static1", "static3", "static5"}
+    assert told["fixed"]["none"] == pytest.approx(N / (TARGET_S[0] + BESIDE_S[0]), 1e-3)
+    # The same lengths, and a millisecond a step for its decisions.
+    spent = TARGET_S[3 * N] + BESIDE_S[3]
+    assert told["control"] / told["fixed"]["static3"] == pytest.approx(
+        (spent - 0.001) / spent, rel=1e-3
+    )
+    low, high = told["to_none"][1:]
+    assert low < told["control"] / told["fixed"]["none"] < high
+
+
+def test_control_that_picks_what_is_accepted_beats_every_fixed_length():
+    found = recording()
+    for step in found.steps:
+        step.lengths = step.accepted
+        step.depth = int(step.accepted.max())
+    told = analyse(found)
+    assert told["to_best"][1] > 1.05 and told["best_fixed"] in told["fixed"]
+
+
+def test_the_verdict_names_the_worst_cell_and_the_best_single_length():
+    cells = []
+    for number, depth in enumerate((1, 5)):
+        found = recording(seed=number)
+        for step in found.steps:
+            step.depth, step.lengths = depth, np.full(N, depth)
+        cells.append({"cell": f"cell {depth}", **analyse(found)})
+    said = recorded_verdict(cells)
+    worst = min(cells, key=lambda row: row["to_best"][0])
+    assert said.startswith(f"on {2 * RNG_STEPS} recorded steps")
+    assert f"({worst['cell']}: {worst['best_fixed']})" in said
+    assert "the best single length" in said and recorded_verdict([]) == ""

@@ -56,6 +56,11 @@ def test_set_lengths_are_drafted_whole_and_their_verdicts_kept():
     assert found.steps[0].confidence.shape == found.steps[0].survival.shape == (K, N)
     assert {m for m, _, _, _ in found.times} == {0, N, N * K}
     assert found.tokens == 0
+    # What it would have done by itself: the others accept less than they are sent.
+    assert all(0 <= s.depth <= K and s.lengths.shape == (N,) for s in found.steps)
+    assert any(s.depth for s in found.steps)
+    assert all((s.lengths <= s.depth).all() for s in found.steps)
+    assert {drafted for drafted, _ in found.decisions} == {1, K}
 
 
 def test_waves_without_set_lengths_are_what_is_realised():

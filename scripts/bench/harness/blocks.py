@@ -114,7 +114,8 @@ def best_arm(logs: Mapping[str, Mapping[int, float]]) -> str:
     return max(whole, key=lambda arm: sum(logs[arm][block] for block in odd))
 
 
-def _to_best(mine: Mapping[int, float], best: Mapping[int, float]) -> Ratio:
+def to_best(mine: Mapping[int, float], best: Mapping[int, float]) -> Ratio:
+    """Ratio of an arm to the best one, of the blocks that did not choose it."""
     both = sorted(mine.keys() & best.keys())
     odd = [mine[block] - best[block] for block in both if block % 2]
     even = [mine[block] - best[block] for block in both if block % 2 == 0]
@@ -163,7 +164,7 @@ def cell_rows(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 ),
                 **_rounded(
                     ("ratio_to_best", "best_low", "best_high"),
-                    (1.0, 1.0, 1.0) if arm == best else _to_best(mine, logs[best]),
+                    (1.0, 1.0, 1.0) if arm == best else to_best(mine, logs[best]),
                 ),
                 "cpu_s_per_token": round(sum(v["cpu_s"] for v in cpu) / tokens, 6)
                 if tokens

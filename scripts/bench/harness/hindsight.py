@@ -13,20 +13,32 @@ verdict is known for every length. On measured times, from the best down:
 
 Each is a rate, and maximises tokens less seconds at that same rate. `time_error`: how
 much longer the controller expects the longest step to take than it takes.
+
+`fixed` are the lengths of static arms on the same steps and times, `control` what the
+controller would have drafted and verified in them, its decisions' time included: all
+are of the same minutes, so a noisy host is in none of the ratios (`to_best`: the best
+is chosen on odd parts of the recording and compared on even ones; `to_none`). What a
+server without control saves beside its decisions is not in them, and neither are
+probes and trials.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 
+from bench.harness.blocks import NONE, Ratio, best_arm, ratio_of, to_best
 from vllm_tide.control.verifier import ABSENT, select
 
 BINS = 8
 LEAST_JUDGED = 40
+PARTS = 8
+"""Of a recording's steps, one after another, for intervals."""
+FIXED = {NONE: 0, "static1": 1, "static3": 3, "static5": 5}
 CAUSES = ("prediction", "calibration", "times", "overhead")
 
 
@@ -39,6 +51,8 @@ class Step:
     accepted: np.ndarray  # [n]
     target_s: np.ndarray  # [n * K + 1] the controller's, by verified tokens
     draft_s: np.ndarray  # [K + 1] the controller's, by draft steps
+    depth: int = 0  # draft steps that the controller would have made
+    lengths: np.ndarray | int = 0  # [n] tokens that it would have verified
 
 
 @dataclass(slots=True)
@@ -50,6 +64,8 @@ class Recording:
     steps: list[Step] = field(default_factory=list)
     # (verified tokens, target seconds, draft steps, seconds beside the target)
     times: list[tuple[int, float, int, float]] = field(default_factory=list)
+    # (draft steps, seconds of the controller's decisions)
+    decisions: list[tuple[int, float]] = field(default_factory=list)
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -88,6 +104,74 @@ def fitted_survival(steps: Sequence[Step]) -> list[np.ndarray]:
         chance[:, at] = share[np.searchsorted(edges, confidence[:, at])]
     survival = np.cumprod(chance, axis=1).astype(np.float32)
     return list(np.where(present, np.maximum(survival, 1e-6), ABSENT))
+
+
+def compare_arms(
+    recording: Recording, target: np.ndarray, beside: np.ndarray
+) -> dict[str, Any]:
+    """Tokens/s of fixed lengths and of control on the recorded steps.
+
+    Args:
+        target: Seconds by verified tokens, [n * K + 1].
+        beside: Seconds by draft steps, the controller's decisions included, [K + 1].
+    """
+    n, steps = recording.requests, recording.steps
+    deciding = _curve([(0, 0.0), *recording.decisions], len(beside))
+
+    def spent(arm: str, step: Step) -> tuple[int, float]:
+        if arm == "control":
+            lengths, depth, saved = step.lengths, step.depth, 0.0
+        else:
+            depth = min(FIXED[arm], recording.most)
+            lengths = np.minimum((step.survival >= 0).sum(axis=0), depth)
+            saved = deciding[depth]
+        tokens = n + int(np.minimum(lengths, step.accepted).sum())
+        return tokens, float(target[np.sum(lengths)] + beside[depth] - saved)
+
+    def rate(arm: str, some: Sequence[Step]) -> float:
+        tokens, seconds = zip(*(spent(arm, step) for step in some), strict=True)
+        return sum(tokens) / sum(seconds)
+
+    arms = [*FIXED, "control"]
+    parts = [list(p) for p in np.array_split(np.arange(len(steps)), PARTS) if len(p)]
+    logs: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+    for number, part in enumerate(parts, 1):
+        some = [steps[at] for at in part]
+        for arm in arms:
+            logs[arm][number] = float(np.log(rate(arm, some) / rate(NONE, some)))
+    best = best_arm({arm: logs[arm] for arm in FIXED})
+    return {
+        "fixed": {arm: round(rate(arm, steps), 2) for arm in FIXED},
+        "control": round(rate("control", steps), 2),
+        "best_fixed": best,
+        "to_best": _rounded(to_best(logs["control"], logs[best])),
+        "to_none": _rounded(ratio_of(list(logs["control"].values()))),
+    }
+
+
+def recorded_verdict(left: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence on control against fixed lengths, on recorded steps."""
+    rows = [row for row in left if "to_best" in row]
+    if not rows:
+        return ""
+
+    def over(arm: str) -> list[float]:
+        return [row["control"] / row["fixed"][arm] for row in rows]
+
+    mean = {arm: geometric_mean(over(arm)) for arm in FIXED}
+    single = min((arm for arm in FIXED if arm != NONE), key=mean.__getitem__)
+    worst = min(rows, key=lambda row: row["to_best"][0])
+    return (
+        f"on {sum(row['steps'] for row in rows)} recorded steps control is "
+        f"{geometric_mean([row['to_best'][0] for row in rows]):.3f} of the best fixed "
+        f"length of each cell, least {worst['to_best'][0]:.3f} ({worst['cell']}: "
+        f"{worst['best_fixed']}); {mean[NONE]:.3f} of none, least "
+        f"{min(over(NONE)):.3f}; {mean[single]:.3f} of {single}, the best single length"
+    )
+
+
+def _rounded(ratio: Ratio) -> list[float | None]:
+    return [None if x is None else round(x, 4) for x in ratio]
 
 
 def analyse(recording: Recording) -> dict[str, Any]:
@@ -174,4 +258,5 @@ def analyse(recording: Recording) -> dict[str, Any]:
         "lost_to": {k: round(v, 4) for k, v in zip(CAUSES, lost, strict=True)},
         "time_error": round(float(predicted / (target[-1] + beside[-1])) - 1.0, 4),
         "steps": len(steps),
+        **compare_arms(recording, target, beside),
     }

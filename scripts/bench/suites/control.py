@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import time
@@ -31,6 +32,7 @@ from bench.harness.blocks import (
     verdict,
 )
 from bench.harness.common import BenchError, clock_text, read_json, write_json
+from bench.harness.hindsight import recorded_verdict
 from bench.harness.measure import WARM_UP_SHARE, ClosedPlan, measure_closed
 from bench.harness.models import DEMO
 from bench.harness.options import option
@@ -52,7 +54,8 @@ MINUTES = 75.0
 START_S, BESIDE_S, LEAST_S = 60.0, 4.0, 2.0
 # The draft arms can be slower than `none`, after which windows are sized.
 SLACK = 0.92
-# Of a default run, for each cell: to record control's decisions.
+# Of a default run, for each cell: to record control's decisions; alone (`--blocks 0`).
+ALONE_S = 60.0
 RECORD_S, RECORD = 12.0, Path(__file__).parents[1] / "record.py"
 
 
@@ -64,7 +67,9 @@ class ControlOptions(PolicyOptions):
         (*KNOWN_DOMAINS, MIXED), "matched,unmatched,mixed (half and half in a batch)"
     )
     batches: tuple[int, ...] = option((), "requests in flight")
-    blocks: int | None = option(None, "visits of each cell by every arm")
+    blocks: int | None = option(
+        None, "visits of each cell by every arm; 0 only records control's decisions"
+    )
     minutes: float | None = option(
         None, "length of the run (75; --full: in proportion)"
     )
@@ -98,7 +103,8 @@ class ControlOptions(PolicyOptions):
 
     @property
     def num_blocks(self) -> int:
-        return self.blocks or (8 if self.full else 5)
+        usual = 8 if self.full else 5
+        return usual if self.blocks is None else self.blocks
 
     @property
     def num_visits(self) -> int:
@@ -109,15 +115,24 @@ class ControlOptions(PolicyOptions):
         """Seconds of the run: 75 minutes, or as many more as there are more visits."""
         if self.minutes is not None:
             return 60 * self.minutes
+        if not self.num_blocks:
+            return START_S + ALONE_S * len(self.cells)
         share = self.num_visits / (12 * 5 * 7) if self.full else 1.0
         return 60 * MINUTES * max(1.0, share)
+
+    @property
+    def record_cell_s(self) -> float:
+        """Seconds of a cell to record control's decisions."""
+        if not self.num_blocks:
+            return max(1.0, (self.limit_s - START_S) / len(self.cells))
+        return RECORD_S * self.limit_s / (60 * MINUTES)
 
     @property
     def record_s(self) -> float:
         """Seconds to record control's decisions after the last block."""
         if "adaspec" not in self.arm_names:
             return 0.0
-        return START_S + RECORD_S * len(self.cells) * self.limit_s / (60 * MINUTES)
+        return START_S + self.record_cell_s * len(self.cells)
 
     @property
     def visit_s(self) -> float:
@@ -127,6 +142,11 @@ class ControlOptions(PolicyOptions):
 
     @property
     def size(self) -> str:
+        if not self.num_blocks:
+            return (
+                f"{len(self.cells)} cells recorded for {self.record_cell_s:.0f} s; "
+                f"expected {clock_text(self.record_s)}"
+            )
         seconds = self.num_visits * self.visit_s + START_S * len(self.arm_names)
         seconds += self.record_s
         return (
@@ -145,12 +165,11 @@ class ControlOptions(PolicyOptions):
             raise BenchError("--batches are positive whole numbers such as 1,4,16")
         if self.num_seqs < max(self.sizes):
             raise BenchError("--max-num-seqs is below the largest of --batches")
-        for name, number in (
-            ("--blocks", self.num_blocks),
-            ("--minutes", self.limit_s),
-        ):
-            if number <= 0:
-                raise BenchError(f"{name} is too small")
+        if self.num_blocks < 0 or self.limit_s <= 0:
+            name = "--minutes" if self.num_blocks >= 0 else "--blocks"
+            raise BenchError(f"{name} is too small")
+        if not self.num_blocks and "adaspec" not in self.arm_names:
+            raise BenchError("--blocks 0 records adaspec: --arms leaves it out")
         self.check_length(self.output_tokens)
 
 
@@ -187,7 +206,11 @@ class ControlDocument(Document):
 
     def write(self) -> None:
         self.data["cells"] = cell_rows(self.data["visits"])
-        self.data["verdict"] = verdict(self.data["cells"])
+        recorded = recorded_verdict(self.data["left_on_the_table"])
+        said = [recorded] if recorded else []
+        if self.data["cells"] or not said:
+            said.insert(0, verdict(self.data["cells"]))
+        self.data["verdict"] = "; ".join(said)
         super().write()
 
 
@@ -245,9 +268,13 @@ class ControlRun(PolicyRun):
             self.doc.write()
 
     def run(self) -> None:
-        super().run()
+        if self.options.num_blocks:
+            super().run()
         if "adaspec" in self.options.arm_names:
-            self._record()
+            try:
+                self._record()
+            finally:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _record(self) -> None:
         """Records control in an engine of its own, once the servers have ended."""
@@ -279,7 +306,7 @@ class ControlRun(PolicyRun):
                 "cells": cells,
                 "control": control,
                 "most": TIDE_MAX_TOKENS,
-                "seconds": RECORD_S * options.limit_s / (60 * MINUTES),
+                "seconds": options.record_cell_s,
                 "arguments": arguments + ["--enforce-eager"] * (not options.compile),
             },
         )
