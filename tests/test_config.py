@@ -296,6 +296,16 @@ def test_a_mistake_beside_the_section_is_named(change, start, capsys):
     assert status == 2 and said.startswith(f"error: {start}")
 
 
+def test_all_that_is_against_control_and_memory_is_named_at_once(capsys):
+    control = {"policy": "adaspec", "profile": "~nosuchuser/p"}
+    change = {"tide": {**MEMORY, "control": control}, "parallel_drafting": True}
+    status, said = checked(WHOLE | change | TABLE, capsys)
+    assert status == 2 and len(said) == 5
+    assert sum("tide.test_time.memory changes" in line for line in said) == 2
+    assert sum("tide.control chooses" in line for line in said) == 1
+    assert said[-1].startswith("error: tide.control.profile: no file")
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(("change", "start"), BY_VLLM)
 def test_vllm_s_own_keys_are_judged_by_vllm_s_own_rules(change, start, capsys):

@@ -178,9 +178,9 @@ def settle(config: Mapping[str, Any]) -> dict[str, Any]:
     barred: list[str] = []
     if tide.control.policy != "static":
         barred = list(_against_control(config))
-        if "policy" in section.get("control", {}):
-            found += barred
-        if not barred and (path := tide.control.profile) is not None:
+        asked = "policy" in section.get("control", {})
+        found += barred if asked else ()
+        if (asked or not barred) and (path := tide.control.profile) is not None:
             found += _no_profile(path)
     if found:
         raise ConfigError("\n".join(found))

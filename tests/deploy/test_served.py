@@ -126,6 +126,26 @@ def played(random, version, level, number, marked):
     yield end_record(number)
 
 
+def test_a_worse_base_is_taken_back_though_a_fast_draft_was_served_before_it():
+    """Requests that a fast draft served whole do not push others out of the window."""
+    random, served = np.random.default_rng(0), ServedRequests()
+    canary, number = Canary(DeployConfig()), 0
+    for version, level, count, fast in (
+        (1, 0.7, 60, False),
+        (1, 0.9, 300, True),
+        (2, 0.3, 8, False),
+    ):
+        if version == 2:
+            canary.begin("", 2)
+        for _ in range(count):
+            number += 1
+            for step in played(random, version, level, number, None):
+                for request in served.add(step, "", 0.0, fast=fast):
+                    canary.observe(request)
+    canary.look()
+    assert canary.poll().decision == "rollback"
+
+
 def verdict_on(level, marked):
     """What the canary says of a draft of that level after one of 0.6."""
     random, served = np.random.default_rng(0), ServedRequests()

@@ -124,7 +124,7 @@ class Canary:
             return
         if self.undecided and first >= self._first:
             self._after.append(request)
-        elif first >= self._oldest:
+        elif first >= self._oldest and request.cells:  # else it says nothing
             self._take_before(request)
 
     def _take_before(self, request: ServedRequest) -> None:
@@ -225,7 +225,9 @@ class Canary:
         self._verdict = Verdict(decision, self._version, reason, requests, found)
         if decision == "keep":
             self._in_a_row = 0
-            own = [r for r in self._after if r.first_version == self._version]
+            own = [
+                r for r in self._after if r.first_version == self._version and r.cells
+            ]
             self._bad.update(range(self._first, self._version))
             # The next window is this draft's own, unless it is too short to be one.
             if len(own) >= self.config.canary_requests:

@@ -42,7 +42,7 @@ class ServedRequest:
         cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
             these steps in steps without drafts (`Record.cost`). Only of steps under the
             first version: later ones had draft KV of two versions. Steps in which the
-            memory or a fast draft drafted are left out, here and below.
+            memory drafted, and all under a fast draft, are left out, here and below.
         tries: Drafted first tokens that were verified, weighted by 1 / `verify_chance`.
         hits: Those of them that were accepted, weighted alike.
         squares: Sum of the squared weights of `tries`.

@@ -260,8 +260,8 @@ class Feeds:
     ) -> None:
         """Send one engine a fast draft over the base that it serves, or the base again.
 
-        What it serves of it counts as `base` everywhere; `latest` and engines that join
-        never see a fast draft.
+        Its requests count as `base`'s, its steps say nothing of that (`is_fast`);
+        `latest` and engines that join never see a fast draft.
 
         Args:
             meta: Of the publication; `adaptation` says in `fast` which of both it is.
