@@ -314,7 +314,9 @@ class ControlRun(PolicyRun):
         python = options.venv / "bin" / "python"
         command = [str(python), str(RECORD), "--model", str(self.target.path)]
         command += ["--draft", str(options.draft), "--requests", str(plan_file)]
-        with (work / "logs" / "record.log").open("wb") as log:
+        logs = work / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "record.log").open("wb") as log:
             subprocess.run(
                 [*command, "--json", str(out)],
                 stdout=log,
