@@ -103,6 +103,7 @@ class RecordedPolicy(AdaSpecPolicy):
         whole = len(outcome.slots) == recording.requests
         if sample and sample.requests == recording.requests and not sample.prefill:
             drafts = np.nansum([sample.draft_first_s, sample.draft_next_s])
+            recording.hosts.append((sample.steps, float(sample.host_s)))
             recording.times.append(
                 (
                     sample.verified,

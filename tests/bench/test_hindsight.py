@@ -116,3 +116,13 @@ def test_the_verdict_names_the_worst_cell_and_the_best_single_length():
     assert said.startswith(f"on {2 * RNG_STEPS} recorded steps")
     assert f"({worst['cell']}: {worst['best_fixed']})" in said
     assert "the best single length" in said and recorded_verdict([]) == ""
+
+
+def test_none_is_not_charged_with_a_draft_step_where_control_never_rested():
+    found = recording()
+    known = analyse(found)["fixed"]["none"]
+    found.times = [t for t in found.times if t[2]]
+    found.times += [(0, TARGET_S[0], 0, float("nan"))]
+    found.hosts = [(3, BESIDE_S[0] + 0.001)] * 5 + [(0, float("nan"))]
+    found.decisions = [(d, 0.001) for d in (1, 3, K)]
+    assert analyse(found)["fixed"]["none"] == pytest.approx(known, rel=1e-3)

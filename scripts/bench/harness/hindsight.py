@@ -64,6 +64,8 @@ class Recording:
     steps: list[Step] = field(default_factory=list)
     # (verified tokens, target seconds, draft steps, seconds beside the target)
     times: list[tuple[int, float, int, float]] = field(default_factory=list)
+    # (draft steps, seconds of them on the host, decisions included)
+    hosts: list[tuple[int, float]] = field(default_factory=list)
     # (draft steps, seconds of the controller's decisions)
     decisions: list[tuple[int, float]] = field(default_factory=list)
     tokens: float = 0.0
@@ -104,6 +106,20 @@ def fitted_survival(steps: Sequence[Step]) -> list[np.ndarray]:
         chance[:, at] = share[np.searchsorted(edges, confidence[:, at])]
     survival = np.cumprod(chance, axis=1).astype(np.float32)
     return list(np.where(present, np.maximum(survival, 1e-6), ABSENT))
+
+
+def _beside(recording: Recording) -> np.ndarray:
+    """Seconds beside the target by draft steps, [K + 1].
+
+    A step that control was asked about and did not draft in has no time of the host:
+    where it never rested, that is of the steps it drafted in, without its decisions.
+    """
+    points = [(d, s) for _, _, d, s in recording.times if np.isfinite(s)]
+    if recording.hosts and not any(d == 0 for d, _ in points):
+        deciding = _curve([(0, 0.0), *recording.decisions], recording.most + 1)
+        rest = [s - deciding[d] for d, s in recording.hosts if d and np.isfinite(s)]
+        points.append((0, max(float(np.median(rest)), 0.0)))
+    return _curve(points, recording.most + 1)
 
 
 def compare_arms(
@@ -178,7 +194,7 @@ def analyse(recording: Recording) -> dict[str, Any]:
     """Rates in tokens/s, and the share of the best that each cause took."""
     n, most, steps = recording.requests, recording.most, recording.steps
     target = _curve(((m, t) for m, t, _, _ in recording.times), n * most + 1)
-    beside = _curve(((d, s) for _, _, d, s in recording.times), most + 1)
+    beside = _beside(recording)
     fitted = fitted_survival(steps)
 
     def per_request(at: int, bar: float) -> tuple[np.ndarray, int]:
