@@ -16,10 +16,11 @@ much longer the controller expects the longest step to take than it takes.
 
 `fixed` are the lengths of static arms on the same steps and times, `control` what the
 controller would have drafted and verified in them, its decisions' time included: all
-are of the same minutes, so a noisy host is in none of the ratios (`to_best`: the best
-is chosen on odd parts of the recording and compared on even ones; `to_none`). What a
-server without control saves beside its decisions is not in them, and neither are
-probes and trials.
+share the times, so how fast the host is falls out of the ratios (`to_best`: the best
+is chosen on odd parts of the recording and compared on even ones; `to_none`). Their
+intervals are of the steps; how well the times are known, which are medians of few
+steps in a short recording, is not in them. Neither is what a server without control
+saves beside its decisions, nor probes and trials.
 """
 
 from __future__ import annotations
