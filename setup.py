@@ -34,7 +34,7 @@ setup(
             sources=SOURCES,
             depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
             define_macros=[("Py_LIMITED_API", hex(ABI))],
-            extra_compile_args=["-O2", "-std=c++17", "-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-std=c++17", "-Wall", "-Wextra"],
             py_limited_api=True,
         )
     ]

@@ -82,9 +82,15 @@ def plant():
     if os.environ.get("PLANT_UNCALIBRATED") != "1":
         return
     from vllm_tide.control.calibration import Calibration, RequestOffsets
-    inner = Calibration.logits
-    Calibration.logits = lambda *args: (inner(*args)[0],) * 2
-    RequestOffsets.learn = lambda *args: None
+    inner = Calibration.predict
+    def predict(self, values, step, *given):
+        inner(self, values, step, *given)
+        z, logit, chance = values[:, step - 1]
+        logit[:] = z
+        chance[:] = 1.0 / (1.0 + 2.718281828 ** -z)
+    Calibration.predict = predict
+    judge = RequestOffsets.judge
+    RequestOffsets.judge = lambda self, *given: (judge(self, *given), self.reset())[0]
 """
 
 

@@ -59,19 +59,21 @@ def finite(confidence: float, acceptance: float, seed: int) -> bool:
     lot = 64
     kind = np.zeros(lot, np.int64)
     for _ in range(-(-LABELS // lot)):
-        seen, logit = calibration.logits(1, np.full(lot, confidence, np.float32), kind)
+        given = np.full(lot, confidence, np.float32), kind, np.zeros(lot)
+        values = np.empty((3, 1, lot))
+        calibration.predict(values, 1, *given)
+        seen, _, chance = values[:, 0]
         accepted = (rng.random(lot) < acceptance).astype(float)
-        chance = 1.0 / (1.0 + np.exp(-logit))
         calibration.learn(
             rng.integers(0, DRAFT_TOKENS, lot), kind, seen, chance, accepted
         )
     grid = np.linspace(0.0, 1.0, 101)
-    tables = [
-        calibration.logits(step, grid, np.full(len(grid), sampled))[1]
-        for step in range(1, DRAFT_TOKENS + 1)
-        for sampled in (0, 1)
-    ]
-    return bool(np.isfinite(tables).all() and np.isfinite(calibration.error()))
+    values = np.empty((2, 3, DRAFT_TOKENS, len(grid)))
+    for step in range(1, DRAFT_TOKENS + 1):
+        for sampled in (0, 1):
+            given = np.full(len(grid), sampled), np.zeros(len(grid))
+            calibration.predict(values[sampled], step, grid, *given)
+    return bool(np.isfinite(values).all() and np.isfinite(calibration.error()))
 
 
 def recovers(confidence: float, acceptance: float, seed: int) -> bool:

@@ -125,17 +125,23 @@ def say_how_confident() -> None:
     from vllm_tide.control import policies
     from vllm_tide.control.calibration import Calibration, RequestOffsets
 
-    inner = Calibration.logits
+    inner, judge = Calibration.predict, RequestOffsets.judge
 
-    def logits(calibration: Calibration, *of: Any) -> tuple[np.ndarray, np.ndarray]:
-        z, _ = inner(calibration, *of)
-        return z, z
+    def predict(
+        calibration: Calibration, values: np.ndarray, step: int, *of: Any
+    ) -> None:
+        inner(calibration, values, step, *of)
+        z, logit, chance = values[:, step - 1]
+        logit[:] = z
+        chance[:] = 1.0 / (1.0 + np.exp(-z))
 
-    def learn(*_: Any) -> None:
-        """Offsets stay at 0."""
+    def forget(offsets: RequestOffsets, *of: Any) -> Any:
+        found = judge(offsets, *of)
+        offsets.reset()
+        return found
 
     policies.THRESHOLD = 1e-9
-    Calibration.logits, RequestOffsets.learn = logits, learn
+    Calibration.predict, RequestOffsets.judge = predict, forget  # type: ignore[method-assign]
 
 
 def say_what_is_learnt() -> None:

@@ -7,6 +7,8 @@ against it is the price of confidences that tell too little or are read wrongly.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
@@ -26,15 +28,20 @@ class _Told(Calibration):
 
     survival: np.ndarray
 
-    def logits(
-        self, step: int, confidence: np.ndarray, sampled: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def predict(
+        self,
+        values: np.ndarray,
+        step: int,
+        confidence: np.ndarray,
+        sampled: np.ndarray,
+        offset: np.ndarray,
+    ) -> None:
         chance = self.survival[:, step - 1].astype(np.float64)
         if step > 1:
             chance /= np.maximum(self.survival[:, step - 2], _LEAST)
         chance = np.clip(chance, _LEAST, 1.0 - _LEAST)
         logit = np.log(chance / (1.0 - chance))
-        return logit, logit
+        values[:, step - 1] = logit, logit, chance
 
     def learn(self, *labels: object) -> None:
         """Nothing to learn."""
@@ -43,6 +50,11 @@ class _Told(Calibration):
 class _NoOffsets(RequestOffsets):
     def learn(self, *labels: object) -> None:
         """Nothing to learn."""
+
+    def judge(self, *given: Any) -> tuple[np.ndarray, np.ndarray, float]:
+        found = super().judge(*given)
+        self.reset()
+        return found
 
 
 class InformedPolicy(AdaSpecPolicy):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.control.toys import sigmoid
-from vllm_tide.control.history import CHANCE, GRID, History
+from vllm_tide.control.history import CENTRES, CHANCE, GRID, History
 
 
 def feed(history, rng, slots, level, rounds, steps=4, fall=0.0):
@@ -45,9 +45,7 @@ def test_requests_differ_and_new_ones_are_like_the_batch():
     feed(history, rng, slots, level, 60)
 
     def predicted(slot):
-        both, share = history.classes(np.array([slot]))
-        first = history.survival[both, 0] @ CHANCE
-        return float(first @ share)
+        return float(history.accepted(np.array([slot]), np.array([1]))[0])
 
     assert predicted(0) > 0.8 and predicted(15) < 0.45
     history.add(0)
@@ -65,9 +63,22 @@ def test_predicted_products_are_products():
     row = survival[2]
     single = row[0]
     np.testing.assert_allclose(row, single ** np.arange(1, 6), rtol=0.12)
-    # The spectra's distributions are the same ones, from any position on.
-    gained = np.fft.irfft(history.spectra[0][2], 2 * GRID)[:, :GRID] @ CHANCE
-    np.testing.assert_allclose(gained, row, rtol=1e-9)
+    np.testing.assert_allclose(history.gains[2], row.cumsum())
+
+
+def test_survival_over_positions_is_their_convolution():
+    rng = np.random.default_rng(4)
+    history = History(5, 64)
+    feed(history, rng, np.arange(64), 1.0, 80, steps=5)
+    alone = [history.gained[start][:, 0] for start in range(5)]
+    for start, table in enumerate(history.gained):
+        assert table.shape == (len(CENTRES), 5 - start, GRID)
+        wanted = alone[start]
+        for j in range(start, 5):
+            if j > start:
+                pairs = zip(wanted, alone[j], strict=True)
+                wanted = np.stack([np.convolve(a, b)[:GRID] for a, b in pairs])
+            np.testing.assert_allclose(table[:, j - start], wanted, atol=1e-15)
 
 
 def test_a_swap_forgets_requests_but_not_the_workload():

@@ -285,13 +285,29 @@ class World:
         return result
 
 
+def logits(calibration, step, confidence, sampled):
+    """Log-odds of confidences, and of acceptance, of requests like all others."""
+    values = np.full((3, step, len(confidence)), np.nan)
+    offset = np.zeros(len(confidence))
+    calibration.predict(values, step, confidence, sampled, offset)
+    np.testing.assert_allclose(values[2, -1], sigmoid(values[1, -1]))
+    assert np.isnan(values[:, :-1]).all()
+    return values[0, -1], values[1, -1]
+
+
 def take_confidence_for_probability(monkeypatch):
     """Nothing is learnt of how often a confidence is right."""
 
-    def logits(calibration, step, confidence, sampled):
-        z, _ = learnt(calibration, step, confidence, sampled)
-        return z, z
+    def predict(calibration, values, step, confidence, sampled, offset):
+        learnt(calibration, values, step, confidence, sampled, offset)
+        values[1, step - 1] = values[0, step - 1]
+        values[2, step - 1] = sigmoid(values[0, step - 1])
 
-    learnt = Calibration.logits
-    monkeypatch.setattr(Calibration, "logits", logits)
-    monkeypatch.setattr(RequestOffsets, "learn", lambda *_: None)
+    learnt = Calibration.predict
+    monkeypatch.setattr(Calibration, "predict", predict)
+    judge = RequestOffsets.judge
+    monkeypatch.setattr(
+        RequestOffsets,
+        "judge",
+        lambda offsets, *given: (judge(offsets, *given), offsets.reset())[0],
+    )

@@ -370,9 +370,12 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
             break
     if installed:
         engine.install()
-    base = base_of(sidecar)
+    base, left = base_of(sidecar), engine.sent()
     sidecar.feeds.close()  # without a word
     again = attach(engine)
+    # Its records until the base is in again are a fast draft's.
+    assert again.feeds.is_fast("test", left.version)
+    assert not again.feeds.is_fast("test", left.meta["adaptation"]["base"])
     sent = engine.sent()
     assert "adaptation" not in sent.meta
     tensors = master_of(sent)
@@ -383,6 +386,34 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
     assert again._tick()
     assert again.deployment.installed == sent.version
     again.feeds.close()
+
+
+def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
+    sidecar = attach(engine)
+    feed = sidecar.feeds.feed("test")
+    feed.manifest = replace(feed.manifest, tide={"test_time": {"adapt": "off"}})
+    engine.begin(1, 2, 3)
+    for _ in range(200):
+        learn(sidecar, engine)
+        if sidecar.fast._is_better():
+            break
+    learn(sidecar, engine)
+    assert sidecar.fast._is_better() and not engine.weights.latest_version()
+    feed.manifest = engine.manifest
+    learn(sidecar, engine)
+    assert engine.weights.latest_version()
+    sidecar.feeds.close()
+
+
+def test_a_stride_beyond_a_batch_is_waited_for(engine):
+    knobs = ADAPT | {"stride": KNOBS["batch_tokens"]}  # a request's share is a quarter
+    tide = {"train": KNOBS, "test_time": knobs}
+    engine.manifest = replace(engine.manifest, tide=tide)
+    engine.announce()
+    sidecar = attach(engine)
+    engine.begin(1)
+    learn(sidecar, engine, 2)
+    sidecar.feeds.close()
 
 
 def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):

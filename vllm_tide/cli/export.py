@@ -133,9 +133,9 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
     # A fast draft, or its base given back: the number of the base is what counts.
     adaptation = publication.meta.get("adaptation") or {}
     version = int(adaptation.get("base", publication.version))
-    if adaptation.get("fast"):
+    if adaptation.get("fast") or "delta" in publication.meta:  # no weights of its own
         raise DraftError(
-            f"export: over version {version} a fast draft is served "
+            f"export: over version {version} a fast draft is or was served "
             "(tide.test_time.adapt), which has learnt from running requests; try again "
             "after `vllm-tide pause`, or export --state-dir."
         )

@@ -58,9 +58,10 @@ class _Lesson:
     """A round that was drafted in, and what the target said of it.
 
     Attributes:
-        values: z, logit, chance: float64 [3, s, n].
-        survival: float32 [s, n].
-        rows: Places of the requests that `verified` and `accepted` are of.
+        values: z, logit, chance: float64 [3, most, n].
+        survival: float32 [most, n].
+        steps: Draft steps that the round had.
+        answers: Places of requests, and tokens of each verified and accepted.
         explored: Lengths that pay and the chance of the others, where some were drawn.
     """
 
@@ -68,9 +69,8 @@ class _Lesson:
     sampled: np.ndarray
     values: np.ndarray
     survival: np.ndarray
-    rows: np.ndarray
-    verified: np.ndarray
-    accepted: np.ndarray
+    steps: int
+    answers: tuple[np.ndarray, np.ndarray, np.ndarray]
     explored: tuple[np.ndarray | None, float]
 
 
@@ -156,7 +156,7 @@ class AdaSpecPolicy:
         self.calibration = Calibration(k)
         self.offsets = RequestOffsets(capacity)
         self.history = History(k, capacity)
-        self.drafter = Drafter(k, self.history, settings.verify)
+        self.drafter = Drafter(self.history, settings.verify)
         self.gate = Gate(settings.min_gain, settings.probe_share)
         share = _EXPLORE_SHARE * settings.probe_share * settings.explore
         self._exploration = Exploration(share)
@@ -220,9 +220,8 @@ class AdaSpecPolicy:
             room = self._room = batch.memory.left_to_draft(room, gains)
             if not room.any():
                 return self._stay_off("memory")
-        enough = self.gate.threshold if self.gate.on else np.inf
         limited = costs.limit < costs.loose
-        forecast = self.drafter.begin(batch.slots, room, costs, enough)
+        forecast = self.drafter.begin(batch.slots, room, costs)
         if limited and costs.limit == costs.loose:
             self._count["limits_left_out"] += 1
         elif batch.asked is not None:
@@ -261,23 +260,11 @@ class AdaSpecPolicy:
         batch, costs = self._batch, self._costs
         assert batch is not None  # noqa: S101 (protocol: plan comes first)
         self._step = step
-        z, logit = self.calibration.logits(step, confidence, self._sampled)
-        logit = logit + self._offset
-        chance = np.exp(-logit)
-        chance += 1.0
-        self._depth += np.log(chance)
-        np.divide(1.0, chance, out=chance)
-        values = self._values
-        values[0, step - 1], values[1, step - 1], values[2, step - 1] = z, logit, chance
-        survival = np.exp(-self._depth)
-        row = self._survival[step - 1]
-        row[:] = survival
-        np.maximum(row, 1e-6, out=row)
-        if self._least_room < step:
-            row[batch.room < step] = ABSENT
-        return self.drafter.go_on(
-            step, self._depth, survival, self._room, costs, self._bar
-        )
+        given = self._values, step, confidence, self._sampled, self._offset
+        self.calibration.predict(*given)
+        rooms = batch.room, self._room
+        survival, bar = self._survival, self._bar
+        return self.drafter.go_on(step, self._values, survival, *rooms, costs, bar)
 
     def choose(self) -> np.ndarray:
         """int64 [n], tokens of each request to verify, of what `remembered` says."""
@@ -356,11 +343,10 @@ class AdaSpecPolicy:
             lesson = _Lesson(
                 batch.slots,
                 self._sampled,
-                self._values[:, :step],
-                self._survival[:step],
-                rows,
-                verified,
-                accepted,
+                self._values,
+                self._survival,
+                step,
+                (rows, verified, accepted),
                 (explored.wanted, explored.chance),
             )
             self._lot.append(lesson)
@@ -406,6 +392,8 @@ class AdaSpecPolicy:
         if self._batch is not None:
             self._row[self._batch.slots] = -1
         self._batch = batch
+        batch.slots = np.ascontiguousarray(batch.slots, np.int64)
+        batch.room = np.ascontiguousarray(batch.room, np.int64)
         self._planned_at = now
         self._step = self._from_memory = 0
         self._survival = self._survival_space[0, :0].reshape(0, len(batch))
@@ -442,9 +430,7 @@ class AdaSpecPolicy:
         place = self._place
         self._values = self._space[place, : 3 * most * n].reshape(3, most, n)
         self._survival = self._survival_space[place, : most * n].reshape(most, n)
-        self._depth = np.zeros(n)
         self._sampled = batch.sampled.astype(np.int64)
-        self._least_room = int(batch.room.min())
         self._offset = self.offsets.value[batch.slots]
         self._count["probes"] += self._trial
         allowed = self._settings.verify and self._costs.limit == np.inf
@@ -455,8 +441,8 @@ class AdaSpecPolicy:
         lot, self._lot = self._lot, []
         for number, lesson in enumerate(lot):
             if self._young or not number & 1:
-                drafted = lesson.survival >= 0
-                _, logit, chance = lesson.values
+                drafted = lesson.survival[: lesson.steps] >= 0
+                _, logit, chance = lesson.values[:, : lesson.steps]
                 self.history.learn(lesson.slots, logit, chance, drafted)
                 self._tokens_seen += drafted.size
             self._learn(lesson)
@@ -467,32 +453,16 @@ class AdaSpecPolicy:
             self.history.refresh()
 
     def _learn(self, lesson: _Lesson) -> None:
-        slots, survival, rows = lesson.slots, lesson.survival, lesson.rows
-        verified, accepted = lesson.verified, lesson.accepted
-        z, _, chance = lesson.values
-        most = np.zeros(len(slots), np.int64)
-        passed = np.zeros(len(slots), np.int64)
-        most[rows], passed[rows] = verified, accepted
-        order = np.arange(len(survival))[:, None]
-        sent = order < most
-        judged = sent & (order <= passed)
-        hit = order < passed
-        predicted = float(survival[sent].sum()) + len(rows)
-        self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
-        if not judged.any():
-            return
-        surprise = (hit - chance) * judged
-        weight = chance * (1.0 - chance) * judged
-        self.offsets.learn(slots, surprise.sum(axis=0), weight.sum(axis=0))
-        position, row = judged.nonzero()
-        self.calibration.learn(
-            position,
-            lesson.sampled[row],
-            z[judged],
-            chance[judged],
-            hit[judged].astype(np.float64),
-            Exploration.weight(position, row, *lesson.explored),
+        given = lesson.values, lesson.survival, lesson.steps, lesson.answers
+        (position, row), (z, chance, hit), predicted = self.offsets.judge(
+            lesson.slots, *given
         )
+        rows, _, accepted = lesson.answers
+        self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
+        if len(row):
+            weight = Exploration.weight(position, row, *lesson.explored)
+            kind = lesson.sampled[row]
+            self.calibration.learn(position, kind, z, chance, hit, weight)
 
     def _observe_probe(
         self, slots: np.ndarray, confidence: np.ndarray, hit: np.ndarray
@@ -500,9 +470,10 @@ class AdaSpecPolicy:
         """A shadow probe: first positions of a few requests, not verified."""
         self._unanswered = 0
         kind, first = self._kind[slots], np.zeros(len(slots), np.int64)
-        z, logit = self.calibration.logits(1, confidence, kind)
-        logit = logit + self.offsets.value[slots]
-        chance = 1.0 / (1.0 + np.exp(-logit))
+        values = np.empty((3, 1, len(slots)))
+        offset = self.offsets.value[slots]
+        self.calibration.predict(values, 1, confidence, kind, offset)
+        z, logit, chance = values[:, 0]
         accepted = hit.astype(np.float64)
         self.calibration.learn(first, kind, z, chance, accepted)
         self.offsets.learn(slots, accepted - chance, chance * (1.0 - chance))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_tide._shm import table_logits
+from vllm_tide._shm import judge, table_chances
 
 NODES = np.linspace(-4.0, 8.0, 25)
 """Log-odds of confidence at which the map is kept; linear between them."""
@@ -38,8 +38,10 @@ _SHRINK = 16.0  # tokens of evidence that the line is worth at each node
 _ECE_BINS = 10
 _ECE_EXPLORED = 512.0  # labels of cut tokens after which one counts half in the error
 _MOST_WEIGHT = 4.0  # of a label in the map: beyond it one label is mostly noise
-_BATCH_LABELS = 64  # learning costs as much for one label as for a hundred
-_BATCH_ROUNDS = 8
+# Learning costs as much for one label as for a hundred; more are waited for once there
+# are many.
+_BATCH_LABELS, _BATCH_ROUNDS = 64, 8
+_BATCH_MORE = 4
 
 
 class Calibration:
@@ -59,7 +61,7 @@ class Calibration:
         cells = np.broadcast_arrays(1.0, NODES, np.arange(k_max)[:, None])
         self._inputs = np.stack(cells).reshape(3, -1)  # of the line, at each cell
         self._pending: list[tuple[np.ndarray, ...]] = []
-        self._waiting = 0
+        self._waiting = self._learnt = 0
         # [verified for their worth, explored] x [tries, accepted - predicted, its
         # variance] x bin, and the labels of which each is a sum.
         self._ece = np.zeros((2, 3, _ECE_BINS))
@@ -68,25 +70,27 @@ class Calibration:
         self._rise = np.empty(0)
         self._refresh()
 
-    def logits(
-        self, step: int, confidence: np.ndarray, sampled: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-odds of confidence, and of acceptance before the request's offset.
+    def predict(
+        self,
+        values: np.ndarray,
+        step: int,
+        confidence: np.ndarray,
+        sampled: np.ndarray,
+        offset: np.ndarray,
+    ) -> None:
+        """Log-odds of confidence, and of acceptance, and its probability.
 
         Args:
+            values: float64 [3, steps, n]; row `step - 1` of each is written.
             step: Draft position, 1-based.
             confidence: float [n], highest probability of the draft at this step.
             sampled: int64 [n], 1 where temperature is above zero, else 0.
-
-        Returns:
-            Two float64 [n].
+            offset: float64 [n], of the requests, in log-odds of acceptance.
         """
-        found = np.empty((2, len(confidence)))
         nodes, given = len(NODES), np.ascontiguousarray(confidence, np.float64)
-        cells = (step - 1) * nodes, nodes, self.k_max * nodes
+        who = given, sampled, offset, self._table, self._rise
         line = float(NODES[0]), 1.0 / _STEP, _LEAST
-        table_logits(found, given, sampled, self._table, self._rise, *cells, *line)
-        return found[0], found[1]
+        table_chances(values, step, *who, nodes, self.k_max * nodes, *line)
 
     def learn(
         self,
@@ -112,13 +116,16 @@ class Calibration:
             weight = np.ones(len(z))
         self._pending.append((position, sampled, z, predicted, accepted, weight))
         self._waiting += len(z)
-        if self._waiting < _BATCH_LABELS and len(self._pending) < _BATCH_ROUNDS:
+        more = _BATCH_MORE if self._learnt > self._half_life else 1
+        few = len(self._pending) < more * _BATCH_ROUNDS
+        if few and self._waiting < more * _BATCH_LABELS:
             return
         position, sampled, z, predicted, accepted, weight = map(
             np.concatenate, zip(*self._pending, strict=True)
         )
         self._pending.clear()
         self._waiting = 0
+        self._learnt += len(z)
         decay = 0.5 ** (len(z) / self._half_life)
         self._measure(predicted, accepted, weight, decay)
         at = (z - NODES[0]) * (1.0 / _STEP)
@@ -183,6 +190,7 @@ class Calibration:
             keep: 0 (forget all) to 1.
         """
         self._counts *= keep
+        self._learnt = int(keep * self._learnt)
         self._ece *= keep
         self._ece_labels *= keep
         self._refresh()
@@ -265,6 +273,36 @@ class RequestOffsets:
     def add(self, slot: int) -> None:
         self.value[slot] = 0.0
         self._precision[slot] = self._prior
+
+    def judge(
+        self,
+        slots: np.ndarray,
+        values: np.ndarray,
+        survival: np.ndarray,
+        steps: int,
+        answers: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Learn from a round, and give its labels to others.
+
+        Args:
+            slots: int64 [n], each at most once.
+            values: float64 [3, most, n]: z, log-odds and probability of acceptance.
+            survival: float32 [most, n].
+            steps: Draft steps that the round had.
+            answers: int64 [m] each: places among the n, tokens verified and accepted.
+
+        Returns:
+            int64 [2, l], positions (from 0) and places of the l tokens that were judged;
+            float64 [3, l], their z, what was predicted and 1 where one was accepted;
+            tokens that were expected of the round.
+        """
+        size = steps * len(slots)
+        where, labels = np.empty((2, size), np.int64), np.empty((3, size))
+        kept = self.value, self._precision, self._KEEP, self._prior, self._MOST
+        told = [np.ascontiguousarray(each, np.int64) for each in (*answers, slots)]
+        given = values, survival, steps, *told, *kept, where, labels
+        count, tokens = judge(*given)
+        return where[:, :count], labels[:, :count], tokens
 
     def learn(
         self, slots: np.ndarray, surprise: np.ndarray, weight: np.ndarray

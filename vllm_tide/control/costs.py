@@ -33,7 +33,6 @@ class RoundCosts:
         draft: float64 [most + 1], seconds of 0..most draft steps.
         target: float64 [n * most + 1], seconds of the target step and of everything
             outside the forwards when 0..n * most draft tokens are verified.
-        slope: float64 [n * most + 1], `target`'s increments; the last is 0.
         plain: Seconds of the round without drafting.
         extra: Seconds per round that drafting costs beside `draft`: catch-up, spread.
         limit: Seconds this round may take: the tightest limit of a request that
@@ -51,7 +50,6 @@ class RoundCosts:
         "most",
         "plain",
         "requests",
-        "slope",
         "target",
     )
 
@@ -63,9 +61,6 @@ class RoundCosts:
         self.draft = model.draft_curve(n, context, batch.first_rows, most)
         self.target = model.target_curve(n, context, n * most, batch.prefill)
         self.target = self.target + model.overhead(n)
-        self.slope = np.empty_like(self.target)
-        np.subtract(self.target[1:], self.target[:-1], out=self.slope[:-1])
-        self.slope[-1] = 0.0
         self.plain = float(self.target[0])
         self.extra = 0.0
         if batch.catchup_rows:
@@ -84,23 +79,6 @@ class RoundCosts:
             return True
         self.limit = self.loose
         return False
-
-    def seconds(self, verified: np.ndarray) -> np.ndarray:
-        """Seconds of `target` at (fractional) expected numbers of verified tokens.
-
-        Args:
-            verified: float [...], 0..n * most.
-
-        Returns:
-            float64 of the same shape, linear between whole tokens.
-        """
-        whole = verified.astype(np.intp)
-        # Sums of fractions can exceed n * most by rounding.
-        np.minimum(whole, len(self.target) - 1, out=whole)
-        cost = self.slope[whole]
-        cost *= verified - whole
-        cost += self.target[whole]
-        return cost
 
 
 def round_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:

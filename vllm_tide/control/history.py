@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_tide._shm import convolve, learn_levels
+
 GRID = 48
 """Bins of -log(survival)."""
 GRID_STEP = 0.1
@@ -23,9 +25,6 @@ CHANCE = np.exp(-GRID_STEP * np.arange(GRID))
 """Survival at each bin, float64 [GRID], descending from 1."""
 HALF_LIFE_TOKENS = 4000.0
 """Drafted tokens after which what was learnt counts half."""
-_LENGTH = 2 * GRID  # of the transforms: products of two survivals do not wrap
-# max(0, survival - price), survivals down, prices CHANCE and at last 0 across
-_EXCESS = np.maximum(CHANCE[:, None] - np.append(CHANCE, 0.0), 0.0)
 
 CENTRES = np.linspace(-2.0, 4.25, 6)
 """Levels (log-odds) of the classes; a request belongs to the two around its own."""
@@ -39,6 +38,19 @@ _BETWEEN = 1.0  # variance of levels between requests
 _WITHIN = 2.5  # variance of one token's log-odds around its request's level
 _DRIFT = 0.02  # variance a level gains per round
 _MEAN_TOKENS = 32.0  # tokens of one round that move the workload's level halfway
+_FALL_TOKENS = 500.0  # worth of what is known of how much lower a position is
+# As `Filter` of csrc/control.h has them.
+_FILTER = (
+    _SURE,
+    _MEAN_TOKENS,
+    _BETWEEN,
+    _WITHIN,
+    _DRIFT,
+    _FALL_TOKENS,
+    float(CENTRES[0]),
+    1.0 / _WIDTH,
+    1.0 / GRID_STEP,
+)
 _STALE_ROUNDS = 64.0  # without observation, after which a level is 1/e its own
 
 
@@ -51,19 +63,16 @@ class History:
             draft position j = 1..K before drafting, per class.
         sets: float64 [classes, 2 * K * GRID], the same cumulated over bins: tokens of
             at least that survival per position, and expected survivors among them.
-        gains: gains[s] float64 [classes, K - s], expected survivors among the tokens of
-            positions s+1..j, for one request that survived s.
-        excess: excess[s] float64 [classes, K - s, GRID + 1]: the same for what exceeds
-            a price: sums of max(0, survival - price), prices CHANCE and, last, 0.
-        spectra: spectra[s] complex [classes, K - s, GRID + 1]: transforms of the
-            distributions of the survival gained over positions s+1..j, j = s+1..K.
+        gains: float64 [classes, K], expected survivors among positions 1..j.
+        gained: gained[s] float64 [classes, K - s, GRID], distributions of the survival
+            gained over positions s+1..j, j = s+1..K.
     """
 
     def __init__(
         self, k_max: int, capacity: int, half_life_tokens: float = HALF_LIFE_TOKENS
     ) -> None:
         self.k_max = k_max
-        self._half_life = half_life_tokens
+        self._knobs = np.array([half_life_tokens, *_FILTER])
         self.mean = _START
         self._level = np.full(capacity, _START)
         self._place = np.full(capacity, _place(_START))
@@ -74,9 +83,8 @@ class History:
         self._counts: np.ndarray = np.zeros((len(CENTRES), k_max, GRID))
         self.survival: np.ndarray = np.empty(0)
         self.sets: np.ndarray = np.empty(0)
-        self.gains: list[np.ndarray] = []
-        self.excess: list[np.ndarray] = []
-        self.spectra: list[np.ndarray] = []
+        self.gains: np.ndarray = np.empty(0)
+        self.gained: list[np.ndarray] = []
         self.refresh()
 
     def add(self, slot: int) -> None:
@@ -88,37 +96,21 @@ class History:
         """A round passes without drafting: levels grow stale."""
         self._idle += 1
 
-    def classes(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The classes that requests belong to.
+    def levels(self) -> tuple[np.ndarray, float, float]:
+        """Places of requests among the classes, by slot; that of the workload.
 
-        Args:
-            slots: int64 [n].
-
-        Returns:
-            intp [2n], the lower class of each request and then the upper ones;
-            float64 [2n], their shares, which sum to 1 for each request.
+        And what is left of a request's distance to it: its level grows stale.
         """
-        n = len(slots)
-        at = self._place[slots]
-        if self._idle:
-            at -= _place(self.mean)
-            at *= np.exp(-self._idle / _STALE_ROUNDS)
-            at += _place(self.mean)
-        both = np.empty(2 * n, np.intp)
-        share = np.empty(2 * n)
-        both[:n] = at
-        both[n:] = both[:n]
-        both[n:] += 1
-        np.subtract(at, both[:n], out=share[n:])
-        np.subtract(1.0, share[n:], out=share[:n])
-        return both, share
+        keep = float(np.exp(-self._idle / _STALE_ROUNDS)) if self._idle else 1.0
+        return self._place, _place(self.mean), keep
 
     def accepted(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Tokens expected to be accepted of the first `length` drafted ones, [n]."""
-        both, share = self.classes(slots)
-        last = np.tile(np.maximum(length, 1) - 1, 2)
-        gains = (self.gains[0][both, last] * share).reshape(2, -1).sum(axis=0)
-        return np.asarray(np.where(length > 0, gains, 0.0))
+        place, mean, keep = self.levels()
+        at = mean + (place[slots] - mean) * keep
+        low, last = at.astype(np.intp), np.maximum(length, 1) - 1
+        below, above = self.gains[low, last], self.gains[low + 1, last]
+        return np.where(length > 0, below + (at - low) * (above - below), 0.0)
 
     def expected(self) -> np.ndarray:
         """Mean conditional acceptance of positions 1..K at the workload's level."""
@@ -141,23 +133,13 @@ class History:
             chance: float64 [s, n], the same as probability.
             drafted: bool [s, n], False where a request had no such token of use.
         """
-        steps, n = chance.shape
-        tokens = drafted.sum(axis=0)
-        total = int(tokens.sum())
-        if not total:
-            return
-        self._learn_falls(logits, drafted)
-        # Sure tokens are sure enough: how sure must not hide the unsure ones.
-        kept = np.minimum(logits, _SURE)
-        kept -= self._fall[:steps, None]
-        np.multiply(kept, drafted, out=kept)
-        sums = kept.sum(axis=0)
-        self.mean += (sums.sum() / total - self.mean) * total / (total + _MEAN_TOKENS)
-        self._filter(slots, sums, tokens)
-        nearest = (self._place[slots] + 0.5).astype(np.intp)
-        row = nearest * (self.k_max * GRID) + np.arange(steps)[:, None] * GRID
-        self._counts *= 0.5 ** (total / self._half_life)
-        self._add(row, chance, drafted)
+        _, _, keep = self.levels()
+        given = slots, logits, chance, drafted
+        kept = self._level, self._place, self._variance, self._fall, self._counts
+        knobs = self.mean, keep, self._knobs
+        self.mean, learnt = learn_levels(*given, *kept, CHANCE, *knobs)
+        if learnt:
+            self._idle = 0
 
     def forget(self, keep: float) -> None:
         """Keep a share of the evidence: the draft has changed.
@@ -176,68 +158,20 @@ class History:
         pooled /= pooled.sum(axis=1, keepdims=True)
         dist = self._counts + _POOL_TOKENS * pooled[:, None]
         dist /= dist.sum(axis=2, keepdims=True)
-        single = np.fft.rfft(dist, _LENGTH)
-        # gained[:, s, j]: from after position s to after position j + 1.
-        gained: np.ndarray = np.zeros((classes, k, k, GRID))
-        spectra = np.empty((classes, k, k, GRID + 1), complex)
-        for j in range(k):
-            gained[:, j, j] = dist[:, j]
-            if j:
-                product = spectra[:, :j, j - 1] * single[:, None, j]
-                # What falls off the grid survives with under 1%: left out.
-                gained[:, :j, j] = np.fft.irfft(product, _LENGTH)[..., :GRID]
-            spectra[:, : j + 1, j] = np.fft.rfft(gained[:, : j + 1, j], _LENGTH)
-        self.survival = gained[:, 0]
+        sizes = [classes * (k - start) * GRID for start in range(k)]
+        gained = np.empty(sum(sizes))
+        convolve(dist, gained, k, GRID)
+        parts = np.split(gained, np.cumsum(sizes)[:-1])
+        self.gained = [part.reshape(classes, -1, GRID) for part in parts]
+        self.survival = self.gained[0]
         both = np.stack([self.survival, self.survival * CHANCE], axis=1)
-        self.sets = both.cumsum(axis=3).reshape(classes, 2 * k * GRID)
-        excess = gained @ _EXCESS
-        self.excess = [excess[:, start, start:].cumsum(axis=1) for start in range(k)]
-        self.gains = [np.ascontiguousarray(table[..., -1]) for table in self.excess]
-        self.spectra = [
-            np.ascontiguousarray(spectra[:, start, start:]) for start in range(k)
-        ]
-
-    def _learn_falls(self, logits: np.ndarray, drafted: np.ndarray) -> None:
-        """How much lower later positions are, within the same rounds and requests."""
-        count = drafted.sum(axis=1)
-        below = ((logits - logits[0]) * drafted).sum(axis=1)
-        fall = self._fall[: len(logits)]
-        fall += (below - count * fall) / (count + 500.0)
-
-    def _filter(self, slots: np.ndarray, sums: np.ndarray, tokens: np.ndarray) -> None:
-        """Kalman filter of the levels: `sums` over `tokens` observations each."""
-        if self._idle:
-            self._approach(float(np.exp(-self._idle / _STALE_ROUNDS)))
-            self._idle = 0
-        variance = np.minimum(self._variance[slots] + _DRIFT, _BETWEEN)
-        spread = variance * tokens + _WITHIN
-        gain = variance / spread
-        level = self._level[slots]
-        level += gain * (sums - tokens * level)
-        self._level[slots] = level
-        self._place[slots] = _places(level)
-        self._variance[slots] = variance * _WITHIN / spread
+        both = both.cumsum(axis=3)
+        self.gains = both[:, 1, :, -1].cumsum(axis=1)
+        self.sets = both.reshape(classes, 2 * k * GRID)
 
     def _approach(self, keep: float) -> None:
         self._level += (self.mean - self._level) * (1.0 - keep)
         self._place = _places(self._level)
-
-    def _add(self, row: np.ndarray, chance: np.ndarray, drafted: np.ndarray) -> None:
-        """Add tokens to the histograms, split so that the mean survival is kept."""
-        low = np.log(chance)
-        low *= -1.0 / GRID_STEP
-        bins = low.astype(np.intp)
-        np.minimum(bins, GRID - 2, out=bins)
-        upper, lower = CHANCE[bins], CHANCE[bins + 1]
-        part = (chance - lower) / (upper - lower)
-        np.maximum(part, 0.0, out=part)
-        part *= drafted
-        rest = drafted - part
-        bins += row
-        cells = np.concatenate([bins.ravel(), bins.ravel() + 1])
-        share = np.concatenate([part.ravel(), rest.ravel()])
-        added = np.bincount(cells, share, self._counts.size)
-        self._counts += added.reshape(self._counts.shape)
 
 
 def _places(level: np.ndarray) -> np.ndarray:

@@ -201,16 +201,17 @@ class RefinedTime:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        profile, curve = self.profile, np.zeros(most + 1)
+        profile = self.profile
         first = profile.draft_first_parts(requests, context, first_rows)
-        after = np.arange(most)
-        tokens, cached = profile.draft_next_parts(requests, context, after)
+        tokens, cached, grown = profile.draft_next_terms(requests, context)
         on_tokens, on_cached, more = self.draft_next.value
-        curve[1:] = tokens * on_tokens + cached * on_cached + after * (more * _UNIT)
+        each = tokens * on_tokens + cached * on_cached + more * _UNIT
+        grown *= on_cached
         # A round that is not drafted in is mostly one that control is not asked about.
         asked = self.host.value[2] * _UNIT
-        curve[1:] += self.draft_first.predict((*first, _UNIT)) + asked
-        return curve
+        begun = self.draft_first.predict((*first, _UNIT)) + asked
+        after = [begun + (each + grown * j) * j for j in range(most)]
+        return np.array([0.0, *after])
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
         return self.profile.catchup_seconds(rows, context) * self.draft_first.value[0]

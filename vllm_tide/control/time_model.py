@@ -76,6 +76,7 @@ class ForwardModel:
     extra: tuple[float, ...] = ()
     rounding: float = 0.0
     _dense: np.ndarray = field(init=False, repr=False, compare=False)
+    _by_query: tuple[np.ndarray, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         knots, seconds = self.knots, self.seconds
@@ -91,6 +92,8 @@ class ForwardModel:
             raise ValueError("costs must be finite and not negative")
         if any(a > b for a, b in zip(seconds, seconds[1:], strict=False)):
             raise ValueError(f"costs must not fall with more tokens: {seconds}")
+        lines = np.array(self.queries, float), np.array(self.extra, float)
+        object.__setattr__(self, "_by_query", lines)
         dense = self._evaluate(np.arange(_DENSE))
         dense.setflags(write=False)
         object.__setattr__(self, "_dense", dense)
@@ -132,7 +135,9 @@ class ForwardModel:
         """
         cost = self.alpha + self.pairs * query
         if self.queries:
-            cost = cost + np.interp(query, self.queries, self.extra)
+            first = isinstance(query, float) and query <= self.queries[0]
+            more = self.extra[0] if first else np.interp(query, *self._by_query)
+            cost = cost + more
         return cost * (context + self.rounding * requests)
 
     def forward(self, tokens: int, context: float, pairs: float = 0.0) -> float:
@@ -236,22 +241,35 @@ class TimeModel:
         cost = float(model.token_cost(first_rows))
         return cost, float(model.context_cost(requests, context, query))
 
+    def draft_next_terms(
+        self, requests: int, context: int
+    ) -> tuple[float, float, float]:
+        """Seconds of a pass after the first, growing by what was appended before.
+
+        Args:
+            context: Tokens in the KV cache before the first pass.
+
+        Returns:
+            Token part of each; context part of j of them: the second number times j and
+            the third times j squared.
+        """
+        model = self.draft_next
+        # Pass j reads what the j passes before it appended: the sum over 1..count.
+        grown = (model.alpha + model.pairs) * requests * 0.5
+        each = float(model.context_cost(requests, context))
+        return float(model.token_cost(requests)), each + grown, grown
+
     def draft_next_parts(
         self, requests: int, context: int, passes: np.ndarray | int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray | float, np.ndarray | float]:
         """Token part and context part of the passes after the first, in all.
 
         Args:
             context: Tokens in the KV cache before the first pass.
             passes: Number of passes, an integer or an integer array.
         """
-        count = np.asarray(passes, np.float64)
-        model = self.draft_next
-        # Pass j reads what the j passes before it appended: the sum over 1..count.
-        appended = requests * 0.5 * count * (count + 1.0)
-        each = model.context_cost(requests, context)
-        cost = float(model.token_cost(requests))
-        return cost * count, each * count + (model.alpha + model.pairs) * appended
+        cost, each, grown = self.draft_next_terms(requests, context)
+        return cost * passes, (each + grown * passes) * passes
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0

@@ -11,8 +11,11 @@ it, so on the token. Of a sampled draft such a choice would bias the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 
 import numpy as np
+
+from vllm_tide._shm import best_set
 
 ABSENT = np.float32(-1.0)
 """Survival of a token that does not exist: sorts last and is never chosen."""
@@ -57,30 +60,8 @@ def select(
             reached in the long run.
     """
     steps, n = survival.shape
-    # Ascending by SIMD; the descending view costs nothing.
-    order = np.sort(survival, axis=None)[::-1]
-    if order[-1] < 0:
-        order = order[: np.count_nonzero(survival >= 0)]
-    tokens = np.empty(len(order) + 1)
-    tokens[0] = plain_tokens
-    np.cumsum(order, dtype=np.float64, out=tokens[1:])
-    tokens[1:] += plain_tokens
-    cost = seconds[: len(tokens)]
-    value = tokens / cost if bar is None else tokens - bar * cost
-    if limit < np.inf:
-        value[1:][cost[1:] > limit] = -np.inf
-    best = int(value.argmax())
-    if best == 0:
-        return Choice(np.zeros(n, np.int64), 0, float(plain_tokens), float(seconds[0]))
-    least = order[best - 1]
-    if best == len(order):
-        lengths = (survival >= 0).sum(axis=0)
-    else:
-        lengths = (survival >= least).sum(axis=0)
-        surplus = int(lengths.sum()) - best
-        if surplus:  # Ties: give the last of them up, request by request.
-            ties = (survival == least).sum(axis=0)
-            before = np.cumsum(ties) - ties
-            keep = int(ties.sum()) - surplus
-            lengths -= ties - np.clip(keep - before, 0, ties)
-    return Choice(lengths, best, float(tokens[best]), float(cost[best]))
+    lengths = np.empty(survival.shape[1], np.int64)
+    order = np.sort(survival, axis=None)  # ascending by SIMD
+    worth = nan if bar is None else bar
+    found = best_set(order, survival, plain_tokens, seconds, limit, worth, lengths)
+    return Choice(lengths, *found)

@@ -276,7 +276,7 @@ class FastDraft:
         room = self._config.batch_tokens
         most, context = room // 4, min(CONTEXT_ROWS, room // 8)
         first = {k: max(self._upto.get(k, 0), n - most) for k, n in self._long.items()}
-        if sum(n - first[key] for key, n in self._long.items()) < self._stride:
+        if sum(n - self._upto.get(k, 0) for k, n in self._long.items()) < self._stride:
             return []
         found = []
         others = [key for key in self._long if key not in self._upto]
@@ -402,6 +402,11 @@ class FastDraft:
         on_its_way = told.published not in (self._base, told.refused)
         return told.installed == self._base and not on_its_way
 
+    def _is_wanted(self, engine: str) -> bool:
+        """False if its own section says off, whatever that of the trainer says."""
+        section = self._feeds.feed(engine).manifest.tide.get("test_time", {})
+        return bool(section.get("adapt", "off") != "off")
+
     def _publish(self, versions: Mapping[str, EngineVersions]) -> None:
         """Send the fast draft to the engines that hold its base and wait for nothing.
 
@@ -411,7 +416,9 @@ class FastDraft:
         engines = [
             engine
             for engine, told in versions.items()
-            if self._holds(told) and told.adaptation in ("", "served")
+            if self._holds(told)
+            and told.adaptation in ("", "served")
+            and self._is_wanted(engine)
         ]
         if not engines:
             return

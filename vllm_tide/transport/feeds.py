@@ -336,9 +336,15 @@ class Feeds:
                 continue
             if found.version == feedback.refused_version:
                 continue
-            if found.meta.get("adaptation", {}).get("fast") or "delta" in found.meta:
+            told = found.meta.get("adaptation", {})
+            if told.get("fast") or "delta" in found.meta:
                 self.found_fast = True
                 behind.add(member.feed.id)
+                # Its steps still say nothing of the base; all since may be fast drafts.
+                own = self._bases[member.feed.id] = told["base"]
+                since = range(max(own, found.version - FAST_KEPT), found.version)
+                self._fast[member.feed.id] = {v + 1: True for v in since}
+                self._numbers[member.feed.id] = {v + 1: own for v in since}
                 continue
             if newest is None or found.version > newest.version:
                 newest = found
