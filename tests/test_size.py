@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_715,
-    "code tokens": 229_604,
+    "lines": 38_560,
+    "code tokens": 227_620,
     "files": 163,
-    "classes": 300,
+    "classes": 299,
     "knobs": 52,
-    "lines of the longest file": 550,
+    "lines of the longest file": 538,
 }
 NOT_CODE = {
     tokenize.COMMENT,

@@ -79,13 +79,16 @@ class RecordedPolicy(AdaSpecPolicy):
     def choose(self) -> np.ndarray:
         if self.length is None or self._batch is None:
             return super().choose()
-        depth, drafted = min(self.depth, self.length), self._step
+        depth, drafted, costs = min(self.depth, self.length), self._step, self._costs
         self._step = depth or drafted
         began = time.perf_counter()
         lengths = super().choose()
         self.decided += time.perf_counter() - began
         self.recording.decisions.append((drafted, self.decided))
-        self._step = drafted
+        self._step, sent = drafted, len(lengths) * self.length
+        # What is compared with the time it takes: all of it is verified.
+        spent = float(costs.target[sent] + costs.draft[drafted])
+        self._predicted = self._predicted[0], spent
         if self.length == self.recording.most:
             self.waiting = Step(
                 np.stack(self._confidences),

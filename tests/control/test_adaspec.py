@@ -352,3 +352,57 @@ def test_unforeseen_prefill_is_no_evidence_against_the_time_model():
     where.run(policy, 300)
     assert policy.stats()["throughput_ratio"] == pytest.approx(1.0, abs=0.03)
     assert set(policy.stats()["off_rounds"]) <= {"check"}
+
+
+def one_round(policy, now, seconds, **batch):
+    """A round in which nothing is accepted; its draft steps and verified tokens."""
+    n = 4
+    made = Batch(
+        slots=np.arange(n),
+        context=np.full(n, 100),
+        room=np.full(n, 3),
+        sampled=np.zeros(n, bool),
+        limit=np.full(n, np.inf),
+        first_rows=n,
+        **batch,
+    )
+    steps, done = policy.plan(made, now).steps, 0
+    while done < steps:
+        done += 1
+        if not policy.go_on(done, np.full(n, 0.02)):
+            break
+    lengths = policy.choose()
+    zero = np.zeros(n, np.int64)
+    end = now + seconds(policy)
+    policy.observe(Outcome(np.arange(n), lengths, zero, zero + 1, end))
+    return done, lengths
+
+
+def test_a_trial_verifies_what_it_drafts(monkeypatch):
+    policy = adaspec(4, "gpt-oss-120b", k_max=3, explore=False)
+    for slot in range(4):
+        policy.add(slot, False, 0.0)
+    monkeypatch.setattr(policy.gate, "decide", lambda *_: "no_gain")
+    monkeypatch.setattr(policy.gate, "check_due", lambda *_: True)
+    for turn in range(_TRIAL_ROUNDS):
+        done, lengths = one_round(policy, float(turn), lambda p: p._predicted[1])
+        assert done and (lengths == done).all()
+    monkeypatch.setattr(policy.gate, "decide", lambda *_: "")
+    monkeypatch.setattr(policy.gate, "check_due", lambda *_: False)
+    _, lengths = one_round(policy, 99.0, lambda p: p._predicted[1])
+    assert not lengths.any()  # nothing of it is worth verifying
+
+
+def test_catching_up_is_no_time_of_drafting(monkeypatch):
+    policy = adaspec(4, "gpt-oss-120b", k_max=3, explore=False)
+    for slot in range(4):
+        policy.add(slot, False, 0.0)
+    monkeypatch.setattr(policy.gate, "check_due", lambda *_: False)
+    monkeypatch.setattr(policy.gate, "decide", lambda *_: "")
+    rows = 5000
+    late = policy._time.model.catchup_seconds(rows)
+    for turn in range(20):
+        at = 10.0 * turn
+        one_round(policy, at, lambda p: p._predicted[1] + late, catchup_rows=rows)
+    assert late > 0.05 * policy._predicted[1]
+    assert policy.gate.drafting._longer() == pytest.approx(1.0, abs=0.01)

@@ -121,6 +121,31 @@ def test_noise_and_outliers_are_borne():
     assert report.held_out_median_abs_error < 0.04
 
 
+def test_prices_of_query_lengths_are_not_made_up_of_a_few_rounds():
+    """A quick profile on a busy machine, whose kernels have none."""
+    truth = ForwardModel((1, 512), (0.02, 0.5), 2e-7)
+    sizes, contexts = (1, 2, 4, 8, 16, 32, 48), (377, 60, 250)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        shapes = [
+            (n, n * contexts[i % 3], round(share * 7 * n))
+            for i, n in enumerate(sizes)
+            for share in (0.0, 0.15, 0.4, 1.0)
+            if n < 32 or share < 0.4
+        ]
+        n, cached, sent = np.array(shapes).T
+        seconds = np.asarray(truth.token_cost(n + sent)) + truth.alpha * cached
+        seconds *= 1.0 + 0.06 * np.abs(rng.standard_normal(len(n)))
+        seconds *= np.where(rng.random(len(n)) < 0.15, 1.5, 1.0)
+        model = fit_forward(n + sent, n, cached, seconds, query=1 + sent / n)
+
+        def ratio(model, n=16, context=1920):
+            both = model.token_cost(2 * n) + model.context_cost(n, context, 2.0)
+            return both / (model.token_cost(n) + model.context_cost(n, context))
+
+        assert ratio(model) == pytest.approx(ratio(truth), rel=0.1)
+
+
 def test_staircase_of_graph_sizes_is_fitted():
     rng = np.random.default_rng(4)
     sizes = (1, 2, 4, 8, 16, 32)

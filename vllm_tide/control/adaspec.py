@@ -28,7 +28,7 @@ from vllm_tide.control.drafter import Drafter
 from vllm_tide.control.gate import AgainstPlain, Gate
 from vllm_tide.control.history import History
 from vllm_tide.control.slo import SloBook
-from vllm_tide.control.verifier import ABSENT, select
+from vllm_tide.control.verifier import select
 
 _REFRESH_ROUNDS = 16
 # Until so many tokens predictions are also refreshed when there are so many times more.
@@ -293,7 +293,9 @@ class AdaSpecPolicy:
             lengths = choice.lengths
             if self.remembered is not None:  # what is cut there is graded all the same
                 whole = np.where(self.remembered, lengths, whole)
-            if step:
+            if self._trial and step:  # what it takes is to be measured, not believed
+                lengths = whole
+            elif step:
                 lengths = self._exploration.widen(lengths, whole, seconds)
         else:
             lengths = whole
@@ -505,6 +507,8 @@ class AdaSpecPolicy:
         idle, plain = rounds - 1, self._costs.plain
         lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
         predicted = self._predicted[1]
+        if step and batch.catchup_rows:
+            predicted += self._time.model.catchup_seconds(batch.catchup_rows)
         record = self.gate.drafting if step else self.gate.plain
         if step or not self._from_memory:  # else it is a round of neither kind
             lost += record.add_time(predicted, seconds) - seconds

@@ -292,16 +292,30 @@ class RequestOffsets:
             answers: int64 [m] each: places among the n, tokens verified and accepted.
 
         Returns:
-            int64 [2, l], positions (from 0) and places of the l tokens that were judged;
-            float64 [3, l], their z, what was predicted and 1 where one was accepted;
-            tokens that were expected of the round.
+            int64 [2, l], positions (from 0) and places of the l tokens judged; float64
+            [3, l], their z, what was predicted and 1 where one was accepted; tokens
+            that were expected of the round.
         """
         size = steps * len(slots)
         where, labels = np.empty((2, size), np.int64), np.empty((3, size))
-        kept = self.value, self._precision, self._KEEP, self._prior, self._MOST
-        told = [np.ascontiguousarray(each, np.int64) for each in (*answers, slots)]
-        given = values, survival, steps, *told, *kept, where, labels
-        count, tokens = judge(*given)
+        who, *told = (np.ascontiguousarray(a, np.int64) for a in (slots, *answers))
+        rows, verified, accepted = told
+        count, tokens = judge(
+            values,
+            survival,
+            steps,
+            rows,
+            verified,
+            accepted,
+            who,
+            self.value,
+            self._precision,
+            self._KEEP,
+            self._prior,
+            self._MOST,
+            where,
+            labels,
+        )
         return where[:, :count], labels[:, :count], tokens
 
     def learn(

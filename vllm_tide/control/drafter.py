@@ -68,7 +68,7 @@ class Drafter:
         self._drafted.fill(0.0)
         self._depth = np.zeros(n)
         self._both, self._share = np.empty(2 * n, np.int64), np.empty(2 * n)
-        *found, loosened = forecast(
+        steps, tokens, seconds, free, loosened = forecast(
             costs.target,
             costs.draft,
             costs.extra,
@@ -87,7 +87,7 @@ class Drafter:
         )
         if loosened:
             costs.limit = costs.loose
-        return Forecast(*found)
+        return Forecast(steps, tokens, seconds, free)
 
     def go_on(
         self,

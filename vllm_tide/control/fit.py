@@ -9,6 +9,7 @@ rounds that took far too long and none that took far too little.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -148,22 +149,26 @@ def fit_forward(
     """
     rows = ForwardModel((1,), (0.0,), 0.0, 0.0, sizes).padded(tokens)
     knots = _knots(rows)
-    if query is None:
-        queries, reads = np.ones(1), np.ones((len(rows), 1))
-    else:
-        queries = _knots(np.minimum(query, _LONGEST_QUERY))
-        reads = _ramps(query, queries)
     ramps = _ramps(rows, knots)
-    best, error = np.empty(0), np.inf
-    rounding = 0.0
-    for tried in _ROUNDINGS:
-        cached = (context + tried * requests)[:, None]
+    queries = np.ones(1)
+    best, error, rounding = np.empty(0), np.inf, 0.0
+    lengths = [queries]
+    if query is not None:
+        lengths.append(_knots(np.minimum(query, _LONGEST_QUERY)))
+    for tried in itertools.product(lengths, _ROUNDINGS):
+        at, more = tried
+        reads = np.ones((len(rows), 1)) if query is None else _ramps(query, at)
+        cached = (context + more * requests)[:, None]
         design = np.column_stack([ramps, reads * cached])
         found = robust_nonnegative(design, seconds)
         missed = float(np.abs(design @ found / seconds - 1.0).mean())
-        # A larger one must earn it: without context to tell, none is right.
-        if missed < 0.995 * error:
-            best, error, rounding = found, missed, tried
+        # A larger one must earn it: without context to tell, none is right. So must a
+        # price for each query length (by Schwarz's criterion): a busy machine makes any
+        # of them up of few rounds.
+        more_prices = len(at) - len(queries)
+        earned = len(rows) ** (-more_prices / (2 * len(rows)))
+        if missed < min(earned, 0.995) * error:
+            best, error, queries, rounding = found, missed, at, more
     reading = np.cumsum(best[len(knots) :])
     extra = reading - reading[0]
     varies = bool(extra[-1] > 0.0)

@@ -76,7 +76,7 @@ class ForwardModel:
     extra: tuple[float, ...] = ()
     rounding: float = 0.0
     _dense: np.ndarray = field(init=False, repr=False, compare=False)
-    _by_query: tuple[np.ndarray, ...] = field(init=False, repr=False, compare=False)
+    _by_query: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         knots, seconds = self.knots, self.seconds
@@ -92,8 +92,8 @@ class ForwardModel:
             raise ValueError("costs must be finite and not negative")
         if any(a > b for a, b in zip(seconds, seconds[1:], strict=False)):
             raise ValueError(f"costs must not fall with more tokens: {seconds}")
-        lines = np.array(self.queries, float), np.array(self.extra, float)
-        object.__setattr__(self, "_by_query", lines)
+        by_query = np.array([self.queries, self.extra], float)
+        object.__setattr__(self, "_by_query", by_query)
         dense = self._evaluate(np.arange(_DENSE))
         dense.setflags(write=False)
         object.__setattr__(self, "_dense", dense)
@@ -136,7 +136,11 @@ class ForwardModel:
         cost = self.alpha + self.pairs * query
         if self.queries:
             first = isinstance(query, float) and query <= self.queries[0]
-            more = self.extra[0] if first else np.interp(query, *self._by_query)
+            more = (
+                self.extra[0]
+                if first
+                else np.interp(query, self._by_query[0], self._by_query[1])
+            )
             cost = cost + more
         return cost * (context + self.rounding * requests)
 

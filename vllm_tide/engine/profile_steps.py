@@ -69,12 +69,14 @@ class Group:
         return sum(self.requests + step.verified + step.prefill for step in self.steps)
 
     def thinned(self) -> Group:
-        """The group with a third of its steps, the first and the last among them."""
-        kept = sorted({*range(0, len(self.steps), 4), len(self.steps) - 1})
+        """A third of the steps, among them the first two and the last."""
+        last = len(self.steps) - 1
+        kept = sorted({*range(0, last, 4), min(1, last), last})
         return replace(self, steps=tuple(self.steps[i] for i in kept))
 
 
-# (share of the longest length verified per request, share drafted, prefill rows)
+# (share of the longest length verified per request, share drafted, prefill rows); first
+# what every decision of a batch compares: nothing, and about one token of each.
 _QUICK = (
     (0.0, 0.0, 0),
     (0.15, 0.15, 0),
@@ -84,9 +86,9 @@ _QUICK = (
 )
 _FULL = (
     (0.0, 0.0, 0),
+    (0.15, 0.15, 0),
     (0.0, 1.0, 0),
     (0.08, 0.3, 0),
-    (0.15, 0.15, 0),
     (0.3, 0.3, 0),
     (0.45, 0.7, 0),
     (0.6, 0.5, 0),
