@@ -384,7 +384,7 @@ class Arrays {
     return fit_ && found == nullptr ? none : found;
   }
 
-  Buffer held_[16];
+  Buffer held_[20];
   size_t used_ = 0;
   bool fit_ = true;
 };
@@ -656,53 +656,43 @@ PyObject* py_ngram_propose(PyObject*, PyObject* args) {
                         &indexed, &factors, &bits, &most_match, &slots, &known, &count,
                         &fresh, &proposed, &match, &chunk))
     return nullptr;
-  Buffer cells, texts, lengths, entered, odd, places, before, added, late, found, runs;
-  if (!cells.acquire(last, PyBUF_WRITABLE) || !texts.acquire(tokens, PyBUF_WRITABLE) ||
-      !lengths.acquire(length, PyBUF_WRITABLE) || !entered.acquire(indexed, PyBUF_WRITABLE) ||
-      !odd.acquire(factors, PyBUF_SIMPLE) || !places.acquire(slots, PyBUF_SIMPLE) ||
-      !before.acquire(known, PyBUF_SIMPLE) || !added.acquire(count, PyBUF_SIMPLE) ||
-      !late.acquire(fresh, PyBUF_SIMPLE) || !found.acquire(proposed, PyBUF_WRITABLE) ||
-      !runs.acquire(match, PyBUF_WRITABLE))
-    return nullptr;
-  const size_t capacity = lengths.size() / sizeof(int64_t), n = places.size() / sizeof(int64_t);
-  const size_t w = n ? late.size() / sizeof(int32_t) / n : 0;
-  const size_t most = n ? found.size() / sizeof(int64_t) / n : 0;
-  const size_t width = capacity ? texts.size() / sizeof(int32_t) / capacity : 0;
-  if (bits < 1 || bits > 30 || most_match < tide::kLongest ||
-      width < static_cast<size_t>(most_match) || width > INT_MAX) {
-    PyErr_SetString(PyExc_ValueError, "there is no room for a text in the index");
-    return nullptr;
-  }
-  const int32_t *table, *all, *given;
-  const int64_t *ends, *done, *out, *len;
+  Arrays arrays;
+  size_t capacity, n, all, sized, given;
   tide::NgramIndex index{};
-  tide::NewTokens step{n, w, nullptr, nullptr, nullptr, nullptr};
-  if (!values_of(cells, tide::kNumOrders * capacity << bits, "last", &table) ||
-      !values_of(texts, capacity * width, "tokens", &all) ||
-      !values_of(lengths, capacity, "length", &ends) ||
-      !values_of(entered, capacity, "indexed", &done) ||
-      !values_of(odd, tide::kLongest, "factors", &index.factors) ||
-      !values_of(places, n, "slots", &step.slots) ||
-      !values_of(before, n, "known", &step.known) ||
-      !values_of(added, n, "count", &step.count) ||
-      !values_of(late, n * w, "fresh", &given) ||
-      !values_of(found, n * most, "proposed", &out) || !values_of(runs, n, "match", &len))
-    return nullptr;
+  tide::NewTokens step{};
+  step.slots = arrays.all<int64_t>(slots, &n);
+  arrays.all<int64_t>(length, &capacity);
+  arrays.all<int32_t>(tokens, &all);
+  arrays.all<int32_t>(fresh, &given);
+  arrays.all<int64_t>(proposed, &sized);
+  const size_t width = capacity ? all / capacity : 0, w = n ? given / n : 0;
+  const size_t most = n ? sized / n : 0;
+  if (arrays.fit() && (bits < 1 || bits > 30 || most_match < tide::kLongest ||
+                       width < static_cast<size_t>(most_match) || width > INT_MAX))
+    arrays.fail("there is no room for a text in the index");
+  const size_t cells = arrays.fit() ? tide::kNumOrders * capacity << bits : 0;
+  index.last = arrays.out<int32_t>(last, cells, "last");
+  index.tokens = arrays.out<int32_t>(tokens, capacity * width, "tokens");
+  index.length = arrays.out<int64_t>(length, capacity, "length");
+  index.indexed = arrays.out<int64_t>(indexed, capacity, "indexed");
+  index.factors = arrays.in<uint64_t>(factors, tide::kLongest, "factors");
+  step.known = arrays.in<int64_t>(known, n, "known");
+  step.count = arrays.in<int64_t>(count, n, "count");
+  step.fresh = arrays.in<int32_t>(fresh, n * w, "fresh");
+  int64_t* to = arrays.out<int64_t>(proposed, n * most, "proposed");
+  int64_t* runs = arrays.out<int64_t>(match, n, "match");
+  if (!arrays.fit()) return nullptr;
   index.capacity = capacity;
   index.width = static_cast<int64_t>(width);
   index.most_match = most_match;
   index.bits = static_cast<int>(bits);
-  index.last = const_cast<int32_t*>(table);
-  index.tokens = const_cast<int32_t*>(all);
-  index.length = const_cast<int64_t*>(ends);
-  index.indexed = const_cast<int64_t*>(done);
-  step.fresh = given;
+  step.n = n;
+  step.w = w;
   if (!tide::fits(index, step)) {
     PyErr_SetString(PyExc_ValueError, "a slot or a text lies outside of the index");
     return nullptr;
   }
-  tide::propose(index, step, chunk, most, const_cast<int64_t*>(out),
-                const_cast<int64_t*>(len));
+  tide::propose(index, step, chunk, most, to, runs);
   return Py_NewRef(Py_None);
 }
 

@@ -5,7 +5,10 @@ asynchronous scheduling; its mean counts there, as a large batch decides in some
 `recall` is a look into the requests' own texts on Model Runner V1
 (`tide.test_time.memory`) that finds nothing, as no text repeats.
 
-Run: python scripts/bench/decision.py [--requests 256] [--k 8] [--json FILE]
+Run: python scripts/bench/decision.py [--requests 256] [--k 8] [--cold MIB]
+
+`--cold` writes so many MiB before `plan`, `choose` and `observe` of each round, between
+which a server runs its models: their weights have then left nothing in the caches.
 
 Limit: 100 microseconds (median) each for 256 requests x 8 tokens. All of them pay here,
 so `go_on` is measured at every depth and `choose` on the full set. Single calls; the
@@ -45,7 +48,7 @@ SECONDS = (0.0155, 0.0158, 0.0165, 0.0170, 0.0180, 0.0200, 0.03)
 
 
 def measure(
-    requests: int, k: int, rounds: int
+    requests: int, k: int, rounds: int, cold_mib: int = 0
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of single calls, by decision: [wall, CPU] lists."""
     rng = np.random.default_rng(0)
@@ -53,9 +56,12 @@ def measure(
     settings = ControlSettings(k_max=k, max_requests=requests)
     policy = AdaSpecPolicy(settings, time_model)
     found: dict[str, tuple[list[float], list[float]]] = {}
+    weights = np.zeros(cold_mib << 17)
 
     def timed(name: str, call, *args):  # noqa: ANN001, ANN002, ANN202
         wall, cpu = found.setdefault(name, ([], []))
+        if name != "go_on":
+            np.add(weights, 1.0, out=weights)
         spent, begin = time.thread_time(), time.perf_counter()
         result = call(*args)
         wall.append(time.perf_counter() - begin)
@@ -193,12 +199,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--cold", type=int, default=0, help="MiB (see above)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     gc.collect()
     gc.disable()
     measure(args.requests, args.k, 20)
-    found = measure(args.requests, args.k, args.rounds)
+    found = measure(args.requests, args.k, args.rounds, args.cold)
     found |= measure_v2(args.requests, args.k, args.rounds)
     found |= measure_recall(args.requests, args.k, args.rounds)
     rows = {}
@@ -219,6 +226,7 @@ def main() -> None:
         record = {
             "requests": args.requests,
             "k": args.k,
+            "cold_mib": args.cold,
             "limit_us": LIMIT_US,
             "machine": platform.machine(),
             "python": platform.python_version(),

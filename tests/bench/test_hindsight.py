@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from bench.harness import hindsight
 from bench.harness.hindsight import (
     CAUSES,
     Recording,
@@ -126,3 +127,13 @@ def test_none_is_not_charged_with_a_draft_step_where_control_never_rested():
     found.hosts = [(3, BESIDE_S[0] + 0.001)] * 5 + [(0, float("nan"))]
     found.decisions = [(d, 0.001) for d in (1, 3, K)]
     assert analyse(found)["fixed"]["none"] == pytest.approx(known, rel=1e-3)
+
+
+def test_one_strange_step_does_not_lift_all_that_is_longer():
+    points = [(0, 1.0), (2, 9.0), *[(4, 2.0)] * 9, *[(6, 3.0)] * 9]
+    curve = hindsight._curve(points, 8)
+    shared = (9.0 + 9 * 2.0) / 10
+    np.testing.assert_allclose(curve[[0, 2, 4, 6, 7]], [1.0, shared, shared, 3.0, 3.0])
+    assert (np.diff(curve) >= 0).all()
+    falling = [(0, 3.0), (1, 2.0), (2, 1.0)]
+    np.testing.assert_allclose(hindsight._curve(falling, 3), 2.0)

@@ -407,8 +407,9 @@ class Exploration:
 
     def verify_chance(self, lengths: np.ndarray) -> np.ndarray:
         """Chance that the first token of each verified draft was verified, [n]."""
-        only = np.zeros(len(lengths), bool) if self.wanted is None else self.wanted == 0
-        return np.where(only & (lengths > 0), self.chance, 1.0)
+        if self.wanted is None:
+            return np.ones(len(lengths))
+        return np.where((self.wanted == 0) & (lengths > 0), self.chance, 1.0)
 
     @staticmethod
     def weight(

@@ -77,14 +77,30 @@ Choose = Callable[[int, float], tuple[np.ndarray, int]]
 
 
 def _curve(points: Iterable[tuple[int, float]], count: int) -> np.ndarray:
-    """Medians by place, linear between them, never falling: [count]."""
+    """Medians by place, linear between them, never falling: [count].
+
+    Where they fall, neighbours share their mean, each weighted by its points (the
+    isotonic regression): one strange step must not lift all that is longer.
+    """
     by_place: dict[int, list[float]] = {}
     for place, seconds in points:
         if np.isfinite(seconds):
             by_place.setdefault(place, []).append(seconds)
-    places = sorted(by_place)
-    medians = np.maximum.accumulate([np.median(by_place[p]) for p in places])
-    return np.asarray(np.interp(np.arange(count), places, medians))
+    pools: list[tuple[float, int, list[int]]] = []  # value, points, places
+    for place in sorted(by_place):
+        value, weight, places = (
+            float(np.median(by_place[place])),
+            len(by_place[place]),
+            [place],
+        )
+        while pools and pools[-1][0] > value:
+            before, points_before, earlier = pools.pop()
+            total = weight + points_before
+            value = (value * weight + before * points_before) / total
+            weight, places = total, earlier + places
+        pools.append((value, weight, places))
+    known = [(place, value) for value, _, places in pools for place in places]
+    return np.asarray(np.interp(np.arange(count), *zip(*known, strict=True)))
 
 
 def fitted_survival(steps: Sequence[Step]) -> list[np.ndarray]:
