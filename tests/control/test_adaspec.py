@@ -362,9 +362,7 @@ def one_round(policy, now, seconds, **batch):
         context=np.full(n, 100),
         room=np.full(n, 3),
         sampled=np.zeros(n, bool),
-        limit=np.full(n, np.inf),
-        first_rows=n,
-        **batch,
+        **{"limit": np.full(n, np.inf), "first_rows": n, **batch},
     )
     steps, done = policy.plan(made, now).steps, 0
     while done < steps:
@@ -391,6 +389,13 @@ def test_a_trial_verifies_what_it_drafts(monkeypatch):
     monkeypatch.setattr(policy.gate, "check_due", lambda *_: False)
     _, lengths = one_round(policy, 99.0, lambda p: p._predicted[1])
     assert not lengths.any()  # nothing of it is worth verifying
+    # Not beyond a limit: one that lets a step draft, and verify nothing.
+    monkeypatch.setattr(policy.gate, "decide", lambda *_: "no_gain")
+    monkeypatch.setattr(policy.gate, "check_due", lambda *_: True)
+    limit = policy._costs.plain + float(policy._costs.draft[1]) + 1e-9
+    given = {"limit": np.full(4, limit)}
+    done, lengths = one_round(policy, 100.0, lambda p: p._predicted[1], **given)
+    assert done and policy._costs.limit == limit and not lengths.any()
 
 
 def test_catching_up_is_no_time_of_drafting(monkeypatch):

@@ -293,8 +293,8 @@ class AdaSpecPolicy:
             lengths = choice.lengths
             if self.remembered is not None:  # what is cut there is graded all the same
                 whole = np.where(self.remembered, lengths, whole)
-            if self._trial and step:  # what it takes is to be measured, not believed
-                lengths = whole
+            if self._trial and step and costs.limit == np.inf:
+                lengths = whole  # what it takes is to be measured, not believed
             elif step:
                 lengths = self._exploration.widen(lengths, whole, seconds)
         else:

@@ -341,7 +341,7 @@ class Feeds:
                 self.found_fast = True
                 behind.add(member.feed.id)
                 # Its steps still say nothing of the base; all since may be fast drafts.
-                own = self._bases[member.feed.id] = told["base"]
+                own = self._bases[member.feed.id] = int(told.get("base", 0))
                 since = range(max(own, found.version - FAST_KEPT), found.version)
                 self._fast[member.feed.id] = {v + 1: True for v in since}
                 self._numbers[member.feed.id] = {v + 1: own for v in since}
