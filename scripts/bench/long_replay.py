@@ -175,7 +175,12 @@ def adapter(
         feature_dtype="float32",
     )
     told = {"replay": EngineVersions(0, 0, 0, "", 0.0)}
-    feeds: Any = SimpleNamespace(versions=lambda: told, send_fast=lambda *a, **k: None)
+    feed = SimpleNamespace(manifest=SimpleNamespace(tide={"test_time": section}))
+    feeds: Any = SimpleNamespace(
+        versions=lambda: told,
+        feed=lambda _: feed,
+        send_fast=lambda *a, **k: None,
+    )
     deployment: Any = SimpleNamespace(published=0)
     return trainer, FastDraft(tide, trainer, feeds, deployment, lambda *_, **__: None)
 

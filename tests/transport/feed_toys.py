@@ -26,7 +26,8 @@ class FakeFeed:
 
     def __init__(self, name, sizes=(), latest=0):
         self.id, self.latest_version = name, latest
-        self.manifest = SimpleNamespace(tenant_key_id="")
+        tide = {"test_time": {"adapt": "shared"}}
+        self.manifest = SimpleNamespace(tenant_key_id="", tide=tide)
         self.queue = deque(make_metadata_only(SPEC, num_rows=size) for size in sizes)
         self.spec = SPEC
         self.sent, self.fail, self.dead = {}, "", False
