@@ -389,6 +389,17 @@ class Arrays {
   bool fit_ = true;
 };
 
+// True if all of them are below `limit`.
+bool below(Arrays& arrays, const int64_t* values, size_t count, size_t limit) {
+  for (size_t i = 0; arrays.fit() && i < count; ++i)
+    if (static_cast<uint64_t>(values[i]) >= limit)
+      return arrays.fail("a slot or a row lies outside of its array");
+  return arrays.fit();
+}
+
+// More positions, nodes or bins than anything has; products of them do not overflow.
+constexpr Py_ssize_t kMostCells = 1 << 20;
+
 PyObject* py_table_chances(PyObject*, PyObject* args) {
   PyObject *values, *confidence, *table_of, *offset, *value, *rise;
   Py_ssize_t step, num_nodes, stride;
@@ -409,7 +420,7 @@ PyObject* py_table_chances(PyObject*, PyObject* args) {
   if (!arrays.fit()) return nullptr;
   const size_t most = n ? room / (3 * n) : 0, at = static_cast<size_t>(step) - 1;
   const size_t begin = at * static_cast<size_t>(num_nodes);
-  if (step < 1 || num_nodes < 2 || stride < 1 || most * 3 * n != room ||
+  if (step < 1 || num_nodes < 2 || num_nodes > kMostCells || stride < 1 || most * 3 * n != room ||
       (n && at >= most) || at >= size || begin + static_cast<size_t>(num_nodes) > size) {
     arrays.fail("the step lies outside of the table or of the values");
     return nullptr;
@@ -462,12 +473,10 @@ PyObject* py_forecast(PyObject*, PyObject* args) {
   const int64_t* rooms = arrays.in<int64_t>(room, costs.n, "room");
   const double* tables = arrays.all<double>(sets, &size);
   const size_t each = 2 * static_cast<size_t>(k) * classes.num_bins;
-  if (arrays.fit() && (k < 1 || costs.most > static_cast<size_t>(k) || size < 2 * each))
+  if (arrays.fit() && (k < 1 || k > kMostCells || costs.most > static_cast<size_t>(k) ||
+                       size < 2 * each))
     arrays.fail("the tables have no such position");
-  for (size_t i = 0; arrays.fit() && i < costs.n; ++i)
-    if (static_cast<uint64_t>(levels.slots[i]) >= levels.capacity)
-      arrays.fail("a slot lies outside of the places");
-  if (!arrays.fit()) return nullptr;
+  if (!below(arrays, levels.slots, costs.n, levels.capacity)) return nullptr;
   classes.num_classes = size / each;
   const tide::Forecast found =
       tide::forecast(costs, classes, levels, rooms, tables, static_cast<size_t>(k),
@@ -511,7 +520,7 @@ PyObject* py_draft_on(PyObject*, PyObject* args) {
   at.survival += (at.step - 1) * n;
   if (at.step < costs.most) {
     const size_t each = at.k > at.step ? (at.k - at.step) * bins : 0;
-    if (costs.most > at.k || !each || size % each) {
+    if (costs.most > at.k || k > kMostCells || !each || size % each) {
       arrays.fail("the tables have no such position");
       return nullptr;
     }
@@ -525,7 +534,7 @@ PyObject* py_convolve(PyObject*, PyObject* args) {
   Py_ssize_t k, num_bins;
   if (!PyArg_ParseTuple(args, "OOnn:convolve", &single, &gained, &k, &num_bins))
     return nullptr;
-  if (k < 1 || num_bins < 1) {
+  if (k < 1 || num_bins < 1 || k > kMostCells || num_bins > kMostCells) {
     PyErr_SetString(PyExc_ValueError, "there are no positions or no bins");
     return nullptr;
   }
@@ -538,14 +547,6 @@ PyObject* py_convolve(PyObject*, PyObject* args) {
   if (!arrays.fit()) return nullptr;
   tide::convolve(from, size / (positions * bins), positions, bins, to);
   return Py_NewRef(Py_None);
-}
-
-// True if all of them are below `limit`.
-bool below(Arrays& arrays, const int64_t* values, size_t count, size_t limit) {
-  for (size_t i = 0; arrays.fit() && i < count; ++i)
-    if (static_cast<uint64_t>(values[i]) >= limit)
-      return arrays.fail("a slot or a row lies outside of its array");
-  return arrays.fit();
 }
 
 PyObject* py_learn_levels(PyObject*, PyObject* args) {

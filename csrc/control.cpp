@@ -7,10 +7,16 @@
 namespace tide {
 namespace {
 
+// What is no number is the least.
+double within(double value, double least, double most) {
+  return value > least ? std::min(value, most) : least;
+}
+
 // Of the target at a fractional number of verified tokens, linear in between.
 double seconds_at(const Costs& costs, double verified) {
   const size_t last = costs.n * costs.most;
-  const size_t whole = std::min(static_cast<size_t>(std::max(verified, 0.0)), last);
+  const size_t whole =
+      static_cast<size_t>(within(verified, 0.0, static_cast<double>(last)));
   if (whole == last) return costs.target[last];
   return costs.target[whole] + (costs.target[whole + 1] - costs.target[whole]) *
                                    (verified - static_cast<double>(whole));
@@ -23,7 +29,7 @@ std::vector<double> belong(const Costs& costs, const Classes& classes,
   const double top = static_cast<double>(classes.num_classes) - 1.0 - 1e-9;
   for (size_t i = 0; i < costs.n; ++i) {
     double at = levels.mean + (levels.place[levels.slots[i]] - levels.mean) * levels.keep;
-    at = std::min(std::max(at, 0.0), top);
+    at = within(at, 0.0, top);
     const size_t low = static_cast<size_t>(at);
     const double upper = at - static_cast<double>(low);
     classes.of[i] = static_cast<int64_t>(low);
@@ -50,7 +56,7 @@ void table_chances(size_t n, const double* confidence, double least,
   for (size_t i = 0; i < n; ++i) {
     const double held = std::min(std::fmax(confidence[i], least), 1.0 - least);
     z[i] = std::log(held / (1.0 - held));
-    const double at = std::min(std::max((z[i] - table.first) * table.per_node, 0.0), top);
+    const double at = within((z[i] - table.first) * table.per_node, 0.0, top);
     const size_t node = static_cast<size_t>(at);
     const size_t chosen = static_cast<uint64_t>(table_of[i]) < num_tables ? table_of[i] : 0;
     const size_t cell = chosen * stride + node;
@@ -71,8 +77,8 @@ Forecast forecast(const Costs& costs, const Classes& classes, const Levels& leve
     able[std::min(static_cast<size_t>(std::max<int64_t>(room[i], 0)), costs.most)] += 1.0;
   for (size_t j = costs.most; j > 0; --j) able[j - 1] += able[j];
   std::vector<double> verified(bins), expected(bins);
-  Forecast all{0, n, costs.target[0], 0.0, false}, within = all;
-  double best = 0.0, best_within = 0.0;
+  Forecast all{0, n, costs.target[0], 0.0, false}, kept = all;
+  double best = 0.0, best_kept = 0.0;
   for (size_t j = 0; j < costs.most; ++j) {
     const double part = able[j + 1] / n;  // who stops early is taken to be like the rest
     for (size_t c = 0; c < classes.num_classes; ++c) {
@@ -91,19 +97,19 @@ Forecast forecast(const Costs& costs, const Classes& classes, const Levels& leve
         const double free = all.free;
         (all = found).free = free;
       }
-      if (spent <= costs.limit && ratio > best_within) {
-        best_within = ratio;
-        within = found;
+      if (spent <= costs.limit && ratio > best_kept) {
+        best_kept = ratio;
+        kept = found;
       }
     }
   }
-  within.free = all.free;
-  const bool fair = std::max(best_within, plain) >= client_share * std::max(best, plain);
+  kept.free = all.free;
+  const bool fair = std::max(best_kept, plain) >= client_share * std::max(best, plain);
   if (costs.limit < costs.loose && !fair) {
     all.loosened = true;
     return all;
   }
-  return within;
+  return kept;
 }
 
 bool draft_on(const Costs& costs, const Classes& classes, const DraftStep& at) {
@@ -119,8 +125,9 @@ bool draft_on(const Costs& costs, const Classes& classes, const DraftStep& at) {
     at.survival[i] =
         at.room[i] < step ? -1.0f : std::max(static_cast<float>(survival), 1e-6f);
     if (at.wanted[i] < step) continue;
-    const double place = std::min(at.depth[i] * at.per_bin + 0.5, 1.0 * (bins - 1));
-    const size_t bin = static_cast<size_t>(std::max(place, 0.0));
+    const double place = at.depth[i] * at.per_bin + 0.5;
+    const size_t bin =
+        static_cast<size_t>(within(place, 0.0, static_cast<double>(bins - 1)));
     at.drafted[bin] += 1.0;
     at.drafted[bins + bin] += survival;
     if (last || at.wanted[i] == step) continue;
@@ -195,7 +202,7 @@ bool learn_levels(Filter& filter, size_t n, size_t steps, const int64_t* slots,
                   const double* logits, const double* chance, const uint8_t* drafted) {
   const double top = static_cast<double>(filter.num_classes) - 1.0 - 1e-9;
   auto place_of = [&](double level) {
-    return std::min(std::max((level - filter.first) * filter.per_level, 0.0), top);
+    return within((level - filter.first) * filter.per_level, 0.0, top);
   };
   double total = 0.0;
   for (size_t j = 0; j < steps; ++j) {
@@ -246,7 +253,8 @@ bool learn_levels(Filter& filter, size_t n, size_t steps, const int64_t* slots,
     for (size_t j = 0; j < steps; ++j) {
       if (!drafted[j * n + i]) continue;
       const double given = chance[j * n + i], at = -std::log(given) * filter.per_bin;
-      const size_t bin = static_cast<size_t>(std::min(std::max(at, 0.0), bins - 2.0));
+      const size_t bin =
+          static_cast<size_t>(within(at, 0.0, static_cast<double>(bins - 2)));
       const double upper = filter.chance[bin], lower = filter.chance[bin + 1];
       // Split so that the mean survival is kept.
       const double part = std::max((given - lower) / (upper - lower), 0.0);

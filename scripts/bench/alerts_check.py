@@ -90,6 +90,7 @@ def plant():
         chance[:] = 1.0 / (1.0 + 2.718281828 ** -z)
     Calibration.predict = predict
     judge = RequestOffsets.judge
+    RequestOffsets.learn = lambda *args: None
     RequestOffsets.judge = lambda self, *given: (judge(self, *given), self.reset())[0]
 """
 

@@ -376,15 +376,18 @@ def one_round(policy, now, seconds, **batch):
     return done, lengths
 
 
-def test_a_trial_verifies_what_it_drafts(monkeypatch):
-    policy = adaspec(4, "gpt-oss-120b", k_max=3, explore=False)
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_trial_verifies_what_it_drafts(monkeypatch, explore):
+    """But where a device cuts on its own: whole drafts are not what is timed there."""
+    knobs = {"k_max": 3, "explore": explore, "probe_share": 0.0}
+    policy = adaspec(4, "gpt-oss-120b", **knobs)
     for slot in range(4):
         policy.add(slot, False, 0.0)
     monkeypatch.setattr(policy.gate, "decide", lambda *_: "no_gain")
     monkeypatch.setattr(policy.gate, "check_due", lambda *_: True)
     for turn in range(_TRIAL_ROUNDS):
         done, lengths = one_round(policy, float(turn), lambda p: p._predicted[1])
-        assert done and (lengths == done).all()
+        assert done and (lengths == (done if explore else 0)).all()
     monkeypatch.setattr(policy.gate, "decide", lambda *_: "")
     monkeypatch.setattr(policy.gate, "check_due", lambda *_: False)
     _, lengths = one_round(policy, 99.0, lambda p: p._predicted[1])

@@ -224,3 +224,14 @@ def test_log_odds_are_those_of_numpy_for_any_confidence():
         np.testing.assert_allclose(found[1], wanted, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="table_of has"):
         logits(calibration, 1, confidence, sampled[1:])
+
+
+def test_labels_that_wait_are_gone_with_the_draft_they_are_of():
+    calibration, one = Calibration(3), np.ones(1)
+    calibration.learn(np.zeros(1, np.int64), np.zeros(1, np.int64), one, 0.5 * one, one)
+    calibration.forget(0.2)
+    n = 64
+    zero, ones = np.zeros(n, np.int64), np.ones(n)
+    calibration.learn(zero, zero, ones, 0.5 * ones, 0.0 * ones)
+    assert calibration._counts[0].sum() == pytest.approx(n)
+    assert calibration._counts[1].sum() == 0.0

@@ -288,7 +288,7 @@ def test_arrays_that_do_not_fit_are_refused():
     batch = batch_of(n, k)
     costs = RoundCosts(published("Llama-4-Scout"), batch, k)
     drafter = Drafter(History(k, n))
-    with pytest.raises(ValueError, match="a slot lies outside"):
+    with pytest.raises(ValueError, match="a slot or a row lies outside"):
         drafter.begin(batch.slots + 1, batch.room, costs)
     with pytest.raises(ValueError, match="room has 16 bytes, not 24"):
         drafter.begin(batch.slots, batch.room[1:], costs)

@@ -95,6 +95,7 @@ def test_arrays_that_fit_are_taken():
         (chances, {"table_of": np.zeros(N - 1, np.int64)}),
         (chances, {"rise": np.zeros(BINS)}),
         (chances, {"num_nodes": 1}),
+        (chances, {"num_nodes": 1 << 62, "step": 5}),
         (chances, {"stride": 0}),
     ],
 )
@@ -119,3 +120,5 @@ def test_sets_and_products_of_other_sizes_are_refused():
     for gained, k in ((np.empty(7), K), (np.empty(90), 0), (np.empty(90), 4)):
         with pytest.raises(ValueError):
             convolve(single, gained, k, BINS)
+    with pytest.raises(ValueError):
+        convolve(b"", bytearray(), 1 << 32, 1 << 32)

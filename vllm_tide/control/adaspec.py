@@ -83,8 +83,8 @@ class ControlSettings:
         min_gain, probe_share: As in `tide.control`.
         verify: Choose the verified set by value; False sends every drafted token
             (ablation).
-        explore: Verify whole drafts now and then, within half of `probe_share`; False
-            where what `choose` says is not what is verified.
+        explore: Verify whole drafts now and then, within half of `probe_share`, and in
+            trials; False where what `choose` says is not what is verified.
         max_requests: Number of request slots.
     """
 
@@ -293,8 +293,9 @@ class AdaSpecPolicy:
             lengths = choice.lengths
             if self.remembered is not None:  # what is cut there is graded all the same
                 whole = np.where(self.remembered, lengths, whole)
-            if self._trial and step and costs.limit == np.inf:
-                lengths = whole  # what it takes is to be measured, not believed
+            measured = self._trial and self._settings.explore and costs.limit == np.inf
+            if step and measured:
+                lengths = whole  # what it takes is to be seen, not believed
             elif step:
                 lengths = self._exploration.widen(lengths, whole, seconds)
         else:

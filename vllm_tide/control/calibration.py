@@ -189,6 +189,8 @@ class Calibration:
         Args:
             keep: 0 (forget all) to 1.
         """
+        self._pending.clear()  # labels of the draft before
+        self._waiting = 0
         self._counts *= keep
         self._learnt = int(keep * self._learnt)
         self._ece *= keep

@@ -69,7 +69,7 @@ class Group:
         return sum(self.requests + step.verified + step.prefill for step in self.steps)
 
     def thinned(self) -> Group:
-        """A third of the steps, among them the first two and the last."""
+        """About a third of the steps, among them the first two and the last."""
         last = len(self.steps) - 1
         kept = sorted({*range(0, last, 4), min(1, last), last})
         return replace(self, steps=tuple(self.steps[i] for i in kept))

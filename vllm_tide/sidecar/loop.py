@@ -125,9 +125,8 @@ class Sidecar:
             feeds, self.trainer, self.tide, store, self.report.add, self._served
         )
         self.deployment.adopt()
-        self.fast = FastDraft(
-            self.tide, self.trainer, feeds, self.deployment, self.report.add
-        )
+        parts = self.tide, self.trainer, feeds, self.deployment, self.report.add
+        self.fast = FastDraft(*parts, overrides=config is not None)
         self._resume()
         self._admin = AdminSocket(run_dir)
 
