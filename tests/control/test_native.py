@@ -79,7 +79,6 @@ def test_arrays_that_fit_are_taken():
         (judged, {"slots": np.arange(1, N + 1)}),
         (judged, {"steps": K + 1}),
         (judged, {"values": np.ones((3, K, N + 1))}),
-        (judged, {"accepted": np.zeros(N, np.int32)}),
         (judged, {"precision": np.ones(N - 1)}),
         (judged, {"labels": np.zeros((2, K * N))}),
         (learnt, {"slots": np.arange(1, N + 1)}),
@@ -101,6 +100,23 @@ def test_arrays_that_fit_are_taken():
 )
 def test_others_are_refused(call, changed):
     with pytest.raises(ValueError):
+        call(**changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        (judged, {"accepted": np.zeros(2 * N, np.int32)}),
+        (judged, {"survival": np.ones((K, N))}),
+        (judged, {"offset": np.zeros(N, np.int64)}),
+        (learnt, {"slots": np.zeros(N)}),
+        (learnt, {"drafted": np.ones((K, N), np.int64)}),
+        (chances, {"confidence": np.ones(2 * N, np.float32)}),
+        (chances, {"table_of": bytes(8 * N)}),
+    ],
+)
+def test_values_of_another_type_are_refused(call, changed):
+    with pytest.raises(TypeError, match="values of type"):
         call(**changed)
 
 
