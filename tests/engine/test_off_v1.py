@@ -11,7 +11,7 @@ from tests.engine.runner_v1 import PROMPT, Engine, K
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 
 REQS = [f"r{i}" for i in range(16)]
-REST = 7
+REST = 15
 
 
 class Off(Engine):
@@ -49,15 +49,15 @@ class Off(Engine):
 
 @pytest.mark.parametrize("arrive", [False, True])
 @pytest.mark.parametrize("reason", ["no_gain", "override"])
-def test_one_round_in_eight_makes_a_forecast_whether_requests_arrive_or_not(
+def test_one_round_in_sixteen_makes_a_forecast_whether_requests_arrive_or_not(
     arrive, reason, monkeypatch
 ):
     engine = Off(monkeypatch)
     engine.policy.gate.decide = lambda *_: reason
-    asked = [engine.turn() if arrive else engine.go() for _ in range(40)]
+    asked = [engine.turn() if arrive else engine.go() for _ in range(80)]
     assert asked == [1, *[0] * REST] * 5
     stats = engine.control.stats()
-    assert stats["rounds"] == stats["off_rounds"][reason] == 40
+    assert stats["rounds"] == stats["off_rounds"][reason] == 80
     assert not engine.control.faults
 
 
@@ -66,7 +66,7 @@ def test_rounds_that_nobody_is_asked_about_say_what_plain_decoding_takes(monkeyp
     engine.control.on_round.append(samples.append)
     for _ in range(2 * (REST + 1)):
         engine.go()
-    assert [s.steps for s in samples] == [0] * 16
+    assert [s.steps for s in samples] == [0] * 2 * (REST + 1)
     assert all(s.requests == len(REQS) and not s.verified for s in samples)
     known = [not np.isnan(s.host_s) for s in samples[1:]]
     assert known == [*[True] * REST, False, *[True] * REST]
@@ -88,13 +88,13 @@ def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatc
 
 def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
-    for _ in range(REST + 3):
+    for _ in range(10):
         engine.turn()
     slots = engine.control._table.slots(engine.reqs)
     computed = engine.batch.num_computed_tokens_cpu
     new = [i for i, name in enumerate(engine.reqs) if name.startswith("new")]
     missing = engine.control._backlog.missing[slots]
-    assert len(new) == REST + 3
+    assert len(new) == 10
     assert missing[new].tolist() == computed[new].tolist()
     first, rows = engine.control._backlog._span(int(slots[new[-1]]))
     assert (first, len(rows)) == (0, int(computed[new[-1]]))
@@ -132,7 +132,7 @@ def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
             assert (engine.turn(0.5) if place % 2 else engine.go()) == 0
     measured = engine.policy.stats()["measured_step_s"]
     assert measured == pytest.approx(0.02)
-    assert engine.policy._against_plain.round_s == pytest.approx(7 * 5 * 0.02)
+    assert engine.policy._against_plain.round_s == pytest.approx(7 * (1 + REST - REST // 2) * 0.02)
 
 
 def test_the_scheduler_is_handed_nothing(monkeypatch):

@@ -46,7 +46,7 @@ _BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
 _SMOOTH = 0.05
 # While drafting does not pay the question is asked again after so many rounds of about
 # as many requests: what a forecast costs would be a tax on plain decoding.
-_REST_ROUNDS = 7
+_REST_ROUNDS = 15
 # One more after a round that checks what plain decoding takes: without the questions.
 _CHECK_REST = 1
 _EXPLORE_SHARE = 0.5  # of the probe share

@@ -1,10 +1,10 @@
 """Keeps what the draft has not seen while drafting was off, and shows it to it later.
 
 A step without drafting leaves the draft's KV cache without the step's tokens. Upstream
-runs the draft's first pass all the same; we keep the features (a copy of rows that the
-target already computed) and feed them in one batched pass when drafting resumes. The
-memory is bounded: what is overwritten leaves a hole, which costs acceptance of the
-requests it belongs to and nothing else.
+runs the draft's first pass all the same; we keep the features (the tensors that the
+target's forward made, which on a CPU nothing writes again: no copy) and feed them in one
+batched pass when drafting resumes. The memory is bounded: what is dropped leaves a hole,
+which costs acceptance of the requests it belongs to and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Step:
     """Rows of one skipped step: row `row[i] + j` holds position `start[i] + j`."""
 
     first: int  # number of the step's first row since the start
-    rows: int
+    features: Sequence[torch.Tensor]
     slots: np.ndarray
     row: np.ndarray
     count: np.ndarray
@@ -41,7 +41,7 @@ class DraftBacklog:
 
     Attributes:
         missing: int64 [capacity] positions to catch up, by slot.
-        holes: Positions that were overwritten before they were caught up (total).
+        holes: Positions that were dropped before they were caught up (total).
     """
 
     def __init__(
@@ -49,11 +49,8 @@ class DraftBacklog:
     ) -> None:
         self._runner = runner
         width = num_aux * hidden_size
-        dtype = runner.dtype
-        rows = mib * MIB // (width * torch.empty((), dtype=dtype).element_size())
-        # A step must fit whole; an empty store turns every skipped row into a hole.
-        self._size = rows if rows >= runner.max_num_tokens else 0
-        self._store = torch.empty((self._size, width), dtype=dtype)
+        size = torch.empty((), dtype=runner.dtype).element_size()
+        self._size = mib * MIB // (width * size)  # rows
         self._written = 0
         self._steps: deque[_Step] = deque()
         # Rows of a slot before this one are caught up or belong to another request.
@@ -70,6 +67,8 @@ class DraftBacklog:
         """The draft is about to see all rows of these requests."""
         self._since[slots] = self._written
         self.missing[slots] = 0
+        if self._steps and not self.missing.any():
+            self._steps.clear()
 
     def keep(
         self,
@@ -83,34 +82,27 @@ class DraftBacklog:
         """Keep the rows of a step that the draft does not run for, and the arrays.
 
         Args:
-            features: num_aux tensors [>= num_rows, H].
+            features: num_aux tensors [>= num_rows, H], which are held, not copied.
             slots: [n] the requests.
             row: [n] first row of each request.
             count: [n] rows that were committed (accepted tokens).
             start: [n] position of each first row.
         """
-        if num_rows > self._size:
+        if num_rows > self._size:  # a step is kept whole
             self.holes += int(count.sum())
             return
-        low = self._written % self._size
-        if low + num_rows > self._size:
-            # A step lies in one piece; the tail of the store stays unused once.
-            self._written += self._size - low
-            low = 0
-        self._drop_before(self._written + num_rows - self._size)
-        kept = self._store[low : low + num_rows]
-        torch.cat([layer[:num_rows] for layer in features], dim=-1, out=kept)
-        self._steps.append(_Step(self._written, num_rows, slots, row, count, start))
-        self._written += num_rows
+        step = _Step(self._written, tuple(features), slots, row, count, start)
+        self._steps.append(step)
+        self._written += len(features[0])
         self.missing[slots] += count
+        while self._steps and self._written - self._steps[0].first > self._size:
+            self._drop(self._steps.popleft())
 
-    def _drop_before(self, first: int) -> None:
-        while self._steps and self._steps[0].first < first:
-            step = self._steps.popleft()
-            waiting = self._since[step.slots] <= step.first
-            lost = np.where(waiting, step.count, 0)
-            self.missing[step.slots] -= lost
-            self.holes += int(lost.sum())
+    def _drop(self, step: _Step) -> None:
+        waiting = self._since[step.slots] <= step.first
+        lost = np.where(waiting, step.count, 0)
+        self.missing[step.slots] -= lost
+        self.holes += int(lost.sum())
 
     def catch_up(
         self,
@@ -135,7 +127,6 @@ class DraftBacklog:
             of requests that missed nothing are zero.
         """
         spans = [self._span(int(slot)) for slot in slots]
-        self.seen(slots)
         drafter = self._runner.drafter
         last = torch.zeros((len(spans), drafter.hidden_size), dtype=drafter.dtype)
         limit = int(drafter.max_num_tokens)
@@ -152,6 +143,7 @@ class DraftBacklog:
                     todo.append((i, end))
                     break
             self._pass(pieces, spans, indices, attention, last, newest)
+        self.seen(slots)
         return last
 
     def _span(self, slot: int) -> tuple[int, np.ndarray]:
@@ -167,7 +159,7 @@ class DraftBacklog:
             start, count = int(step.start[i]), int(step.count[i])
             if expected not in (-1, start + count):
                 break
-            low = step.first % self._size + int(step.row[i])
+            low = step.first + int(step.row[i])
             parts.append(np.arange(low, low + count))
             first = expected = start
         if not parts:
@@ -205,7 +197,7 @@ class DraftBacklog:
                     tokens[end] = newest[i]
         num_rows = len(rows)
         metadata = self._metadata(pieces, spans, indices, positions, attention)
-        features = self._store[torch.from_numpy(rows)]
+        features = self._features(rows)
         drafter.hidden_states[:num_rows] = drafter.model.combine_hidden_states(features)
         drafter.input_ids[:num_rows] = torch.from_numpy(tokens)
         drafter._set_positions(num_rows, torch.from_numpy(positions))
@@ -225,6 +217,17 @@ class DraftBacklog:
             hidden = hidden[0]
         owners = torch.tensor([i for i, _, _ in pieces])
         last[owners] = hidden[torch.from_numpy(ends)]
+
+    def _features(self, rows: np.ndarray) -> torch.Tensor:
+        """[len(rows), num_aux * H], of rows by their number since the start."""
+        firsts = np.fromiter((step.first for step in self._steps), np.int64)
+        used, of = np.unique(firsts.searchsorted(rows, "right") - 1, return_inverse=True)
+        parts = [self._steps[int(index)].features for index in used]
+        sizes = np.array([len(part[0]) for part in parts])
+        at = torch.from_numpy(rows - (firsts[used] - (sizes.cumsum() - sizes))[of])
+        return torch.cat(
+            [torch.cat(layer)[at] for layer in zip(*parts, strict=True)], dim=-1
+        )
 
     def _metadata(
         self,

@@ -80,10 +80,13 @@ class ControlV1(Control):
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
+        # First rows and rows of a step of one row for each request; never written.
+        self._number, self._one = np.arange(capacity), np.ones(capacity, np.int64)
         self.timer = RoundTimer()
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
+        self._timed = True
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
@@ -111,6 +114,7 @@ class ControlV1(Control):
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
         self._steps = self._asked = 0
+        self._timed = True
         self._decoding = _NO_ROWS
         self._planned = []
         self._recalled = None
@@ -142,22 +146,27 @@ class ControlV1(Control):
         slots = self._contain("slots", self._slots, req_ids)
         if slots is None:
             return self.agree(0)
-        row, rows, start, num_rows = self._rows(num)
-        sampled = sampled_token_ids.numpy()
+        num_rows = int(scheduler_output.total_num_scheduled_tokens)
+        row, rows, start = self._rows(num, num_rows)
         if self._memory is not None:
-            self._recalled = self._contain("memory", self._recall, slots, sampled)
+            given = slots, sampled_token_ids.numpy()
+            self._recalled = self._contain("memory", self._recall, *given)
         spec = scheduler_output.scheduled_spec_decode_tokens
         rests = self._recalled is None and not spec  # one may have waited with drafts
         if rests and self._rests_on(slots, num_rows > num, now):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
             self._decoding = start, rows, 0
-            self.timer.planned(num, int(start.sum()), 0, num_rows - num)
+            # What the last round before the next question took is learnt from.
+            self._timed = not self._resting or bool(self.on_round)
+            context = int(start.sum()) if self._timed else 0
+            self.timer.planned(num, context, 0, num_rows - num)
             self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
             return self.agree(0)
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
         )
+        sampled = sampled_token_ids.numpy()
         self._newest, emitted = sampled[:, 0], self._emitted(sampled)
         accepted = np.maximum(emitted - 1, 0)
         count = rows - drafts + np.minimum(accepted, drafts)
@@ -219,13 +228,16 @@ class ControlV1(Control):
     def _keep(self, *step: Any) -> None:
         self._contain("keep", self._backlog.keep, *step)
 
-    def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """First row, rows and first position of each request; rows of the step."""
+    def _rows(
+        self, num: int, num_rows: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """First row, rows and first position of each request."""
         runner = self._runner
-        bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
         start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
-        first = bounds[:-1]
-        return first, bounds[1:] - first, start, int(bounds[-1])
+        if num_rows == num:  # one each
+            return self._number[:num], self._one[:num], start
+        bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
+        return bounds[:-1], np.diff(bounds), start
 
     def _decide(
         self,
@@ -300,6 +312,9 @@ class ControlV1(Control):
         if self._steps == self._asked and self._steps and self.policy is not None:
             # Nobody asks after the last pass whether to go on; its confidence counts.
             self._contain("end", self._tell_confidence)
+        if not self._timed:
+            self.timer.pass_by()
+            return
         sample = self.timer.end()
         if sample is not None:
             self._sample = sample
@@ -440,9 +455,7 @@ class ControlV1(Control):
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
         table, requests = self._table, self._runner.requests
-        for req_id in req_ids:
-            if req_id in table.slot_of:
-                continue
+        for req_id in [name for name in req_ids if name not in table.slot_of]:
             state = requests[req_id]
             facts = state.num_prompt_tokens, state.sampling_params
             slot = self._admit(req_id, set(req_ids), *facts)

@@ -34,6 +34,7 @@ class RequestTable:
     def __init__(self, capacity: int) -> None:
         self.slot_of: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
+        self._latest: tuple[list[str], np.ndarray] | None = None  # of `slots`
         self.most_tokens = np.zeros(capacity, np.int64)
         self.sampled = np.zeros(capacity, bool)
         self.constrained = np.zeros(capacity, bool)
@@ -48,7 +49,7 @@ class RequestTable:
         Returns:
             The slot, and the slot again if a waiting (preempted) request lost it.
         """
-        given_up = None
+        given_up = self._latest = None
         if not self._free:
             waiting = next(name for name in self.slot_of if name not in running)
             given_up = self.slot_of.pop(waiting)
@@ -62,12 +63,15 @@ class RequestTable:
         slot = self.slot_of.pop(req_id, None)
         if slot is not None:
             self._free.append(slot)
+            self._latest = None
         return slot
 
     def slots(self, req_ids: list[str]) -> np.ndarray:
-        """int64 [n] slots of requests that have one."""
-        slot_of = self.slot_of
-        return np.fromiter((slot_of[name] for name in req_ids), np.int64, len(req_ids))
+        """int64 [n] slots of requests that have one; not to be written."""
+        if self._latest is None or self._latest[0] != req_ids:
+            found = [self.slot_of[name] for name in req_ids]
+            self._latest = list(req_ids), np.array(found, np.int64)
+        return self._latest[1]
 
 
 def argument(params: Any, name: str) -> Any:
