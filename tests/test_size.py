@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_567,
-    "code tokens": 227_660,
+    "lines": 38_574,
+    "code tokens": 227_839,
     "files": 163,
     "classes": 299,
     "knobs": 52,

@@ -87,7 +87,6 @@ class Engine:
             scheduled_cached_reqs=SimpleNamespace(req_ids=goes_on),
             scheduled_spec_decode_tokens=spec,
             num_scheduled_tokens=dict(zip(reqs, rows, strict=True)),
-            total_num_scheduled_tokens=sum(rows),
         )
         control.begin(output)
         self.ended = []

@@ -132,7 +132,8 @@ def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
             assert (engine.turn(0.5) if place % 2 else engine.go()) == 0
     measured = engine.policy.stats()["measured_step_s"]
     assert measured == pytest.approx(0.02)
-    assert engine.policy._against_plain.round_s == pytest.approx(7 * (1 + REST - REST // 2) * 0.02)
+    plain = 7 * (1 + REST - REST // 2)
+    assert engine.policy._against_plain.round_s == pytest.approx(plain * 0.02)
 
 
 def test_the_scheduler_is_handed_nothing(monkeypatch):

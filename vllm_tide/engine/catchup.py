@@ -2,9 +2,9 @@
 
 A step without drafting leaves the draft's KV cache without the step's tokens. Upstream
 runs the draft's first pass all the same; we keep the features (the tensors that the
-target's forward made, which on a CPU nothing writes again: no copy) and feed them in one
-batched pass when drafting resumes. The memory is bounded: what is dropped leaves a hole,
-which costs acceptance of the requests it belongs to and nothing else.
+target's forward made, which on a CPU nothing writes again) and feed them in one batched
+pass when drafting resumes. The memory is bounded: what is dropped leaves a hole, which
+costs acceptance of the requests it belongs to and nothing else.
 """
 
 from __future__ import annotations
@@ -96,13 +96,10 @@ class DraftBacklog:
         self._written += len(features[0])
         self.missing[slots] += count
         while self._steps and self._written - self._steps[0].first > self._size:
-            self._drop(self._steps.popleft())
-
-    def _drop(self, step: _Step) -> None:
-        waiting = self._since[step.slots] <= step.first
-        lost = np.where(waiting, step.count, 0)
-        self.missing[step.slots] -= lost
-        self.holes += int(lost.sum())
+            step = self._steps.popleft()
+            lost = np.where(self._since[step.slots] <= step.first, step.count, 0)
+            self.missing[step.slots] -= lost
+            self.holes += int(lost.sum())
 
     def catch_up(
         self,
@@ -221,13 +218,13 @@ class DraftBacklog:
     def _features(self, rows: np.ndarray) -> torch.Tensor:
         """[len(rows), num_aux * H], of rows by their number since the start."""
         firsts = np.fromiter((step.first for step in self._steps), np.int64)
-        used, of = np.unique(firsts.searchsorted(rows, "right") - 1, return_inverse=True)
-        parts = [self._steps[int(index)].features for index in used]
-        sizes = np.array([len(part[0]) for part in parts])
-        at = torch.from_numpy(rows - (firsts[used] - (sizes.cumsum() - sizes))[of])
-        return torch.cat(
-            [torch.cat(layer)[at] for layer in zip(*parts, strict=True)], dim=-1
-        )
+        found = firsts.searchsorted(rows, "right") - 1
+        used, of = np.unique(found, return_inverse=True)
+        parts = [self._steps[int(place)].features for place in used]
+        ends = np.cumsum([0, *(len(part[0]) for part in parts)])
+        at = torch.from_numpy(rows - firsts[found] + ends[of])
+        layers = [torch.cat(layer)[at] for layer in zip(*parts, strict=True)]
+        return torch.cat(layers, dim=-1)
 
     def _metadata(
         self,

@@ -80,13 +80,10 @@ class ControlV1(Control):
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
-        # First rows and rows of a step of one row for each request; never written.
-        self._number, self._one = np.arange(capacity), np.ones(capacity, np.int64)
         self.timer = RoundTimer()
         self._sample: RoundSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
-        self._timed = True
         self._planned: list[str] = []
         self._resting = 0  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
@@ -146,8 +143,7 @@ class ControlV1(Control):
         slots = self._contain("slots", self._slots, req_ids)
         if slots is None:
             return self.agree(0)
-        num_rows = int(scheduler_output.total_num_scheduled_tokens)
-        row, rows, start = self._rows(num, num_rows)
+        row, rows, start, num_rows = self._rows(num)
         if self._memory is not None:
             given = slots, sampled_token_ids.numpy()
             self._recalled = self._contain("memory", self._recall, *given)
@@ -228,16 +224,13 @@ class ControlV1(Control):
     def _keep(self, *step: Any) -> None:
         self._contain("keep", self._backlog.keep, *step)
 
-    def _rows(
-        self, num: int, num_rows: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First row, rows and first position of each request."""
+    def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """First row, rows and first position of each request; rows of the step."""
         runner = self._runner
-        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
-        if num_rows == num:  # one each
-            return self._number[:num], self._one[:num], start
         bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
-        return bounds[:-1], np.diff(bounds), start
+        start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+        first = bounds[:-1]
+        return first, bounds[1:] - first, start, int(bounds[-1])
 
     def _decide(
         self,
@@ -312,10 +305,7 @@ class ControlV1(Control):
         if self._steps == self._asked and self._steps and self.policy is not None:
             # Nobody asks after the last pass whether to go on; its confidence counts.
             self._contain("end", self._tell_confidence)
-        if not self._timed:
-            self.timer.pass_by()
-            return
-        sample = self.timer.end()
+        sample = self.timer.end(self._timed)
         if sample is not None:
             self._sample = sample
             for listener in self.on_round:

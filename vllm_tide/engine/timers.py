@@ -77,15 +77,11 @@ class RoundTimer:
         self._steps += 1
         self._latest = now
 
-    def pass_by(self) -> None:
-        """The step ends, and nobody asks what it took."""
-        self._ended = self._clock()
-
-    def end(self) -> RoundSample | None:
+    def end(self, wanted: bool = True) -> RoundSample | None:
         """The step ends; None when it had no rows that were planned for."""
         now = self._clock()
         self._ended = now
-        if math.isnan(self._planned):
+        if not wanted or math.isnan(self._planned):
             return None
         requests, context, verified, prefill = self._shape
         done = self._latest if self._steps else self._planned
