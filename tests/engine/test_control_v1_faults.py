@@ -126,7 +126,7 @@ def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
 
     if where == "on_round":
         control.on_round.append(fail)
-        control.timer.end = lambda: object()
+        control.timer.end = lambda *_: object()
     else:
         part, name = where.split(".")
         setattr(getattr(control, part), name, fail)
