@@ -5,8 +5,10 @@ Two servers are up at once on the same core: one without a speculative configura
 (`none`), one with `eagle3`, adaspec and their defaults whose draft proposes nonsense
 (`off`: the rows of its `fc` are shuffled). A block is a visit of none, one of off and
 one of none again on the same requests: a closed loop of new prompts, so prefills come
-between the decode steps; prefix caching is on and emptied before each visit, and only
-one server ever has work. The first block of a batch size is not counted: control learns
+between the decode steps; prefix caching is on and emptied before each visit, and the
+server that waits is stopped (SIGSTOP). Visits are short: how fast a shared host is
+changes by about as much within a second as within a minute, so many short visits say
+more than few long ones. The first block of a batch size is not counted: control learns
 there that nothing pays.
 
 `ratio` is output tokens per second over none's (1: off is free), `cpu_ratio` the same
@@ -52,8 +54,7 @@ from bench.harness.stream import BenchRequest, load_pool
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 DOMAIN = "python"
 NONE, OFF = "none", "off"
-# An idle server's processes spin for one second before they sleep.
-PAUSE_S = 1.3
+BESIDE_S = 0.6  # of a visit, for its metrics and for stopping the server
 START_S = 90.0  # both servers, and a first visit of each batch size
 
 
@@ -131,7 +132,6 @@ async def visit(
         seconds = time.perf_counter() - began
         cpu_s = engine_cpu_s(server) - cpu_s
         after = await scraper.read(session)
-        await asyncio.sleep(PAUSE_S)
     results = sorted(itertools.chain(*served), key=lambda result: result.index)
     if failed := [r.error for r in results if r.error is not None]:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
@@ -226,6 +226,7 @@ class Run:
             )
             server = stack.enter_context(VllmServer(options))
             server.wait_ready(lambda _: None)
+            server.pause()
             self._servers[name] = server
 
     def block(self, batch: int) -> None:
@@ -235,13 +236,15 @@ class Run:
         prompts = (self._prompts, self._turns, batch, count, o.output_tokens)
         requests = requests_of(*prompts)
         self._turns += count
-        visits = [
-            asyncio.run(visit(self._servers[name], requests, batch))
-            for name in (NONE, OFF, NONE)
-        ]
+        visits = []
+        for name in (NONE, OFF, NONE):
+            server = self._servers[name]
+            server.resume()
+            visits.append(asyncio.run(visit(server, requests, batch)))
+            server.pause()
         if first:
             wanted = visits[-1].rate * o.seconds / o.output_tokens
-            self._counts[batch] = max(2 * batch, round(wanted))
+            self._counts[batch] = max(3 * batch // 2, round(wanted))
         else:
             self.blocks[batch].append(visits)
 
@@ -258,13 +261,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts")
     parser.add_argument("--batches", default="1,4,16,48", help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a visit, about")
-    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a visit, about")
+    parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--work", type=Path, help="where inflated targets are kept")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     run = Run(options)
-    each = 3 * (options.seconds + PAUSE_S)
+    each = 3 * (options.seconds + BESIDE_S)
     left = 60 * options.minutes - START_S - each * len(run.batches)
     print(
         f"plan: blocks of none, off, none at batch {options.batches} in turn, about "

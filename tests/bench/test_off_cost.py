@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,16 +47,25 @@ def test_ratios_are_taken_within_a_block_against_both_visits_of_none():
 
 
 def test_every_visit_of_a_block_serves_the_same_requests(monkeypatch):
-    served = []
+    served, awake = [], []
+    servers = {
+        name: SimpleNamespace(
+            name=name,
+            resume=partial(awake.append, name),
+            pause=partial(awake.remove, name),
+        )
+        for name in (NONE, OFF)
+    }
 
     async def visit(server, requests, batch):
-        served.append((server, requests, batch))
+        assert awake == [server.name], "the other one stands"
+        served.append((server.name, requests, batch))
         return block(1000.0)[0]
 
     monkeypatch.setattr(off_cost, "visit", visit)
     options = argparse.Namespace(batches="2,4", output_tokens=8, seconds=1.0)
     run = off_cost.Run(options)
-    run._servers, run._prompts = {NONE: NONE, OFF: OFF}, [(i,) * 200 for i in range(9)]
+    run._servers, run._prompts = servers, [(i,) * 200 for i in range(9)]
     for _ in range(2):
         for batch in run.batches:
             run.block(batch)
