@@ -1,0 +1,120 @@
+"""What is kept for the draft while it does not run, against a plain list of it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tide.config import MIB
+from vllm_tide.engine.catchup import DraftBacklog
+
+SLOTS, LAYERS = 6, 3
+
+
+class Reference:
+    """Every row that was kept, in order: (slot, position, number)."""
+
+    def __init__(self, most_rows):
+        self.most = most_rows
+        self.steps = []
+        self.holes = 0
+
+    def keep(self, rows, padded):
+        self.steps.append((padded, dict(rows)))
+        while sum(step[0] for step in self.steps) > self.most:
+            self.holes += len(self.steps.pop(0)[1])
+
+    def forget(self, slot):
+        for _, rows in self.steps:
+            for key in [key for key in rows if key[0] == slot]:
+                del rows[key]
+
+    def of(self, slot):
+        """Numbers of the last positions that follow each other, the first of them."""
+        found = [
+            (p, n) for _, rows in self.steps for (s, p), n in rows.items() if s == slot
+        ]
+        kept = []
+        for position, number in reversed(found):
+            if kept and kept[-1][0] != position + 1:
+                break
+            kept.append((position, number))
+        return kept[::-1], len(found)
+
+
+@pytest.mark.parametrize("hidden", [2, MIB // (4 * LAYERS * 40)])
+def test_what_is_kept_is_what_was_missed(hidden):
+    """Prompts and steps of one row, requests that end, rejected rows, padded tensors;
+    with wide rows some 40 of them fit, and older ones are dropped."""
+    rng = np.random.default_rng(hidden)
+    runner = SimpleNamespace(dtype=torch.float32)
+    backlog = DraftBacklog(runner, 1, LAYERS, hidden, SLOTS)
+    reference = Reference(MIB // (4 * LAYERS * hidden))
+    position, number, compared = np.zeros(SLOTS, np.int64), 0, 0
+    for _ in range(400):
+        slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
+        for slot in slots[rng.random(len(slots)) < 0.1]:  # another request
+            backlog.forget(int(slot))
+            reference.forget(slot)
+            position[slot] = 0
+        prompt = position[slots] == 0
+        rows = np.where(prompt, rng.integers(2, 9, len(slots)), rng.integers(1, 4))
+        count = np.where(prompt, rows, rng.integers(1, rows + 1))
+        first = np.cumsum(rows) - rows
+        padded = int(rows.sum()) + int(rng.integers(3))
+        base = number + torch.arange(padded, dtype=torch.float32)[:, None]
+        layers = [(base + 0.25 * i).repeat(1, hidden) for i in range(LAYERS)]
+        kept = {
+            (slot, position[slot] + j): number + first[i] + j
+            for i, slot in enumerate(slots)
+            for j in range(count[i])
+        }
+        step = slots, first, count, position[slots]
+        backlog.keep(layers, *step, int(rows.sum()))
+        reference.keep(kept, padded)
+        position[slots] += count
+        number += padded
+        for slot in range(SLOTS):
+            wanted, missing = reference.of(slot)
+            assert backlog.missing[slot] == missing
+            start, found = backlog._span(slot)
+            assert len(found) == len(wanted)
+            if not len(found):
+                continue
+            compared += 1
+            assert start == wanted[0][0]
+            features = backlog._features(found).view(len(found), LAYERS, hidden)
+            said = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
+            assert (said == torch.tensor([n for _, n in wanted])[:, None, None]).all()
+        if rng.random() < 0.2:  # the draft catches some of them up
+            caught = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
+            backlog.seen(caught)
+            for slot in caught:
+                reference.forget(slot)
+    assert compared > 500
+    assert backlog.holes == reference.holes
+    assert (backlog.holes > 0) == (hidden > 2)
+
+
+def test_nothing_is_held_once_nothing_is_missed():
+    runner = SimpleNamespace(dtype=torch.float32)
+    backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
+    one = np.ones(2, np.int64)
+    for place in range(5):
+        backlog.keep(
+            [torch.zeros(2, 2)] * LAYERS, np.arange(2), one, one, one * place, 2
+        )
+    backlog.seen(np.array([0]))
+    assert len(backlog._steps) == 5
+    backlog.seen(np.array([1]))
+    assert not backlog._steps
+
+
+def test_a_step_that_does_not_fit_is_a_hole():
+    runner = SimpleNamespace(dtype=torch.float32)
+    backlog = DraftBacklog(runner, 1, LAYERS, MIB // (4 * LAYERS * 2), SLOTS)
+    layer = torch.zeros(3, 1)
+    given = np.arange(2), np.array([0, 2]), np.array([2, 1]), np.zeros(2, np.int64)
+    backlog.keep([layer] * LAYERS, *given, 3)
+    assert (backlog.holes, backlog.missing.sum()) == (3, 0)
