@@ -72,6 +72,21 @@ def test_rounds_that_nobody_is_asked_about_say_what_plain_decoding_takes(monkeyp
     assert known == [*[True] * REST, False, *[True] * REST]
 
 
+def test_what_is_learnt_of_a_rest_does_not_hang_on_how_long_it_lasts(monkeypatch):
+    engine, seen = Off(monkeypatch), []
+    observe = engine.policy.observe
+    engine.policy.observe = lambda out: (seen.append(out.sample), observe(out))
+    for rounds in (1, 2, 5, REST):
+        assert engine.go() == 1
+        for _ in range(rounds):
+            assert engine.go() == 0
+        engine.control.draft_swapped()  # asks at once
+    assert engine.go() == 1
+    rests = seen[1:]
+    assert len(rests) == 4 and all(s.requests == len(REQS) for s in rests)
+    assert all(s.steps == 0 and not np.isnan(s.host_s) for s in rests)
+
+
 def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
     """Its rows may be rejected ones, and its drafts' verdict is to be heard."""
     engine = Off(monkeypatch)

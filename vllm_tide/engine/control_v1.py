@@ -153,8 +153,8 @@ class ControlV1(Control):
             # Nothing was drafted: every row is committed, and keeping them for the
             # draft is all that is left to do.
             self._decoding = start, rows, 0
-            # What the last round before the next question took is learnt from.
-            self._timed = not self._resting or bool(self.on_round)
+            # One round of a rest is learnt from: an early one, for it may end soon.
+            self._timed = self._rested <= 1 or bool(self.on_round)
             context = int(start.sum()) if self._timed else 0
             self.timer.planned(num, context, 0, num_rows - num)
             self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
