@@ -48,9 +48,8 @@ class DraftBacklog:
         self, runner: Any, mib: int, num_aux: int, hidden_size: int, capacity: int
     ) -> None:
         self._runner = runner
-        width = num_aux * hidden_size
-        size = torch.empty((), dtype=runner.dtype).element_size()
-        self._size = mib * MIB // (width * size)  # rows
+        row = num_aux * hidden_size * runner.dtype.itemsize
+        self._size = mib * MIB // row  # rows
         self._written = 0
         self._steps: deque[_Step] = deque()
         # Rows of a slot before this one are caught up or belong to another request.
