@@ -111,6 +111,19 @@ def test_nothing_is_held_once_nothing_is_missed():
     assert not backlog._steps
 
 
+def test_a_part_of_a_buffer_is_copied():
+    """An embedding that is a feature lies in a buffer which the next step writes."""
+    runner = SimpleNamespace(dtype=torch.float32)
+    backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
+    buffer, own = torch.full((8, 2), 7.0), torch.full((3, 2), 5.0)
+    one = np.ones(1, np.int64)
+    backlog.keep([buffer[:3], own, own], one, one - 1, 3 * one, one - 1, 3)
+    assert backlog._steps[0].features[1] is own
+    buffer.zero_()
+    _, found = backlog._span(1)
+    assert backlog._features(found).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3
+
+
 def test_a_step_that_does_not_fit_is_a_hole():
     runner = SimpleNamespace(dtype=torch.float32)
     backlog = DraftBacklog(runner, 1, LAYERS, MIB // (4 * LAYERS * 2), SLOTS)

@@ -81,7 +81,8 @@ class DraftBacklog:
         """Keep the rows of a step that the draft does not run for, and the arrays.
 
         Args:
-            features: num_aux tensors [>= num_rows, H], which are held, not copied.
+            features: num_aux tensors [>= num_rows, H]. They are held; only a part of
+                something larger, as of a buffer that is used again, is copied.
             slots: [n] the requests.
             row: [n] first row of each request.
             count: [n] rows that were committed (accepted tokens).
@@ -90,8 +91,11 @@ class DraftBacklog:
         if num_rows > self._size:  # a step is kept whole
             self.holes += int(count.sum())
             return
-        step = _Step(self._written, tuple(features), slots, row, count, start)
-        self._steps.append(step)
+        held = [
+            layer if layer.untyped_storage().nbytes() == layer.nbytes else layer.clone()
+            for layer in features
+        ]
+        self._steps.append(_Step(self._written, held, slots, row, count, start))
         self._written += len(features[0])
         self.missing[slots] += count
         while self._steps and self._written - self._steps[0].first > self._size:
