@@ -1,7 +1,7 @@
 // The inner loops of control's decisions (vllm_tide/control). Between two passes tokens
 // wait for them, the target's weights have just gone through the caches, and numpy calls
-// on a few numbers each would be most of what they cost. No Python here; bindings.cpp
-// wraps it and checks that arrays are as long as they say.
+// on a few numbers each would be most of what they cost. No Python here;
+// control_bindings.cpp wraps it and checks that arrays are as long as they say.
 #pragma once
 
 #include <cstddef>

@@ -34,8 +34,8 @@ template <typename Value>
 bool values_of(const Buffer& buffer, size_t count, const char* what, const Value** values) {
   const char* format = buffer.format() == nullptr ? "B" : buffer.format();
   if (std::strlen(format) != 1 || std::strchr(kFormats<Value>, *format) == nullptr) {
-    PyErr_Format(PyExc_TypeError, "%s has values of type %s, not %s", what, format,
-                 kFormats<Value>);
+    PyErr_Format(PyExc_TypeError, "%s has values of type '%s' (struct's codes), not '%c'",
+                 what, format, *kFormats<Value>);
     return false;
   }
   if (buffer.size() != count * sizeof(Value)) {

@@ -1,5 +1,5 @@
 // The n-gram index of requests' own texts (vllm_tide/memory/ngram.py, which says what
-// the arrays hold). No Python here; bindings.cpp wraps it.
+// the arrays hold). No Python here; control_bindings.cpp wraps it.
 #pragma once
 
 #include <cstddef>

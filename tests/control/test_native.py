@@ -120,6 +120,14 @@ def test_values_of_another_type_are_refused(call, changed):
         call(**changed)
 
 
+def test_values_that_are_not_aligned_are_refused():
+    place = np.zeros(8 * K * BINS + 1, np.uint8)[1:].view(np.float64)
+    with pytest.raises(TypeError, match="values of type"):
+        convolve(place, np.zeros(2 * K * BINS), K, BINS)
+    with pytest.raises(BufferError):
+        convolve(memoryview(place), np.zeros(2 * K * BINS), K, BINS)
+
+
 def test_sets_and_products_of_other_sizes_are_refused():
     order, survival = np.sort(np.ones(6, np.float32)), np.ones((3, 2), np.float32)
     seconds, lengths = np.ones(7), np.zeros(2, np.int64)

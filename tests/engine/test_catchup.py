@@ -109,6 +109,12 @@ def test_nothing_is_held_once_nothing_is_missed():
     assert len(backlog._steps) == 5
     backlog.seen(np.array([1]))
     assert not backlog._steps
+    backlog.keep([torch.zeros(2, 2)] * LAYERS, np.arange(2), one, one, one, 2)
+    backlog.keep([torch.zeros(2, 2)] * LAYERS, np.arange(1, 3), one, one, one, 2)
+    backlog.forget(0)
+    assert len(backlog._steps) == 2
+    backlog.forget(1)
+    assert len(backlog._steps) == 1, "one that nobody waits for any more"
 
 
 def test_a_part_of_a_buffer_is_copied():

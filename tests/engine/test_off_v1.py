@@ -87,6 +87,15 @@ def test_what_is_learnt_of_a_rest_does_not_hang_on_how_long_it_lasts(monkeypatch
     assert all(s.steps == 0 and not np.isnan(s.host_s) for s in rests)
 
 
+def test_rounds_of_a_rest_count_towards_the_next_trial(monkeypatch):
+    engine, learnt = Off(monkeypatch), []
+    engine.policy._time.observe = learnt.append
+    for _ in range(2 * (REST + 1) + 1):
+        engine.go()
+    assert engine.policy.gate.unchecked == 2 * (REST + 1) + 1
+    assert len(learnt) == 2, "each rest teaches what its rounds took"
+
+
 def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
     """Its rows may be rejected ones, and its drafts' verdict is to be heard."""
     engine = Off(monkeypatch)

@@ -315,7 +315,8 @@ class AdaSpecPolicy:
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        timed = self._young or self._trial or self._count["rounds"] & 1
+        rested = outcome.rounds > 1
+        timed = self._young or self._trial or rested or self._count["rounds"] & 1
         if outcome.sample is not None and timed:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
@@ -335,6 +336,7 @@ class AdaSpecPolicy:
         self._row[batch.slots] = -1
         self._batch = None
         for _ in range(outcome.rounds - 1):
+            self.gate.unchecked += 1
             self._pass_by()
         unforeseen = prefilled and not batch.prefill
         # Drafted before it was decided to draft nothing: no plain round.

@@ -30,7 +30,7 @@ _JITTER = 0.01  # of times that means nothing
 _PATIENCE = 16.0  # probes without a change after which they are half as frequent
 _LEAST_SHARE = 0.25  # of the probe share
 _CHECK_SHARE = 0.5  # of the probe share, for rounds that are done the other way
-_CHECK_ROUNDS = 16  # drafted rounds between two of them, at least
+_CHECK_ROUNDS = 16  # between two of them, at least
 
 
 class Record:
@@ -90,6 +90,7 @@ class Gate:
 
     Attributes:
         plain: Record of rounds without.
+        unchecked: Rounds since one was done the other way, or since the last turn.
     """
 
     def __init__(self, min_gain: float, probe_share: float) -> None:
@@ -99,7 +100,7 @@ class Gate:
         self.drafting = Record(HALF_LIFE_TOKENS)
         self.plain = Record(HALF_LIFE_TOKENS)
         self._probed_at = self._checked_at = 0.0
-        self._streak = self._checks = self._unchecked = 0
+        self._streak = self._checks = self.unchecked = 0
 
     def decide(self, gain: float, free: float, now: float) -> str:
         """Set `on` for this round.
@@ -130,7 +131,7 @@ class Gate:
     def _turn(self, now: float) -> None:
         self.on = not self.on
         self._checked_at = now
-        self._checks = self._unchecked = 0
+        self._checks = self.unchecked = 0
 
     @property
     def threshold(self) -> float:
@@ -158,14 +159,14 @@ class Gate:
             cost: Seconds that are expected to be lost.
             now: As in `decide`.
         """
-        self._unchecked += 1
+        self.unchecked += 1
         share = _CHECK_SHARE * self._share(self._checks)
-        soon = self._unchecked <= _CHECK_ROUNDS
+        soon = self.unchecked <= _CHECK_ROUNDS
         if not share or soon or (now - self._checked_at) * share < cost:
             return False
         self._checked_at = now
         self._checks += 1
-        self._unchecked = 0
+        self.unchecked = 0
         return True
 
     def overspent(self, seconds: float) -> None:

@@ -59,15 +59,14 @@ class DraftBacklog:
 
     def forget(self, slot: int) -> None:
         """The slot's request ended, or the slot begins anew."""
-        self._since[slot] = self._written
-        self.missing[slot] = 0
+        self.seen(np.array([slot]))
 
     def seen(self, slots: np.ndarray) -> None:
         """The draft is about to see all rows of these requests."""
         self._since[slots] = self._written
         self.missing[slots] = 0
-        if self._steps and not self.missing.any():
-            self._steps.clear()
+        while self._steps and not self._waiting(self._steps[0]).any():
+            self._steps.popleft()
 
     def keep(
         self,
@@ -95,14 +94,19 @@ class DraftBacklog:
             layer if layer.untyped_storage().nbytes() == layer.nbytes else layer.clone()
             for layer in features
         ]
-        self._steps.append(_Step(self._written, held, slots, row, count, start))
-        self._written += len(features[0])
+        step = _Step(self._written, held, slots, row, count, start)
         self.missing[slots] += count
+        self._written += len(held[0])
+        self._steps.append(step)
         while self._steps and self._written - self._steps[0].first > self._size:
             step = self._steps.popleft()
-            lost = np.where(self._since[step.slots] <= step.first, step.count, 0)
+            lost = np.where(self._waiting(step), step.count, 0)
             self.missing[step.slots] -= lost
             self.holes += int(lost.sum())
+
+    def _waiting(self, step: _Step) -> np.ndarray:
+        """bool [n], requests of a step that the draft still has to see it of."""
+        return np.asarray(self._since[step.slots] <= step.first)
 
     def catch_up(
         self,
