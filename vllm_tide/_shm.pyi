@@ -1,8 +1,8 @@
 """Types of the extension built from csrc/ (see csrc/shm.h for the contracts).
 
 A word is a u64 at an 8-byte aligned offset inside the buffer; an offset outside or
-unaligned is a ValueError. OS errors are OSError with the segment's name. Arrays of control
-and of the memory are of NumPy; values of another type are a TypeError.
+unaligned is a ValueError. OS errors are OSError with the segment's name. Arrays of
+control and of the memory are NumPy's; values of another type are a TypeError.
 """
 
 from mmap import mmap

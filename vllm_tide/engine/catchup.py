@@ -105,7 +105,7 @@ class DraftBacklog:
             self.holes += int(lost.sum())
 
     def _waiting(self, step: _Step) -> np.ndarray:
-        """bool [n], requests of a step that the draft still has to see it of."""
+        """Requests of a step whose rows the draft has not seen, bool [n]."""
         return np.asarray(self._since[step.slots] <= step.first)
 
     def catch_up(
