@@ -78,7 +78,7 @@ class RoundTimer:
         self._latest = now
 
     def end(self, wanted: bool = True) -> RoundSample | None:
-        """The step ends; None when it had no rows that were planned for."""
+        """The step ends; None if not wanted, or without rows that were planned for."""
         now = self._clock()
         self._ended = now
         if not wanted or math.isnan(self._planned):
