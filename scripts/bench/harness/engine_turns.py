@@ -1,0 +1,221 @@
+"""vLLM engines that take turns on the same cores, some steps at a time.
+
+How fast a shared host is changes by several percent from one second to the next, and as
+much over longer times: two servers that are measured one after the other differ by
+that. Here each arm's engine is a process of its own, scheduler and all, without HTTP;
+one at a time has a turn of a fraction of a second, the others are stopped (SIGSTOP).
+Turns end between two steps, and the clocks of a process that waits stand, so that no
+step and no round of control is longer for it.
+
+Run as a script this file is such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MODULE = "bench.harness.engine_turns"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an engine did in a turn.
+
+    Attributes:
+        seconds: By the wall clock.
+        cpu_s: CPU seconds of its process.
+        finished: Number and checksum of the output of each request that ended.
+        error: Why there is no such thing; empty: all is well.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    finished: tuple[tuple[int, int], ...] = ()
+    error: str = ""
+
+
+class Engine:
+    """An arm's process; stopped outside of its turns.
+
+    Args:
+        speculative_config: As `vllm serve` takes it; None: no speculation.
+        arguments: More of `vllm serve`'s.
+        env: Of the process.
+        log: File for what it prints.
+
+    Raises:
+        RuntimeError: Of every method, where the engine failed.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        speculative_config: str | None,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        log: Path,
+    ) -> None:
+        self._log = log
+        self._pipe, theirs = Pipe()
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+        try:
+            self._pipe.send((str(model), speculative_config, list(arguments)))
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], batch: int, tokens: int, salt: str
+    ) -> None:
+        """Drop what is under way; keep `batch` of these requests in flight."""
+        self._ask("begin", prompts, batch, tokens, salt)
+
+    def turn(self, seconds: float) -> Turn:
+        """Run steps until so many seconds have passed."""
+        return self._ask("turn", seconds)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, *command: Any) -> Turn:
+        self._process.send_signal(signal.SIGCONT)
+        self._pipe.send(command)
+        return self._answer()
+
+    def _answer(self) -> Turn:
+        try:
+            turn: Turn = self._pipe.recv()
+        except EOFError:
+            turn = Turn(error="it has ended")
+        if turn.error:
+            raise RuntimeError(f"an engine failed: {turn.error}; see {self._log}")
+        self._process.send_signal(signal.SIGSTOP)
+        return turn
+
+
+class Served:
+    """The engine inside of the process, and its requests."""
+
+    def __init__(
+        self, model: str, speculative_config: str | None, arguments: list[str]
+    ) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        words = ["--model", model, *arguments]
+        if speculative_config is not None:
+            words += ["--speculative-config", speculative_config]
+        given = EngineArgs.from_cli_args(parser.parse_args(words))
+        self._engine = LLMEngine.from_vllm_config(given.create_engine_config())
+        self._live: dict[str, list[int]] = {}
+
+        def sampling(tokens: int) -> SamplingParams:
+            return SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                output_kind=RequestOutputKind.DELTA,
+            )
+
+        self._sampling = sampling
+
+    def begin(
+        self, prompts: list[list[int]], batch: int, tokens: int, salt: str
+    ) -> Turn:
+        self._engine.abort_request(list(self._live))
+        self._live.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._prompts, self._tokens, self._salt = prompts, tokens, salt
+        self._next = 0
+        for place in range(batch):  # their ends are spread
+            self._add(max(1, -(-tokens * (place + 1) // batch)))
+        return Turn()
+
+    def turn(self, seconds: float) -> Turn:
+        began, cpu_s = time.perf_counter(), time.process_time()
+        tokens, steps, finished = 0, 0, []
+        while time.perf_counter() - began < seconds:
+            steps += 1
+            for output in self._engine.step():
+                new = output.outputs[0].token_ids
+                text = self._live[output.request_id]
+                text += new
+                tokens += len(new)
+                if output.finished:
+                    del self._live[output.request_id]
+                    number = int(output.request_id.rpartition(" ")[2])
+                    finished.append((number, zlib.crc32(repr(text).encode())))
+                    self._add(self._tokens)
+        spent, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+        return Turn(tokens, steps, spent, cpu_s, tuple(finished))
+
+    def _add(self, tokens: int) -> None:
+        name = f"{self._salt} {self._next}"
+        prompt = {
+            "prompt_token_ids": self._prompts[self._next % len(self._prompts)],
+            "cache_salt": name,
+        }
+        self._engine.add_request(name, prompt, self._sampling(tokens))
+        self._live[name] = []
+        self._next += 1
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer until the other end is closed."""
+    real, waited = time.perf_counter, [0.0]
+    # Before anything else has taken hold of them.
+    for name in ("perf_counter", "monotonic"):
+        clock = getattr(time, name)
+        setattr(time, name, lambda clock=clock: clock() - waited[0])
+    served, answer = Served(*pipe.recv()), Turn()
+    while True:
+        began = real()  # it may be stopped as soon as the answer is out
+        pipe.send(answer)
+        try:
+            name, *given = pipe.recv()
+        except EOFError:
+            return
+        waited[0] += real() - began
+        answer = getattr(served, name)(*given)
+
+
+if __name__ == "__main__":
+    # As a module, so that what goes through the pipe has the same type at both ends.
+    from bench.harness import engine_turns
+
+    connection = Connection(int(sys.argv[1]))
+    try:
+        engine_turns._serve(connection)
+    except Exception as error:  # noqa: BLE001 (told to who started it)
+        connection.send(engine_turns.Turn(error=f"{type(error).__name__}: {error}"))
+        raise

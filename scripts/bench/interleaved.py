@@ -1,0 +1,276 @@
+#!/usr/bin/env python
+"""Policies of speculation, turn by turn: for hosts that are never quiet.
+
+    scripts/bench/interleaved.py --json FILE [--minutes 30] [--batches 1,4,16,48]
+        [--arms none,static1,static3,static5,adaspec]
+        [--domains matched,unmatched,mixed]
+
+Every arm's engine is up at once; they take turns of about a quarter of a second,
+between two steps (`harness/engine_turns.py`), in a new order each round, on the same
+requests: as many as the batch are in flight, new ones come as others end. So what the
+host does meanwhile meets all arms alike, where two equal servers, measured one after
+the other, may differ by 10%. There is no HTTP and no API server in it. The first rounds
+of a visit of a cell, with the prompts of the whole batch, are not counted; what is new
+of the cell control learns within the visit. Groups of rounds are the blocks of `run.py
+--suite control`, and so are the figures (`harness/blocks.py`).
+
+Beside the arms of that suite, but for `vllm_dynamic`: `off`, control with its defaults
+and a draft that proposes nonsense, and `again`, a second engine of `none`: what this
+machine calls equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.arms import make_arm, speculative_config
+from bench.harness.blocks import MIXED, NONE, cell_rows, verdict
+from bench.harness.common import clock_text, environment
+from bench.harness.engine_turns import Engine, Turn
+from bench.harness.models import DEMO, kv_cache_bytes, read_config, targets_of
+from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
+from bench.harness.server import environment as server_environment
+from bench.harness.stream import load_pool
+from bench.suites.serving import KNOWN_DOMAINS, closed_requests
+from json_text import json_text
+
+OFF, AGAIN = "off", "again"
+VISITS = 2  # of each cell
+UNCOUNTED, GROUP = 3, 8  # rounds
+LENGTH = 512
+
+
+def useless_draft(draft: Path, folder: Path) -> Path:
+    """A copy of a draft whose `fc` reads the target's features in a wrong order."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = folder / "useless"
+    made.mkdir()
+    (made / "config.json").write_bytes((draft / "config.json").read_bytes())
+    tensors = load_file(draft / "model.safetensors")
+    order = torch.Generator().manual_seed(0)
+    weight = tensors["fc.weight"]
+    shuffled = weight.flatten()[torch.randperm(weight.numel(), generator=order)]
+    tensors["fc.weight"] = shuffled.reshape(weight.shape)
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
+class Run:
+    """The engines, and what was measured of them.
+
+    Attributes:
+        visits: As of `run.py --suite control`: an arm's rounds of a group each.
+        differing: Requests whose outputs differ between arms, of `compared`, which
+            more than one arm has ended.
+    """
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.options, self._random = options, random.Random(options.seed)
+        self.visits: list[dict[str, Any]] = []
+        self.compared = self.differing = 0
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sizes = [options.model_size] if options.model_size else []
+        work = options.work or self._folder
+        [self.target] = targets_of(options.target, sizes, work, print)
+        self.pool = load_pool(options.prompts, self.target.path, KNOWN_DOMAINS)
+        self.engines = {}
+        for name in options.arms:
+            self.engines[name] = self._start(name)
+            stack.callback(self.engines[name].close)
+            print(f"{name}: ready", flush=True)
+
+    def _start(self, name: str) -> Engine:
+        o, folder = self.options, self._folder
+        arm = make_arm({OFF: "adaspec", AGAIN: NONE}.get(name, name))
+        draft = useless_draft(o.draft, folder) if name == OFF else o.draft
+        own = folder / name
+        own.mkdir(mode=0o700)
+        seqs = max(o.batches)
+        memory = kv_cache_bytes(read_config(self.target.path), seqs, LENGTH, 4)
+        every = tuple(range(len(os.sched_getaffinity(0))))
+        served = ServerOptions(
+            venv=Path(sys.prefix),
+            model=self.target.path,
+            log_path=folder / f"{name}.log",
+            engine_cpus=every,
+            kv_cache_bytes=memory,
+        )
+        words = ["--max-model-len", str(LENGTH), "--max-num-seqs", str(seqs)]
+        words += ["--dtype", "float32", "--enforce-eager"]
+        words += ["--kv-cache-memory-bytes", str(memory)]
+        return Engine(
+            self.target.path,
+            speculative_config(arm, draft, own),
+            words,
+            server_environment(served),
+            served.log_path,
+        )
+
+    def visit(self, batch: int, domain: str, number: int, seconds: float) -> None:
+        """Measure a cell for so long; groups that are not whole do not count."""
+        o = self.options
+        kinds = KNOWN_DOMAINS if domain == MIXED else (domain,)
+        given = SimpleNamespace(
+            kinds=kinds, seed=o.seed, max_input_tokens=128, output_tokens=o.tokens
+        )
+        request_at = closed_requests(given, self.pool, domain, f"{number}:{batch}")
+        prompts = [list(request_at(i, None).prompt) for i in range(64 * batch)]
+        for engine in self.engines.values():
+            engine.begin(prompts, batch, o.tokens, f"{domain} {batch} {number}")
+        turn_s = o.turn * (1 + batch**0.5 / 4)
+        learns = UNCOUNTED if number else max(o.learns, UNCOUNTED)
+        began, rounds = time.monotonic(), 0
+        outputs: dict[int, list[int]] = defaultdict(list)
+        group: dict[str, list[Turn]] = {}
+        while time.monotonic() - began < seconds or rounds < learns + 2 * GROUP:
+            leave_if_ended()
+            if rounds >= learns and (rounds - learns) % GROUP == 0:
+                group = {name: [] for name in self.engines}
+            order = list(self.engines)
+            self._random.shuffle(order)
+            for name in order:
+                turn = self.engines[name].turn(turn_s)
+                if rounds >= learns:
+                    group[name].append(turn)
+                for request, output in turn.finished:
+                    outputs[request].append(output)
+            rounds += 1
+            if rounds > learns and (rounds - learns) % GROUP == 0:
+                self._count(batch, domain, group)
+        self.compared += sum(len(found) > 1 for found in outputs.values())
+        self.differing += sum(len(set(found)) > 1 for found in outputs.values())
+
+    def _count(self, batch: int, domain: str, group: dict[str, list[Turn]]) -> None:
+        cell = {"batch": batch, "domain": domain}
+        block = sum(v.items() >= {**cell, "arm": NONE}.items() for v in self.visits)
+        for name, turns in group.items():
+            tokens, seconds = (
+                sum(getattr(turn, part) for turn in turns)
+                for part in ("tokens", "seconds")
+            )
+            self.visits.append(
+                {
+                    **cell,
+                    "arm": name,
+                    "block": block,
+                    "output_tokens_per_s": tokens / seconds,
+                    "tokens": tokens,
+                    "tokens_per_step": tokens / sum(turn.steps for turn in turns),
+                    "cpu_s": sum(turn.cpu_s for turn in turns),
+                }
+            )
+
+
+def words_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows, a line each."""
+
+    def told(row: dict[str, Any], ratio: str, name: str) -> str:
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        return f"{row[ratio]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low else "")
+
+    return "\n".join(
+        f"batch {row['batch']:3d}, {row['domain']:9} {row['arm']:8} "
+        f"{row['output_tokens_per_s']:7.1f} tokens/s, "
+        f"{told(row, 'ratio_to_none', 'ratio')} of none, "
+        f"{told(row, 'ratio_to_best', 'best')} of {row['best_arm']}"
+        for row in rows
+    )
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report; it is also written after each visit, if there is a file for it."""
+    began = time.monotonic()
+    cells = [(b, d) for b in options.batches for d in options.domains]
+    with ExitStack() as stack:
+        run = Run(options, stack)
+        ahead = [(*cell, number) for number in range(VISITS) for cell in cells]
+        ahead.sort(key=lambda visit: (visit[2], run._random.random()))
+        for place, (batch, domain, number) in enumerate(ahead):
+            left = 60 * options.minutes - (time.monotonic() - began)
+            run.visit(batch, domain, number, left / (len(ahead) - place))
+            rows = cell_rows(run.visits)
+            here = [r for r in rows if (r["batch"], r["domain"]) == (batch, domain)]
+            print(words_of(here), flush=True)
+            facts = {"target": run.target.facts, "turn_s": options.turn}
+            report = {
+                "cells": rows,
+                "verdict": verdict([r for r in rows if r["arm"] not in (OFF, AGAIN)])
+                if "adaspec" in options.arms
+                else "",
+                "identity": {"compared": run.compared, "differing": run.differing},
+                "visits": run.visits,
+                "environment": environment(facts),
+            }
+            if options.json:
+                options.json.write_text(json_text(report))
+    return report
+
+
+def parser_of(
+    doc: str | None, arms: str, domains: str, minutes: float, learns: int = UNCOUNTED
+) -> Any:
+    """Options with the defaults of a script."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+
+    def names(text: str) -> list[str]:
+        return list(dict.fromkeys(filter(None, text.split(","))))
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in names(text)]
+
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--model-size", default="90m", help="inflate the target to it")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--prompts", type=Path, default=DEMO / "prompts")
+    parser.add_argument("--arms", type=names, default=arms)
+    parser.add_argument("--domains", type=names, default=domains)
+    parser.add_argument("--batches", type=numbers, default="1,4,16,48")
+    parser.add_argument("--minutes", type=float, default=minutes)
+    text = "rounds of a cell's first visit that are not counted"
+    parser.add_argument("--learns", type=int, default=learns, help=text)
+    parser.add_argument("--turn", type=float, default=0.2, help="seconds, at batch 0")
+    parser.add_argument("--tokens", type=int, default=64, help="of an output")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="where inflated targets are kept")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """Options that can be run; says what will be."""
+    if NONE not in options.arms:
+        raise SystemExit("--arms: needs none")
+    cells = len(options.batches) * len(options.domains)
+    print(
+        f"plan: {len(options.arms)} engines, {cells} cells, {VISITS} visits each; "
+        f"expected {clock_text(60 * options.minutes)}",
+        flush=True,
+    )
+    return options
+
+
+def main() -> int:
+    arms = "none,static1,static3,static5,adaspec"
+    domains = ",".join((*KNOWN_DOMAINS, MIXED))
+    report = measure(checked(parser_of(__doc__, arms, domains, 30.0).parse_args()))
+    print(report["verdict"], report["identity"], sep="\n")
+    return int(report["identity"]["differing"] > 0)
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Engines that take turns, and the rows that a run makes of them."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench import interleaved, off_cost
+from bench.harness import engine_turns
+from bench.harness.arms import make_arm, speculative_config
+from bench.harness.engine_turns import Engine, Turn
+from bench.harness.models import DEMO
+from bench.harness.server import ServerOptions, environment
+from bench.interleaved import AGAIN, OFF
+
+SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0}
+MOOD = 0.5  # a host whose speed halves and doubles from round to round
+
+
+class Toy:
+    """An engine of known speed on a host whose speed changes."""
+
+    made: list["Toy"]
+
+    def __init__(self, model, config, arguments, env, log):
+        self.name, self.config, self.batch, self.turns = log.stem, config, 0, 0
+        Toy.made.append(self)
+
+    def begin(self, prompts, batch, tokens, salt):
+        assert len(prompts) == 64 * batch
+        assert max(map(len, prompts)) <= 128
+        self.batch, self.number = batch, 0
+
+    def turn(self, seconds):
+        self.turns += 1
+        self.number += 1
+        pace = math.exp(MOOD * math.sin(self.turns)) * SPEED[self.name]
+        told = (self.number, 7 if self.name != OFF or self.number != 30 else 8)
+        return Turn(10, 5, 10 / pace, 0.1, (told,))
+
+    def close(self):
+        Toy.made.remove(self)
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    Toy.made = []
+    monkeypatch.setattr(interleaved, "Engine", Toy)
+    parser = interleaved.parser_of("a", "none,again,off", "matched", 1e-9, 20)
+    words = ["--model-size", "", "--batches", "2,4", "--json", str(tmp_path / "F")]
+    return interleaved.measure(interleaved.checked(parser.parse_args(words)))
+
+
+def test_what_the_host_does_is_in_no_ratio(report):
+    assert not Toy.made, "all of them have ended"
+    rows = off_cost.rows_of(report["cells"])
+    assert [row["batch"] for row in rows] == [2, 4]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(0.99, abs=1e-3)
+        assert row["low"] <= row["ratio"] <= row["high"]
+        assert row["again_ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert row["blocks"] == 2 * interleaved.VISITS
+
+
+def test_outputs_that_differ_are_counted(report):
+    # Of 36 rounds of a first visit and 19 of a second one, of two batch sizes.
+    assert report["identity"] == {"compared": 2 * (36 + 19), "differing": 2}
+
+
+def test_none_is_needed():
+    parser = interleaved.parser_of("a", "off", "matched", 1.0)
+    with pytest.raises(SystemExit, match="needs none"):
+        interleaved.checked(parser.parse_args([]))
+
+
+def test_the_useless_draft_has_the_same_numbers_elsewhere(tmp_path):
+    draft = DEMO / "draft"
+    made = interleaved.useless_draft(draft, tmp_path)
+    own, other = (load_file(folder / "model.safetensors") for folder in (draft, made))
+    changed = [name for name in own if not torch.equal(own[name], other[name])]
+    assert changed == ["fc.weight"]
+    weights = [t["fc.weight"].float().flatten().sort().values for t in (own, other)]
+    assert torch.equal(*weights)
+    assert (made / "config.json").read_bytes() == (draft / "config.json").read_bytes()
+
+
+def engine(tmp_path, name):
+    own = tmp_path / name
+    own.mkdir(mode=0o700)
+    cpu = min(os.sched_getaffinity(0))
+    options = ServerOptions(
+        venv=Path(sys.prefix),
+        model=DEMO / "target",
+        log_path=tmp_path / f"{name}.log",
+        engine_cpus=(cpu,),
+        kv_cache_bytes=128 << 20,
+    )
+    words = ["--max-model-len", "256", "--max-num-seqs", "2", "--dtype", "float32"]
+    words += ["--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
+    config = speculative_config(make_arm(name), DEMO / "draft", own)
+    env = environment(options)
+    return Engine(options.model, config, words, env, options.log_path)
+
+
+@pytest.mark.vllm
+def test_real_engines_take_turns_and_say_the_same(tmp_path):
+    prompts = [[5 + i, 6, 7, 8 + i] * 8 for i in range(9)]
+    with ExitStack() as stack:
+        told = {}
+        for name in ("none", "static1"):
+            one = engine(tmp_path, name)
+            stack.callback(one.close)
+            one.begin(prompts, 2, 12, "first")
+            turns = [one.turn(0.2) for _ in range(3)]
+            assert all(turn.seconds >= 0.2 and turn.steps for turn in turns)
+            assert all(0 < turn.cpu_s <= 2 * turn.seconds for turn in turns)
+            stopped = Path(f"/proc/{one._process.pid}/stat").read_text()
+            assert stopped.rpartition(")")[2].split()[0] in "TtRSD"
+            told[name] = dict(pair for turn in turns for pair in turn.finished)
+        both = told["none"].keys() & told["static1"].keys()
+        assert len(both) > 3
+        assert [told["none"][i] for i in both] == [told["static1"][i] for i in both]
+        # What was under way is dropped, and numbers begin anew.
+        one.begin(prompts[::-1], 1, 3, "second")
+        again = one.turn(0.2).finished
+        assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
+        with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
+            one.begin([], 1, 3, "third")
+
+
+def test_an_engine_that_cannot_start_says_where_to_look(tmp_path):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    log = tmp_path / "none.log"
+    with pytest.raises(RuntimeError, match=f"an engine failed: .*; see {log}"):
+        Engine(tmp_path / "missing", None, [], env, log)
+
+
+def module(tmp_path, monkeypatch, name, text):
+    """A stand-in for what an `Engine` runs."""
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(engine_turns, "MODULE", name)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    return dict(os.environ)
+
+
+CLOCKS = """
+import sys, time
+from multiprocessing.connection import Connection
+from bench.harness import engine_turns
+
+class Served:
+    def __init__(self, *given):
+        pass
+
+    def turn(self, seconds):
+        time.sleep(seconds)
+        return engine_turns.Turn(seconds=time.monotonic(), cpu_s=time.perf_counter())
+
+engine_turns.Served = Served
+engine_turns._serve(Connection(int(sys.argv[1])))
+"""
+
+
+def test_clocks_stand_while_others_have_their_turn(tmp_path, monkeypatch):
+    env = module(tmp_path, monkeypatch, "clocks", CLOCKS)
+    one = Engine(tmp_path, None, [], env, tmp_path / "log")
+    try:
+        began, real = one.turn(0.01), time.monotonic()
+        for _ in range(10):
+            time.sleep(0.3)
+            ended = one.turn(0.05)
+        real = time.monotonic() - real
+        assert real >= 3.5
+        for clock in ("seconds", "cpu_s"):
+            passed = getattr(ended, clock) - getattr(began, clock)
+            assert 0.5 <= passed < real - 2.5
+    finally:
+        one.close()
+
+
+WAITS = """
+import sys
+from multiprocessing.connection import Connection
+from bench.harness.engine_turns import Turn
+
+pipe = Connection(int(sys.argv[1]))
+while True:
+    pipe.recv()
+    pipe.send(Turn())
+"""
+STARTS = """
+import os, sys, time
+from contextlib import ExitStack
+from pathlib import Path
+from bench.harness import engine_turns
+from bench.harness.server import end_on_signals
+
+end_on_signals()
+engine_turns.MODULE = "waits"
+log = Path(sys.argv[1])
+with ExitStack() as stack:
+    one = engine_turns.Engine(log, None, [], dict(os.environ), log)
+    stack.callback(one.close)
+    print(one._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_engines_that_wait(tmp_path, monkeypatch, number):
+    env = module(tmp_path, monkeypatch, "waits", WAITS)
+    command = [sys.executable, "-c", STARTS, str(tmp_path / "log")]
+    script = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert script.stdout is not None
+        child = int(script.stdout.readline())
+        script.send_signal(number)
+        assert script.wait(30) == 128 + number
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    finally:
+        script.kill()
