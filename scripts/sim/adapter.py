@@ -111,9 +111,9 @@ class Adapter:
         self._probed = None
         missing = state[col.MISSING]
         batch = Batch(
-            slots=np.ascontiguousarray(slots),
+            slots=slots,
             context=state[col.CACHED].copy(),
-            room=np.ascontiguousarray(self._room(state, step)),
+            room=self._room(state, step),
             sampled=self._no[: step.requests],
             limit=limit,
             first_rows=step.rows,

@@ -414,27 +414,3 @@ def test_catching_up_is_no_time_of_drafting(monkeypatch):
         one_round(policy, at, lambda p: p._predicted[1] + late, catchup_rows=rows)
     assert late > 0.05 * policy._predicted[1]
     assert policy.gate.drafting._longer() == pytest.approx(1.0, abs=0.01)
-
-
-def test_rounds_that_wait_to_be_learnt_from_are_neither_lost_nor_mistaken():
-    n, model = 4, "gpt-oss-120b"
-    policy, where = adaspec(n, model, k_max=3), world(n, model, EASY)
-    where.run(policy, 200)
-    before, sent, waited = policy.stats(), 0, []
-    for _ in range(7):
-        where.now += 0.1
-        _, lengths = one_round(policy, where.now, lambda p: p._predicted[1])
-        sent += int(lengths.sum())
-        waited.append(len(policy._lot))
-    assert waited == [1, 2, 3, 0, 1, 2, 3]
-    # A slot's next request does not inherit what the rounds say of the one before.
-    seen = policy._tokens_seen
-    policy.drop(2)
-    policy.add(2, False, where.now)
-    assert not policy._lot and policy.offsets.value[2] == 0.0
-    assert policy._tokens_seen > seen
-    after = policy.stats()
-    grown = {name: after[name] - before[name] for name in ("rounds", "verified_tokens")}
-    assert grown == {"rounds": 7, "verified_tokens": sent}
-    assert after["round_seconds"] > before["round_seconds"]
-    assert sum(after["length_hist"]) - sum(before["length_hist"]) == 7

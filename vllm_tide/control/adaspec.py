@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.batch import Batch, Outcome, Plan, totals
+from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.calibration import Calibration, Exploration, RequestOffsets
 from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
 from vllm_tide.control.drafter import Drafter
@@ -37,7 +37,7 @@ _EARLY_TOKENS, _EARLY_GROWTH = 512, 1.04
 # left the caches when the next round comes.
 _LOT = 4
 # Rounds until which every one teaches the time model and the history, afterwards every
-# second of a lot: what they teach is much the same, and tokens wait for it.
+# second: what they teach is much the same, and it costs time that tokens wait for.
 _YOUNG_ROUNDS = 128
 _TRIAL_ROUNDS = 4
 _UNANSWERED = 4  # shadow probes without an answer: none will come, try real rounds
@@ -53,37 +53,24 @@ _EXPLORE_SHARE = 0.5  # of the probe share
 _KNOBS = ControlConfig.model_validate({})
 
 
-@dataclass(slots=True)
-class _Round:
-    """A round that is over, and what is to be learnt from it.
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """A round that was drafted in, and what the target said of it.
 
     Attributes:
-        rows: int64 [m], place in the batch of each request of the outcome, or -1.
-        seconds: Of it, and of those that it let pass.
-        unforeseen: The step had rows that no prediction knew of.
-        predicted: Tokens and seconds.
-        foreseen_loss: Seconds, of a trial; None: it was none.
-        from_memory: Tokens of the memory's that it verified.
-        steps: Draft steps that it had; without one the others are of no use:
-        sampled: int64 [n].
         values: z, logit, chance: float64 [3, most, n].
         survival: float32 [most, n].
+        steps: Draft steps that the round had.
+        answers: Places of requests, and tokens of each verified and accepted.
         explored: Lengths that pay and the chance of the others, where some were drawn.
     """
 
-    batch: Batch
-    outcome: Outcome
-    rows: np.ndarray
-    seconds: float
-    unforeseen: bool
-    plain: float
-    predicted: tuple[float, float]
-    foreseen_loss: float | None
-    from_memory: int
-    steps: int
+    slots: np.ndarray
     sampled: np.ndarray
     values: np.ndarray
     survival: np.ndarray
+    steps: int
+    answers: tuple[np.ndarray, np.ndarray, np.ndarray]
     explored: tuple[np.ndarray | None, float]
 
 
@@ -113,6 +100,32 @@ class ControlSettings:
             raise ValueError("k_max and max_requests must be at least 1")
         if not 0 <= self.probe_share < 1:
             raise ValueError("probe_share must be in [0, 1)")
+
+
+_COUNTS = (
+    "rounds",
+    "draft_steps",
+    "drafted_tokens",
+    "verified_tokens",
+    "accepted_tokens",
+    "trimmed_tokens",
+    "probes",
+    "slo_misses",
+    "limits_left_out",
+)
+
+
+def totals(
+    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
+) -> dict[str, Any]:
+    """The part of a policy's `stats` that only counts."""
+    return {
+        **{name: count[name] for name in _COUNTS},
+        "off_rounds": dict(off),
+        "length_hist": lengths.tolist(),
+        "slo_met": book.met if book else 0,
+        "slo_missed": book.missed if book else 0,
+    }
 
 
 class AdaSpecPolicy:
@@ -152,12 +165,8 @@ class AdaSpecPolicy:
         # Per round of a lot, [K, n] views are cut out of these.
         self._space = np.empty((_LOT, 3 * k * capacity))
         self._survival_space = np.empty((_LOT, k * capacity), np.float32)
-        self._place, self._lot = 0, list[_Round]()
-        self._sampled: np.ndarray = np.empty(0)
-        self._values: np.ndarray = np.empty(0)
-        self._survival: np.ndarray = np.empty(0)
-        self._places, self._row = np.arange(capacity), np.full(capacity, -1)
-        self._changed = set[int]()  # slots whose request came or went in this round
+        self._place, self._lot = 0, list[_Lesson]()
+        self._row = np.full(capacity, -1, np.int64)
         self._kind = np.zeros(capacity, np.int64)  # 1: sampled
         self._fresh = np.zeros(capacity, bool)  # has not emitted a token yet
         self._batch: Batch | None = None
@@ -180,12 +189,12 @@ class AdaSpecPolicy:
         self._study()
         self.offsets.add(slot)
         self.history.add(slot)
-        self._changed.add(slot)
+        self._row[slot] = -1
         self._kind[slot] = sampled
         self._fresh[slot] = True
 
     def drop(self, slot: int) -> None:
-        self._changed.add(slot)
+        self._row[slot] = -1
 
     def draft_swapped(self) -> None:
         """The draft has new weights: keep little of what was learnt about the old."""
@@ -264,10 +273,8 @@ class AdaSpecPolicy:
         n = len(batch)
         if not step and batch.memory is None:
             return np.zeros(n, np.int64)
-        costs = self._costs
-        survival = self._survival[:step] if step else np.empty((0, n), np.float32)
+        costs, survival = self._costs, self._survival[:step]
         whole = drafted = np.minimum(batch.room, step)
-        made = int(drafted.sum())
         if batch.memory is not None:
             survival, whole, self.remembered = batch.memory.merge(survival, drafted)
         if not step:  # nothing was forecast: what was reached lately
@@ -300,71 +307,64 @@ class AdaSpecPolicy:
             self._from_memory = int(lengths[self.remembered].sum())
         self.verify_chance = self._exploration.verify_chance(lengths)
         self._predicted = (expected, float(seconds[total]))
-        self._count["drafted_tokens"] += made
-        self._count["trimmed_tokens"] += made - total + self._from_memory
+        self._count["drafted_tokens"] += int(drafted.sum())
+        self._count["trimmed_tokens"] += int(drafted.sum()) - total + self._from_memory
         keep = 1.0 - n / (n + _BAR_REQUESTS)
         self._bar_tokens = keep * self._bar_tokens + expected / n
         self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        batch, self._batch = self._batch, None
-        fresh, prefilled = self._fresh, False
-        if fresh.any():
-            prefilled = bool(fresh[outcome.slots].any())
-            fresh[outcome.slots[outcome.emitted > 0]] = False
-        if batch is None:
-            self._hear(outcome, thorough=True)
-            return
-        seconds = outcome.now - self._planned_at
-        self._busy += max(seconds, 0.0)
-        done = _Round(
-            batch,
-            outcome,
-            self._rows(batch.slots, outcome.slots),
-            seconds,
-            prefilled and not batch.prefill,
-            self._costs.plain,
-            self._predicted,
-            self._foreseen_loss if self._trial else None,
-            self._from_memory,
-            self._step,
-            self._sampled,
-            self._values,
-            self._survival,
-            (self._exploration.wanted, self._exploration.chance),
-        )
-        self._lot.append(done)
-        self._place = (self._place + 1) % _LOT
-        judged = self._count["rounds"] - self._off_at < _REFRESH_ROUNDS
-        if self._young or judged or len(self._lot) == _LOT:
-            self._study()
-
-    def _rows(self, planned: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Place in the batch of each request, or -1: int64 [m]."""
-        if slots is planned and not self._changed:
-            return self._places[: len(slots)]
-        self._row[planned] = self._places[: len(planned)]
-        self._row[list(self._changed)] = -1
-        rows: np.ndarray = self._row[slots]
-        self._row[planned] = -1
-        return rows
-
-    def _hear(self, outcome: Outcome, thorough: bool) -> None:
-        """What a round teaches whether or not it was planned."""
-        if outcome.sample is not None and thorough:
+        rested = outcome.rounds > 1
+        timed = self._young or self._trial or rested or self._count["rounds"] & 1
+        if outcome.sample is not None and timed:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
             self._observe_probe(*outcome.probe)
+        prefilled = bool(self._fresh[outcome.slots].any())
+        self._fresh[outcome.slots[outcome.emitted > 0]] = False
+        batch = self._batch
         self._count["verified_tokens"] += int(outcome.verified.sum())
         self._count["accepted_tokens"] += int(outcome.accepted.sum())
+        if batch is None:
+            return
+        rows = self._row[outcome.slots]
+        known = rows >= 0
+        verified, accepted = outcome.verified, outcome.accepted
+        if not known.all():
+            rows, verified, accepted = rows[known], verified[known], accepted[known]
+        self._row[batch.slots] = -1
+        self._batch = None
+        for _ in range(outcome.rounds - 1):
+            self.gate.unchecked += 1
+            self._pass_by()
+        unforeseen = prefilled and not batch.prefill
+        # Drafted before it was decided to draft nothing: no plain round.
+        unforeseen |= not self._step and bool(verified.any())
+        emitted = outcome.emitted[known]
+        self._observe_times(batch, outcome.now, outcome.rounds, emitted, unforeseen)
+        step, explored = self._step, self._exploration
+        if step and len(rows):
+            lesson = _Lesson(
+                batch.slots,
+                self._sampled,
+                self._values,
+                self._survival,
+                step,
+                (rows, verified, accepted),
+                (explored.wanted, explored.chance),
+            )
+            self._lot.append(lesson)
+            self._place = (self._place + 1) % _LOT
+            judged = self._count["rounds"] - self._off_at < _REFRESH_ROUNDS
+            if self._young or judged or len(self._lot) == _LOT:
+                self._study()
 
     @property
     def _young(self) -> bool:
         return self._count["rounds"] < _YOUNG_ROUNDS
 
     def stats(self) -> dict[str, Any]:
-        self._study()
         record = self.gate.drafting if self.gate.on else self.gate.plain
         return {
             **totals(self._count, self._off, self._lengths, self._book),
@@ -394,12 +394,17 @@ class AdaSpecPolicy:
 
     def _open(self, batch: Batch, now: float) -> None:
         """Begin a round; one that was never observed is forgotten."""
+        if self._batch is not None:
+            self._row[self._batch.slots] = -1
         self._batch = batch
-        self._changed.clear()
+        batch.slots = np.ascontiguousarray(batch.slots, np.int64)
+        batch.room = np.ascontiguousarray(batch.room, np.int64)
         self._planned_at = now
         self._step = self._from_memory = 0
+        self._survival = self._survival_space[0, :0].reshape(0, len(batch))
         self._trial = False
         self.remembered = None
+        self._row[batch.slots] = np.arange(len(batch))
         self._count["rounds"] += 1
 
     def _stay_off(self, reason: str, probe: bool = False, rest: int = 0) -> Plan:
@@ -439,44 +444,29 @@ class AdaSpecPolicy:
     def _study(self) -> None:
         """Learn from the rounds of the lot."""
         lot, self._lot = self._lot, []
-        for number, done in enumerate(lot):
-            rare = done.foreseen_loss is not None or not done.steps
-            thorough = self._young or rare or not number & 1
-            self._hear(done.outcome, thorough)
-            for _ in range(done.outcome.rounds - 1):
-                self.gate.unchecked += 1
-                self._pass_by()
-            self._learn(done, thorough)
+        for number, lesson in enumerate(lot):
+            if self._young or not number & 1:
+                drafted = lesson.survival[: lesson.steps] >= 0
+                _, logit, chance = lesson.values[:, : lesson.steps]
+                self.history.learn(lesson.slots, logit, chance, drafted)
+                self._tokens_seen += drafted.size
+            self._learn(lesson)
         seen, rounds = self._tokens_seen, self._count["rounds"]
         early = _EARLY_GROWTH * self._tokens_refreshed < seen < _EARLY_TOKENS
         if early or rounds - self._refreshed >= _REFRESH_ROUNDS and lot:
             self._tokens_refreshed, self._refreshed = seen, rounds
             self.history.refresh()
 
-    def _learn(self, done: _Round, thorough: bool) -> None:
-        rows, seen = done.rows, done.outcome
-        answers = rows, seen.verified, seen.accepted, seen.emitted
-        known = rows >= 0
-        if not known.all():
-            answers = tuple(each[known] for each in answers)  # type: ignore[assignment]
-        rows, verified, accepted, emitted = answers
-        # Drafted before it was decided to draft nothing: no plain round.
-        late = not done.steps and bool(verified.any())
-        self._observe_times(done, emitted, done.unforeseen or late)
-        if not done.steps or not len(rows):
-            return
-        slots, survival = done.batch.slots, done.survival
-        if thorough:
-            drafted = survival[: done.steps] >= 0
-            _, logit, chance = done.values[:, : done.steps]
-            self.history.learn(slots, logit, chance, drafted)
-            self._tokens_seen += drafted.size
-        given = done.values, survival, done.steps, (rows, verified, accepted)
-        (position, row), (z, chance, hit), predicted = self.offsets.judge(slots, *given)
+    def _learn(self, lesson: _Lesson) -> None:
+        given = lesson.values, lesson.survival, lesson.steps, lesson.answers
+        (position, row), (z, chance, hit), predicted = self.offsets.judge(
+            lesson.slots, *given
+        )
+        rows, _, accepted = lesson.answers
         self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
         if len(row):
-            weight = Exploration.weight(position, row, *done.explored)
-            kind = done.sampled[row]
+            weight = Exploration.weight(position, row, *lesson.explored)
+            kind = lesson.sampled[row]
             self.calibration.learn(position, kind, z, chance, hit, weight)
 
     def _observe_probe(
@@ -497,29 +487,36 @@ class AdaSpecPolicy:
         self.history.refresh()
 
     def _observe_times(
-        self, done: _Round, emitted: np.ndarray, unforeseen: bool
+        self,
+        batch: Batch,
+        now: float,
+        rounds: int,
+        emitted: np.ndarray,
+        unforeseen: bool,
     ) -> None:
         """Compare the round's time with its prediction.
 
         Args:
-            emitted: int64 [n], tokens of its requests.
-            unforeseen: It is not as it was predicted.
+            rounds: How many like it passed until `now`.
+            unforeseen: The step had rows that no prediction knew of.
         """
-        step, batch, rounds = done.steps, done.batch, done.outcome.rounds
+        step = self._step
         self._count["draft_steps"] += step
         self._lengths[step] += 1
-        seconds = done.seconds / rounds
+        seconds = (now - self._planned_at) / rounds
+        self._busy += max(seconds, 0.0) * rounds
         if seconds <= 0 or unforeseen or not batch.room.any():
             return
-        lost = self._against_plain.add(done.plain, emitted, done.seconds, rounds - 1)
-        predicted = done.predicted[1]
+        idle, plain = rounds - 1, self._costs.plain
+        lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
+        predicted = self._predicted[1]
         if step and batch.catchup_rows:
             predicted += self._time.model.catchup_seconds(batch.catchup_rows)
         record = self.gate.drafting if step else self.gate.plain
-        if step or not done.from_memory:  # else it is a round of neither kind
+        if step or not self._from_memory:  # else it is a round of neither kind
             lost += record.add_time(predicted, seconds) - seconds
-        if done.foreseen_loss is not None and step:
-            self.gate.overspent(lost - done.foreseen_loss)
+        if self._trial and step:
+            self.gate.overspent(lost - self._foreseen_loss)
         if step:
             self.gate.plain.fade()
         before, measured = self._seconds

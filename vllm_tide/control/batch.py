@@ -7,15 +7,13 @@ decision that was simulated is the decision that is served.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from vllm_tide.control.online_time import RoundSample
-    from vllm_tide.control.slo import SloBook
 
 
 @dataclass(slots=True)
@@ -79,9 +77,8 @@ class Batch:
     """The requests of one step, between sampling and drafting.
 
     Attributes:
-        slots: int64 [n], contiguous, as `room` is: index of each request in the
-            per-request state; given out by the caller, 0..capacity-1, unique while the
-            request lives.
+        slots: int64 [n], index of each request in the per-request state; given out by
+            the caller, 0..capacity-1, unique while the request lives.
         context: int64 [n], tokens in the KV cache after this step.
         room: int64 [n], most draft tokens that can be of use; 0 = must not be drafted
             for (a prefill chunk, opted out, at the length limit).
@@ -162,29 +159,3 @@ class Outcome:
     sample: RoundSample | None = None
     probe: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     rounds: int = 1
-
-
-_COUNTS = (
-    "rounds",
-    "draft_steps",
-    "drafted_tokens",
-    "verified_tokens",
-    "accepted_tokens",
-    "trimmed_tokens",
-    "probes",
-    "slo_misses",
-    "limits_left_out",
-)
-
-
-def totals(
-    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
-) -> dict[str, Any]:
-    """The part of a policy's `stats` that only counts."""
-    return {
-        **{name: count[name] for name in _COUNTS},
-        "off_rounds": dict(off),
-        "length_hist": lengths.tolist(),
-        "slo_met": book.met if book else 0,
-        "slo_missed": book.missed if book else 0,
-    }
