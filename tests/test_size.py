@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "lines": 38_584,
-    "code tokens": 227_894,
+    "code tokens": 227_899,
     "files": 163,
     "classes": 299,
     "knobs": 52,

@@ -136,3 +136,18 @@ def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
     control._contain("forget", control._forget, ["gone"])
     assert control.policy is None and sum(control.faults.values()) >= 1
     assert engine.step() == (0, [0] * N)
+
+
+def test_a_fault_when_the_draft_is_swapped_does_not_leave_the_step():
+    engine = Engine()
+    control = engine.control
+    control.start = lambda: None
+    control.policy = ThresholdPolicy(K)
+
+    def fail():
+        raise OverflowError
+
+    control.policy.draft_swapped = fail
+    control.draft_swapped()
+    assert control.policy is None and control.faults == {"control_swap": 1}
+    assert engine.step() == (0, [0] * N)

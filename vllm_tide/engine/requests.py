@@ -206,7 +206,7 @@ class Control:
     def draft_swapped(self) -> None:
         """Another draft is live: what was learnt of the old one counts less."""
         if self.policy is not None:
-            self.policy.draft_swapped()
+            self._contain("swap", self.policy.draft_swapped)
 
     def stop(self) -> None:
         self.policy = self.times = None
