@@ -101,7 +101,7 @@ class Run:
         own.mkdir(mode=0o700)
         seqs = max(o.batches)
         memory = kv_cache_bytes(read_config(self.target.path), seqs, LENGTH, 4)
-        every = tuple(range(len(os.sched_getaffinity(0))))
+        every = tuple(sorted(os.sched_getaffinity(0)))
         served = ServerOptions(
             venv=Path(sys.prefix),
             model=self.target.path,
@@ -254,6 +254,8 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     """Options that can be run; says what will be."""
     if NONE not in options.arms:
         raise SystemExit("--arms: needs none")
+    if "vllm_dynamic" in options.arms:
+        raise SystemExit("--arms: vllm_dynamic is tuned by run.py --suite control only")
     cells = len(options.batches) * len(options.domains)
     print(
         f"plan: {len(options.arms)} engines, {cells} cells, {VISITS} visits each; "

@@ -20,6 +20,7 @@ from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO
 from bench.harness.server import ServerOptions, environment
 from bench.interleaved import AGAIN, OFF
+from tests.bench.turn_toys import until
 
 SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0}
 MOOD = 0.5  # a host whose speed halves and doubles from round to round
@@ -75,9 +76,12 @@ def test_outputs_that_differ_are_counted(report):
     assert report["identity"] == {"compared": 2 * (36 + 19), "differing": 2}
 
 
-def test_none_is_needed():
-    parser = interleaved.parser_of("a", "off", "matched", 1.0)
-    with pytest.raises(SystemExit, match="needs none"):
+@pytest.mark.parametrize(
+    ("arms", "said"), [("off", "needs none"), ("none,vllm_dynamic", "is tuned by")]
+)
+def test_arms_that_cannot_be_compared(arms, said):
+    parser = interleaved.parser_of("a", arms, "matched", 1.0)
+    with pytest.raises(SystemExit, match=said):
         interleaved.checked(parser.parse_args([]))
 
 
@@ -110,6 +114,19 @@ def engine(tmp_path, name):
     return Engine(options.model, config, words, env, options.log_path)
 
 
+def finishing(one, count):
+    """Turns in which so many requests end."""
+    turns = []
+    while sum(len(turn.finished) for turn in turns) < count:
+        turns.append(one.turn(0.2))
+    return turns
+
+
+def state_of(one):
+    facts = Path(f"/proc/{one._process.pid}/stat").read_text()
+    return facts.rpartition(")")[2].split()[0]
+
+
 @pytest.mark.vllm
 def test_real_engines_take_turns_and_say_the_same(tmp_path):
     prompts = [[5 + i, 6, 7, 8 + i] * 8 for i in range(9)]
@@ -119,18 +136,17 @@ def test_real_engines_take_turns_and_say_the_same(tmp_path):
             one = engine(tmp_path, name)
             stack.callback(one.close)
             one.begin(prompts, 2, 12, "first")
-            turns = [one.turn(0.2) for _ in range(3)]
+            turns = finishing(one, 4)
             assert all(turn.seconds >= 0.2 and turn.steps for turn in turns)
-            assert all(0 < turn.cpu_s <= 2 * turn.seconds for turn in turns)
-            stopped = Path(f"/proc/{one._process.pid}/stat").read_text()
-            assert stopped.rpartition(")")[2].split()[0] in "TtRSD"
+            assert all(turn.cpu_s > 0 for turn in turns)
+            until(lambda one=one: state_of(one) == "T")
             told[name] = dict(pair for turn in turns for pair in turn.finished)
         both = told["none"].keys() & told["static1"].keys()
-        assert len(both) > 3
+        assert len(both) > 2
         assert [told["none"][i] for i in both] == [told["static1"][i] for i in both]
         # What was under way is dropped, and numbers begin anew.
         one.begin(prompts[::-1], 1, 3, "second")
-        again = one.turn(0.2).finished
+        again = finishing(one, 1)[-1].finished
         assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
         with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
             one.begin([], 1, 3, "third")

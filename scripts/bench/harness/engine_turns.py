@@ -112,7 +112,9 @@ class Engine:
         except EOFError:
             turn = Turn(error="it has ended")
         if turn.error:
-            raise RuntimeError(f"an engine failed: {turn.error}; see {self._log}")
+            end = self._log.read_text(errors="replace")[-2000:]  # it may not outlive us
+            where = f"an engine failed: {turn.error}; see {self._log}, which ends"
+            raise RuntimeError(f"{where}\n{end}")
         self._process.send_signal(signal.SIGSTOP)
         return turn
 
