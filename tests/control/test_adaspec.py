@@ -97,6 +97,51 @@ def test_trials_that_cost_more_than_was_foreseen_become_rarer():
     assert lost.sum() < 0.005 * found.seconds + lost[:_TRIAL_ROUNDS].sum()
 
 
+def test_trials_amid_arrivals_keep_within_their_share():
+    """With a new request in most steps few rounds are timed; all are paid for."""
+    n, rounds = 48, 4000
+    where = world(n, "gpt-oss-120b", HARD)
+    policy = adaspec(n, "gpt-oss-120b", FixedTime(where.time))
+    found = where.run(policy, rounds)
+    plain = world(n, "gpt-oss-120b", HARD).run(NonePolicy(7), rounds)
+    tried = np.flatnonzero(found.steps)
+    assert len(tried) >= 2 * _TRIAL_ROUNDS
+    gained = np.array(found.emitted)[tried] / n
+    lost = np.array(found.times)[tried] - gained * plain.seconds / rounds
+    share = 0.5 * ControlSettings().probe_share
+    assert lost.sum() < share * found.seconds + lost[:_TRIAL_ROUNDS].sum()
+
+
+@pytest.mark.parametrize("level", [-1.5, -1.0, -0.5])
+def test_a_profile_of_dear_plain_rounds_is_found_out_in_a_few_dozen(level):
+    """Amid arrivals: few rounds are evidence for the record of times."""
+    knots, n, rounds = (1, 16, 48, 64, 96, 112), 48, 150
+    right = table_model(knots, (0.040, 0.052, 0.141, 0.175, 0.235, 0.26), 0.004, 0.0)
+    wrong = table_model(knots, (0.061, 0.073, 0.200, 0.205, 0.21, 0.22), 0.004, 0.0)
+    policy, acceptance = adaspec(n, "", OnlineTime(wrong)), Acceptance(level=level)
+    where = World(n, right, acceptance, seed=1, rounds_each=60)
+    steps = where.run(policy, rounds).steps
+    assert np.count_nonzero(steps[60:]) <= 2 * _TRIAL_ROUNDS
+    assert 1 <= policy.stats()["off_rounds"]["check"] <= 3
+
+
+def test_the_first_looks_at_plain_rounds_do_not_wait_for_their_share():
+    """Of each size of batch; but those that lose much do."""
+
+    def looks(acceptance, rounds):
+        policy = adaspec(32, "gpt-oss-120b")
+        found = []
+        for n in (2, 3, 32):
+            where = World(n, published("gpt-oss-120b"), acceptance, rounds_each=10**6)
+            found.append(np.flatnonzero(np.equal(where.run(policy, rounds).steps, 0)))
+        return found
+
+    two, three, many = looks(Acceptance(level=0.0), 60)
+    assert list(two) == [16, 33, 50] and len(three) < 3
+    assert len(many) == 3 and (np.diff(many) == 17).all()
+    assert not any(map(len, looks(Acceptance(level=3.0), 60)))
+
+
 def test_a_machine_that_stands_still_amid_a_trial_does_not_end_them(monkeypatch):
     n, stalls = 16, [60.0]
     truth, model = wrong("gpt-oss-120b")

@@ -40,6 +40,24 @@ def test_what_all_sizes_share_is_left_to_the_curves_own_factors():
     assert abs(common) < 0.2
 
 
+def test_a_size_that_was_never_seen_is_like_those_near_it():
+    shape = CurveShape()
+    for _ in range(30):
+        shape.learn(48, 0.7)
+        shape.learn(96, 1.0)
+    near, far = shape.factor(64), shape.factor(1024)
+    assert shape.factor(48) < 0.95 * near < 0.95 * shape.factor(96)
+    assert far == pytest.approx(1.0, abs=0.1)
+    assert shape.factor(32) < 0.9
+
+
+def test_a_size_is_learnt_from_a_few_rounds():
+    shape = CurveShape()
+    for _ in range(4):
+        shape.learn(48, 0.7)
+    assert shape.factor(48) < 0.9
+
+
 @pytest.mark.parametrize("rows", [1, KNOTS[-1], 10 * KNOTS[-1]])
 def test_ends_of_the_range(rows):
     shape = CurveShape()

@@ -47,8 +47,9 @@ _SMOOTH = 0.05
 # While drafting does not pay the question is asked again after so many rounds of about
 # as many requests: what a forecast costs would be a tax on plain decoding.
 _REST_ROUNDS = 15
-# One more after a round that checks what plain decoding takes: without the questions.
-_CHECK_REST = 1
+_CHECK_REST = 1  # after a round that checks what plain decoding takes: no questions
+# So many of those, per factor of two of requests, do not wait if they lose little.
+_EARLY, _EARLY_LOSS = 3, 0.5  # rounds
 _EXPLORE_SHARE = 0.5  # of the probe share
 _KNOBS = ControlConfig.model_validate({})
 
@@ -181,6 +182,7 @@ class AdaSpecPolicy:
         self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
         self._off_at = 0  # the last round in which drafting did not pay
         self._count, self._off = Counter[str](), Counter[str]()
+        self._looks = Counter[int]()  # at plain rounds, by bits of the batch's size
         self._lengths = np.zeros(k + 1, np.int64)
         self._seconds = (nan, nan)  # predicted and measured round, smoothed
         self._against_plain = AgainstPlain()
@@ -243,7 +245,10 @@ class AdaSpecPolicy:
             self._trials = 0
             lost = costs.plain * max(gain - 1.0, 0.0)
             lost += self._time.model.catchup_seconds(n)
-            if self.gate.check_due(lost, self._busy):
+            size, most_lost = n.bit_length(), _EARLY_LOSS * costs.plain
+            early = self._looks[size] < _EARLY and lost < most_lost
+            if self.gate.check_due(0.0 if early else lost, self._busy):
+                self._looks[size] += 1
                 return self._stay_off("check", rest=_CHECK_REST)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
@@ -505,11 +510,16 @@ class AdaSpecPolicy:
         self._lengths[step] += 1
         seconds = (now - self._planned_at) / rounds
         self._busy += max(seconds, 0.0) * rounds
-        if seconds <= 0 or unforeseen or not batch.room.any():
+        if seconds <= 0 or not batch.room.any():
             return
         idle, plain = rounds - 1, self._costs.plain
-        lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
         predicted = self._predicted[1]
+        if unforeseen:
+            if self._trial and step and len(emitted):
+                lost = predicted - plain * float(emitted.mean())
+                self.gate.overspent(lost - self._foreseen_loss)
+            return
+        lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
         if step and batch.catchup_rows:
             predicted += self._time.model.catchup_seconds(batch.catchup_rows)
         record = self.gate.drafting if step else self.gate.plain

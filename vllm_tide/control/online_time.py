@@ -340,10 +340,12 @@ def step_cost(
 # Sizes that remember; between them it is linear. Kernels change theirs as coarsely.
 KNOTS = tuple(sorted({b << s for b in (2, 3) for s in range(13)} | {1}))
 _KNOTS = np.array(KNOTS, float)
+# How much a size says of another: 1/e at a factor of two.
+_NEAR = np.exp(-0.5 * abs(np.subtract.outer(*[np.arange(len(KNOTS))] * 2)))
 _FADE_KEEP = 0.5 ** (1 / 256)  # of every weight, per round
 _MOST = 32.0  # rounds that a size remembers
 _SIZE_PRIOR = 2.0  # rounds of agreement that it starts with
-_SURPRISE = 0.05  # of a size's first rounds, natural logarithm
+_SURPRISE = 0.1  # of a size's first rounds, natural logarithm
 _LEAST_SURPRISE = 0.005
 _SIZE_CLIP = 2.0  # usual surprises; one round is not believed beyond
 _SMALL, _LAG = 512, 8  # a larger table is made anew only after so many changes
@@ -356,13 +358,13 @@ class CurveShape:
     A factor on the whole curve cannot bend it: with rounds of 16 rows it learns what 16
     rows cost, and a plain step of 4 stays as wrong as the profile had it. So every size
     keeps what its own rounds took beside the refined prediction. A size that is not
-    seen any more is slowly forgotten.
+    seen, or not any more, is believed to be like those near it.
 
     Attributes:
         level: Per knot, natural logarithm of measured over predicted time.
         usual: Per knot, mean size of a round's surprise.
         believed: Per knot, natural logarithm of its factor: `level` as far as its
-            `weight` goes.
+            `weight` goes, and the mean of its neighbours.
     """
 
     def __init__(self) -> None:
@@ -409,7 +411,9 @@ class CurveShape:
         for knot, part in ((above - 1, 1.0 - share), (above, share)):
             weight[knot] = min(weight[knot] + part, _MOST)
             level[knot] += surprise * part / max(weight[knot], 1.0)
-            usual[knot] += 0.1 * part * (abs(surprise) - usual[knot])
+            quick = part * max(0.1, 1.0 / (1.0 + weight[knot]))
+            usual[knot] += quick * (abs(surprise) - usual[knot])
             usual[knot] = max(usual[knot], _LEAST_SURPRISE)
         level -= _CENTRE * float(level @ weight) / max(float(weight.sum()), 1.0)
-        self.take(level * weight / (weight + _SIZE_PRIOR))
+        around = _NEAR @ (weight * level) / (_NEAR @ weight + _SIZE_PRIOR)
+        self.take(around + (level - around) * weight / (weight + _SIZE_PRIOR))
