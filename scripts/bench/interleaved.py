@@ -2,7 +2,7 @@
 """Policies of speculation, turn by turn: for hosts that are never quiet.
 
     scripts/bench/interleaved.py --json FILE [--minutes 30] [--batches 1,4,16,48]
-        [--arms none,static1,static3,static5,adaspec]
+        [--arms none,static1,static3,static5,vllm_dynamic,adaspec]
         [--domains matched,unmatched,mixed]
 
 Every arm's engine is up at once; they take turns of about a quarter of a second,
@@ -14,9 +14,9 @@ of a visit of a cell, with the prompts of the whole batch, are not counted; what
 of the cell control learns within the visit. Groups of rounds are the blocks of `run.py
 --suite control`, and so are the figures (`harness/blocks.py`).
 
-Beside the arms of that suite, but for `vllm_dynamic`: `off`, control with its defaults
-and a draft that proposes nonsense, and `again`, a second engine of `none`: what this
-machine calls equal.
+`vllm_dynamic` is tuned first, on rounds of its own with mixed prompts. Beside the arms
+of that suite: `off`, control with its defaults and a draft that proposes nonsense, and
+`again`, a second engine of `none`: what this machine calls equal.
 """
 
 from __future__ import annotations
@@ -28,25 +28,38 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-from bench.harness.arms import make_arm, speculative_config
-from bench.harness.blocks import MIXED, NONE, cell_rows, verdict
-from bench.harness.common import clock_text, environment
+from bench.harness.arms import Schedule, make_arm, make_arms, speculative_config
+from bench.harness.blocks import (
+    MIXED,
+    NONE,
+    cell_rows,
+    over_cells,
+    rounded_ratio,
+    subject_of,
+    verdict,
+)
+from bench.harness.common import BenchError, clock_text, environment
 from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO, kv_cache_bytes, read_config, targets_of
 from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
 from bench.harness.server import environment as server_environment
 from bench.harness.stream import load_pool
-from bench.suites.serving import KNOWN_DOMAINS, closed_requests
+from bench.suites.serving import (
+    KNOWN_DOMAINS,
+    best_lengths,
+    closed_requests,
+    schedule_of,
+)
 from json_text import json_text
 
-OFF, AGAIN = "off", "again"
+OFF, AGAIN, DYNAMIC = "off", "again", "vllm_dynamic"
 VISITS = 2  # of each cell
 UNCOUNTED, GROUP = 3, 8  # rounds
 LENGTH = 512
@@ -87,11 +100,27 @@ class Run:
         work = options.work or self._folder
         [self.target] = targets_of(options.target, sizes, work, print)
         self.pool = load_pool(options.prompts, self.target.path, KNOWN_DOMAINS)
-        self.engines = {}
-        for name in options.arms:
+        self.engines: dict[str, Engine] = {}
+        self.schedule: Schedule | None = None
+        for name in sorted(options.arms, key=DYNAMIC.__eq__):
+            if name == DYNAMIC:
+                self.schedule = self._tuned()
+                print(f"{name}: {self.schedule}")
             self.engines[name] = self._start(name)
             stack.callback(self.engines[name].close)
             print(f"{name}: ready", flush=True)
+
+    def _tuned(self) -> Schedule:
+        """The schedule of vLLM, by what static lengths reach at each batch."""
+        arms = [make_arm(name) for name in self.engines if name not in (OFF, AGAIN)]
+        lengths = {arm.name: arm.num_tokens for arm in arms if arm.is_static}
+        rates = {}
+        for batch in self.options.batches:
+            turns = self.visit(batch, MIXED, -1, 0.0, lengths)
+            for name, length in lengths.items():
+                tokens = sum(turn.tokens for turn in turns[name])
+                rates[batch, length] = tokens / sum(t.seconds for t in turns[name])
+        return schedule_of(best_lengths(rates), max(self.options.batches))
 
     def _start(self, name: str) -> Engine:
         o, folder = self.options, self._folder
@@ -114,14 +143,29 @@ class Run:
         words += ["--kv-cache-memory-bytes", str(memory)]
         return Engine(
             self.target.path,
-            speculative_config(arm, draft, own),
+            speculative_config(arm, draft, own, self.schedule),
             words,
             server_environment(served),
             served.log_path,
         )
 
-    def visit(self, batch: int, domain: str, number: int, seconds: float) -> None:
-        """Measure a cell for so long; groups that are not whole do not count."""
+    def visit(
+        self,
+        batch: int,
+        domain: str,
+        number: int,
+        seconds: float,
+        arms: Collection[str] = (),
+    ) -> dict[str, list[Turn]]:
+        """Measure a cell for so long; groups that are not whole do not count.
+
+        Args:
+            number: Of the visits of this cell; -1: none of them, nothing counts.
+            arms: None: all.
+
+        Returns:
+            Turns of the last group.
+        """
         o = self.options
         kinds = KNOWN_DOMAINS if domain == MIXED else (domain,)
         given = SimpleNamespace(
@@ -129,7 +173,9 @@ class Run:
         )
         request_at = closed_requests(given, self.pool, domain, f"{number}:{batch}")
         prompts = [list(request_at(i, None).prompt) for i in range(64 * batch)]
-        for engine in self.engines.values():
+        order = list(arms or self.engines)
+        for name in order:
+            engine = self.engines[name]
             engine.begin(prompts, batch, o.tokens, f"{domain} {batch} {number}")
         turn_s = o.turn * (1 + batch**0.5 / 4)
         learns = UNCOUNTED if number else max(o.learns, UNCOUNTED)
@@ -139,8 +185,7 @@ class Run:
         while time.monotonic() - began < seconds or rounds < learns + 2 * GROUP:
             leave_if_ended()
             if rounds >= learns and (rounds - learns) % GROUP == 0:
-                group = {name: [] for name in self.engines}
-            order = list(self.engines)
+                group = {name: [] for name in order}
             self._random.shuffle(order)
             for name in order:
                 turn = self.engines[name].turn(turn_s)
@@ -149,10 +194,11 @@ class Run:
                 for request, output in turn.finished:
                     outputs[request].append(output)
             rounds += 1
-            if rounds > learns and (rounds - learns) % GROUP == 0:
+            if number >= 0 and rounds > learns and (rounds - learns) % GROUP == 0:
                 self._count(batch, domain, group)
         self.compared += sum(len(found) > 1 for found in outputs.values())
         self.differing += sum(len(set(found)) > 1 for found in outputs.values())
+        return group
 
     def _count(self, batch: int, domain: str, group: dict[str, list[Turn]]) -> None:
         cell = {"batch": batch, "domain": domain}
@@ -191,6 +237,20 @@ def words_of(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def overall(visits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each arm over none, and of control over each: means over all cells."""
+    arms = list(dict.fromkeys(visit["arm"] for visit in visits))
+    mine = subject_of(arm for arm in arms if arm not in (OFF, AGAIN))
+    rows = []
+    for arm in arms:
+        row: dict[str, Any] = {"arm": arm}
+        names = ("ratio_to_none", "ratio_low", "ratio_high")
+        row |= rounded_ratio(names, over_cells(visits, arm, NONE))
+        names = (f"{mine}_over_it", "low", "high")
+        rows.append(row | rounded_ratio(names, over_cells(visits, mine, arm)))
+    return sorted(rows, key=lambda row: -row["ratio_to_none"])
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The report; it is also written after each visit, if there is a file for it."""
     began = time.monotonic()
@@ -208,6 +268,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             facts = {"target": run.target.facts, "turn_s": options.turn}
             report = {
                 "cells": rows,
+                "overall": overall(run.visits),
+                "schedule": run.schedule,
                 "verdict": verdict([r for r in rows if r["arm"] not in (OFF, AGAIN)])
                 if "adaspec" in options.arms
                 else "",
@@ -254,8 +316,11 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     """Options that can be run; says what will be."""
     if NONE not in options.arms:
         raise SystemExit("--arms: needs none")
-    if "vllm_dynamic" in options.arms:
-        raise SystemExit("--arms: vllm_dynamic is tuned by run.py --suite control only")
+    try:
+        known = [name for name in options.arms if name not in (OFF, AGAIN)]
+        make_arms(known)
+    except BenchError as error:
+        raise SystemExit(f"--arms: {error}") from None
     cells = len(options.batches) * len(options.domains)
     print(
         f"plan: {len(options.arms)} engines, {cells} cells, {VISITS} visits each; "
@@ -266,10 +331,10 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def main() -> int:
-    arms = "none,static1,static3,static5,adaspec"
+    arms = f"none,static1,static3,static5,{DYNAMIC},adaspec"
     domains = ",".join((*KNOWN_DOMAINS, MIXED))
     report = measure(checked(parser_of(__doc__, arms, domains, 30.0).parse_args()))
-    print(report["verdict"], report["identity"], sep="\n")
+    print(*report["overall"], report["verdict"], report["identity"], sep="\n")
     return int(report["identity"]["differing"] > 0)
 
 

@@ -22,7 +22,7 @@ from bench.harness.server import ServerOptions, environment
 from bench.interleaved import AGAIN, OFF
 from tests.bench.turn_toys import until
 
-SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0}
+SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0, "static1": 120.0, "static3": 90.0}
 MOOD = 0.5  # a host whose speed halves and doubles from round to round
 
 
@@ -32,7 +32,7 @@ class Toy:
     made: list["Toy"]
 
     def __init__(self, model, config, arguments, env, log):
-        self.name, self.config, self.batch, self.turns = log.stem, config, 0, 0
+        self.name, self.config, self.batch, self.number = log.stem, config, 0, 0
         Toy.made.append(self)
 
     def begin(self, prompts, batch, tokens, salt):
@@ -41,9 +41,8 @@ class Toy:
         self.batch, self.number = batch, 0
 
     def turn(self, seconds):
-        self.turns += 1
         self.number += 1
-        pace = math.exp(MOOD * math.sin(self.turns)) * SPEED[self.name]
+        pace = math.exp(MOOD * math.sin(self.number)) * SPEED[self.name]
         told = (self.number, 7 if self.name != OFF or self.number != 30 else 8)
         return Turn(10, 5, 10 / pace, 0.1, (told,))
 
@@ -71,13 +70,42 @@ def test_what_the_host_does_is_in_no_ratio(report):
         assert row["blocks"] == 2 * interleaved.VISITS
 
 
+def test_means_over_cells_have_an_interval(report):
+    rows = {row["arm"]: row for row in report["overall"]}
+    assert rows.keys() == SPEED.keys() & {"none", AGAIN, OFF}
+    off = rows[OFF]
+    assert rows["none"]["ratio_to_none"] == 1.0
+    assert off["ratio_low"] <= off["ratio_to_none"] <= off["ratio_high"]
+    assert off["ratio_to_none"] == pytest.approx(0.99, abs=1e-3)
+
+
+def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch, tmp_path):
+    Toy.made = []
+    monkeypatch.setattr(interleaved, "Engine", Toy)
+    monkeypatch.setitem(SPEED, "vllm_dynamic", 119.0)
+    arms = "vllm_dynamic,none,static1,static3"
+    parser = interleaved.parser_of("a", arms, "matched", 1e-9, 20)
+    words = ["--model-size", "", "--batches", "2,4"]
+    found = interleaved.measure(interleaved.checked(parser.parse_args(words)))
+    assert found["schedule"] == [(1, 4, 1)]
+    # Rounds that tuned it are in no cell: every arm has as many blocks.
+    assert {row["blocks"] for row in found["cells"]} == {2 * interleaved.VISITS}
+    [row] = [row for row in found["overall"] if row["arm"] == "vllm_dynamic"]
+    assert row["ratio_to_none"] == pytest.approx(1.19, abs=1e-3)
+
+
 def test_outputs_that_differ_are_counted(report):
     # Of 36 rounds of a first visit and 19 of a second one, of two batch sizes.
     assert report["identity"] == {"compared": 2 * (36 + 19), "differing": 2}
 
 
 @pytest.mark.parametrize(
-    ("arms", "said"), [("off", "needs none"), ("none,vllm_dynamic", "is tuned by")]
+    ("arms", "said"),
+    [
+        ("off", "needs none"),
+        ("none,vllm_dynamic", "is tuned from the static arms"),
+        ("none,statik1", "there is no arm 'statik1'"),
+    ],
 )
 def test_arms_that_cannot_be_compared(arms, said):
     parser = interleaved.parser_of("a", arms, "matched", 1.0)
@@ -201,6 +229,32 @@ def test_clocks_stand_while_others_have_their_turn(tmp_path, monkeypatch):
             assert 0.5 <= passed < real - 2.5
     finally:
         one.close()
+
+
+def test_a_stopped_engine_ends_with_who_started_it(tmp_path):
+    """Even if that had no time to end it."""
+    text = (
+        "import os, subprocess, sys\n"
+        "code = 'from bench.harness import engine_turns as e; import os, signal;'\n"
+        "code += 'e._die_with_parent(); os.kill(os.getpid(), signal.SIGSTOP)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code])\n"
+        "print(child.pid, flush=True)\n"
+        "os.waitpid(child.pid, os.WUNTRACED)\n"
+        "print('stopped', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as starter:
+        pid, stopped = (starter.stdout.readline().strip() for _ in range(2))
+        assert stopped == "stopped"
+        starter.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 WAITS = """

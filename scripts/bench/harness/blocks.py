@@ -80,7 +80,7 @@ def ratio_of(logs: Sequence[float], *others: Sequence[float]) -> Ratio:
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def _rounded(names: Sequence[str], ratio: Ratio) -> dict[str, float | None]:
+def rounded_ratio(names: Sequence[str], ratio: Ratio) -> dict[str, float | None]:
     numbers = (None if x is None else round(x, 4) for x in ratio)
     return dict(zip(names, numbers, strict=True))
 
@@ -158,11 +158,11 @@ def cell_rows(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "domain": domain,
                 "arm": arm,
                 "output_tokens_per_s": round(math.exp(statistics.fmean(rates)), 2),
-                **_rounded(
+                **rounded_ratio(
                     ("ratio_to_none", "ratio_low", "ratio_high"),
                     (1.0, 1.0, 1.0) if arm == NONE else ratio_of(list(mine.values())),
                 ),
-                **_rounded(
+                **rounded_ratio(
                     ("ratio_to_best", "best_low", "best_high"),
                     (1.0, 1.0, 1.0) if arm == best else to_best(mine, logs[best]),
                 ),
@@ -195,6 +195,22 @@ def over_static(rows: Sequence[Mapping[str, Any]], arm: str) -> tuple[str, float
         return "", math.nan
     best = max(static, key=lambda name: sum(logs[name]))
     return best, math.exp(statistics.fmean(logs[arm]) - statistics.fmean(logs[best]))
+
+
+def over_cells(visits: Iterable[Mapping[str, Any]], arm: str, other: str) -> Ratio:
+    """An arm's rate over another's: geometric mean over cells, each of equal weight."""
+    found = [_logs(here) for here in _by_cell(visits).values()]
+    pairs = [(logs[arm], logs[other]) for logs in found if {arm, other} <= logs.keys()]
+    cells = [[a[block] - b[block] for block in a.keys() & b.keys()] for a, b in pairs]
+    if not all(cells) or not cells:
+        return math.nan, None, None
+    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
+    df = sum(len(cell) - 1 for cell in cells)
+    if min(map(len, cells)) < 2:
+        return math.exp(mean), None, None
+    spread = sum(statistics.variance(cell) / len(cell) for cell in cells)
+    half = t_975(df) * math.sqrt(spread) / len(cells)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:

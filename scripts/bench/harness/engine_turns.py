@@ -12,6 +12,7 @@ Run as a script this file is such a process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -192,6 +193,12 @@ class Served:
         self._next += 1
 
 
+def _die_with_parent() -> None:
+    """A stopped process would stay for ever if who started it is killed (Linux)."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def _serve(pipe: Connection) -> None:
     """Answer until the other end is closed."""
     real, waited = time.perf_counter, [0.0]
@@ -212,6 +219,7 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
+    _die_with_parent()
     # As a module, so that what goes through the pipe has the same type at both ends.
     from bench.harness import engine_turns
 
