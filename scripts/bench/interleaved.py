@@ -42,7 +42,6 @@ from bench.harness.blocks import (
     cell_rows,
     over_cells,
     rounded_ratio,
-    subject_of,
     verdict,
 )
 from bench.harness.common import BenchError, clock_text, environment
@@ -238,9 +237,9 @@ def words_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def overall(visits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each arm over none, and of control over each: means over all cells."""
+    """Of each arm over none, and of control (off) over each: means over all cells."""
     arms = list(dict.fromkeys(visit["arm"] for visit in visits))
-    mine = subject_of(arm for arm in arms if arm not in (OFF, AGAIN))
+    mine = next((name for name in ("adaspec", OFF) if name in arms), arms[-1])
     rows = []
     for arm in arms:
         row: dict[str, Any] = {"arm": arm}
