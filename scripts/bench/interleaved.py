@@ -268,12 +268,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             report = {
                 "cells": rows,
                 "overall": overall(run.visits),
-                "schedule": run.schedule,
+                "schedules": {run.target.name: run.schedule} if run.schedule else {},
                 "verdict": verdict([r for r in rows if r["arm"] not in (OFF, AGAIN)])
                 if "adaspec" in options.arms
                 else "",
                 "identity": {"compared": run.compared, "differing": run.differing},
                 "visits": run.visits,
+                "options": {"target": run.target.name, "domains": options.domains},
                 "environment": environment(facts),
             }
             if options.json:

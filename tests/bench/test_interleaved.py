@@ -17,6 +17,7 @@ from bench import interleaved, off_cost
 from bench.harness import engine_turns
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.engine_turns import Engine, Turn
+from bench.harness.html import write_html
 from bench.harness.models import DEMO
 from bench.harness.server import ServerOptions, environment
 from bench.interleaved import AGAIN, OFF
@@ -87,7 +88,11 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch, tmp_path):
     parser = interleaved.parser_of("a", arms, "matched", 1e-9, 20)
     words = ["--model-size", "", "--batches", "2,4"]
     found = interleaved.measure(interleaved.checked(parser.parse_args(words)))
-    assert found["schedule"] == [(1, 4, 1)]
+    assert list(found["schedules"].values()) == [[(1, 4, 1)]]
+    write_html(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "none: best or within noise" not in page and "interleaved.py" in page
+    assert "requests ended in more than one arm; the outputs of 0 differ" in page
     # Rounds that tuned it are in no cell: every arm has as many blocks.
     assert {row["blocks"] for row in found["cells"]} == {2 * interleaved.VISITS}
     [row] = [row for row in found["overall"] if row["arm"] == "vllm_dynamic"]

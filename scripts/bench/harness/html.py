@@ -243,10 +243,11 @@ _FILTERS = (
 
 def html(data: Json) -> str:
     environment, options = data["environment"], data.get("options", {})
-    suite = str(data.get("suite", "?"))
-    state = (
-        "complete" if data.get("complete") else f"NOT complete: {data.get('stopped')}"
-    )
+    turns = "compared" in data.get("identity", {})  # engines took turns
+    suite = "control" if turns else str(data.get("suite", "?"))
+    script = "interleaved.py" if turns else f"run.py --suite {suite}"
+    whole = turns or data.get("complete")
+    state = "complete" if whole else f"NOT complete: {data.get('stopped')}"
     cells = data.get("cells", [])
     traces = trace_summary(cells, options.get("slo_scales"))
     pages = Environment(
@@ -260,8 +261,8 @@ def html(data: Json) -> str:
     return pages.get_template("report.html.jinja").render(
         title=TITLES.get(suite, f"Suite {suite}"),
         facts=[
-            f"scripts/bench/run.py --suite {suite}, {state}",
-            f"target: {options.get('target')}",
+            f"scripts/bench/{script}, {state}",
+            f"target: {options.get('target') or environment['target']['parameters']}",
             f"prompts: {', '.join(map(str, options.get('domains', ())))}",
             f"commit {str(environment.get('commit', ''))[:12] or 'unknown'}",
             f"{environment.get('cpu', '')}, {environment.get('num_cpus')} cores",
@@ -279,8 +280,9 @@ def html(data: Json) -> str:
             for target, arms in data.get("identity", {}).items()
             for arm, verdict in arms.items()
         ]
-        if "cells" in data
+        if "cells" in data and not turns
         else [],
+        turns=data["identity"] if turns else None,
         schedules=[
             (target, ", ".join(f"{a} to {b}: {k}" for a, b, k in ranges))
             for target, ranges in data.get("schedules", {}).items()
