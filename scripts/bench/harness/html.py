@@ -241,6 +241,11 @@ _FILTERS = (
 )  # fmt: skip
 
 
+def _parameters(environment: Json) -> str:
+    number = environment.get("target", {}).get("parameters")
+    return f"{number / 1e6:.0f}M parameters" if number else "?"
+
+
 def html(data: Json) -> str:
     environment, options = data["environment"], data.get("options", {})
     turns = "compared" in data.get("identity", {})  # engines took turns
@@ -262,7 +267,7 @@ def html(data: Json) -> str:
         title=TITLES.get(suite, f"Suite {suite}"),
         facts=[
             f"scripts/bench/{script}, {state}",
-            f"target: {options.get('target') or environment['target']['parameters']}",
+            f"target: {options.get('target') or _parameters(environment)}",
             f"prompts: {', '.join(map(str, options.get('domains', ())))}",
             f"commit {str(environment.get('commit', ''))[:12] or 'unknown'}",
             f"{environment.get('cpu', '')}, {environment.get('num_cpus')} cores",
