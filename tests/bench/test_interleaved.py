@@ -273,12 +273,13 @@ while True:
     pipe.send(Turn())
 """
 STARTS = """
-import os, sys, time
+import os, signal, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from bench.harness import engine_turns
 from bench.harness.server import end_on_signals
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 end_on_signals()
 engine_turns.MODULE = "waits"
 log = Path(sys.argv[1])
