@@ -312,8 +312,8 @@ def parser_of(
     return parser
 
 
-def checked(options: argparse.Namespace) -> argparse.Namespace:
-    """Options that can be run; says what will be."""
+def checked(options: argparse.Namespace, plan: str = "") -> argparse.Namespace:
+    """Options that can be run; says what will be: `plan`, or cells and visits."""
     if NONE not in options.arms:
         raise SystemExit("--arms: needs none")
     try:
@@ -322,11 +322,9 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     except BenchError as error:
         raise SystemExit(f"--arms: {error}") from None
     cells = len(options.batches) * len(options.domains)
-    print(
-        f"plan: {len(options.arms)} engines, {cells} cells, {VISITS} visits each; "
-        f"expected {clock_text(60 * options.minutes)}",
-        flush=True,
-    )
+    expected = clock_text(60 * options.minutes)
+    plan = plan or f"{cells} cells, {VISITS} visits each; expected {expected}"
+    print(f"plan: {len(options.arms)} engines, {plan}", flush=True)
     return options
 
 

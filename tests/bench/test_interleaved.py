@@ -1,5 +1,6 @@
 """Engines that take turns, and the rows that a run makes of them."""
 
+import json
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import interleaved, off_cost
+from bench import interleaved, interleaved_traces, off_cost
 from bench.harness import engine_turns
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.engine_turns import Engine, Turn
@@ -46,6 +47,10 @@ class Toy:
         pace = math.exp(MOOD * math.sin(self.number)) * SPEED[self.name]
         told = (self.number, 7 if self.name != OFF or self.number != 30 else 8)
         return Turn(10, 5, 10 / pace, 0.1, (told,))
+
+    def replay(self, arrivals, salt):
+        self.batch, self.number = 1, 0
+        self.waiting = list(enumerate(arrivals))
 
     def close(self):
         Toy.made.remove(self)
@@ -158,6 +163,65 @@ def finishing(one, count):
 def state_of(one):
     facts = Path(f"/proc/{one._process.pid}/stat").read_text()
     return facts.rpartition(")")[2].split()[0]
+
+
+class Replayed(Toy):
+    """Serves one request in a turn."""
+
+    def turn(self, seconds):
+        if not hasattr(self, "waiting"):
+            return super().turn(seconds)
+        number, (due, prompt, tokens) = self.waiting.pop(0)
+        assert due <= 60 and 16 <= len(prompt) <= 128
+        took = 10.0 / SPEED[self.name]
+        times = ((0.1, 0.1 + took * tokens, tokens),)
+        left = len(self.waiting)
+        return Turn(tokens, tokens, took, 0.1, ((number, 7),), times, left)
+
+
+def test_every_arm_serves_the_whole_trace(monkeypatch, tmp_path, capsys):
+    Toy.made = []
+    monkeypatch.setattr(interleaved, "Engine", Replayed)
+    monkeypatch.setitem(SPEED, "adaspec", 150.0)
+    file = tmp_path / "F"
+    words = ["--model-size", "", "--arms", "none,static1,adaspec", "--json", str(file)]
+    words += ["--batches", "2", "--repeats", "2", "--load", "0.1"]
+    monkeypatch.setattr(sys, "argv", ["interleaved_traces.py", *words])
+    assert interleaved_traces.main() == 0
+    said = capsys.readouterr().out
+    assert " 0.802 of the best static length's; lower on 3 of 3" in said
+    report = json.loads(file.read_text())
+    assert len(report["cells"]) == 3 * 3 * 2
+    by_trace = {}
+    for cell in report["cells"]:
+        assert cell["failed"] == 0
+        by_trace.setdefault(cell["trace"], set()).add(cell["requests"])
+        assert min(cell["tpots_ms"]) > 0
+    assert all(len(found) == 1 for found in by_trace.values())
+    summary = report["summary"]["traces"].values()
+    assert {found["best_static"] for found in summary} == {"static1"}
+    write_html(report, tmp_path / "page.html")
+    assert "Replayed traces" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.vllm
+def test_a_replay_goes_by_the_clock_of_its_turns(tmp_path):
+    one = engine(tmp_path, "static1")
+    try:
+        arrivals = [(due, [5 + i, 6, 7, 8] * 8, 6) for i, due in enumerate((0, 0.2, 3))]
+        one.replay(arrivals, "first")
+        turns = [one.turn(0.5)]
+        time.sleep(3)  # does not count
+        while turns[-1].left:
+            turns.append(one.turn(0.5))
+        assert sum(turn.seconds for turn in turns) >= 3
+        found = dict(pair for turn in turns for pair in turn.finished)
+        assert found.keys() == {0, 1, 2}
+        for first, last, count in (t for turn in turns for t in turn.times):
+            assert 0 < first < last < 3 and count == 6
+        assert one.turn(0.5).seconds < 0.4, "nothing is left to wait for"
+    finally:
+        one.close()
 
 
 @pytest.mark.vllm
