@@ -241,8 +241,8 @@ class ControlConfig(_Section):
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,
         description="Share of time spent on looking: while drafting is off, whether "
-        "it would pay again; while on (half of it), what a step takes undrafted (0 "
-        "never looks).",
+        "it would pay again; while on (half of it, a few first looks aside), what a "
+        "step takes undrafted (0 never looks).",
     )
     verify: bool = Field(
         True, description="Leave out drafted tokens whose verification does not pay."

@@ -160,10 +160,10 @@ class Run:
 
         Args:
             number: Of the visits of this cell; -1: none of them, nothing counts.
-            arms: None: all.
+            arms: Empty: all.
 
         Returns:
-            Turns of the last group.
+            Turns of all rounds but the first ones.
         """
         o = self.options
         kinds = KNOWN_DOMAINS if domain == MIXED else (domain,)
@@ -181,15 +181,16 @@ class Run:
         began, rounds = time.monotonic(), 0
         outputs: dict[int, list[int]] = defaultdict(list)
         group: dict[str, list[Turn]] = {}
+        counted: dict[str, list[Turn]] = {name: [] for name in order}
         while time.monotonic() - began < seconds or rounds < learns + 2 * GROUP:
             leave_if_ended()
             if rounds >= learns and (rounds - learns) % GROUP == 0:
                 group = {name: [] for name in order}
-            self._random.shuffle(order)
-            for name in order:
+            for name in self._random.sample(order, len(order)):
                 turn = self.engines[name].turn(turn_s)
                 if rounds >= learns:
                     group[name].append(turn)
+                    counted[name].append(turn)
                 for request, output in turn.finished:
                     outputs[request].append(output)
             rounds += 1
@@ -197,7 +198,7 @@ class Run:
                 self._count(batch, domain, group)
         self.compared += sum(len(found) > 1 for found in outputs.values())
         self.differing += sum(len(set(found)) > 1 for found in outputs.values())
-        return group
+        return counted
 
     def _count(self, batch: int, domain: str, group: dict[str, list[Turn]]) -> None:
         cell = {"batch": batch, "domain": domain}

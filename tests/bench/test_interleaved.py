@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from bench import interleaved, interleaved_traces, off_cost
 from bench.harness import engine_turns
 from bench.harness.arms import make_arm, speculative_config
+from bench.harness.blocks import over_cells
 from bench.harness.engine_turns import Engine, Turn
 from bench.harness.html import write_html
 from bench.harness.models import DEMO
@@ -83,6 +84,23 @@ def test_means_over_cells_have_an_interval(report):
     assert rows["none"]["ratio_to_none"] == 1.0
     assert off["ratio_low"] <= off["ratio_to_none"] <= off["ratio_high"]
     assert off["ratio_to_none"] == pytest.approx(0.99, abs=1e-3)
+
+
+def test_an_interval_over_cells():
+    """Two cells of three blocks each: means 0.2 and 0.1, variance 0.01 in both."""
+    logs = {2: (0.1, 0.2, 0.3), 4: (0.0, 0.1, 0.2)}
+    visits = [
+        {"batch": batch, "domain": "d", "arm": arm, "block": block,
+         "output_tokens_per_s": math.exp(log if arm == "a" else 0.0)}
+        for batch, found in logs.items()
+        for block, log in enumerate(found)
+        for arm in ("a", "none")
+    ]  # fmt: skip
+    half = 2.776 * math.sqrt(2 * 0.01 / 3) / 2  # Student's t, 4 degrees of freedom
+    expected = [math.exp(x) for x in (0.15, 0.15 - half, 0.15 + half)]
+    assert over_cells(visits, "a", "none") == pytest.approx(expected, rel=1e-3)
+    none, *ends = over_cells([v for v in visits if not v["block"]], "a", "none")
+    assert none == pytest.approx(math.exp(0.05)) and ends == [None, None]
 
 
 def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch, tmp_path):

@@ -125,6 +125,50 @@ def test_a_profile_of_dear_plain_rounds_is_found_out_in_a_few_dozen(level):
     assert 1 <= policy.stats()["off_rounds"]["check"] <= 3
 
 
+def test_a_trial_amid_prompts_is_charged_by_who_got_tokens(monkeypatch):
+    """Requests inside of their prompts get none, drafted or not."""
+    policy, charged = adaspec(4, "gpt-oss-120b", k_max=3), []
+    for slot in range(4):
+        policy.add(slot, False, 0.0)
+    monkeypatch.setattr(policy.gate, "decide", lambda *_: "no_gain")
+    monkeypatch.setattr(policy.gate, "check_due", lambda *_: True)
+    monkeypatch.setattr(policy.gate, "overspent", charged.append)
+    four = np.arange(4)
+    batch = Batch(
+        slots=four,
+        context=np.full(4, 100),
+        room=np.full(4, 3),
+        sampled=np.zeros(4, bool),
+        limit=np.full(4, np.inf),
+        first_rows=4,
+    )
+    assert policy.plan(batch, 0.0).steps
+    policy.go_on(1, np.full(4, 0.5))
+    lengths = policy.choose()
+    accepted = np.array([1, 1, 0, 0])
+    emitted = np.array([2, 2, 0, 0])
+    policy.observe(Outcome(four, lengths, accepted, emitted, 1.0))
+    lost = policy._predicted[1] - 2 * policy._costs.plain - policy._foreseen_loss
+    assert charged == [pytest.approx(lost)]
+
+
+@pytest.mark.parametrize(("prefill", "soon"), [(0, 3), (30, 12)])
+def test_a_look_with_a_prompt_in_the_way_counts_for_a_quarter(prefill, soon):
+    policy = adaspec(4, "gpt-oss-120b")
+    observe = policy.observe
+
+    def prefilled(outcome):
+        sample = dataclasses.replace(outcome.sample, prefill=prefill)
+        observe(dataclasses.replace(outcome, sample=sample))
+
+    policy.observe = prefilled
+    policy.gate.check_due = lambda cost, now: not cost
+    policy._costs = None
+    where = World(4, published("gpt-oss-120b"), Acceptance(level=-0.5), rounds_each=60)
+    where.run(policy, 200)
+    assert policy.stats()["off_rounds"]["check"] == soon
+
+
 def test_the_first_looks_at_plain_rounds_do_not_wait_for_their_share():
     """Of each size of batch; but those that lose much do."""
 

@@ -51,6 +51,18 @@ def test_a_size_that_was_never_seen_is_like_those_near_it():
     assert shape.factor(32) < 0.9
 
 
+def test_a_size_begins_at_what_is_believed_of_it():
+    shape = CurveShape()
+    for turn in range(2000):
+        shape.learn(16, 1.3 if turn % 7 else 0.9)  # drifts: what sizes share moves
+        shape.learn(24, 1.2)
+    before = shape.factor(32)
+    assert before > 1.02
+    for _ in range(3):
+        shape.learn(32, before)
+    assert shape.factor(32) == pytest.approx(before, rel=0.03)
+
+
 def test_a_size_is_learnt_from_a_few_rounds():
     shape = CurveShape()
     for _ in range(4):

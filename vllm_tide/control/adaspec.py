@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.batch import Batch, Outcome, Plan
+from vllm_tide.control.batch import Batch, Outcome, Plan, totals
 from vllm_tide.control.calibration import Calibration, Exploration, RequestOffsets
 from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
 from vllm_tide.control.drafter import Drafter
@@ -48,7 +48,8 @@ _SMOOTH = 0.05
 # as many requests: what a forecast costs would be a tax on plain decoding.
 _REST_ROUNDS = 15
 _CHECK_REST = 1  # after a round that checks what plain decoding takes: no questions
-# So many of those, per factor of two of requests, do not wait if they lose little.
+# So many of those, per factor of two of requests, do not wait if they lose little; four
+# count for one where a prompt came in the way.
 _EARLY, _EARLY_LOSS = 3, 0.5  # rounds
 _EXPLORE_SHARE = 0.5  # of the probe share
 _KNOBS = ControlConfig.model_validate({})
@@ -101,32 +102,6 @@ class ControlSettings:
             raise ValueError("k_max and max_requests must be at least 1")
         if not 0 <= self.probe_share < 1:
             raise ValueError("probe_share must be in [0, 1)")
-
-
-_COUNTS = (
-    "rounds",
-    "draft_steps",
-    "drafted_tokens",
-    "verified_tokens",
-    "accepted_tokens",
-    "trimmed_tokens",
-    "probes",
-    "slo_misses",
-    "limits_left_out",
-)
-
-
-def totals(
-    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
-) -> dict[str, Any]:
-    """The part of a policy's `stats` that only counts."""
-    return {
-        **{name: count[name] for name in _COUNTS},
-        "off_rounds": dict(off),
-        "length_hist": lengths.tolist(),
-        "slo_met": book.met if book else 0,
-        "slo_missed": book.missed if book else 0,
-    }
 
 
 class AdaSpecPolicy:
@@ -182,7 +157,8 @@ class AdaSpecPolicy:
         self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
         self._off_at = 0  # the last round in which drafting did not pay
         self._count, self._off = Counter[str](), Counter[str]()
-        self._looks = Counter[int]()  # at plain rounds, by bits of the batch's size
+        # Quarters of looks at plain rounds, by bits of the batch's size; one under way.
+        self._looks, self._look = Counter[int](), 0
         self._lengths = np.zeros(k + 1, np.int64)
         self._seconds = (nan, nan)  # predicted and measured round, smoothed
         self._against_plain = AgainstPlain()
@@ -246,9 +222,9 @@ class AdaSpecPolicy:
             lost = costs.plain * max(gain - 1.0, 0.0)
             lost += self._time.model.catchup_seconds(n)
             size, most_lost = n.bit_length(), _EARLY_LOSS * costs.plain
-            early = self._looks[size] < _EARLY and lost < most_lost
+            early = self._looks[size] < 4 * _EARLY and lost < most_lost
             if self.gate.check_due(0.0 if early else lost, self._busy):
-                self._looks[size] += 1
+                self._look = size
                 return self._stay_off("check", rest=_CHECK_REST)
         tokens = self._bar_tokens + forecast.tokens / n
         seconds = self._bar_seconds + forecast.seconds / costs.plain
@@ -322,6 +298,10 @@ class AdaSpecPolicy:
     def observe(self, outcome: Outcome) -> None:
         rested = outcome.rounds > 1
         timed = self._young or self._trial or rested or self._count["rounds"] & 1
+        if size := self._look:
+            clean = outcome.sample is not None and not outcome.sample.prefill
+            self._looks[size] += 4 if clean else 1
+            self._look, timed = 0, True
         if outcome.sample is not None and timed:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
@@ -515,8 +495,9 @@ class AdaSpecPolicy:
         idle, plain = rounds - 1, self._costs.plain
         predicted = self._predicted[1]
         if unforeseen:
-            if self._trial and step and len(emitted):
-                lost = predicted - plain * float(emitted.mean())
+            served = int(np.count_nonzero(emitted))
+            if self._trial and step and served:
+                lost = predicted - plain * float(emitted.sum()) / served
                 self.gate.overspent(lost - self._foreseen_loss)
             return
         lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)

@@ -7,13 +7,15 @@ decision that was simulated is the decision that is served.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from vllm_tide.control.online_time import RoundSample
+    from vllm_tide.control.slo import SloBook
 
 
 @dataclass(slots=True)
@@ -159,3 +161,29 @@ class Outcome:
     sample: RoundSample | None = None
     probe: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     rounds: int = 1
+
+
+_COUNTS = (
+    "rounds",
+    "draft_steps",
+    "drafted_tokens",
+    "verified_tokens",
+    "accepted_tokens",
+    "trimmed_tokens",
+    "probes",
+    "slo_misses",
+    "limits_left_out",
+)
+
+
+def totals(
+    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
+) -> dict[str, Any]:
+    """The part of a policy's `stats` that only counts."""
+    return {
+        **{name: count[name] for name in _COUNTS},
+        "off_rounds": dict(off),
+        "length_hist": lengths.tolist(),
+        "slo_met": book.met if book else 0,
+        "slo_missed": book.missed if book else 0,
+    }

@@ -403,6 +403,9 @@ class CurveShape:
         low, high = KNOTS[above - 1], KNOTS[above]
         share = min(max((rows - low) / (high - low), 0.0), 1.0)
         level, weight = self.level, self.weight
+        for knot in (above - 1, above):
+            if not weight[knot]:  # it begins at what is believed of it
+                level[knot] = self.believed[knot]
         known = level[above - 1] * (1.0 - share) + level[above] * share
         usual = self.usual
         limit = _SIZE_CLIP * (usual[above - 1] * (1.0 - share) + usual[above] * share)

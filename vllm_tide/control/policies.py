@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings, totals
-from vllm_tide.control.batch import Batch, Outcome, Plan, Proposals
+from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
+from vllm_tide.control.batch import Batch, Outcome, Plan, Proposals, totals
 from vllm_tide.control.calibration import HALF_LIFE_TOKENS
 from vllm_tide.control.costs import Times
 from vllm_tide.control.slo import SloBook
