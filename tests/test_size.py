@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "lines": 38_610,
-    "code tokens": 228_174,
+    "code tokens": 228_175,
     "files": 163,
     "classes": 299,
     "knobs": 52,

@@ -4,12 +4,13 @@
     scripts/bench/interleaved_traces.py --json FILE [--trace-dir DIR] [--seconds 60]
         [--load 0.6] [--repeats 2] [--arms none,static1,static3,vllm_dynamic,adaspec]
 
-As `interleaved.py`, whose options it takes too, but requests arrive as in a trace, by a
-clock of each engine's own that stands while others have their turn: what the host does
-meets all arms alike. A trace is windowed, thinned and clipped as by `run.py --suite
-traces`, to a share (`--load`) of what `none` decodes with the largest batch; without
-`--trace-dir` it is one of three made-up patterns. Latency counts from when a request
-was due. `report.py` makes a page of the file.
+As `interleaved.py`, but requests arrive as in a trace, by a clock of each engine's own
+that stands while others have their turn: what the host does meets all arms alike. It
+takes that script's options too; `--minutes`, `--domains`, `--learns` and `--tokens` say
+nothing here. A trace is windowed, thinned and clipped as by `run.py --suite traces`, to
+a share (`--load`) of what `none` decodes with the largest batch; without `--trace-dir`
+it is one of three made-up patterns. Latency counts from when a request was due.
+`report.py` makes a page of the file.
 """
 
 from __future__ import annotations

@@ -163,7 +163,6 @@ def test_a_look_with_a_prompt_in_the_way_counts_for_a_quarter(prefill, soon):
 
     policy.observe = prefilled
     policy.gate.check_due = lambda cost, now: not cost
-    policy._costs = None
     where = World(4, published("gpt-oss-120b"), Acceptance(level=-0.5), rounds_each=60)
     where.run(policy, 200)
     assert policy.stats()["off_rounds"]["check"] == soon

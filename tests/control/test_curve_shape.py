@@ -51,8 +51,12 @@ def test_a_size_that_was_never_seen_is_like_those_near_it():
     assert shape.factor(32) < 0.9
 
 
-def test_a_size_begins_at_what_is_believed_of_it():
+@pytest.mark.parametrize("seen", [0, 3])
+def test_a_size_begins_at_what_is_believed_of_it(seen):
+    """Also one that was seen long ago: its level has drifted with all others'."""
     shape = CurveShape()
+    for _ in range(seen):
+        shape.learn(32, 1.0)
     for turn in range(2000):
         shape.learn(16, 1.3 if turn % 7 else 0.9)  # drifts: what sizes share moves
         shape.learn(24, 1.2)
@@ -67,7 +71,7 @@ def test_a_size_is_learnt_from_a_few_rounds():
     shape = CurveShape()
     for _ in range(4):
         shape.learn(48, 0.7)
-    assert shape.factor(48) < 0.9
+    assert shape.factor(48) < 0.82
 
 
 @pytest.mark.parametrize("rows", [1, KNOTS[-1], 10 * KNOTS[-1]])

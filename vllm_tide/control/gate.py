@@ -156,7 +156,7 @@ class Gate:
         """Whether this round should go undrafted while on, or drafted while off.
 
         Args:
-            cost: Seconds that are expected to be lost.
+            cost: Seconds that are expected to be lost; 0: no share is waited for.
             now: As in `decide`.
         """
         self.unchecked += 1

@@ -404,7 +404,7 @@ class CurveShape:
         share = min(max((rows - low) / (high - low), 0.0), 1.0)
         level, weight = self.level, self.weight
         for knot in (above - 1, above):
-            if not weight[knot]:  # it begins at what is believed of it
+            if weight[knot] < 0.05:  # (as good as) new: it begins at what is believed
                 level[knot] = self.believed[knot]
         known = level[above - 1] * (1.0 - share) + level[above] * share
         usual = self.usual

@@ -249,12 +249,15 @@ def _parameters(environment: Json) -> str:
 def html(data: Json) -> str:
     environment, options = data["environment"], data.get("options", {})
     turns = "compared" in data.get("identity", {})  # engines took turns
-    suite = "control" if turns else str(data.get("suite", "?"))
-    script = "interleaved.py" if turns else f"run.py --suite {suite}"
-    whole = turns or data.get("complete")
-    state = "complete" if whole else f"NOT complete: {data.get('stopped')}"
     cells = data.get("cells", [])
     traces = trace_summary(cells, options.get("slo_scales"))
+    suite, state = str(data.get("suite", "?")), "complete"
+    script = f"run.py --suite {suite}"
+    if turns:  # it is not known whether all were taken
+        suite = "traces" if traces else "control"
+        script, state = f"interleaved{'_traces' * bool(traces)}.py", "turn by turn"
+    elif not data.get("complete"):
+        state = f"NOT complete: {data.get('stopped')}"
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
