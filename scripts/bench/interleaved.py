@@ -3,7 +3,7 @@
 
     scripts/bench/interleaved.py --json FILE [--minutes 30] [--batches 1,4,16,48]
         [--arms none,static1,static3,static5,vllm_dynamic,adaspec]
-        [--domains matched,unmatched,mixed]
+        [--domains matched,unmatched,mixed] [--visits 2] [--cold]
 
 Every arm's engine is up at once; they take turns of about a quarter of a second,
 between two steps (`harness/engine_turns.py`), in a new order each round, on the same
@@ -12,7 +12,9 @@ host does meanwhile meets all arms alike, where two equal servers, measured one 
 the other, may differ by 10%. There is no HTTP and no API server in it. The first rounds
 of a visit of a cell, with the prompts of the whole batch, are not counted; what is new
 of the cell control learns within the visit. Groups of rounds are the blocks of `run.py
---suite control`, and so are the figures (`harness/blocks.py`).
+--suite control`, and so are the figures (`harness/blocks.py`). With `--cold` each visit
+has a new engine of every arm that has control, which measures its profile at its start
+and knows nothing else, and all rounds count.
 
 `vllm_dynamic` is tuned first, on rounds of its own with mixed prompts. Beside the arms
 of that suite: `off`, control with its defaults and a draft that proposes nonsense, and
@@ -35,7 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-from bench.harness.arms import Schedule, make_arm, make_arms, speculative_config
+from bench.harness.arms import Arm, Schedule, make_arm, make_arms, speculative_config
 from bench.harness.blocks import (
     MIXED,
     NONE,
@@ -59,7 +61,6 @@ from bench.suites.serving import (
 from json_text import json_text
 
 OFF, AGAIN, DYNAMIC = "off", "again", "vllm_dynamic"
-VISITS = 2  # of each cell
 UNCOUNTED, GROUP = 3, 8  # rounds
 LENGTH = 512
 
@@ -81,6 +82,10 @@ def useless_draft(draft: Path, folder: Path) -> Path:
     return made
 
 
+def _arm(name: str) -> Arm:
+    return make_arm({OFF: "adaspec", AGAIN: NONE}.get(name, name))
+
+
 class Run:
     """The engines, and what was measured of them.
 
@@ -100,14 +105,25 @@ class Run:
         [self.target] = targets_of(options.target, sizes, work, print)
         self.pool = load_pool(options.prompts, self.target.path, KNOWN_DOMAINS)
         self.engines: dict[str, Engine] = {}
+        self._stack = stack
         self.schedule: Schedule | None = None
         for name in sorted(options.arms, key=DYNAMIC.__eq__):
             if name == DYNAMIC:
                 self.schedule = self._tuned()
                 print(f"{name}: {self.schedule}")
-            self.engines[name] = self._start(name)
-            stack.callback(self.engines[name].close)
-            print(f"{name}: ready", flush=True)
+            self._begin(name)
+
+    def anew(self) -> None:
+        """Engines with control begin again, without a profile."""
+        for name in self.engines:
+            if _arm(name).control is not None:
+                self.engines[name].close()
+                self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self.engines[name] = self._start(name)
+        self._stack.callback(self.engines[name].close)
+        print(f"{name}: ready", flush=True)
 
     def _tuned(self) -> Schedule:
         """The schedule of vLLM, by what static lengths reach at each batch."""
@@ -123,10 +139,8 @@ class Run:
 
     def _start(self, name: str) -> Engine:
         o, folder = self.options, self._folder
-        arm = make_arm({OFF: "adaspec", AGAIN: NONE}.get(name, name))
-        draft = useless_draft(o.draft, folder) if name == OFF else o.draft
-        own = folder / name
-        own.mkdir(mode=0o700)
+        own = Path(tempfile.mkdtemp(prefix=name, dir=folder))
+        draft = useless_draft(o.draft, own) if name == OFF else o.draft
         seqs = max(o.batches)
         memory = kv_cache_bytes(read_config(self.target.path), seqs, LENGTH, 4)
         every = tuple(sorted(os.sched_getaffinity(0)))
@@ -136,13 +150,14 @@ class Run:
             log_path=folder / f"{name}.log",
             engine_cpus=every,
             kv_cache_bytes=memory,
+            extra_env={"XDG_CACHE_HOME": str(own)} if o.cold else {},
         )
         words = ["--max-model-len", str(LENGTH), "--max-num-seqs", str(seqs)]
         words += ["--dtype", "float32", "--enforce-eager"]
         words += ["--kv-cache-memory-bytes", str(memory)]
         return Engine(
             self.target.path,
-            speculative_config(arm, draft, own, self.schedule),
+            speculative_config(_arm(name), draft, own, self.schedule),
             words,
             server_environment(served),
             served.log_path,
@@ -178,6 +193,7 @@ class Run:
             engine.begin(prompts, batch, o.tokens, f"{domain} {batch} {number}")
         turn_s = o.turn * (1 + batch**0.5 / 4)
         learns = UNCOUNTED if number else max(o.learns, UNCOUNTED)
+        learns = 0 if o.cold and number >= 0 else learns
         began, rounds = time.monotonic(), 0
         outputs: dict[int, list[int]] = defaultdict(list)
         group: dict[str, list[Turn]] = {}
@@ -257,9 +273,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cells = [(b, d) for b in options.batches for d in options.domains]
     with ExitStack() as stack:
         run = Run(options, stack)
-        ahead = [(*cell, number) for number in range(VISITS) for cell in cells]
+        ahead = [(*c, number) for number in range(options.visits) for c in cells]
         ahead.sort(key=lambda visit: (visit[2], run._random.random()))
         for place, (batch, domain, number) in enumerate(ahead):
+            if options.cold:
+                run.anew()
             left = 60 * options.minutes - (time.monotonic() - began)
             run.visit(batch, domain, number, left / (len(ahead) - place))
             rows = cell_rows(run.visits)
@@ -305,6 +323,9 @@ def parser_of(
     parser.add_argument("--minutes", type=float, default=minutes)
     text = "rounds of a cell's first visit that are not counted"
     parser.add_argument("--learns", type=int, default=learns, help=text)
+    parser.add_argument("--visits", type=int, default=2, help="of each cell")
+    text = "begin control anew at each visit, without a profile; all rounds count"
+    parser.add_argument("--cold", action="store_true", help=text)
     parser.add_argument("--turn", type=float, default=0.2, help="seconds, at batch 0")
     parser.add_argument("--tokens", type=int, default=64, help="of an output")
     parser.add_argument("--seed", type=int, default=0)
@@ -317,6 +338,8 @@ def checked(options: argparse.Namespace, plan: str = "") -> argparse.Namespace:
     """Options that can be run; says what will be: `plan`, or cells and visits."""
     if NONE not in options.arms:
         raise SystemExit("--arms: needs none")
+    if options.visits < 1:
+        raise SystemExit(f"--visits: must be at least 1, not {options.visits}")
     try:
         known = [name for name in options.arms if name not in (OFF, AGAIN)]
         make_arms(known)
@@ -324,7 +347,7 @@ def checked(options: argparse.Namespace, plan: str = "") -> argparse.Namespace:
         raise SystemExit(f"--arms: {error}") from None
     cells = len(options.batches) * len(options.domains)
     expected = clock_text(60 * options.minutes)
-    plan = plan or f"{cells} cells, {VISITS} visits each; expected {expected}"
+    plan = plan or f"{cells} cells, {options.visits} visits each; expected {expected}"
     print(f"plan: {len(options.arms)} engines, {plan}", flush=True)
     return options
 

@@ -54,7 +54,8 @@ class Toy:
         self.waiting = list(enumerate(arrivals))
 
     def close(self):
-        Toy.made.remove(self)
+        if self in Toy.made:
+            Toy.made.remove(self)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_what_the_host_does_is_in_no_ratio(report):
         assert row["ratio"] == pytest.approx(0.99, abs=1e-3)
         assert row["low"] <= row["ratio"] <= row["high"]
         assert row["again_ratio"] == pytest.approx(1.0, abs=1e-3)
-        assert row["blocks"] == 2 * interleaved.VISITS
+        assert row["blocks"] == 2 * 2
 
 
 def test_means_over_cells_have_an_interval(report):
@@ -117,9 +118,30 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch, tmp_path):
     assert "none: best or within noise" not in page and "interleaved.py" in page
     assert "requests ended in more than one arm; the outputs of 0 differ" in page
     # Rounds that tuned it are in no cell: every arm has as many blocks.
-    assert {row["blocks"] for row in found["cells"]} == {2 * interleaved.VISITS}
+    assert {row["blocks"] for row in found["cells"]} == {2 * 2}
     [row] = [row for row in found["overall"] if row["arm"] == "vllm_dynamic"]
     assert row["ratio_to_none"] == pytest.approx(1.19, abs=1e-3)
+
+
+def test_a_cold_start_is_a_new_engine_of_each_visit(monkeypatch):
+    Toy.made, began = [], []
+    monkeypatch.setattr(interleaved, "Engine", Toy)
+    monkeypatch.setitem(SPEED, "adaspec", 110.0)
+    keep = Toy.__init__
+
+    def watch(self, model, config, arguments, env, log):
+        keep(self, model, config, arguments, env, log)
+        began.append((self.name, env.get("XDG_CACHE_HOME")))
+
+    monkeypatch.setattr(Toy, "__init__", watch)
+    parser = interleaved.parser_of("a", "none,adaspec", "matched", 1e-9)
+    words = ["--model-size", "", "--batches", "2", "--visits", "3", "--cold"]
+    found = interleaved.measure(interleaved.checked(parser.parse_args(words)))
+    assert [name for name, _ in began] == ["none", *["adaspec"] * 4]
+    caches = [cache for _, cache in began]
+    assert None not in caches and len(set(caches)) == 5, "nobody else's profile"
+    assert len(found["visits"]) == 2 * 3 * 2, "no round is left out"
+    assert not Toy.made
 
 
 def test_outputs_that_differ_are_counted(report):
