@@ -62,6 +62,7 @@ from json_text import json_text
 
 OFF, AGAIN, DYNAMIC = "off", "again", "vllm_dynamic"
 UNCOUNTED, GROUP = 3, 8  # rounds
+KEPT = "domains visits cold learns minutes tokens seed".split()  # options, in a report
 LENGTH = 512
 
 
@@ -293,7 +294,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 else "",
                 "identity": {"compared": run.compared, "differing": run.differing},
                 "visits": run.visits,
-                "options": {"target": run.target.name, "domains": options.domains},
+                "options": {
+                    "target": run.target.name,
+                    **{name: getattr(options, name) for name in KEPT},
+                },
                 "environment": environment(facts),
             }
             if options.json:

@@ -147,6 +147,7 @@ CASES = [
     (["resume", "--run-dir", "DIR/r"], 2, "no trainer is running in DIR/r: start "),
     (["rollback", "--run-dir", "DIR/r"], 2, "no trainer is running in DIR/r: start "),
     (["status", "--timeout", "0"], 2, "--timeout: '0' is no time to wait; give sec"),
+    (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is no time to wait"),
     (["relay", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: start the server"),
     (["train", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),

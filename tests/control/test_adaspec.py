@@ -244,6 +244,20 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, rests):
     assert np.count_nonzero(drafted) <= _TRIAL_ROUNDS, "one trial, or two rounds"
 
 
+def test_a_look_that_was_never_seen_does_not_count():
+    """Its requests ended, or were aborted; then the engine idled."""
+    policy = adaspec(4, "gpt-oss-120b", k_max=3)
+    where = world(4, "gpt-oss-120b", Acceptance(level=2.0))
+    for slot in range(4):
+        policy.add(slot, False, 0.0)
+    policy.gate.decide = lambda *_: ""
+    policy.gate.check_due = lambda *_: True
+    assert policy.plan(where.batch(), 0.0).reason == "check"
+    policy.gate.check_due = lambda *_: False
+    where.run(policy, 3)
+    assert not policy._looks
+
+
 def test_without_shadow_probes_real_rounds_are_tried():
     model, n = "gpt-oss-120b", 8
     policy = adaspec(n, model)

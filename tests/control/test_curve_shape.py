@@ -67,6 +67,23 @@ def test_a_size_begins_at_what_is_believed_of_it(seen):
     assert shape.factor(32) == pytest.approx(before, rel=0.03)
 
 
+@pytest.mark.parametrize("seen, served", [(48, 4), (4, 48)])
+def test_noise_moves_no_size_that_is_not_served(seen, served):
+    """The mean of logarithms is below that of the times, in every round."""
+    model = table_model((1, 16, 64, 128), (0.01, 0.02, 0.05, 0.09), 1e-3, 0.0)
+    times, rng = OnlineTime(model), np.random.default_rng(0)
+
+    def serve(rows, rounds):
+        for noise in np.exp(0.2 * rng.standard_normal(rounds) - 0.02):
+            seconds = float(model.target_curve(rows, 0, 0)[0]) * noise
+            times.observe(RoundSample(rows, 0, 0, 0, 0, 0, seconds))
+
+    serve(seen, 200)
+    serve(served, 600)
+    believed = times.model.target_curve(seen, 0, 0) / model.target_curve(seen, 0, 0)
+    assert abs(believed[0] - 1.0) < 0.15
+
+
 def test_a_size_is_learnt_from_a_few_rounds():
     shape = CurveShape()
     for _ in range(4):

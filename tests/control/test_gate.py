@@ -17,6 +17,25 @@ def test_hysteresis():
     assert g.decide(1.03, 1.03, 0.0) == ""
 
 
+def test_what_one_size_of_batch_overspent_is_not_owed_by_another():
+    g = gate()
+    g.decide(0.9, 0.9, 0.0)
+    g.at_size(6, 0.0)
+    g.overspent(1.0)  # of a share of 0.005: 200 s
+
+    def due(now):
+        g.unchecked = 100
+        return g.check_due(0.01, now)
+
+    assert not due(100.0)
+    g.at_size(3, 100.0)
+    assert not due(101.0), "it begins with nothing saved"
+    assert due(103.0)
+    g.at_size(6, 104.0)
+    assert not due(195.0), "what is owed waits meanwhile"
+    assert due(300.0)
+
+
 def test_a_limit_is_named():
     assert gate().decide(0.9, 1.5, 0.0) == "slo"
 

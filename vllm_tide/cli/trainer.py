@@ -83,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
         add("--state-dir", help=STATE_DIR)
         add("--spool", help=SPOOL)
         patience = "seconds to wait for the answers"
-        add("--timeout", type=float, default=60.0, help=patience)
+        add("--timeout", type=_seconds, default=60.0, help=patience)
     else:
         patience = "seconds to wait for an answer"
         add("--timeout", type=_seconds, default=30.0, help=patience)

@@ -191,6 +191,8 @@ class AdaSpecPolicy:
             return self._stay_off("no_room")
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
+        size = n.bit_length()
+        self.gate.at_size(size, self._busy)
         self._count["slo_misses"] += costs.missed
         room = self._room = batch.room  # of requests that the draft is of use to
         if batch.memory is not None:
@@ -221,8 +223,8 @@ class AdaSpecPolicy:
             self._trials = 0
             lost = costs.plain * max(gain - 1.0, 0.0)
             lost += self._time.model.catchup_seconds(n)
-            size, most_lost = n.bit_length(), _EARLY_LOSS * costs.plain
-            early = self._looks[size] < 4 * _EARLY and lost < most_lost
+            few = self._looks[size] < 4 * _EARLY
+            early = few and lost < _EARLY_LOSS * costs.plain
             if self.gate.check_due(0.0 if early else lost, self._busy):
                 self._look = size
                 return self._stay_off("check", rest=_CHECK_REST)
@@ -381,6 +383,7 @@ class AdaSpecPolicy:
         """Begin a round; one that was never observed is forgotten."""
         if self._batch is not None:
             self._row[self._batch.slots] = -1
+            self._look = 0
         self._batch = batch
         batch.slots = np.ascontiguousarray(batch.slots, np.int64)
         batch.room = np.ascontiguousarray(batch.room, np.int64)

@@ -101,6 +101,18 @@ class Gate:
         self.plain = Record(HALF_LIFE_TOKENS)
         self._probed_at = self._checked_at = 0.0
         self._streak = self._checks = self.unchecked = 0
+        self._size, self._owed = 0, dict[int, float]()
+
+    def at_size(self, size: int, now: float) -> None:
+        """The rounds that follow are of this size: what others overspent is not theirs.
+
+        Of 48 requests a trial can cost what four requests earn in a thousand rounds.
+        """
+        if size != self._size:
+            owed = self._checked_at - now
+            self._owed[self._size] = max(owed, 0.0)
+            self._checked_at = now + (self._owed.get(size) or min(owed, 0.0))
+            self._size = size
 
     def decide(self, gain: float, free: float, now: float) -> str:
         """Set `on` for this round.

@@ -350,6 +350,7 @@ _LEAST_SURPRISE = 0.005
 _SIZE_CLIP = 2.0  # usual surprises; one round is not believed beyond
 _SMALL, _LAG = 512, 8  # a larger table is made anew only after so many changes
 _CENTRE = 0.05  # of what all sizes have in common goes to the curve's own factors
+_LUCK = 0.3  # usual surprises that it may be by chance
 
 
 class CurveShape:
@@ -408,8 +409,10 @@ class CurveShape:
                 level[knot] = self.believed[knot]
         known = level[above - 1] * (1.0 - share) + level[above] * share
         usual = self.usual
-        limit = _SIZE_CLIP * (usual[above - 1] * (1.0 - share) + usual[above] * share)
-        surprise = min(max(math.log(ratio) - known, -limit), limit)
+        here = usual[above - 1] * (1.0 - share) + usual[above] * share
+        limit = _SIZE_CLIP * here
+        # Of the mean, as the curve's own factors are: one of logarithms is below it.
+        surprise = min(max(ratio * math.exp(-known) - 1.0, -limit), limit)
         weight *= _FADE_KEEP
         for knot, part in ((above - 1, 1.0 - share), (above, share)):
             weight[knot] = min(weight[knot] + part, _MOST)
@@ -417,6 +420,8 @@ class CurveShape:
             quick = part * max(0.1, 1.0 / (1.0 + weight[knot]))
             usual[knot] += quick * (abs(surprise) - usual[knot])
             usual[knot] = max(usual[knot], _LEAST_SURPRISE)
-        level -= _CENTRE * float(level @ weight) / max(float(weight.sum()), 1.0)
+        common = float(level @ weight) / max(float(weight.sum()), 1.0)
+        luck = _LUCK * here  # else it would move what is not seen, for ever
+        level -= _CENTRE * math.copysign(max(abs(common) - luck, 0.0), common)
         around = _NEAR @ (weight * level) / (_NEAR @ weight + _SIZE_PRIOR)
         self.take(around + (level - around) * weight / (weight + _SIZE_PRIOR))
