@@ -62,7 +62,8 @@ from json_text import json_text
 
 OFF, AGAIN, DYNAMIC = "off", "again", "vllm_dynamic"
 UNCOUNTED, GROUP = 3, 8  # rounds
-KEPT = "domains visits cold learns minutes tokens seed".split()  # options, in a report
+# Options that a report names.
+KEPT = ["domains", "visits", "cold", "learns", "minutes", "tokens", "seed"]
 LENGTH = 512
 
 
