@@ -244,6 +244,19 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, rests):
     assert np.count_nonzero(drafted) <= _TRIAL_ROUNDS, "one trial, or two rounds"
 
 
+def test_what_a_large_batch_overspent_keeps_no_small_one_off():
+    policy, most = adaspec(48, "gpt-oss-120b"), 48
+    policy.gate.probe_due = lambda *_: False  # trials alone can find out
+    large = world(most, "gpt-oss-120b", HARD)
+    assert not any(large.run(policy, 300).steps[-20:])
+    policy.gate.overspent(1e3)
+    for slot in range(4, most):
+        policy.drop(slot)
+    small = world(4, "gpt-oss-120b", Acceptance(level=2.0))
+    small.now = large.now
+    assert np.count_nonzero(small.run(policy, 1500).steps[-100:]) > 80
+
+
 def test_a_look_that_was_never_seen_does_not_count():
     """Its requests ended, or were aborted; then the engine idled."""
     policy = adaspec(4, "gpt-oss-120b", k_max=3)

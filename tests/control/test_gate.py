@@ -20,20 +20,26 @@ def test_hysteresis():
 def test_what_one_size_of_batch_overspent_is_not_owed_by_another():
     g = gate()
     g.decide(0.9, 0.9, 0.0)
-    g.at_size(6, 0.0)
+    g.size = 6
     g.overspent(1.0)  # of a share of 0.005: 200 s
 
-    def due(now):
-        g.unchecked = 100
-        return g.check_due(0.01, now)
+    def due(size, now, cost=0.01):
+        g.size, g.unchecked = size, 100
+        return g.check_due(cost, now)
 
-    assert not due(100.0)
-    g.at_size(3, 100.0)
-    assert not due(101.0), "it begins with nothing saved"
-    assert due(103.0)
-    g.at_size(6, 104.0)
-    assert not due(195.0), "what is owed waits meanwhile"
-    assert due(300.0)
+    assert not due(6, 100.0)
+    assert due(3, 100.0)
+    assert not due(3, 101.0) and due(3, 103.0), "it pays for its own"
+    assert not due(6, 199.0)
+    g.decide(1.5, 1.5, 199.0)
+    assert due(6, 199.5, 0.0), "on, looks that cost nothing do not wait"
+    g.decide(0.9, 0.9, 199.6)
+    assert not due(6, 201.0), "turning on and off pays nothing"
+    assert due(6, 203.0)
+    g.overspent(1.0)
+    assert not due(6, 300.0)
+    g.eager()
+    assert due(6, 300.0), "another draft owes nothing"
 
 
 def test_a_limit_is_named():

@@ -191,8 +191,8 @@ class AdaSpecPolicy:
             return self._stay_off("no_room")
         costs = self._costs = RoundCosts(self._time.model, batch, most)
         self._predicted = (float(n), costs.plain)
-        size = n.bit_length()
-        self.gate.at_size(size, self._busy)
+        if (size := n.bit_length()) != self.gate.size:
+            self.gate.size, self._trials = size, 0
         self._count["slo_misses"] += costs.missed
         room = self._room = batch.room  # of requests that the draft is of use to
         if batch.memory is not None:

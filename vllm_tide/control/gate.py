@@ -14,6 +14,7 @@ earnest: nothing else says what drafting takes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -89,6 +90,7 @@ class Gate:
         probe_share: Most share of time spent on probes.
 
     Attributes:
+        size: Of the batch, by powers of two: trials are paid for where they were made.
         plain: Record of rounds without.
         unchecked: Rounds since one was done the other way, or since the last turn.
     """
@@ -100,19 +102,11 @@ class Gate:
         self.drafting = Record(HALF_LIFE_TOKENS)
         self.plain = Record(HALF_LIFE_TOKENS)
         self._probed_at = self._checked_at = 0.0
-        self._streak = self._checks = self.unchecked = 0
-        self._size, self._owed = 0, dict[int, float]()
-
-    def at_size(self, size: int, now: float) -> None:
-        """The rounds that follow are of this size: what others overspent is not theirs.
-
-        Of 48 requests a trial can cost what four requests earn in a thousand rounds.
-        """
-        if size != self._size:
-            owed = self._checked_at - now
-            self._owed[self._size] = max(owed, 0.0)
-            self._checked_at = now + (self._owed.get(size) or min(owed, 0.0))
-            self._size = size
+        self._streak = self.unchecked = 0
+        self.size = 0
+        # By size: looks that changed nothing, and when what trials overspent is paid.
+        # A trial of 48 requests can cost what four earn in a thousand rounds.
+        self._checks, self._paid_at = Counter[int](), dict[int, float]()
 
     def decide(self, gain: float, free: float, now: float) -> str:
         """Set `on` for this round.
@@ -143,7 +137,8 @@ class Gate:
     def _turn(self, now: float) -> None:
         self.on = not self.on
         self._checked_at = now
-        self._checks = self.unchecked = 0
+        self._checks.clear()
+        self.unchecked = 0
 
     @property
     def threshold(self) -> float:
@@ -172,20 +167,23 @@ class Gate:
             now: As in `decide`.
         """
         self.unchecked += 1
-        share = _CHECK_SHARE * self._share(self._checks)
+        share = _CHECK_SHARE * self._share(self._checks[self.size])
         soon = self.unchecked <= _CHECK_ROUNDS
-        if not share or soon or (now - self._checked_at) * share < cost:
+        paid_at = 0.0 if self.on else self._paid_at.get(self.size, 0.0)
+        saved = max(now - max(self._checked_at, paid_at), 0.0)
+        if not share or soon or saved * share < cost:
             return False
         self._checked_at = now
-        self._checks += 1
+        self._checks[self.size] += 1
         self.unchecked = 0
         return True
 
     def overspent(self, seconds: float) -> None:
-        """A round that was done the other way lost so much more than expected."""
-        share = _CHECK_SHARE * self._share(self._checks)
+        """A trial's round lost so much more than expected."""
+        share = _CHECK_SHARE * self._share(self._checks[self.size])
         if share:
-            self._checked_at += max(seconds, 0.0) / share
+            paid_at = max(self._paid_at.get(self.size, 0.0), self._checked_at)
+            self._paid_at[self.size] = paid_at + max(seconds, 0.0) / share
 
     def _share(self, streak: int) -> float:
         """Of time, after `streak` looks that changed nothing."""
@@ -194,6 +192,7 @@ class Gate:
     def eager(self) -> None:
         """Probe at the full share again: something has changed."""
         self._streak = 0
+        self._paid_at.clear()
         self.drafting.reset()
 
 

@@ -345,12 +345,12 @@ _NEAR = np.exp(-0.5 * abs(np.subtract.outer(*[np.arange(len(KNOTS))] * 2)))
 _FADE_KEEP = 0.5 ** (1 / 256)  # of every weight, per round
 _MOST = 32.0  # rounds that a size remembers
 _SIZE_PRIOR = 2.0  # rounds of agreement that it starts with
-_SURPRISE = 0.1  # of a size's first rounds, natural logarithm
+_SURPRISE = 0.1  # of a size's first rounds, a share of its time
 _LEAST_SURPRISE = 0.005
 _SIZE_CLIP = 2.0  # usual surprises; one round is not believed beyond
 _SMALL, _LAG = 512, 8  # a larger table is made anew only after so many changes
 _CENTRE = 0.05  # of what all sizes have in common goes to the curve's own factors
-_LUCK = 0.3  # usual surprises that it may be by chance
+_LUCK = 0.3  # usual surprises, of which it may be by chance
 
 
 class CurveShape:
@@ -411,7 +411,7 @@ class CurveShape:
         usual = self.usual
         here = usual[above - 1] * (1.0 - share) + usual[above] * share
         limit = _SIZE_CLIP * here
-        # Of the mean, as the curve's own factors are: one of logarithms is below it.
+        # Of the mean, about as the curve's factors: one of logarithms is below it.
         surprise = min(max(ratio * math.exp(-known) - 1.0, -limit), limit)
         weight *= _FADE_KEEP
         for knot, part in ((above - 1, 1.0 - share), (above, share)):
@@ -421,7 +421,7 @@ class CurveShape:
             usual[knot] += quick * (abs(surprise) - usual[knot])
             usual[knot] = max(usual[knot], _LEAST_SURPRISE)
         common = float(level @ weight) / max(float(weight.sum()), 1.0)
-        luck = _LUCK * here  # else it would move what is not seen, for ever
+        luck = _LUCK * here  # else chance would move what is not served
         level -= _CENTRE * math.copysign(max(abs(common) - luck, 0.0), common)
         around = _NEAR @ (weight * level) / (_NEAR @ weight + _SIZE_PRIOR)
         self.take(around + (level - around) * weight / (weight + _SIZE_PRIOR))
