@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "lines": 38_630,
-    "code tokens": 228_346,
+    "code tokens": 228_358,
     "files": 163,
     "classes": 299,
     "knobs": 52,

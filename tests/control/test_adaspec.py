@@ -248,7 +248,7 @@ def test_what_a_large_batch_overspent_keeps_no_small_one_off():
     policy, most = adaspec(48, "gpt-oss-120b"), 48
     policy.gate.probe_due = lambda *_: False  # trials alone can find out
     large = world(most, "gpt-oss-120b", HARD)
-    assert not any(large.run(policy, 300).steps[-20:])
+    assert np.count_nonzero(large.run(policy, 300).steps[-20:]) <= _TRIAL_ROUNDS
     policy.gate.overspent(1e3)
     for slot in range(4, most):
         policy.drop(slot)

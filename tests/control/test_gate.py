@@ -31,11 +31,12 @@ def test_what_one_size_of_batch_overspent_is_not_owed_by_another():
     assert due(3, 100.0)
     assert not due(3, 101.0) and due(3, 103.0), "it pays for its own"
     assert not due(6, 199.0)
-    g.decide(1.5, 1.5, 199.0)
-    assert due(6, 199.5, 0.0), "on, looks that cost nothing do not wait"
-    g.decide(0.9, 0.9, 199.6)
-    assert not due(6, 201.0), "turning on and off pays nothing"
-    assert due(6, 203.0)
+    g.size = 3
+    g.decide(1.5, 1.5, 190.0)
+    assert due(6, 195.0, 0.0), "on, looks that cost nothing do not wait"
+    g.size = 3
+    g.decide(0.9, 0.9, 196.0)
+    assert not due(6, 199.0) and due(6, 203.0), "who turned at 3 still owes at 6"
     g.overspent(1.0)
     assert not due(6, 300.0)
     g.eager()

@@ -138,6 +138,7 @@ class Gate:
         self.on = not self.on
         self._checked_at = now
         self._checks.clear()
+        self._paid_at.pop(self.size, None)
         self.unchecked = 0
 
     @property
