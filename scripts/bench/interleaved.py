@@ -278,7 +278,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ahead = [(*c, number) for number in range(options.visits) for c in cells]
         ahead.sort(key=lambda visit: (visit[2], run._random.random()))
         for place, (batch, domain, number) in enumerate(ahead):
-            if options.cold:
+            if options.cold and place:  # those of the first visit are new
                 run.anew()
             left = 60 * options.minutes - (time.monotonic() - began)
             run.visit(batch, domain, number, left / (len(ahead) - place))

@@ -6,11 +6,12 @@
 
 As `interleaved.py`, but requests arrive as in a trace, by a clock of each engine's own
 that stands while others have their turn: what the host does meets all arms alike. It
-takes that script's options too; `--minutes`, `--domains`, `--learns`, `--visits`,
-`--cold` and `--tokens` say nothing here. A trace is windowed, thinned and clipped as by
-`run.py --suite traces`, to a share (`--load`) of what `none` decodes with the largest
-batch; without `--trace-dir` it is one of three made-up patterns. Latency counts from
-when a request was due. `report.py` makes a page of the file.
+takes that script's options too; `--minutes`, `--domains`, `--learns`, `--visits` and
+`--tokens` say nothing here, and `--cold` only keeps a stored profile out. A trace is
+windowed, thinned and clipped as by `run.py --suite traces`, to a share (`--load`) of
+what `none` decodes with the largest batch; without `--trace-dir` it is one of three
+made-up patterns. Latency counts from when a request was due. `report.py` makes a page
+of the file.
 """
 
 from __future__ import annotations

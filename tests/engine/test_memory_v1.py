@@ -21,9 +21,10 @@ def started(policy=None, **config):
 
 def adaspec(engine):
     engine.control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
-    # No probes: they are due by the clock, and this runner has no draft model.
-    settings = ControlSettings(k_max=K, max_requests=4, probe_share=0.0)
+    settings = ControlSettings(k_max=K, max_requests=4)
     engine.control.policy = AdaSpecPolicy(settings, engine.control.times)
+    # They are due by the clock, and this runner has no draft model.
+    engine.control.policy.gate.probe_due = lambda *_: False
 
 
 def watch(engine):
