@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_630,
-    "code tokens": 228_358,
+    "lines": 38_644,
+    "code tokens": 228_496,
     "files": 163,
     "classes": 299,
     "knobs": 52,

@@ -221,7 +221,7 @@ def test_a_round_that_was_drafted_before_it_was_off_is_no_plain_round(verified):
     assert policy.plan(batch, 1.0).steps == 0
     sent = none + verified
     policy.observe(Outcome(batch.slots, sent, none, none + 1, now=1.02))
-    assert (policy.gate.plain.ratio() == 1.0) == (verified > 0)
+    assert (policy.gate.plain._rounds == 0.0) == (verified > 0)
 
 
 @pytest.mark.parametrize("rests", [False, True])
@@ -240,8 +240,8 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, rests):
     # Within a tenth of a regime of one minute.
     assert where.now < begun + 6.0
     where.acceptance.level = HARD.level
-    drafted = where.run(policy, 300, rests=rests).steps[200:]
-    assert np.count_nonzero(drafted) <= _TRIAL_ROUNDS, "one trial, or two rounds"
+    drafted = where.run(policy, 700, rests=rests).steps[200:]
+    assert np.count_nonzero(drafted) <= 5 * _TRIAL_ROUNDS, "a trial in 100 rounds"
 
 
 def test_what_a_large_batch_overspent_keeps_no_small_one_off():
@@ -255,6 +255,21 @@ def test_what_a_large_batch_overspent_keeps_no_small_one_off():
     small = world(4, "gpt-oss-120b", Acceptance(level=2.0))
     small.now = large.now
     assert np.count_nonzero(small.run(policy, 1500).steps[-100:]) > 80
+
+
+def test_few_drafted_tokens_leave_room_for_doubt():
+    """Or a draft that seems to fall short by a little is never looked at again."""
+    policy, where = adaspec(4, "gpt-oss-120b"), world(4, "gpt-oss-120b", EASY)
+    gains = []
+    decide = policy.gate.decide
+    policy.gate.decide = lambda gain, *rest: gains.append(gain) or decide(gain, *rest)
+    policy.plan(where.batch(), 0.0)
+    policy._tokens_seen = 1000
+    policy.plan(where.batch(), 0.0)
+    assert gains[0] > 1.05 * gains[1]
+    policy.draft_swapped()
+    policy.plan(where.batch(), 0.0)
+    assert gains[2] > 1.01 * gains[1], "another draft"
 
 
 def test_a_look_that_was_never_seen_does_not_count():

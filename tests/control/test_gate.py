@@ -84,6 +84,21 @@ def test_luck_is_not_evidence():
     assert g.drafting.ratio() == pytest.approx(0.7, abs=0.05)
 
 
+def test_rounds_of_a_noisy_machine_are_no_evidence():
+    """Two or three slow ones in a row had turned speculation off for hundreds."""
+    rng, g = np.random.default_rng(0), gate()
+    trusted, noise = [], 0.0
+    for _ in range(2000):
+        noise = 0.9 * noise + 0.044 * rng.standard_normal()
+        g.drafting.add_time(1.0, np.exp(noise))
+        trusted.append(g.drafting.ratio())
+    assert np.quantile(trusted, 0.02) > 0.94
+    for _ in range(48):
+        noise = 0.9 * noise + 0.044 * rng.standard_normal()
+        g.drafting.add_time(1.0, 1.5 * np.exp(noise))
+    assert g.drafting.ratio() < 0.8
+
+
 def test_one_strange_round_is_clipped():
     g = gate()
     for _ in range(20):

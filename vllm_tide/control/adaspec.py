@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import isnan, nan
+from math import isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,10 @@ _CHECK_REST = 1  # after a round that checks what plain decoding takes: no quest
 # count for one where a prompt came in the way.
 _EARLY, _EARLY_LOSS = 3, 0.5  # rounds
 _EXPLORE_SHARE = 0.5  # of the probe share
+# Share that a gain may be better than believed, while few tokens were drafted: without
+# that nothing is learnt of it. Nothing from a thousand on.
+_DOUBT = 0.5
+_DOUBT_ENDS = _DOUBT / sqrt(25 + 1000)
 _KNOBS = ControlConfig.model_validate({})
 
 
@@ -181,6 +185,7 @@ class AdaSpecPolicy:
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
         self.gate.eager()
+        self._tokens_seen = self._tokens_refreshed = int(_SWAP_KEEP * self._tokens_seen)
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:
@@ -208,7 +213,9 @@ class AdaSpecPolicy:
             batch.limit = batch.asked
         plain = n / costs.plain
         gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
-        reason = self.gate.decide(gain, forecast.free / plain, self._busy)
+        doubt = max(_DOUBT / sqrt(25 + self._tokens_seen) - _DOUBT_ENDS, 0.0)
+        maybe = gain * (1.0 + doubt), forecast.free / plain * (1.0 + doubt)
+        reason = self.gate.decide(*maybe, self._busy)
         if reason:
             self._bar_tokens = self._bar_seconds = 0.0
             if not (forecast.steps and self._try(reason, gain, batch)):

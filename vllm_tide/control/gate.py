@@ -27,7 +27,9 @@ _PRIOR_ROUNDS = 4.0  # rounds of agreement that a new record starts with
 _PRIOR_TOKENS = 100.0
 _FADE_KEEP = 0.5 ** (1 / 256)  # of a record whose side is not in use, per round
 _CLIP = 1.5  # one round's time is not believed beyond this factor of the usual
-_JITTER = 0.01  # of times that means nothing
+_JITTER = 0.01  # of times that means nothing, on a quiet machine
+_SPREAD, _SPREAD_KEEP = 0.1, 0.95  # of rounds' times, a share; what is kept per round
+_ERRORS = 2.5  # standard errors, at a spread of mean size: noise comes in runs
 _PATIENCE = 16.0  # probes without a change after which they are half as frequent
 _LEAST_SHARE = 0.25  # of the probe share
 _CHECK_SHARE = 0.5  # of the probe share, for rounds that are done the other way
@@ -41,6 +43,7 @@ class Record:
         self._half_life = half_life_tokens
         self._realised = self._predicted = 0.0  # tokens
         self._times = self._rounds = 0.0  # sum of realised / predicted, rounds
+        self._spread = _SPREAD
 
     def add(self, predicted: float, tokens: float) -> None:
         keep = 0.5 ** (predicted / self._half_life)
@@ -53,6 +56,8 @@ class Record:
         ratio = min(max(seconds / predicted, usual / _CLIP), usual * _CLIP)
         self._times = _TIME_KEEP * self._times + ratio
         self._rounds = _TIME_KEEP * self._rounds + 1.0
+        away = abs(ratio - self._times / self._rounds)
+        self._spread += (1.0 - _SPREAD_KEEP) * (away - self._spread)
         return ratio * predicted
 
     def fade(self) -> None:
@@ -71,7 +76,9 @@ class Record:
         # One standard error is luck: a coin per token, near enough.
         luck = 0.5 / math.sqrt(predicted)
         longer = self._longer() - 1.0
-        return (1.0 + _beyond(surprise, luck)) / (1.0 + _beyond(longer, _JITTER))
+        noise = _ERRORS * self._spread / math.sqrt(self._rounds + _PRIOR_ROUNDS)
+        longer = _beyond(longer, max(noise, _JITTER))
+        return (1.0 + _beyond(surprise, luck)) / (1.0 + longer)
 
     def _longer(self) -> float:
         return (self._times + _PRIOR_ROUNDS) / (self._rounds + _PRIOR_ROUNDS)
