@@ -17,6 +17,15 @@ def test_hysteresis():
     assert g.decide(1.03, 1.03, 0.0) == ""
 
 
+def test_what_may_pay_is_tried_and_no_reason_to_distrust_the_draft():
+    g = gate()
+    assert g.decide(0.95, 0.95, 0.0, 0.08) == ""
+    assert g.decide(0.9, 0.9, 0.0, 0.08) == "no_gain"
+    for _ in range(40):
+        g.drafting.add(20.0, 18.0)
+    assert g.decide(1.03, 1.03, 0.0, 0.08) == "no_gain", "else no trial is made"
+
+
 def test_what_one_size_of_batch_overspent_is_not_owed_by_another():
     g = gate()
     g.decide(0.9, 0.9, 0.0)

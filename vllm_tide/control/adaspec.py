@@ -214,8 +214,7 @@ class AdaSpecPolicy:
         plain = n / costs.plain
         gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
         doubt = max(_DOUBT / sqrt(25 + self._tokens_seen) - _DOUBT_ENDS, 0.0)
-        maybe = gain * (1.0 + doubt), forecast.free / plain * (1.0 + doubt)
-        reason = self.gate.decide(*maybe, self._busy)
+        reason = self.gate.decide(gain, forecast.free / plain, self._busy, doubt)
         if reason:
             self._bar_tokens = self._bar_seconds = 0.0
             if not (forecast.steps and self._try(reason, gain, batch)):

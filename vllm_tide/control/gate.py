@@ -115,7 +115,7 @@ class Gate:
         # A trial of 48 requests can cost what four earn in a thousand rounds.
         self._checks, self._paid_at = Counter[int](), dict[int, float]()
 
-    def decide(self, gain: float, free: float, now: float) -> str:
+    def decide(self, gain: float, free: float, now: float, doubt: float = 0.0) -> str:
         """Set `on` for this round.
 
         Args:
@@ -123,13 +123,14 @@ class Gate:
                 plain decoding (1: equal), within the limits.
             free: The same without limits.
             now: Seconds of rounds so far: an idle server saves up nothing.
+            doubt: Share that the gain may be better than that.
 
         Returns:
             "" if on, else why not: "no_gain", "slo" (a limit forbids what would pay)
             or "override" (it was predicted to pay, and measured not to).
         """
         needed, trust = self._needed(), self._trust()
-        if gain >= needed / trust:
+        if gain * (1.0 + doubt) >= needed / trust:
             if not self.on:
                 self._turn(now)
             return ""
