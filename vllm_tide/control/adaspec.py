@@ -122,7 +122,7 @@ class AdaSpecPolicy:
 
     Attributes:
         verify_chance: float64 [n], of what `choose` chose: the chance with which the
-            first token of each draft is verified (`Record.verify_chance`).
+            first token of each draft is verified (`Record.verify_chance`); None: 1.
         remembered: bool [n], where `choose` chose the memory's; None if it has none.
     """
 
@@ -140,7 +140,7 @@ class AdaSpecPolicy:
         self.gate = Gate(settings.min_gain, settings.probe_share)
         share = _EXPLORE_SHARE * settings.probe_share * settings.explore
         self._exploration = Exploration(share)
-        self.verify_chance = np.empty(0)
+        self.verify_chance: np.ndarray | None = None
         self.remembered: np.ndarray | None = None
         # Per round of a lot, [K, n] views are cut out of these.
         self._space = np.empty((_LOT, 3 * k * capacity))
@@ -314,8 +314,8 @@ class AdaSpecPolicy:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
             self._observe_probe(*outcome.probe)
-        prefilled = bool(self._fresh[outcome.slots].any())
-        self._fresh[outcome.slots[outcome.emitted > 0]] = False
+        if prefilled := bool(self._fresh[outcome.slots].any()):
+            self._fresh[outcome.slots[outcome.emitted > 0]] = False
         batch = self._batch
         self._count["verified_tokens"] += int(outcome.verified.sum())
         self._count["accepted_tokens"] += int(outcome.accepted.sum())

@@ -407,10 +407,10 @@ class Exploration:
         self._credit -= float(seconds[int(lengths.sum())]) - before
         return lengths
 
-    def verify_chance(self, lengths: np.ndarray) -> np.ndarray:
-        """Chance that the first token of each verified draft was verified, [n]."""
+    def verify_chance(self, lengths: np.ndarray) -> np.ndarray | None:
+        """Chance that the first token of each verified draft was, [n]; None: 1."""
         if self.wanted is None:
-            return np.ones(len(lengths))
+            return None
         return np.where((self.wanted == 0) & (lengths > 0), self.chance, 1.0)
 
     @staticmethod

@@ -164,14 +164,15 @@ class ControlV1(Control):
         )
         sampled = sampled_token_ids.numpy()
         self._newest, emitted = sampled[:, 0], self._emitted(sampled)
-        accepted = np.maximum(emitted - 1, 0)
-        count = rows - drafts + np.minimum(accepted, drafts)
-        verified = int(drafts.sum())
+        accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
+        count = rows - drafts + accepted
+        verified = judged = int(drafts.sum())
         self.timer.planned(num, int(start.sum()), verified, num_rows - num - verified)
         own = drafts
         if self.verified_memory:
-            own = self._own_drafts(req_ids, drafts, np.minimum(accepted, drafts))
-        self._decoding = start, rows - drafts, int(own.sum())
+            own = self._own_drafts(req_ids, drafts, accepted)
+            judged, accepted = int(own.sum()), np.minimum(accepted, own)
+        self._decoding = start, rows - drafts, judged
         code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
             facts = slots, start + count, emitted, own, accepted, num_rows, now
@@ -259,7 +260,7 @@ class ControlV1(Control):
                 Outcome(
                     slots=slots,
                     verified=drafts,
-                    accepted=np.minimum(accepted, drafts),
+                    accepted=accepted,
                     emitted=emitted,
                     now=now,
                     sample=self._sample,

@@ -12,7 +12,6 @@ import numpy as np
 
 from vllm_tide.capture.guard import Suspension
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.adaspec import AdaSpecPolicy
 from vllm_tide.control.batch import Batch
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 from vllm_tide.control.policies import Policy
@@ -333,7 +332,7 @@ class Control:
 
 def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:
     """Requests whose drafts only exploration sends to verification, and its chance."""
-    if not isinstance(policy, AdaSpecPolicy):
+    chance = getattr(policy, "verify_chance", None)
+    if chance is None:
         return {}
-    chance = policy.verify_chance
     return {req_ids[i]: float(chance[i]) for i in np.flatnonzero(chance < 1.0)}
