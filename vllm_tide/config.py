@@ -236,7 +236,9 @@ class ControlConfig(_Section):
         "tenth of its tokens per second at most (adaspec only).",
     )
     min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
-        0.02, description="Smallest predicted gain of drafting (0.02 = 2%)."
+        0.02,
+        description="Smallest predicted gain of drafting (0.02 = 2%); less of a draft "
+        "of which little was seen.",
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,

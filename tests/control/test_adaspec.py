@@ -227,21 +227,23 @@ def test_a_round_that_was_drafted_before_it_was_off_is_no_plain_round(verified):
 @pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("n", [1, 16])
 def test_comes_on_again_when_the_workload_becomes_easier(n, rests):
-    model = "gpt-oss-120b"
-    policy = adaspec(n, model)
-    where = world(n, model, HARD)
-    drafted = where.run(policy, 1500, rests=rests).steps[-500:]
-    assert np.count_nonzero(drafted) <= 5 * _TRIAL_ROUNDS, "nothing but trials"
-    where.acceptance.level = EASY.level
-    begun = where.now
-    steps: list[int] = []
-    while where.now < begun + 10.0 and np.count_nonzero(steps[-50:]) < 45:
-        steps += where.run(policy, 50, rests=rests).steps
-    # Within a tenth of a regime of one minute.
-    assert where.now < begun + 6.0
-    where.acceptance.level = HARD.level
-    drafted = where.run(policy, 700, rests=rests).steps[200:]
-    assert np.count_nonzero(drafted) <= 5 * _TRIAL_ROUNDS, "a trial in 100 rounds"
+    model, trials, seeds = "gpt-oss-120b", 0, (1, 2, 3)
+    for seed in seeds:
+        policy = adaspec(n, model)
+        where = world(n, model, HARD, seed=seed)
+        drafted = where.run(policy, 1500, rests=rests).steps[-500:]
+        assert np.count_nonzero(drafted) <= 5 * _TRIAL_ROUNDS, "nothing but trials"
+        where.acceptance.level = EASY.level
+        begun = where.now
+        steps: list[int] = []
+        while where.now < begun + 10.0 and np.count_nonzero(steps[-50:]) < 45:
+            steps += where.run(policy, 50, rests=rests).steps
+        # Within a tenth of a regime of one minute.
+        assert where.now < begun + 6.0
+        where.acceptance.level = HARD.level
+        drafted = where.run(policy, 700, rests=rests).steps[200:]
+        trials += np.count_nonzero(drafted)
+    assert trials <= len(seeds) * 5 * _TRIAL_ROUNDS, "a trial in 100 rounds"
 
 
 def test_what_a_large_batch_overspent_keeps_no_small_one_off():
@@ -263,7 +265,7 @@ def test_few_drafted_tokens_leave_room_for_doubt():
     doubts, decide = [], policy.gate.decide
     policy.gate.decide = lambda *given: doubts.append(given[-1]) or decide(*given)
     policy.plan(where.batch(), 0.0)
-    policy._tokens_seen = 1000
+    policy._tokens_seen = 100_000
     policy.plan(where.batch(), 0.0)
     policy.draft_swapped()
     policy.plan(where.batch(), 0.0)

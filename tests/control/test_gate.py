@@ -108,6 +108,17 @@ def test_rounds_of_a_noisy_machine_are_no_evidence():
     assert g.drafting.ratio() < 0.8
 
 
+def test_looks_at_plain_rounds_are_few_and_count():
+    """On a quiet machine three of them had been taken for noise, at 15%."""
+    g = gate()
+    for _ in range(3):
+        g.plain.add_time(1.0, 0.85)
+    assert g.plain.ratio() > 1.04
+    for _ in range(8):
+        g.drafting.add_time(1.0, 1.15)
+    assert g.drafting.ratio() < 0.94
+
+
 def test_one_strange_round_is_clipped():
     g = gate()
     for _ in range(20):

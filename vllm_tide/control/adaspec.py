@@ -52,10 +52,10 @@ _CHECK_REST = 1  # after a round that checks what plain decoding takes: no quest
 # count for one where a prompt came in the way.
 _EARLY, _EARLY_LOSS = 3, 0.5  # rounds
 _EXPLORE_SHARE = 0.5  # of the probe share
-# Share that a gain may be better than believed, while few tokens were drafted: without
-# that nothing is learnt of it. Nothing from a thousand on.
-_DOUBT = 0.5
-_DOUBT_ENDS = _DOUBT / sqrt(25 + 1000)
+# Share that a gain may be better than believed, while few tokens were drafted, to be
+# verified or not: who drafts nothing learns nothing.
+_DOUBT, _DOUBTED = 0.5, 1000  # tokens
+_DOUBT_ENDS = _DOUBT / sqrt(25 + _DOUBTED)
 _KNOBS = ControlConfig.model_validate({})
 
 
@@ -185,7 +185,8 @@ class AdaSpecPolicy:
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
         self.gate.eager()
-        self._tokens_seen = self._tokens_refreshed = int(_SWAP_KEEP * self._tokens_seen)
+        known = int(_SWAP_KEEP * min(self._tokens_seen, _DOUBTED))
+        self._tokens_seen = self._tokens_refreshed = known
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:

@@ -1,14 +1,15 @@
 """Speculation off and on again: when no length pays, and without trusting a model.
 
-Off needs a predicted gain below `min_gain`; on again needs `HYSTERESIS` more. Both
-sides are multiplied by what recent rounds of their kind really yielded against their
-prediction, so a wrong time model is overridden; that record fades while its side is not
-in use, so the verdict is reviewed after some hundred rounds. While off, probes keep the
-acceptance model fresh within a share of time; probes that keep saying the same become
-rarer. While on, a round now and then goes undrafted: what plain decoding takes is else
-only known from a curve fitted to larger steps, and a curve that is wrong at its end
-would keep speculation on for ever. While off, a few rounds now and then are drafted in
-earnest: nothing else says what drafting takes.
+Off needs a predicted gain below `min_gain`, less a doubt of the prediction while little
+was drafted; on again needs `HYSTERESIS` more. Both sides are multiplied by what recent
+rounds of their kind really yielded against their prediction, so a wrong time model is
+overridden; that record fades while its side is not in use, so the verdict is reviewed
+after some hundred rounds. While off, probes keep the acceptance model fresh within a
+share of time; probes that keep saying the same become rarer. While on, a round now and
+then goes undrafted: what plain decoding takes is else only known from a curve fitted to
+larger steps, and a curve that is wrong at its end would keep speculation on for ever.
+While off, a few rounds now and then are drafted in earnest: nothing else says what
+drafting takes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PRIOR_TOKENS = 100.0
 _FADE_KEEP = 0.5 ** (1 / 256)  # of a record whose side is not in use, per round
 _CLIP = 1.5  # one round's time is not believed beyond this factor of the usual
 _JITTER = 0.01  # of times that means nothing, on a quiet machine
-_SPREAD, _SPREAD_KEEP = 0.1, 0.95  # of rounds' times, a share; what is kept per round
+_SPREAD = 0.03  # of a record's first rounds, a share of their time
 _ERRORS = 2.5  # standard errors, at a spread of mean size: noise comes in runs
 _PATIENCE = 16.0  # probes without a change after which they are half as frequent
 _LEAST_SHARE = 0.25  # of the probe share
@@ -37,10 +38,14 @@ _CHECK_ROUNDS = 16  # between two of them, at least
 
 
 class Record:
-    """Realised against predicted throughput of one kind of round, decayed."""
+    """Realised against predicted throughput of one kind of round, decayed.
 
-    def __init__(self, half_life_tokens: float) -> None:
-        self._half_life = half_life_tokens
+    Args:
+        errors: Standard errors of its times that mean nothing.
+    """
+
+    def __init__(self, half_life_tokens: float, errors: float = 0.0) -> None:
+        self._half_life, self._errors = half_life_tokens, errors
         self._realised = self._predicted = 0.0  # tokens
         self._times = self._rounds = 0.0  # sum of realised / predicted, rounds
         self._spread = _SPREAD
@@ -57,7 +62,7 @@ class Record:
         self._times = _TIME_KEEP * self._times + ratio
         self._rounds = _TIME_KEEP * self._rounds + 1.0
         away = abs(ratio - self._times / self._rounds)
-        self._spread += (1.0 - _SPREAD_KEEP) * (away - self._spread)
+        self._spread += (away - self._spread) / (self._rounds + 2.0)
         return ratio * predicted
 
     def fade(self) -> None:
@@ -76,7 +81,7 @@ class Record:
         # One standard error is luck: a coin per token, near enough.
         luck = 0.5 / math.sqrt(predicted)
         longer = self._longer() - 1.0
-        noise = _ERRORS * self._spread / math.sqrt(self._rounds + _PRIOR_ROUNDS)
+        noise = self._errors * self._spread / math.sqrt(self._rounds + _PRIOR_ROUNDS)
         longer = _beyond(longer, max(noise, _JITTER))
         return (1.0 + _beyond(surprise, luck)) / (1.0 + longer)
 
@@ -106,7 +111,8 @@ class Gate:
         self._min_gain = min_gain
         self._probe_share = probe_share
         self.on = True
-        self.drafting = Record(HALF_LIFE_TOKENS)
+        self.drafting = Record(HALF_LIFE_TOKENS, _ERRORS)
+        # Looks at plain rounds are few: each of them says something.
         self.plain = Record(HALF_LIFE_TOKENS)
         self._probed_at = self._checked_at = 0.0
         self._streak = self.unchecked = 0
