@@ -408,7 +408,7 @@ class Exploration:
         return lengths
 
     def verify_chance(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Chance that the first token of each verified draft was, [n]; None: 1."""
+        """Chance with which each draft's first token is verified, [n]; None: 1."""
         if self.wanted is None:
             return None
         return np.where((self.wanted == 0) & (lengths > 0), self.chance, 1.0)
