@@ -16,7 +16,8 @@ from vllm_tide.deploy.served import ServedRequest
 @pytest.mark.parametrize("policy", ["static", "adaspec"])
 def test_a_slower_draft_is_rolled_back_and_an_equal_one_is_not(policy):
     """At commit 9d3d4e7 a loss of 16% under `adaspec` was rolled back 0 of 5 times."""
-    same, some, much = rows(policies=(policy,), batches=(64,), trials=12, quiet=20)
+    # Trials end as soon as they may, some with luck: the mean needs many of them.
+    same, some, much = rows(policies=(policy,), batches=(64,), trials=12, quiet=80)
     assert same["rolled_back"] == 0
     assert abs(same["change_mean"]) < 0.015
     assert some["rolled_back"] >= 11 and some["requests_max"] <= 48
