@@ -100,6 +100,8 @@ def test_an_interval_over_cells():
     half = 2.776 * math.sqrt(2 * 0.01 / 3) / 2  # Student's t, 4 degrees of freedom
     expected = [math.exp(x) for x in (0.15, 0.15 - half, 0.15 + half)]
     assert over_cells(visits, "a", "none") == pytest.approx(expected, rel=1e-3)
+    apart = [{**v, "batch": 8, "block": v["arm"] == "a"} for v in visits[:2]]
+    assert over_cells(visits + apart, "a", "none") == pytest.approx(expected, rel=1e-3)
     none, *ends = over_cells([v for v in visits if not v["block"]], "a", "none")
     assert none == pytest.approx(math.exp(0.05)) and ends == [None, None]
 

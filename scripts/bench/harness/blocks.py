@@ -198,11 +198,15 @@ def over_static(rows: Sequence[Mapping[str, Any]], arm: str) -> tuple[str, float
 
 
 def over_cells(visits: Iterable[Mapping[str, Any]], arm: str, other: str) -> Ratio:
-    """An arm's rate over another's: geometric mean over cells, each of equal weight."""
+    """An arm's rate over another's: geometric mean over cells, each of equal weight.
+
+    Cells in which the two share no block are left out.
+    """
     found = [_logs(here) for here in _by_cell(visits).values()]
     pairs = [(logs[arm], logs[other]) for logs in found if {arm, other} <= logs.keys()]
-    cells = [[a[block] - b[block] for block in a.keys() & b.keys()] for a, b in pairs]
-    if not all(cells) or not cells:
+    shared = [[a[block] - b[block] for block in a.keys() & b.keys()] for a, b in pairs]
+    cells = [cell for cell in shared if cell]
+    if not cells:
         return math.nan, None, None
     mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
     df = sum(len(cell) - 1 for cell in cells)
