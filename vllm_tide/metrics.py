@@ -183,7 +183,7 @@ ENGINE = (
         "calibration_error",
         "Expected calibration error of acceptance probabilities (decayed).",
     ),
-    _gauge("throughput_ratio", "Realised over predicted tokens per second (decayed)."),
+    _gauge("throughput_ratio", "Tokens/s over those predicted, less noise (decayed)."),
     Metric(
         "histogram",
         "swap_seconds",

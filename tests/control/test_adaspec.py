@@ -272,6 +272,24 @@ def test_few_drafted_tokens_leave_room_for_doubt():
     assert doubts[0] > 0.05
     assert doubts[1] == 0.0
     assert doubts[2] > 0.01, "another draft"
+    for _ in range(5):
+        policy.draft_swapped()
+    policy.plan(where.batch(), 0.0)
+    assert doubts[3] == doubts[2], "a draft of every minute is no new one each time"
+
+
+def test_tokens_that_nobody_had_room_for_were_not_drafted():
+    policy, where = adaspec(4, "gpt-oss-120b"), world(4, "gpt-oss-120b", EASY)
+    whole = where.batch
+
+    def narrow(limit: float) -> Batch:
+        batch = whole(limit)
+        batch.room[1:] = 0
+        return batch
+
+    where.batch = narrow
+    steps = where.run(policy, 10).steps
+    assert 0 < policy._tokens_seen <= sum(steps)
 
 
 def test_a_look_that_was_never_seen_does_not_count():

@@ -54,7 +54,7 @@ _EARLY, _EARLY_LOSS = 3, 0.5  # rounds
 _EXPLORE_SHARE = 0.5  # of the probe share
 # Share that a gain may be better than believed, while few tokens were drafted, to be
 # verified or not: who drafts nothing learns nothing.
-_DOUBT, _DOUBTED = 0.5, 1000  # tokens
+_DOUBT, _DOUBTED, _SWAPPED = 0.5, 500, 100  # tokens; what a new draft begins with
 _DOUBT_ENDS = _DOUBT / sqrt(25 + _DOUBTED)
 _KNOBS = ControlConfig.model_validate({})
 
@@ -185,8 +185,7 @@ class AdaSpecPolicy:
         self.history.forget(_SWAP_KEEP)
         self.offsets.reset()
         self.gate.eager()
-        known = int(_SWAP_KEEP * min(self._tokens_seen, _DOUBTED))
-        self._tokens_seen = self._tokens_refreshed = known
+        self._tokens_seen = self._tokens_refreshed = min(self._tokens_seen, _SWAPPED)
         self._bar_tokens = self._bar_seconds = 0.0
 
     def plan(self, batch: Batch, now: float) -> Plan:
@@ -299,7 +298,7 @@ class AdaSpecPolicy:
         self._predicted = (expected, float(seconds[total]))
         self._count["drafted_tokens"] += int(drafted.sum())
         self._count["trimmed_tokens"] += int(drafted.sum()) - total + self._from_memory
-        keep = 1.0 - n / (n + _BAR_REQUESTS)
+        keep = _BAR_REQUESTS / (n + _BAR_REQUESTS)
         self._bar_tokens = keep * self._bar_tokens + expected / n
         self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
         return lengths
@@ -444,7 +443,7 @@ class AdaSpecPolicy:
                 drafted = lesson.survival[: lesson.steps] >= 0
                 _, logit, chance = lesson.values[:, : lesson.steps]
                 self.history.learn(lesson.slots, logit, chance, drafted)
-                self._tokens_seen += drafted.size
+                self._tokens_seen += int(drafted.sum())
             self._learn(lesson)
         seen, rounds = self._tokens_seen, self._count["rounds"]
         early = _EARLY_GROWTH * self._tokens_refreshed < seen < _EARLY_TOKENS
