@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "lines": 38_653,
-    "code tokens": 228_514,
+    "lines": 38_657,
+    "code tokens": 228_554,
     "files": 163,
     "classes": 299,
     "knobs": 52,

@@ -57,6 +57,13 @@ def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> 
     assert ticket.refusal == "opted_out"
 
 
+def test_a_request_that_caps_its_drafts_is_known() -> None:
+    """Three of them with no drafts at all had a good draft rolled back."""
+    admit = CapturePolicy(1.0).admit
+    assert admit({"tide_k_max": 0}, supported=True).capped
+    assert not admit(YES, supported=True).capped
+
+
 def test_every_reason_is_told_and_counts_requests() -> None:
     (text,) = [metric.text for metric in ENGINE if metric.name == "dropped_rows"]
     assert [reason for reason in REFUSALS if reason not in text] == []

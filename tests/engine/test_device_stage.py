@@ -305,9 +305,10 @@ def test_records_say_with_which_chance_their_drafts_were_verified(engine):
     each = engine("hidden")
     step = each.stage()
     step.verify_chance, step.explored, step.cost = 0.0, {"b": 0.25}, 2.0
+    each.capture._tickets["c"].capped = True
     each.capture.write(step)
     told = [(record.verify_chance, record.cost) for record in each.records()]
-    assert told == [(0.0, 2.0), (0.25, 2.0), (0.0, 2.0)]
+    assert told == [(0.0, 2.0), (0.25, 2.0), (0.0, 0.0)]
 
 
 def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):

@@ -47,6 +47,7 @@ class Ticket:
         refusal: None when it is captured, else the reason it is not.
         tenant: Id of who sent it; 0 when the request names nobody.
         started: Whether a row of it has been captured.
+        capped: It limits its drafts: its speed says nothing of the draft.
         rows: Full rows that were taken of it.
         prompt: Tokens of its prompt, once it was admitted by `RowBudget`; else -1.
     """
@@ -56,6 +57,7 @@ class Ticket:
     tenant: int = NOBODY
     started: bool = False
     sampled: bool = False
+    capped: bool = False
     rows: int = 0
     prompt: int = -1
 
@@ -101,6 +103,7 @@ class CapturePolicy:
             key=secrets.randbits(64),
             refusal=self._refusal(args, supported, salted, tenant),
             tenant=NOBODY if tenant is None else tenant,
+            capped="tide_k_max" in args,
         )
 
     def _tenant(self, name: Any) -> int | None:

@@ -233,7 +233,8 @@ def lay_out(
     if requests.memory is not None:
         metas["flags"] |= np.where(requests.memory[of], MEMORY, 0).astype(np.uint8)
     metas["concurrency"] = len(step.req_ids)
-    metas["cost"] = step.cost
+    capped = np.array([t.capped for t in requests.tickets])[of]
+    metas["cost"] = np.where(capped, 0.0, step.cost)
     metas["verify_chance"] = requests.verify_chance[of]
 
     # Array, type, shape of a row, first row of each record and how many.

@@ -108,7 +108,8 @@ class Record:
         concurrency: Requests of the step; 0 is unknown.
         cost: Predicted seconds of the step over those of a step without drafts at the
             same batch and context; 1 where nothing is predicted, 0 where a fault keeps
-            control from drafting: such a step says nothing of the draft.
+            control from drafting, or the request caps its drafts: such a step says
+            nothing of the draft.
         verify_chance: Chance, drawn without regard to its confidence, with which the
             first drafted token was verified: 1 where control wanted it verified, its
             share of exploration where only that verified it, 0 where it was cut where
