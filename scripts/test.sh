@@ -62,10 +62,10 @@ step "ruff format" "$bin/ruff" format --check .
 begin mypy "$bin/mypy"
 step "patch check" "$bin/vllm-tide" patch check
 step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 \
-    -m "not slow and not vllm" --durations=15 --junitxml "$scratch/fast.xml"
+    -m "not slow and not vllm and not nightly" --durations=15 --junitxml "$scratch/fast.xml"
 # What kernels compute, as an older CPU computes it.
 step "numerics with AVX2" env OMP_NUM_THREADS=1 scripts/with_isa.sh avx2 \
-    "$bin/python" -m pytest -n 2 -m "not slow and not alone" --junitxml "$scratch/avx2.xml" \
+    "$bin/python" -m pytest -n 2 -m "not slow and not alone and not nightly" --junitxml "$scratch/avx2.xml" \
     tests/draft tests/demo tests/kernels/test_{kl_loss,sureness,topk_teacher}.py \
     tests/engine/test_seeded.py tests/train/test_{architectures,branches,learning}.py \
     tests/train/test_{loss_terms,losses,trainer}.py
@@ -74,15 +74,15 @@ if [ $fast = 0 ]; then
     # would share one.
     step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
         "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-        -m "(slow or vllm) and not alone" --durations=15 --junitxml "$scratch/slow.xml"
+        -m "(slow or vllm) and not alone and not nightly" --durations=15 --junitxml "$scratch/slow.xml"
     # On what the next step leaves of the cores. Kernels under Triton's interpreter share
     # one process.
     begin upstream scripts/upstream_tests.sh --subset
     begin kernels env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/kernels -m alone --junitxml "$scratch/kernels.xml"
+        tests/kernels -m "alone and not nightly" --junitxml "$scratch/kernels.xml"
     # One after the other: ranks that wait for each other, servers and trainers.
     step "tests on all cores" env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/e2e tests/engine -m alone --durations=5 --junitxml "$scratch/alone.xml"
+        tests/e2e tests/engine -m "alone and not nightly" --durations=5 --junitxml "$scratch/alone.xml"
     step "kernels" end kernels
     step "vLLM's own tests" end upstream
 fi
