@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
-# Installs everything, then checks everything; ends with a line 'N passed, N failed'.
+# Installs everything, then checks everything; ends with a line 'N passed, N failed, N skipped'.
 #
-#   scripts/test.sh [--fast]
+#   scripts/test.sh [--fast|--nightly] [--json FILE]
 #
-#   --fast   no test that is slow or needs vLLM running, and not vLLM's own tests
+#   --fast       only what needs neither an engine nor a process of its own: 2 minutes
+#   (none)       also real engines, one server and one of each fault: 12 minutes
+#   --nightly    also many seeds, AVX2, faults in number, soak, fuzz, vLLM's own tests
+#   --json FILE  write {"tier", "passed", "failed", "skipped", "seconds",
+#                "install_seconds", "slowest"}
+#
+# The minutes are those of two quiet cores, without the installation. vLLM's own tests also
+# run where `patches/` differs from the last release and from `origin/main`.
 #
 # Environment: TIDE_VENV (default: .venv in the checkout) and what scripts/install.sh and
 # scripts/upstream_tests.sh read.
@@ -12,18 +19,23 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export TIDE_VENV=${TIDE_VENV:-$here/.venv}
 bin=$TIDE_VENV/bin
-fast=0
-case ${1:-} in
-    --fast) fast=1 ;;
-    '') ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-       case ${1:-} in -h | --help) exit 0 ;; esac; exit 2 ;;
-esac
+tier=all
+json=
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+while [ $# -gt 0 ]; do
+    case $1 in
+        --fast) tier=fast; shift ;;
+        --nightly) tier=nightly; shift ;;
+        --json) [ $# -gt 1 ] || usage 2; json=$(realpath -m "$2"); shift 2 ;;
+        -h | --help) usage 0 ;;
+        *) usage 2 ;;
+    esac
+done
 cd "$here"
 exec < /dev/null
-export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
 
-# What vLLM's tests and ours print goes to the terminal; only the counts are collected.
+# The output of the tests goes to the terminal; only the counts are collected.
 scratch=$(mktemp -d)
 broken=()
 declare -A beside=()
@@ -37,8 +49,8 @@ step() {
     "$@" || broken+=("$name")
 }
 
-# begin NAME COMMAND: beside the next steps, on what they leave of the cores. Servers have
-# sessions of their own, against which the niceness of a session may count.
+# begin NAME COMMAND: run it beside the next steps, on the cores' idle time. A server has a
+# session of its own, and the niceness of a session may count against another session.
 begin() {
     local name=$1
     shift
@@ -47,7 +59,7 @@ begin() {
     beside[$name]=$!
 }
 
-# end NAME: wait for it and print all it said.
+# end NAME: wait for it and print its output.
 end() {
     local code=0
     wait "${beside[$1]}" || code=$?
@@ -56,63 +68,70 @@ end() {
     return "$code"
 }
 
+# tests NAME MARKS [ARGUMENT ...]: pytest on the tests with these marks.
+tests() {
+    local name=$1 marks=$2
+    shift 2
+    "$bin/python" -m pytest -m "$marks" --durations=5 --junitxml "$scratch/$name.xml" "$@"
+}
+
+# Exit status 0 if the patches differ from the last release and from main.
+patches_changed() {
+    local release main
+    release=$(git describe --tags --abbrev=0 2> /dev/null) || release=
+    main=$(git merge-base HEAD origin/main 2> /dev/null) || main=
+    [ -n "$release$main" ] || return 1
+    local base
+    for base in $release $main; do
+        ! git diff --quiet "$base" -- patches || return 1
+    done
+}
+
+install_start=$SECONDS
 scripts/install.sh --venv "$TIDE_VENV" --dev
+install_seconds=$((SECONDS - install_start))
+SECONDS=0
 step "ruff check" "$bin/ruff" check .
 step "ruff format" "$bin/ruff" format --check .
 begin mypy "$bin/mypy"
+step "fast tests" tests fast "not slow and not vllm and not alone and not nightly" -n 2
 step "patch check" "$bin/vllm-tide" patch check
-step "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -n 2 \
-    -m "not slow and not vllm and not nightly" --durations=15 --junitxml "$scratch/fast.xml"
-# What kernels compute, as an older CPU computes it.
-step "numerics with AVX2" env OMP_NUM_THREADS=1 scripts/with_isa.sh avx2 \
-    "$bin/python" -m pytest -n 2 -m "not slow and not alone and not nightly" --junitxml "$scratch/avx2.xml" \
-    tests/draft tests/demo tests/kernels/test_{kl_loss,sureness,topk_teacher}.py \
-    tests/engine/test_seeded.py tests/train/test_{architectures,branches,learning}.py \
-    tests/train/test_{loss_terms,losses,trainer}.py
-if [ $fast = 0 ]; then
-    # Engines wait in between: three at once fill two cores. Bound to cores by vLLM they
-    # would share one.
-    step "tests on vLLM" env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-        "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-        -m "(slow or vllm) and not alone and not nightly" --durations=15 --junitxml "$scratch/slow.xml"
-    # On what the next step leaves of the cores. Kernels under Triton's interpreter share
-    # one process.
-    begin upstream scripts/upstream_tests.sh --subset
-    begin kernels env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/kernels -m "alone and not nightly" --junitxml "$scratch/kernels.xml"
-    # One after the other: ranks that wait for each other, servers and trainers.
-    step "tests on all cores" env OMP_NUM_THREADS=1 "$bin/python" -m pytest \
-        tests/e2e tests/engine -m "alone and not nightly" --durations=5 --junitxml "$scratch/alone.xml"
+step "mypy" end mypy
+if [ $tier != fast ]; then
+    # vLLM would bind the engines of all workers to the same core.
+    export VLLM_CPU_OMP_THREADS_BIND=nobind
+    # Engines wait in between: three workers fill two cores.
+    step "tests on engines" tests engines "(slow or vllm) and not alone and not nightly" \
+        -n 3 --dist loadscope --no-loadscope-reorder
+    unset VLLM_CPU_OMP_THREADS_BIND
+    # The kernels' tests under Triton's interpreter share a process, beside the servers.
+    begin kernels "$bin/python" -m pytest tests/kernels -m "alone and not nightly" \
+        --junitxml "$scratch/kernels.xml"
+    step "tests on servers" tests servers "alone and not nightly" \
+        --ignore tests/kernels --ignore tests/engine
+    step "tests on several ranks" tests ranks "alone and not nightly" tests/engine
     step "kernels" end kernels
+fi
+seconds=$SECONDS
+if [ $tier = nightly ]; then
+    step "numerics with AVX2" scripts/with_isa.sh avx2 "$bin/python" -m pytest -n 2 \
+        -m "not slow and not vllm and not alone and not nightly" \
+        --junitxml "$scratch/avx2.xml" \
+        tests/draft tests/demo tests/kernels tests/train
+    VLLM_CPU_OMP_THREADS_BIND=nobind step "nightly tests" tests nightly \
+        "nightly and not alone" -n 2 --dist loadscope
+    step "nightly tests on servers" tests nightly_alone "nightly and alone"
+    step "500 faults" scripts/faults.sh --count 500 --json "$scratch/faults.json"
+    step "soak" scripts/soak.sh --minutes 20 --json "$scratch/soak.json"
+    step "fuzz" scripts/fuzz.sh --seconds 300
+    seconds=$SECONDS
+fi
+if [ $tier = nightly ] || { [ $tier = all ] && patches_changed; }; then
+    begin upstream scripts/upstream_tests.sh --subset
     step "vLLM's own tests" end upstream
 fi
-step "mypy" end mypy
 
-echo "=== summary [${SECONDS}s]"
+echo "=== summary [${seconds}s after an install of ${install_seconds}s]"
 [ ${#broken[@]} = 0 ] || printf 'broken: %s\n' "${broken[@]}"
-"$bin/python" - "$scratch" "${#broken[@]}" <<'PY'
-import re, sys
-import xml.etree.ElementTree as ET
-from pathlib import Path
-
-scratch, broken = Path(sys.argv[1]), int(sys.argv[2])
-passed = failed = skipped = 0
-for report in scratch.glob("*.xml"):
-    for suite in ET.parse(report).getroot().iter("testsuite"):
-        bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        skips = int(suite.get("skipped", 0))
-        failed, skipped = failed + bad, skipped + skips
-        passed += int(suite.get("tests", 0)) - bad - skips
-if (scratch / "upstream.txt").is_file():
-    found = re.search(
-        r"^upstream tests: (\d+) passed, (\d+) failed",
-        (scratch / "upstream.txt").read_text(),
-        re.M,
-    )
-    if found:
-        passed, failed = passed + int(found[1]), failed + int(found[2])
-if broken and not failed:
-    failed = broken
-print(f"{passed} passed, {failed} failed, {skipped} skipped")
-sys.exit(1 if broken else 0)
-PY
+"$bin/python" scripts/test_report.py "$scratch" --tier "$tier" --seconds "$seconds" \
+    --install-seconds "$install_seconds" --broken "${#broken[@]}" ${json:+--json "$json"}

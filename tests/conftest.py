@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from scripts.demo.unpack import unpack_all
 
@@ -28,6 +31,7 @@ os.environ.setdefault(
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tide_state_")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+ROOT = Path(__file__).parents[1]
 CPUS = os.sched_getaffinity(0)
 
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
@@ -40,6 +44,32 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+class SharedEngineScheduling(LoadScopeScheduling):
+    """Sends whole files to a worker, and files that share an engine to the same one.
+
+    A file that uses a shared engine names it: `ENGINE = "v1"`. The controller of
+    pytest-xdist imports no test, so the line is read from the text.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return shared_engine(path) or path
+
+
+@functools.cache
+def shared_engine(path: str) -> str | None:
+    """Return the `ENGINE` of a test file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    line = re.search(r'^ENGINE = "([\w-]+)"$', text, re.MULTILINE)
+    return line[1] if line else None
+
+
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") == "loadscope":
+        return SharedEngineScheduling(config, log)
+    return None
 
 
 def pytest_collection_finish():

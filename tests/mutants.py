@@ -4,7 +4,8 @@
     python tests/mutants.py run FILE --tree DIR --json RESULT
 
 A line that was moved is found again by its text, its function and its neighbours. The
-tests are the fast ones of the folders in `TESTS`, those that name the module first.
+tests are the fast ones of the folders in `TESTS`, those that name the module first; with
+`--engines` those of the middle tier that need no machine for themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ FLIPS |= {"+": "-", "and": "or"}
 FLIPS |= {after: before for before, after in FLIPS.items()}
 SIGNS = re.compile(r"[<>=!]=|[<>+-]|\b(is not|not in|is|in|and|or)\b")
 WARM = ("transformers", "scipy.stats", "safetensors.torch", "prometheus_client")
-FAST = "not slow and not vllm and not alone"
+FAST = "not slow and not vllm and not alone and not nightly"
+MIDDLE = "not alone and not nightly"
 LIMIT_S = 300
 
 
@@ -150,7 +152,7 @@ def tests_of(path: Path, tree: Path) -> list[str]:
     return [str(file.relative_to(tree)) for file in found]
 
 
-def run_tests(tree: Path, files: list[str]) -> str:
+def run_tests(tree: Path, files: list[str], marks: str) -> str:
     """The outcome of tests in a fork, which has imported what is large."""
     log = tree / "mutant.log"
     if (pid := os.fork()) == 0:
@@ -162,7 +164,7 @@ def run_tests(tree: Path, files: list[str]) -> str:
         with contextlib.suppress(BaseException):
             import pytest
 
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", FAST]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", marks]
             os._exit(int(pytest.main([*options, "--timeout=100", *files])))
         os._exit(98)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -172,7 +174,9 @@ def run_tests(tree: Path, files: list[str]) -> str:
     return "not found" if status in (0, 5) else f"found: {[*said, status][0]}"
 
 
-def run(drawn: list[dict[str, Any]], source: Path, out: Path, until_found: int) -> None:
+def run(
+    drawn: list[dict[str, Any]], source: Path, out: Path, until_found: int, marks: str
+) -> None:
     """Run the tests on each mutant, in a copy of a tree; `out` has what came of it."""
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
@@ -197,12 +201,12 @@ def run(drawn: list[dict[str, Any]], source: Path, out: Path, until_found: int) 
                 mutant["outcome"] = "not found"
                 while files and not fine.issuperset(failed):
                     path.write_text("".join(lines))
-                    mutant["outcome"] = run_tests(tree, files)
+                    mutant["outcome"] = run_tests(tree, files, marks)
                     path.write_text(text)
                     failed = re.findall(r"tests/\S+?\.py", mutant["outcome"])
                     if (
                         fine.issuperset(failed)
-                        or run_tests(tree, failed) == "not found"
+                        or run_tests(tree, failed, marks) == "not found"
                     ):
                         fine.update(failed)
                     else:  # they fail without the mutant too
@@ -224,6 +228,7 @@ def main() -> None:
     for name, number in (("--seed", 0), ("--count", 50), ("--until-found", 10**9)):
         parser.add_argument(name, type=int, default=number)
     parser.add_argument("--base", default="HEAD")
+    parser.add_argument("--engines", action="store_true")
     parser.add_argument("--tree", type=Path, default=ROOT)
     args = parser.parse_intermixed_args()
     if args.what == "draw":
@@ -231,8 +236,9 @@ def main() -> None:
         drawn = draw(args.seed, args.count, args.base, prefixes)
         args.json.write_text(json.dumps(drawn, indent=1))
     else:
+        marks = MIDDLE if args.engines else FAST
         drawn = json.loads(Path(args.rest[0]).read_text())
-        run(drawn, args.tree.resolve(), args.json, args.until_found)
+        run(drawn, args.tree.resolve(), args.json, args.until_found, marks)
 
 
 if __name__ == "__main__":
