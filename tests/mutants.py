@@ -4,8 +4,8 @@
     python tests/mutants.py run FILE --tree DIR --json RESULT
 
 A line that was moved is found again by its text, its function and its neighbours. The
-tests are the fast ones of the folders in `TESTS`, those that name the module first; with
-`--engines` those of the middle tier that need no machine for themselves.
+tests are the fast ones of the folders in `TESTS`, those that name the module first, or
+with `--engines` those of the middle tier that need no machine for themselves.
 """
 
 from __future__ import annotations
