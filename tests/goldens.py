@@ -5,9 +5,9 @@
 Each golden runs in a process of its own, once in a worktree of the commit and once in
 this tree: rows of the simulator (`--suite published`), bytes of 30 records in a ring,
 losses and weights of five seeds (bit for bit), verdicts of the canary and of the gate,
-and greedy texts of Model Runner V1, V2 and V2 with asynchronous scheduling. Prints a line
-for each and returns 1 if one differs. `--base-python` is an environment whose vLLM has
-the patches of the commit; without it the texts are made by this one.
+and greedy texts of Model Runner V1, V2 and V2 with asynchronous scheduling. Prints a
+line for each and returns 1 if one differs. `--base-python` is an environment whose vLLM
+has the patches of the commit; without it the texts are made by this one.
 """
 
 from __future__ import annotations
@@ -284,10 +284,9 @@ def compute(name: str, tree: Path, python: str, seconds: float) -> Any:
         text=True,
     )
     if done.returncode:
-        lines = [x for x in done.stderr.splitlines() if re.match(r"[\w.]+Error", x)]
-        return (
-            f"error ({done.returncode}): {(lines or done.stderr.splitlines()[-3:])[-1]}"
-        )
+        lines = done.stderr.splitlines()
+        errors = [x for x in lines if re.match(r"[\w.]+Error", x)] or lines[-3:]
+        return f"error ({done.returncode}): {errors[-1]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
