@@ -228,9 +228,9 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Serve, soak, report; exit status 0 only if nothing is wrong."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_soak_"))
     spec = speculative_config(args.draft, args.num_speculative_tokens)

@@ -1,11 +1,16 @@
+from pathlib import Path
+
 import pytest
 
 from bench.harness.client import RequestResult
 from bench.harness.identity import (
     Difference,
+    Rescored,
     compare,
     compare_arms,
     first_difference,
+    identity_of,
+    identity_problems,
     rescore,
 )
 
@@ -78,3 +83,39 @@ def test_the_summary_of_a_difference_has_no_tokens():
     summary = rescore(DIFFERENCE, scorer([5.0, 5.0], 0.0)).summary()
     assert "tokens" not in summary and "prefix" not in summary
     assert summary["near_tie"] is True
+
+
+def arm(count=3, **changed):
+    results = [result(i, [7] * 8) for i in range(count)]
+    for index, tokens in changed.items():
+        results[int(index[1:])].token_ids = tokens
+    return results
+
+
+def judge(near):
+    def rescored(differences, _target, _dtype):
+        return [Rescored(d, 0.0, 0.0, 0.0, near) for d in differences]
+
+    return rescored
+
+
+def test_a_shorter_arm_is_compared_where_it_ran():
+    arms = {"none": arm(), "shared": arm(), "exact": arm(2), "gone": []}
+    found = identity_of(arms, Path("t"), "float32", judge(False))
+    assert found["compared_with"] == "none"
+    assert found["arms"]["exact"]["compared"] == 2
+    assert all(v["identical"] for v in found["arms"].values())
+    assert "gone" not in found["arms"] and identity_problems(found) == []
+    alone = identity_of({"none": arm()}, Path("t"), "float32", judge(True))
+    assert alone == {"compared_with": None, "arms": {}, "differences": []}
+
+
+def test_a_difference_is_wrong_unless_it_is_a_near_tie():
+    arms = {"none": arm(), "shared": arm(r1=[7, 7, 9, 7, 7, 7, 7, 7])}
+    near = identity_of(arms, Path("t"), "float32", judge(True))
+    assert near["arms"]["shared"]["near_ties"] == 1
+    wrong = identity_of(arms, Path("t"), "float32", judge(False))
+    assert wrong["differences"][0]["position"] == 2
+    assert identity_problems(wrong) == [
+        "shared: outputs differ from none (1 not near ties)"
+    ]

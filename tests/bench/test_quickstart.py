@@ -39,22 +39,13 @@ def test_the_demo_sets_sizes_only():
 @pytest.mark.parametrize(
     ("changes", "mode"),
     [
-        ({}, "full"),
         ({"train": {"batch_tokens": 512}}, "full"),
         ({"preset": "learn"}, "changed"),
-        ({"control": {"policy": "threshold"}}, "changed"),
         ({"deploy": {"canary": False}}, "changed"),
     ],
 )
 def test_the_mode_is_full_only_with_every_part(changes, mode):
     assert quickstart.mode_of(changes) == mode
-
-
-def test_changes_are_merged_section_by_section():
-    base = {"train": {"a": 1, "b": 2}, "run_dir": "x"}
-    merged = quickstart.merged(base, {"train": {"b": 3}})
-    assert merged == {"train": {"a": 1, "b": 3}, "run_dir": "x"}
-    assert base["train"]["b"] == 2
 
 
 @pytest.fixture
@@ -83,6 +74,7 @@ def report_of(arguments, *more):
     return json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
 
 
+@pytest.mark.slow
 def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
     monkeypatch.setattr(quickstart, "available_mib", lambda: 64000.0)
     report = report_of(arguments, "--arms", "none", "no_learning", "tide")
@@ -107,6 +99,7 @@ def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
     assert report["outputs_identical"] and not running(target)
 
 
+@pytest.mark.slow
 def test_without_room_for_all_arms_they_run_one_after_another(
     arguments, target, monkeypatch, capsys
 ):
@@ -119,6 +112,7 @@ def test_without_room_for_all_arms_they_run_one_after_another(
     assert report["environment"]["servers_together"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, capsys):
     (target / "fails").write_text('{"none": "at start"}')
     report = report_of(arguments, "--arms", "none")
@@ -152,6 +146,7 @@ def test_too_few_prompts_are_said_in_a_sentence(arguments, capsys, options, said
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["at start", "amid"])
 def test_a_static_length_that_cannot_be_served_is_left_out(
     arguments, target, monkeypatch, capsys, fails
@@ -176,6 +171,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
     assert "[static3] left out: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_end_that_something_caught_comes_with_the_next_turn(arguments, target):
     before = {ending: signal.getsignal(ending) for ending in server.ENDINGS}
     try:
@@ -190,7 +186,8 @@ def test_an_end_that_something_caught_comes_with_the_next_turn(arguments, target
     assert ended.value.code == 143 and not running(target)
 
 
-@pytest.mark.parametrize("number", server.ENDINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
     build, given = tmp_path / "build", tmp_path / "demo"
     content = b"".join(path.read_bytes() for path in sorted(target.iterdir()))

@@ -69,12 +69,6 @@ def test_the_command_serves_the_model_with_the_speculative_config(tmp_path):
     assert "--enforce-eager" in command
 
 
-def test_no_speculation_has_no_speculative_config(tmp_path):
-    command = command_line(options(tmp_path, enforce_eager=False), 8000)
-    assert "--speculative-config" not in command
-    assert "--enforce-eager" not in command
-
-
 def test_the_environment_is_offline_and_bound(tmp_path):
     env = environment(options(tmp_path, engine_cpus=(0, 2)))
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
@@ -104,6 +98,7 @@ def test_processes_have_roles(title, role):
     assert role_of(title, is_root=True) == "api"
 
 
+@pytest.mark.slow
 def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     with VllmServer(options(tmp_path)) as server:
         server.wait_ready(lambda _: None, timeout_s=60)
@@ -119,6 +114,7 @@ def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     assert not family[0].is_running()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     script = "import sys; sys.exit('tide.train.steps: unknown key')"
     with (
@@ -128,6 +124,7 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
         server.wait_ready(lambda _: None, timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_given_up(tmp_path):
     script = "import time; time.sleep(600)"
     with (
@@ -137,6 +134,7 @@ def test_a_server_that_hangs_is_given_up(tmp_path):
         server.wait_ready(lambda _: None, timeout_s=1)
 
 
+@pytest.mark.slow
 def test_the_server_gets_its_cores_though_the_client_has_others(tmp_path):
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:

@@ -58,6 +58,7 @@ def event(unix, **more):
     return json.dumps({"unix": unix, "event": "cycle", **more})
 
 
+@pytest.mark.slow
 def test_an_arms_clock_stands_while_it_waits(taker, clock):
     taker.ready()
     clock.ahead += WAIT_S
@@ -93,6 +94,7 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
     assert two["seconds"] == pytest.approx(spent - WAIT_S, abs=0.1)
 
 
+@pytest.mark.slow
 def test_an_arm_that_has_run_for_too_long_is_cut_off(taker, clock):
     taker.ready()
     taker.take(part(0), ends=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.harness import session as learning_session
+from bench.harness import session
 from bench.harness.common import BenchError
 from bench.harness.trainers import read_events
 from bench.suites import rollback as rollback_suite
@@ -25,7 +25,7 @@ from bench.suites.rollback import (
     trial_problems,
     trials_of,
 )
-from tests.bench.learning_toys import arm_run, options_for, request, result
+from tests.bench.toys import arm_run, options_for, request, result
 from tests.sidecar.test_sidecar import Engine
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused
@@ -62,12 +62,9 @@ def test_the_engine_does_not_see_that_the_others_are_worse(name):
     assert torch.equal(spoilt["d2t"], HEAD["d2t"])
     again = planted(HEAD, parse_plant(name), 0)
     assert torch.equal(again["fc.weight"], spoilt["fc.weight"])
-
-
-def test_noise_is_a_share_of_each_tensors_own_spread():
-    spoilt = planted(HEAD, parse_plant("noise0.1"), 0)
-    added = (spoilt["fc.weight"] - HEAD["fc.weight"]).std() / HEAD["fc.weight"].std()
-    assert 0.07 < added < 0.13
+    if name == "noise0.1":  # a share of the tensor's own spread
+        added = spoilt["fc.weight"] - HEAD["fc.weight"]
+        assert 0.07 < added.std() / HEAD["fc.weight"].std() < 0.13
 
 
 def events(*rows):
@@ -122,17 +119,6 @@ def test_each_planted_head_has_a_stretch_of_the_stream(tmp_path):
     assert len({r.prompt for r in stream}) == 20
 
 
-def test_prompts_come_again_when_all_were_sent(tmp_path):
-    (tmp_path / "few.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(5))
-    )
-    options = options_for(
-        RollbackOptions, "rollback", tmp_path, plants=("nan",), domains=("few",),
-        prompts=tmp_path, baseline_requests=4, trial_requests=4,
-    )  # fmt: skip
-    assert len({r.prompt for r in rollback_stream(options)}) == 5
-
-
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
     tmp_path, monkeypatch
 ):
@@ -179,7 +165,7 @@ def _event(engine, kind):
 
 
 def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
-    def planted_arm(session, options, stream, config, watch, run_dir):
+    def planted_arm(_, options, stream, config, watch, run_dir):
         assert parse_tide(config["tide"]).schedule.mode == "tide"
         log = [
             {"unix": 1.0, "event": "publish", "version": 1},
@@ -195,7 +181,7 @@ def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rollback_suite, "_serve", planted_arm)
     monkeypatch.setattr(
-        learning_session, "run_arm", lambda arm, stream, _: arm_run(arm.name, stream)
+        session, "run_arm", lambda arm, stream: arm_run(arm.name, stream)
     )
     options = options_for(
         RollbackOptions, "rollback", tmp_path, plants=("nan",),
