@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -136,7 +135,6 @@ class Loop:
             self.policy = AdaSpecPolicy(settings, self.time)
         self.served, self.version = ServedRequests(max_open=1 << 20), 1
         self.tokens = self.seconds = 0.0
-        self._rows: list[Row] = []
         self._slots = np.arange(n)
         self._context, self._limit = np.full(n, _CONTEXT), np.full(n, np.inf)
         self._greedy = np.zeros(n, bool)
@@ -195,7 +193,7 @@ class Loop:
             Outcome(self._slots, lengths, accepted, emitted, self.seconds, probe=probe)
         )
         cost = 1.0 if self.static else (target + draft) / plain
-        ended = self._write(lengths, accepted, chances, cost) if records else []
+        ended = self._write(cost, lengths, accepted, chances) if records else []
         self.left -= emitted
         self.done += emitted
         for slot in np.flatnonzero(self.left <= 0):
@@ -206,22 +204,15 @@ class Loop:
             self._begin(int(slot))
         return ended
 
-    def _write(
-        self,
-        lengths: np.ndarray,
-        accepted: np.ndarray,
-        chances: np.ndarray,
-        cost: float,
-    ) -> list[ServedRequest]:
+    def _write(self, cost: float, *columns: np.ndarray) -> list[ServedRequest]:
+        """Records of a round: lengths, accepted tokens, chances to be verified."""
         ended: list[ServedRequest] = []
+        every = (self.key, self.done, *columns)
         for key, done, length, taken, chance in zip(
-            self.key.tolist(), self.done.tolist(), lengths.tolist(), accepted.tolist(),
-            chances.tolist(), strict=True,
-        ):  # fmt: skip
-            row = Row(
-                key, _PROMPT + done, taken, _TOKENS[: length + 1], self.version, cost,
-                self.n,
-            )  # fmt: skip
+            *(column.tolist() for column in every), strict=True
+        ):
+            start, ids = _PROMPT + done, _TOKENS[: length + 1]
+            row = Row(key, start, taken, ids, self.version, cost, self.n)
             row.verify_chance = chance
             ended += self.served.add(row, "", self.seconds)
         return ended
@@ -341,13 +332,11 @@ def canary_rows(
     found = []
     for policy in policies:
         for n in batches:
+            each = {"trials": trials // 2, "quiet": quiet // 2}
             halves = [
-                cell(
-                    policy, n, plateau=plateau, trials=trials // 2, quiet=quiet // 2,
-                    seed=2 * seed + plateau,
-                )
+                cell(policy, n, plateau=plateau, seed=2 * seed + plateau, **each)
                 for plateau in (False, True)
-            ]  # fmt: skip
+            ]
             for change in (0.0, *LOSSES):
                 verdicts = [v for half in halves for v in half[change]]
                 back = [v for v in verdicts if v.decision == "rollback"]
@@ -375,40 +364,13 @@ SMALL = (3, 8)
 """Requests of a cycle, from and to."""
 
 
-def _t3(random_: random.Random) -> float:
-    squares = sum(random_.gauss(0, 1) ** 2 for _ in range(3))
-    return random_.gauss(0, 1) / math.sqrt(squares)
-
-
-def _rare(random_: random.Random, spread: float) -> float:
-    """A fall of one token, seldom; else a little better."""
-    chance = spread**2 / (1 + spread**2)
-    return -1.0 if random_.random() < chance else chance / (1 - chance)
-
-
-SHAPES: dict[str, Callable[[random.Random, float], float]] = {
-    "normal": lambda r, s: r.gauss(0, s),
-    "t3": lambda r, s: s * _t3(r),
-    "left": lambda r, s: s * (1 - r.expovariate(1)),
-    "right": lambda r, s: s * (r.expovariate(1) - 1),
-    "mostly 0": lambda r, s: s * r.choice([0.0] * 18 + [math.sqrt(10), -math.sqrt(10)]),
-    "rare fall": _rare,
-    "rare rise": lambda r, s: -_rare(r, s),
-    "lengths": lambda r, s: r.gauss(0, s * math.exp(r.gauss(-0.5, 1) / 2)),
-}
-TIED = {"tied 0.3": 0.3, "tied 0.6": 0.6}
-"""Correlation of neighbours within a cycle."""
-
-
-def noise(shape: str, spread: float, random_: random.Random) -> Iterator[float]:
-    """Deviations of one cycle's gains from their truth (tokens)."""
-    tie = TIED.get(shape)
-    draw = SHAPES["normal" if tie is not None else shape]
-    value = draw(random_, spread)
+def _normal(spread: float, random_: random.Random) -> Iterator[float]:
     while True:
-        yield value
-        fresh = draw(random_, spread)
-        value = fresh if tie is None else tie * value + math.sqrt(1 - tie**2) * fresh
+        yield random_.gauss(0, spread)
+
+
+NOISE = {"normal": _normal}
+"""Deviations of one cycle's gains from their truth (tokens), by shape."""
 
 
 def pair_of(gains: dict[int, float]) -> Pair:
@@ -437,7 +399,7 @@ def run(
     """Requests scored until the first publication; None if there was none."""
     evidence, nothing = Evidence(), pair_of({})
     for cycle in range(cycles):
-        source = noise(shape, spread, random_)
+        source = NOISE[shape](spread, random_)
         count = random_.randint(*requests)
         gains = {
             1000 * cycle + i: max(-DEPTH, min(DEPTH, gain + next(source)))

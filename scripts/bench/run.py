@@ -36,6 +36,7 @@ def _run(argv: list[str]) -> int:
     chosen, others = first.parse_known_args(argv)
     suite = chosen.suite
     if suite in suites.COMMANDS:
+        end_on_signals()
         status: int = import_module(f"bench.{suites.COMMANDS[suite]}").main(others)
         return status
     parser = argparse.ArgumentParser(
@@ -71,5 +72,4 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_on_signals()
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from bench import interleaved
 from bench.harness import engine_turns
@@ -150,17 +147,6 @@ def test_arms_that_cannot_be_compared(arms, said):
         interleaved.checked(parser.parse_args([]))
 
 
-def test_the_useless_draft_has_the_same_numbers_elsewhere(tmp_path):
-    draft = DEMO / "draft"
-    made = interleaved.useless_draft(draft, tmp_path)
-    own, other = (load_file(folder / "model.safetensors") for folder in (draft, made))
-    changed = [name for name in own if not torch.equal(own[name], other[name])]
-    assert changed == ["fc.weight"]
-    weights = [t["fc.weight"].float().flatten().sort().values for t in (own, other)]
-    assert torch.equal(*weights)
-    assert (made / "config.json").read_bytes() == (draft / "config.json").read_bytes()
-
-
 def engine(tmp_path, name):
     own = tmp_path / name
     own.mkdir(mode=0o700)
@@ -215,14 +201,6 @@ def test_real_engines_take_turns_and_say_the_same(tmp_path):
         assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
         with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
             one.begin([], 1, 3, "third")
-
-
-@pytest.mark.vllm
-def test_an_engine_that_cannot_start_says_where_to_look(tmp_path):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    log = tmp_path / "none.log"
-    with pytest.raises(RuntimeError, match=f"an engine failed: .*; see {log}"):
-        Engine(tmp_path / "missing", None, [], env, log)
 
 
 def module(tmp_path, monkeypatch, name, text):
@@ -295,48 +273,3 @@ def test_a_stopped_engine_ends_with_who_started_it(tmp_path):
         assert stopped == "stopped"
         starter.kill()
     until(lambda: not Path(f"/proc/{pid}").exists())
-
-
-WAITS = """
-import sys
-from multiprocessing.connection import Connection
-from bench.harness.engine_turns import Turn
-
-pipe = Connection(int(sys.argv[1]))
-while True:
-    pipe.recv()
-    pipe.send(Turn())
-"""
-STARTS = """
-import os, signal, sys, time
-from contextlib import ExitStack
-from pathlib import Path
-from bench.harness import engine_turns
-from bench.harness.server import end_on_signals
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-end_on_signals()
-engine_turns.MODULE = "waits"
-log = Path(sys.argv[1])
-with ExitStack() as stack:
-    one = engine_turns.Engine(log, None, [], dict(os.environ), log)
-    stack.callback(one.close)
-    print(one._process.pid, flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_ends_engines_that_wait(tmp_path, monkeypatch):
-    env = module(tmp_path, monkeypatch, "waits", WAITS)
-    command = [sys.executable, "-c", STARTS, str(tmp_path / "log")]
-    script = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert script.stdout is not None
-        child = int(script.stdout.readline())
-        script.send_signal(signal.SIGTERM)
-        assert script.wait(30) == 128 + signal.SIGTERM
-        with pytest.raises(ProcessLookupError):
-            os.kill(child, 0)
-    finally:
-        script.kill()

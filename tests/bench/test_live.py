@@ -6,11 +6,6 @@ from bench.harness.arm import LiveView, wait_for_trainer
 from bench.harness.scrape import Scrape
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def scrape(t_s, tokens, drafts, accepted, version=None):
     values = {
         ("vllm:generation_tokens_total", ()): tokens,
@@ -34,16 +29,6 @@ def test_the_row_shows_rates_of_the_latest_samples(tmp_path):
     assert (row["tokens/s"], row["accept"]) == ("50.0", "2.50")
     assert (row["draft"], row["ring"]) == ("v3", "5.0%")
     assert (row["loss"], row["trainer"]) == ("1.235", "training")
-
-
-def test_a_terminal_is_redrawn_in_place():
-    out = Terminal()
-    view = LiveView("none", 10, out=out)
-    view.sample(scrape(0.0, 0.0, 0.0, 0.0))
-    first = out.getvalue()
-    view.sample(scrape(1.0, 10.0, 0.0, 0.0))
-    assert "\x1b[3A" not in first
-    assert out.getvalue()[len(first) :].startswith("\x1b[3A")
 
 
 def test_a_log_gets_plain_lines_not_too_often():

@@ -10,20 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from bench.harness.arms import make_arm, speculative_config
-from bench.harness.client import RequestResult
 from bench.harness.common import BenchError, read_json
 from bench.harness.server import ServerError
 from bench.suites import long
 from bench.suites.long import (
-    POSITION_EDGES,
-    Cell,
     LongDocument,
     LongOptions,
-    by_position,
-    distinct_share,
     rows_of,
-    sort_prompts,
-    visits,
     wait_for_fast_draft,
 )
 from vllm_tide.config import parse_tide
@@ -34,23 +27,6 @@ def options(tmp_path: Path, **given) -> LongOptions:
     return LongOptions(
         suite="long", json=tmp_path / "out.json", work=tmp_path / "work", **given
     )
-
-
-def test_prompts_are_sorted_by_what_the_target_says_to_them():
-    loop, fresh = [1, 2, 3, 4] * 50, list(range(200))
-    assert distinct_share(loop) == pytest.approx(4 / 197)
-    assert distinct_share(fresh) == 1.0
-    shares = [0.9, 0.1, 0.5, 0.4, 0.95, 0.2]
-    assert sort_prompts(shares) == {"repetitive": [1, 5], "other": [0, 4]}
-
-
-def test_tokens_per_message_by_generated_position():
-    result = RequestResult(0, "long", 0.0)
-    result.chunks = [(0.1, 1), (0.2, 3), *[(0.3, 4)] * 50]
-    found = by_position([result])
-    assert found[0] == pytest.approx((4 + 49 * 4) / 51, abs=1e-4)
-    assert found[1] == 4.0
-    assert found[2:] == [None] * (len(POSITION_EDGES) - 1)
 
 
 def visit(arm, block, rate, group="repetitive", concurrency=1):
@@ -109,19 +85,6 @@ def test_arms_that_adapt_within_a_request_are_valid(
     # What the loop between requests learns is the arm's that has all.
     if trains:
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")
-
-
-def test_no_two_arms_of_the_suite_share_a_server(tmp_path):
-    names = options(tmp_path).arm_names
-    assert (
-        len({speculative_config(make_arm(n), Path("d"), tmp_path) for n in names}) == 7
-    )
-
-
-def test_the_exact_arm_is_served_one_request_at_a_time():
-    one, four = Cell("other", batch=1), Cell("other", batch=4)
-    assert visits("exact", one) and not visits("exact", four)
-    assert visits("shared", one) and visits("shared", four)
 
 
 @pytest.mark.parametrize("arm", ["static3", "memory", "shared"])

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from bench import suites
@@ -10,18 +8,10 @@ from bench.suites.multi import MultiOptions
 from tests.bench.toys import options_for
 
 
-@pytest.mark.parametrize("suite", ["multi", "rollback"])
-def test_every_suites_own_defaults_pass_its_checks(suite, tmp_path):
-    options = options_for(kind_of(suite), suite, tmp_path)
-    options.check()
-    assert json.loads(json.dumps(options.to_json()))["suite"] == suite
-
-
 @pytest.mark.parametrize(
     ("suite", "changes", "sentence"),
     [
         ("rollback", {"tide": {"train": {"stepz": 1}}}, "--tide: tide.train.stepz"),
-        ("rollback", {"model_sizes": ("6m", "90m")}, "--model-sizes"),
         ("rollback", {"plants": ("noise",)}, "--plants"),
         ("rollback", {"domains": ("c", "python")}, "--domains"),
         ("multi", {"domains": ("c",), "requests": (8,)}, "--domains"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bench.harness import session
-from bench.harness.common import BenchError
 from bench.harness.trainers import read_events
 from bench.suites import rollback as rollback_suite
 from bench.suites.planting import (
@@ -19,7 +18,6 @@ from bench.suites.planting import (
 )
 from bench.suites.rollback import (
     RollbackOptions,
-    rollback_stream,
     run,
     table,
     trial_problems,
@@ -37,14 +35,6 @@ HEAD = {
     "norm.weight": torch.linspace(0.5, 1.5, 8),
     "d2t": torch.zeros(16, dtype=torch.int64),
 }
-
-
-def test_plants_are_named():
-    assert parse_plant("noise0.25").noise == 0.25
-    assert parse_plant("permuted").kind == "permuted"
-    for text in ("noise", "noise0", "noise-1", "zero", "nan2"):
-        with pytest.raises(BenchError, match="--plants"):
-            parse_plant(text)
 
 
 def test_a_nan_head_is_one_that_the_engine_refuses():
@@ -106,17 +96,6 @@ def test_a_bad_head_that_stayed_is_a_problem():
         "nan: kept, not refused",
         "permuted: undecided, not rolled back",
     ]
-
-
-def test_each_planted_head_has_a_stretch_of_the_stream(tmp_path):
-    options = options_for(
-        RollbackOptions, "rollback", tmp_path, plants=("nan", "permuted"),
-        baseline_requests=4, trial_requests=6,
-    )  # fmt: skip
-    stream = rollback_stream(options)
-    assert [r.segment for r in stream] == ["0 nan"] * 10 + ["1 permuted"] * 10
-    assert [r.index for r in stream] == list(range(20))
-    assert len({r.prompt for r in stream}) == 20
 
 
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(

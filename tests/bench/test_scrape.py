@@ -18,11 +18,6 @@ def test_counters_are_found_with_and_without_their_suffix():
     assert SCRAPE.value("vllm:generation_tokens") == 2720.0
 
 
-def test_accepted_tokens_are_not_counted_again_per_position():
-    text = TEXT.replace('position="0"} 0.0', 'position="0"} 9.0')
-    assert parse_metrics(text, 0.0).value("vllm:spec_decode_num_accepted_tokens") == 0
-
-
 def test_reasons_are_summed_and_kept_apart():
     assert SCRAPE.value("vllm_tide:dropped_rows") == 9.0
     assert SCRAPE.by_label("vllm_tide:dropped_rows", "reason") == {

@@ -9,7 +9,6 @@ from bench.harness.stream import (
     BEFORE_SHIFT,
     StreamOptions,
     build_stream,
-    read_domains,
     read_prompts,
     segments,
     shift_stream,
@@ -20,15 +19,6 @@ AFTER = [f"after {i}" for i in range(40)]
 OPTIONS = StreamOptions(
     num_before=10, num_after=20, block_requests=2, concurrency_cycle=(1, 2, 4, 3)
 )
-
-
-def test_the_same_seed_gives_the_same_stream():
-    assert build_stream(BEFORE, AFTER, OPTIONS) == build_stream(BEFORE, AFTER, OPTIONS)
-
-
-def test_no_prompt_is_sent_twice():
-    stream = build_stream(BEFORE + BEFORE, AFTER, OPTIONS)
-    assert len({request.prompt for request in stream}) == 30
 
 
 def test_phases_follow_each_other_and_the_last_quarter_is_final():
@@ -64,13 +54,6 @@ def test_prompts_are_read_plain_or_gzipped(tmp_path):
     (tmp_path / "c.jsonl").write_text(line)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     assert read_prompts(tmp_path, "c") == read_prompts(tmp_path, "d") == ["int x;"]
-
-
-def test_a_missing_domain_is_named(tmp_path):
-    with pytest.raises(StreamError, match="'nope'"):
-        read_prompts(tmp_path, "nope")
-    with pytest.raises(BenchError, match="--prompts"):
-        read_domains(tmp_path, ["nope"])
 
 
 def test_domains_follow_each_other_and_concurrency_begins_anew_with_each():

@@ -5,9 +5,7 @@ from bench.harness.client import RequestResult, take_event
 from bench.harness.plots import draw
 from bench.harness.scrape import Scrape
 from bench.harness.summary import (
-    acceptance_length,
     arm_figures,
-    capture_figures,
     first_swap_after_shift_s,
     first_swap_split_s,
     swap_figures,
@@ -56,12 +54,6 @@ def make_run(name="tide", **last):
     return ArmRun(name, [before, after, final], [scrape(0), end], 30.0)
 
 
-def test_acceptance_length_counts_the_bonus_token():
-    edges = [(scrape(0), scrape(1, drafts=4, accepted=6))]
-    assert acceptance_length(edges) == 2.5
-    assert acceptance_length([(scrape(0), scrape(1))]) is None
-
-
 def test_after_shift_includes_the_final_quarter():
     figures = arm_figures(make_run())
     assert figures["acceptance_length"] == {
@@ -85,20 +77,6 @@ def test_latencies_are_means_over_requests():
     assert figures["tpot_ms"] == pytest.approx(1e3 * (5 + 8.5 + 8.5 + 4.5) / 40)
 
 
-def test_swap_pauses_seen_one_by_one_are_exact():
-    samples = [
-        scrape(0, swaps_total=0),
-        scrape(1, swaps_total=1, swap_seconds_last=0.004, swap_seconds_max=0.004),
-        scrape(2, swaps_total=1, swap_seconds_last=0.004, swap_seconds_max=0.004),
-        scrape(3, swaps_total=2, swap_seconds_last=0.002, swap_seconds_max=0.004),
-    ]
-    figures = swap_figures(samples)
-    assert figures["count"] == 2
-    assert figures["pause_ms_p50"] == 3.0
-    assert figures["pause_ms_max"] == 4.0
-    assert figures["pause_ms_p50_is"] == "exact"
-
-
 def test_swaps_missed_between_samples_fall_back_to_the_histogram():
     buckets = {
         ("vllm_tide:swap_seconds_bucket", (("le", "0.005"),)): 2.0,
@@ -111,21 +89,6 @@ def test_swaps_missed_between_samples_fall_back_to_the_histogram():
     assert figures["pause_ms_p50"] == 5.0
     assert figures["pause_ms_max"] == 20.0
     assert figures["pause_ms_p50_is"] != "exact"
-
-
-def test_only_rows_count_as_dropped_rows():
-    key = "vllm_tide:dropped_rows_total"
-    last = Scrape(
-        1,
-        {
-            (key, (("reason", "ring_full"),)): 7.0,
-            (key, (("reason", "opted_out"),)): 2.0,
-            ("vllm_tide:captured_rows_total", ()): 5.0,
-        },
-    )
-    figures = capture_figures([last])
-    assert (figures["rows"], figures["dropped"]) == (5, 7)
-    assert figures["dropped_by_reason"] == {"ring_full": 7.0, "opted_out": 2.0}
 
 
 def test_a_sound_run_has_every_documented_key_and_no_problem():
@@ -169,21 +132,6 @@ def test_a_phase_in_which_control_chose_length_0_is_sound():
     assert problems(report, runs) == []
     assert report["arms"]["tide"]["acceptance_length"]["before_shift"] is None
     assert "-" in table(report)
-
-
-def test_the_first_swap_after_the_shift_is_timed_from_its_first_request():
-    run = make_run()
-    for segment in run.segments[1:]:
-        segment.start.values["vllm_tide:swaps_total", ()] = 1.0
-    run.samples = [
-        scrape(t_s, swaps_total=swaps)
-        for t_s, swaps in ((5, 1), (10.5, 1), (11.5, 1), (13.25, 2), (20, 3))
-    ]
-    assert first_swap_after_shift_s(run) == 2.25  # the first request began at 11 s
-    run.samples = run.samples[:3]
-    assert first_swap_after_shift_s(run) is None
-    run.segments = run.segments[:1]
-    assert first_swap_after_shift_s(run) is None
 
 
 def cycle(t_s, seconds, gain, error=0.1, **more):

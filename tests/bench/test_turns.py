@@ -94,17 +94,6 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
     assert two["seconds"] == pytest.approx(spent - WAIT_S, abs=0.1)
 
 
-@pytest.mark.slow
-def test_an_arm_that_has_run_for_too_long_is_cut_off(taker, clock):
-    taker.ready()
-    taker.take(part(0), ends=False)
-    clock.ahead += WAIT_S  # waits do not count
-    taker.take(part(2), ends=False)
-    taker._scraper.origin_s -= taker.options.time_limit_s
-    with pytest.raises(TimeoutError):
-        taker.take(part(4), ends=True)
-
-
 def test_a_wait_is_taken_from_the_part_of_a_cycle_that_it_fell_into(tmp_path):
     watch = trainers.TrainerWatch(tmp_path, waits=[(105.0, 10.0)], _offset_s=100.0)
     shares = {"seconds": 12.0, "evaluation_s": 0.5, "elsewhere_s": 0.25}

