@@ -98,6 +98,7 @@ def test_a_bad_head_that_stayed_is_a_problem():
     ]
 
 
+@pytest.mark.slow
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
     tmp_path, monkeypatch
 ):

@@ -196,6 +196,7 @@ def test_what_makes_a_run_unsound_is_said():
         assert sentence in found
 
 
+@pytest.mark.slow
 def test_the_picture_shows_every_arm(tmp_path):
     pytest.importorskip("matplotlib")
     last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
