@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.deploy.served_toys import make_request
+from scripts.bench.schedule_sim import make_request
 from vllm_tide.config import DeployConfig
 from vllm_tide.deploy.canary import MIN_COMPARED, PATIENCE, Canary
 from vllm_tide.deploy.comparison import Window, compare, mixture_bound

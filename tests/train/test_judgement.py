@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts.bench import judges as judge_gate
-from tests.train.gains import SHAPES, TIED
+from scripts.bench import judge_gate
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -90,7 +89,7 @@ def test_better_candidates_are_published_soon():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_gate_keeps_what_it_promises(seed):
-    found = judge_gate.gate_rows(seed)
+    found = judge_gate.rows(seed)
     by_gain = {row["true_gain"]: row for row in reversed(found)}
     assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
     tenth = by_gain[0.1]
@@ -99,10 +98,10 @@ def test_the_gate_keeps_what_it_promises(seed):
     assert by_gain[0.3]["requests_p50"] <= 25
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *TIED])
+@pytest.mark.parametrize("shape", [*judge_gate.SHAPES, *judge_gate.TIED])
 def test_no_shape_of_gains_fools_the_gate(shape):
     for spread in (0.15, 0.6):
-        row = judge_gate.gate_row(0.0, 200, 3, spread=spread, shape=shape)
+        row = judge_gate.row(0.0, 200, 3, spread=spread, shape=shape)
         assert row["published"] <= 0.08 * row["runs"], row  # 0.05 and its error
 
 
