@@ -200,9 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Start both servers, measure, write the JSON."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     spec = speculative_config(args.draft, args.num_speculative_tokens)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_cost_"))

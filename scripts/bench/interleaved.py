@@ -11,29 +11,32 @@ requests: as many as the batch are in flight, new ones come as others end. So wh
 host does meanwhile meets all arms alike, where two equal servers, measured one after
 the other, may differ by 10%. There is no HTTP and no API server in it. The first rounds
 of a visit of a cell, with the prompts of the whole batch, are not counted; what is new
-of the cell control learns within the visit. Groups of rounds are the blocks of `run.py
---suite control`, and so are the figures (`harness/blocks.py`). With `--cold` each visit
-has a new engine of every arm that has control, which measures its profile at its start
-and knows nothing else, and all rounds count.
+of the cell control learns within the visit. Groups of rounds are blocks
+(`harness/blocks.py`). With `--cold` each visit has a new engine of every arm that has
+control, which measures its profile at its start and knows nothing else, and all rounds
+count.
 
-`vllm_dynamic` is tuned first, on rounds of its own with mixed prompts. Beside the arms
-of that suite: `off`, control with its defaults and a draft that proposes nonsense, and
-`again`, a second engine of `none`: what this machine calls equal.
+`vllm_dynamic` is tuned first, on rounds of its own with mixed prompts. Two more arms:
+`off`, control with its defaults and a draft that proposes nonsense, and `again`, a
+second engine of `none`: what this machine calls equal. So what control costs while its
+draft is of no use is
+
+    scripts/bench/interleaved.py --arms none,again,off --domains matched --learns 60
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -44,20 +47,13 @@ from bench.harness.blocks import (
     cell_rows,
     over_cells,
     rounded_ratio,
-    verdict,
 )
 from bench.harness.common import BenchError, clock_text, environment
 from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO, kv_cache_bytes, read_config, targets_of
 from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
 from bench.harness.server import environment as server_environment
-from bench.harness.stream import load_pool
-from bench.suites.serving import (
-    KNOWN_DOMAINS,
-    best_lengths,
-    closed_requests,
-    schedule_of,
-)
+from bench.harness.stream import PromptPool, load_pool
 from json_text import json_text
 
 OFF, AGAIN, DYNAMIC = "off", "again", "vllm_dynamic"
@@ -65,6 +61,63 @@ UNCOUNTED, GROUP = 3, 8  # rounds
 # Options that a report names.
 KEPT = ["domains", "visits", "cold", "learns", "minutes", "tokens", "seed"]
 LENGTH = 512
+MOST_INPUT = 128
+KNOWN_DOMAINS = ("matched", "unmatched")
+
+
+def closed_prompts(
+    pool: PromptPool, domain: str, seed: str, count: int
+) -> list[list[int]]:
+    """Prompts of a closed loop, again when all were sent; of mixed domains in turn."""
+    domains = KNOWN_DOMAINS if domain == MIXED else (domain,)
+    order = [pool.sequence(name, seed) for name in domains]
+    found = []
+    for index in range(count):
+        place, which = divmod(index, len(domains))
+        prompts = order[which]
+        found.append(list(prompts[place % len(prompts)][:MOST_INPUT]))
+    return found
+
+
+def best_lengths(rates: Mapping[tuple[int, int], float]) -> dict[int, int]:
+    """Static length that was best at each batch size, of rates by (batch, length).
+
+    The shorter one of equals: it needs less memory and verifies less.
+    """
+    return {
+        batch: max(
+            sorted(k for b, k in rates if b == batch),
+            key=lambda k, batch=batch: rates[batch, k],
+        )
+        for batch in sorted({batch for batch, _ in rates})
+    }
+
+
+def schedule_of(
+    best: Mapping[int, int], largest_batch: int
+) -> list[tuple[int, int, int]]:
+    """Schedule: each batch size takes the nearest measured one's length.
+
+    Nearest by ratio (the boundary is the geometric mean), since cost and gain change
+    with the logarithm of the batch size rather than with its difference.
+    """
+    if not best:
+        raise ValueError("no batch size was measured")
+    batches = sorted(best)
+    ends = [math.isqrt(a * b) for a, b in zip(batches, batches[1:], strict=False)]
+    ends.append(max(largest_batch, batches[-1]))
+    ranges: list[tuple[int, int, int]] = []
+    first = 1
+    for batch, end in zip(batches, ends, strict=True):
+        length = best[batch]
+        if end < first:
+            continue
+        if ranges and ranges[-1][2] == length:
+            ranges[-1] = (ranges[-1][0], end, length)
+        else:
+            ranges.append((first, end, length))
+        first = end + 1
+    return ranges
 
 
 def useless_draft(draft: Path, folder: Path) -> Path:
@@ -92,7 +145,7 @@ class Run:
     """The engines, and what was measured of them.
 
     Attributes:
-        visits: As of `run.py --suite control`: an arm's rounds of a group each.
+        visits: An arm's rounds of a group each.
         differing: Requests whose outputs differ between arms, of `compared`, which
             more than one arm has ended.
     """
@@ -183,12 +236,8 @@ class Run:
             Turns of all rounds but the first ones.
         """
         o = self.options
-        kinds = KNOWN_DOMAINS if domain == MIXED else (domain,)
-        given = SimpleNamespace(
-            kinds=kinds, seed=o.seed, max_input_tokens=128, output_tokens=o.tokens
-        )
-        request_at = closed_requests(given, self.pool, domain, f"{number}:{batch}")
-        prompts = [list(request_at(i, None).prompt) for i in range(64 * batch)]
+        seed = f"{o.seed}:{number}:{batch}"
+        prompts = closed_prompts(self.pool, domain, seed, 64 * batch)
         order = list(arms or self.engines)
         for name in order:
             engine = self.engines[name]
@@ -290,9 +339,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "cells": rows,
                 "overall": overall(run.visits),
                 "schedules": {run.target.name: run.schedule} if run.schedule else {},
-                "verdict": verdict([r for r in rows if r["arm"] not in (OFF, AGAIN)])
-                if "adaspec" in options.arms
-                else "",
                 "identity": {"compared": run.compared, "differing": run.differing},
                 "visits": run.visits,
                 "options": {
@@ -339,8 +385,8 @@ def parser_of(
     return parser
 
 
-def checked(options: argparse.Namespace, plan: str = "") -> argparse.Namespace:
-    """Options that can be run; says what will be: `plan`, or cells and visits."""
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """Options that can be run; says what will be."""
     if NONE not in options.arms:
         raise SystemExit("--arms: needs none")
     if options.visits < 1:
@@ -352,16 +398,19 @@ def checked(options: argparse.Namespace, plan: str = "") -> argparse.Namespace:
         raise SystemExit(f"--arms: {error}") from None
     cells = len(options.batches) * len(options.domains)
     expected = clock_text(60 * options.minutes)
-    plan = plan or f"{cells} cells, {options.visits} visits each; expected {expected}"
-    print(f"plan: {len(options.arms)} engines, {plan}", flush=True)
+    print(
+        f"plan: {len(options.arms)} engines, {cells} cells, {options.visits} visits "
+        f"each; expected {expected}",
+        flush=True,
+    )
     return options
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     arms = f"none,static1,static3,static5,{DYNAMIC},adaspec"
     domains = ",".join((*KNOWN_DOMAINS, MIXED))
-    report = measure(checked(parser_of(__doc__, arms, domains, 30.0).parse_args()))
-    print(*report["overall"], report["verdict"], report["identity"], sep="\n")
+    report = measure(checked(parser_of(__doc__, arms, domains, 30.0).parse_args(argv)))
+    print(*report["overall"], report["identity"], sep="\n")
     return int(report["identity"]["differing"] > 0)
 
 

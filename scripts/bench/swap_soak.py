@@ -33,7 +33,7 @@ from bench.harness.identity import compare, rescore_all
 from bench.harness.scrape import Scraper
 from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
 from bench.harness.stream import StreamRequest, read_prompts
-from bench.harness.summary import acceptance_length, swap_pauses_s
+from bench.harness.summary import acceptance_length, step_ms, swap_pauses_s
 from bench.suites.quickstart import speculative_config
 from vllm_tide.transport.publication import TensorInput
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
@@ -90,16 +90,6 @@ async def publish_all(
                 raise RuntimeError(f"version {version} was not installed in 60 s")
             await asyncio.sleep(0.01)
         await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began)))
-
-
-def step_ms(results: list[RequestResult]) -> float:
-    """Return the median time between two chunks of a request: one engine step."""
-    steps = [
-        (r.e2e_s - r.ttft_s) / (r.num_chunks - 1)
-        for r in results
-        if r.ttft_s is not None and r.num_chunks > 1
-    ]
-    return 1e3 * statistics.median(steps)
 
 
 def _engine_mib(server: VllmServer) -> dict[str, float]:
@@ -177,7 +167,7 @@ def report_of(found: dict, args: argparse.Namespace) -> dict[str, object]:
     every = [r for results in rounds for r in results]
     pauses = swap_pauses_s(found["samples"])
     exact = pauses is not None and len(pauses) == found["swaps"]
-    one_step_ms = step_ms(found["reference"])
+    one_step_ms = step_ms(found["reference"]) or 0.0
     p50 = statistics.median(pauses) if exact and pauses else found["mean_s"]
     return {
         "what": "drafts swapped under load, two drafts alternately",
@@ -228,9 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Serve, soak, report; exit status 0 only if nothing is wrong."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_soak_"))
     spec = speculative_config(args.draft, args.num_speculative_tokens)

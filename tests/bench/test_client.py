@@ -1,11 +1,19 @@
+"""Streams are replayed against a server that only looks like one."""
+
 import asyncio
+import contextlib
 import json
 import time
+from types import SimpleNamespace
 
+import pytest
 from aiohttp import web
 
+from bench.harness import arm
+from bench.harness.arm import Hooks, LiveView, drive
 from bench.harness.client import make_session, replay
 from bench.harness.stream import StreamRequest
+from tests.bench.toys import request
 
 CYCLE = (1, 1, 3, 3, 3, 3, 2, 2)
 
@@ -14,27 +22,27 @@ class FakeServer:
     """Streams `max_tokens` tokens, two at a time, and watches the concurrency."""
 
     def __init__(self):
-        self.now = 0
-        self.most = {}
-        self.order = []
+        self.now = self.generated = 0
+        self.most, self.order = {}, []
 
-    async def completions(self, request):
-        body = await request.json()
-        index = int(body["prompt"])
-        self.order.append(index)
+    async def completions(self, http):
+        body = await http.json()
+        prompt = body["prompt"]
+        self.order.append(prompt)
         self.now += 1
-        self.most[index] = self.now
+        self.most[prompt] = self.now
         try:
-            if index == 5:
+            if prompt == "prompt 5":
                 return web.Response(status=500, text="broken")
             reply = web.StreamResponse()
-            await reply.prepare(request)
-            wanted = body["max_tokens"] - (2 if index == 6 else 0)
+            await reply.prepare(http)
+            wanted = body["max_tokens"] - (2 if prompt == "prompt 6" else 0)
             for start in range(0, wanted, 2):
                 await asyncio.sleep(0.005)
                 choice = {"token_ids": [start, start + 1], "text": "x"}
                 if start == 0:
-                    choice["prompt_token_ids"] = [index]
+                    choice["prompt_token_ids"] = [7]
+                self.generated += 2
                 event = json.dumps({"choices": [choice]})
                 await reply.write(f"data: {event}\n\n".encode())
             await reply.write(b"data: [DONE]\n\n")
@@ -42,49 +50,80 @@ class FakeServer:
         finally:
             self.now -= 1
 
+    async def metrics(self, _):
+        return web.Response(text=f"vllm:generation_tokens_total {self.generated}\n")
 
-async def _replay():
+
+@contextlib.asynccontextmanager
+async def served():
     fake = FakeServer()
     app = web.Application()
     app.router.add_post("/v1/completions", fake.completions)
+    app.router.add_get("/metrics", fake.metrics)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    stream = [
-        StreamRequest(i, "before_shift", False, "", str(i), 8, limit)
-        for i, limit in enumerate(CYCLE)
-    ]
-    seen = []
-    async with make_session() as session:
-        results = await replay(
-            session,
-            f"http://127.0.0.1:{port}",
-            "demo",
-            stream,
-            time.perf_counter(),
-            seen.append,
-        )
-    await runner.cleanup()
-    return fake, results, seen
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield fake, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 def test_a_stream_is_replayed_in_order_within_its_concurrency():
-    fake, results, seen = asyncio.run(_replay())
-    assert fake.order == list(range(8))
-    assert [r.index for r in results] == list(range(8))
-    assert len(seen) == 8
-    assert all(fake.most[i] <= limit for i, limit in enumerate(CYCLE))
-    assert fake.most[0] == fake.most[1] == 1
+    stream = [
+        StreamRequest(i, "before_shift", False, "", f"prompt {i}", 8, limit)
+        for i, limit in enumerate(CYCLE)
+    ]
+    seen = []
+
+    async def run():
+        async with served() as (fake, url), make_session() as session:
+            begin = time.perf_counter()
+            return fake, await replay(session, url, "demo", stream, begin, seen.append)
+
+    fake, results = asyncio.run(run())
+    assert fake.order == [f"prompt {i}" for i in range(8)]
+    assert [r.index for r in results] == list(range(8)) and len(seen) == 8
+    assert all(fake.most[f"prompt {i}"] <= limit for i, limit in enumerate(CYCLE))
+    assert fake.most["prompt 0"] == fake.most["prompt 1"] == 1
     good = results[0]
     assert good.ok and good.token_ids == list(range(8))
-    assert good.num_chunks == 4 and good.prompt_token_ids == [0]
+    assert good.num_chunks == 4 and good.prompt_token_ids == [7]
     assert 0 < good.ttft_s < good.e2e_s
-
-
-def test_failed_and_cut_requests_are_errors_that_say_why():
-    _, results, _ = asyncio.run(_replay())
     assert results[5].error == "HTTP 500: broken"
     assert results[6].error == "6 tokens instead of 8"
     assert [r.ok for r in results].count(False) == 2
+
+
+async def driven(hooks):
+    stream = [request(i, f"{i // 2} c", "c", 4) for i in range(4)]
+    async with served() as (_, url):
+        server = SimpleNamespace(url=url, memory_mib=dict)
+        return await drive(server, stream, LiveView("toy", len(stream)), hooks)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(arm, "SETTLE_S", 0.01)
+    monkeypatch.setattr(arm, "WARM_UP_TOKENS", 2)
+
+
+def test_hooks_see_every_result_and_the_end_of_every_segment(quick):
+    seen = []
+    hooks = Hooks(
+        on_result=lambda r: seen.append(r.index),
+        between=lambda part: seen.append(part.name),
+    )
+    parts, samples = asyncio.run(driven(hooks))
+    assert seen[2] == "0 c" and seen[-1] == "1 c" and len(seen) == 6
+    assert [part.num_output_tokens for part in parts] == [8, 8]
+    generated = [sample.value("vllm:generation_tokens") for sample in samples]
+    assert generated == sorted(generated) and generated[-1] - generated[0] == 16
+
+
+def test_a_fault_in_a_hook_ends_the_arm(quick):
+    def broken(_):
+        raise RuntimeError("no such status")
+
+    with pytest.raises(RuntimeError, match="no such status"):
+        asyncio.run(driven(Hooks(on_sample=broken)))

@@ -10,23 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from bench.harness.arms import make_arm, speculative_config
-from bench.harness.blocks import Cell
-from bench.harness.client import RequestResult
 from bench.harness.common import BenchError, read_json
 from bench.harness.server import ServerError
 from bench.suites import long
 from bench.suites.long import (
-    POSITION_EDGES,
     LongDocument,
     LongOptions,
-    LongRun,
-    by_position,
-    distinct_share,
     rows_of,
-    sort_prompts,
-    visits,
+    wait_for_fast_draft,
 )
-from bench.suites.serving import PolicyRun
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
 
@@ -35,23 +27,6 @@ def options(tmp_path: Path, **given) -> LongOptions:
     return LongOptions(
         suite="long", json=tmp_path / "out.json", work=tmp_path / "work", **given
     )
-
-
-def test_prompts_are_sorted_by_what_the_target_says_to_them():
-    loop, fresh = [1, 2, 3, 4] * 50, list(range(200))
-    assert distinct_share(loop) == pytest.approx(4 / 197)
-    assert distinct_share(fresh) == 1.0
-    shares = [0.9, 0.1, 0.5, 0.4, 0.95, 0.2]
-    assert sort_prompts(shares) == {"repetitive": [1, 5], "other": [0, 4]}
-
-
-def test_tokens_per_message_by_generated_position():
-    result = RequestResult(0, "long", 0.0)
-    result.chunks = [(0.1, 1), (0.2, 3), *[(0.3, 4)] * 50]
-    found = by_position([result])
-    assert found[0] == pytest.approx((4 + 49 * 4) / 51, abs=1e-4)
-    assert found[1] == 4.0
-    assert found[2:] == [None] * (len(POSITION_EDGES) - 1)
 
 
 def visit(arm, block, rate, group="repetitive", concurrency=1):
@@ -112,22 +87,10 @@ def test_arms_that_adapt_within_a_request_are_valid(
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")
 
 
-def test_no_two_arms_of_the_suite_share_a_server(tmp_path):
-    names = options(tmp_path).arm_names
-    assert len({make_arm(name).server_key for name in names}) == len(names) == 7
-
-
-def test_the_exact_arm_is_served_one_request_at_a_time():
-    one, four = Cell("other", batch=1), Cell("other", batch=4)
-    assert visits("exact", one) and not visits("exact", four)
-    assert visits("shared", one) and visits("shared", four)
-
-
 @pytest.mark.parametrize("arm", ["static3", "memory", "shared"])
 def test_an_arm_that_adapts_is_measured_once_its_trainer_has_joined(
     arm, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(PolicyRun, "_warm_up", lambda run, server: None)
     looks = []
 
     def sleep(seconds):
@@ -138,13 +101,13 @@ def test_an_arm_that_adapts_is_measured_once_its_trainer_has_joined(
     monkeypatch.setattr(long.time, "sleep", sleep)
     config = speculative_config(make_arm(arm), Path("/draft"), tmp_path)
     server = SimpleNamespace(options=SimpleNamespace(speculative_config=config))
-    LongRun._warm_up(object.__new__(LongRun), server)
+    wait_for_fast_draft(server)
     assert len(looks) == (3 if arm == "shared" else 0)
     monkeypatch.setattr(long, "TRAINER_TIMEOUT_S", -1.0)
     (tmp_path / "trainer-e1.json").unlink(missing_ok=True)
     if arm == "shared":
         with pytest.raises(ServerError, match="no trainer joined"):
-            LongRun._warm_up(object.__new__(LongRun), server)
+            wait_for_fast_draft(server)
 
 
 def test_the_report_is_what_others_read(tmp_path):
@@ -152,7 +115,7 @@ def test_the_report_is_what_others_read(tmp_path):
     doc.write()
     assert read_json(doc.path)["identical"] is None
     doc.data["visits"] = [visit("static", 1, 100.0), visit("memory", 1, 120.0)]
-    doc.data["identity"] = {"90m": {"memory": {"identical": True}}}
+    doc.data["identity"] = {"arms": {"memory": {"identical": True}}}
     doc.write()
     told = read_json(doc.path)
     assert told["identical"] is True and len(told["rows"]) == 2
@@ -160,7 +123,7 @@ def test_the_report_is_what_others_read(tmp_path):
         *("arm", "concurrency", "group", "output_tokens_per_s", "ratio_to_static"),
         *("low", "high", "acceptance_length", "by_position"),
     }
-    doc.data["identity"]["90m"]["static3"] = {"identical": False}
+    doc.data["identity"]["arms"]["static3"] = {"identical": False}
     doc.write()
     assert read_json(doc.path)["identical"] is False
 
@@ -177,13 +140,3 @@ def test_the_report_is_what_others_read(tmp_path):
 def test_bad_options_are_refused(given, said, tmp_path):
     with pytest.raises(BenchError, match=said):
         options(tmp_path, **given).check()
-
-
-def test_static_is_the_length_that_the_memory_has(tmp_path):
-    names = options(tmp_path).arm_names
-    assert names == (
-        *("none", "static3", "memory", "shared", "memory_shared", "exact"),
-        "everything",
-    )
-    for name in names[2:-1]:
-        assert make_arm(name).num_tokens == make_arm("static3").num_tokens

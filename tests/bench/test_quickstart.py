@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.harness import server
 from bench.suites import quickstart as quickstart
 from tests.bench.turn_toys import (
     as_a_terminal_starts,
@@ -34,27 +33,6 @@ def test_the_demo_sets_sizes_only():
     sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share", "max_passes"}
     assert set(section["train"]) == sizes | {"batch_tokens"}
     assert quickstart.mode_of(section) == "full"
-
-
-@pytest.mark.parametrize(
-    ("changes", "mode"),
-    [
-        ({}, "full"),
-        ({"train": {"batch_tokens": 512}}, "full"),
-        ({"preset": "learn"}, "changed"),
-        ({"control": {"policy": "threshold"}}, "changed"),
-        ({"deploy": {"canary": False}}, "changed"),
-    ],
-)
-def test_the_mode_is_full_only_with_every_part(changes, mode):
-    assert quickstart.mode_of(changes) == mode
-
-
-def test_changes_are_merged_section_by_section():
-    base = {"train": {"a": 1, "b": 2}, "run_dir": "x"}
-    merged = quickstart.merged(base, {"train": {"b": 3}})
-    assert merged == {"train": {"a": 1, "b": 3}, "run_dir": "x"}
-    assert base["train"]["b"] == 2
 
 
 @pytest.fixture
@@ -83,6 +61,7 @@ def report_of(arguments, *more):
     return json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
 
 
+@pytest.mark.slow
 def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
     monkeypatch.setattr(quickstart, "available_mib", lambda: 64000.0)
     report = report_of(arguments, "--arms", "none", "no_learning", "tide")
@@ -107,18 +86,7 @@ def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
     assert report["outputs_identical"] and not running(target)
 
 
-def test_without_room_for_all_arms_they_run_one_after_another(
-    arguments, target, monkeypatch, capsys
-):
-    monkeypatch.setattr(quickstart, "available_mib", lambda: 5000.0)
-    report = report_of(arguments, "--arms", "none", "tide")
-    assert "2 servers need 6.2 GiB together and 3.4 GiB are free" in (
-        capsys.readouterr().out
-    )
-    assert [arm for arm, *_ in what_ran(target)] == ["none"] * 12 + ["tide"] * 12
-    assert report["environment"]["servers_together"] == 1
-
-
+@pytest.mark.slow
 def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, capsys):
     (target / "fails").write_text('{"none": "at start"}')
     report = report_of(arguments, "--arms", "none")
@@ -126,12 +94,6 @@ def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, c
     assert (report["mode"], report["rollbacks"]) == ("full", 0)
     assert report["first_swap_after_shift_s"] is None
     assert "no memory left" in capsys.readouterr().out
-
-
-def test_arms_after_the_time_limit_are_left_out(arguments, target, capsys):
-    assert quickstart.main([*arguments, "--total-limit-s", "0"]) == 1
-    assert "left out: the time limit is over" in capsys.readouterr().out
-    assert not list(target.glob("*.pid"))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +114,7 @@ def test_too_few_prompts_are_said_in_a_sentence(arguments, capsys, options, said
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["at start", "amid"])
 def test_a_static_length_that_cannot_be_served_is_left_out(
     arguments, target, monkeypatch, capsys, fails
@@ -176,21 +139,8 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
     assert "[static3] left out: " in capsys.readouterr().out
 
 
-def test_an_end_that_something_caught_comes_with_the_next_turn(arguments, target):
-    before = {ending: signal.getsignal(ending) for ending in server.ENDINGS}
-    try:
-        with pytest.raises(SystemExit):
-            server._end(signal.SIGTERM, None)
-        with pytest.raises(SystemExit) as ended:
-            quickstart.main([*arguments, "--arms", "none"])
-    finally:
-        server.ENDED.clear()
-        for ending, handler in before.items():
-            signal.signal(ending, handler)
-    assert ended.value.code == 143 and not running(target)
-
-
-@pytest.mark.parametrize("number", server.ENDINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
     build, given = tmp_path / "build", tmp_path / "demo"
     content = b"".join(path.read_bytes() for path in sorted(target.iterdir()))

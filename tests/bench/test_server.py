@@ -11,9 +11,7 @@ from bench.harness.server import (
     ServerOptions,
     VllmServer,
     command_line,
-    environment,
     role_of,
-    vllm_command,
 )
 
 HEALTHY = """
@@ -39,17 +37,6 @@ def fake_venv(folder: Path, script: str) -> Path:
     return folder
 
 
-def test_where_there_is_no_command_vllm_is_started_by_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert vllm_command(tmp_path) == [
-        sys.executable, "-m", "vllm.entrypoints.cli.main"
-    ]  # fmt: skip
-    assert vllm_command(tmp_path / "other") == [str(tmp_path / "other/bin/vllm")]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").touch()
-    assert vllm_command(tmp_path) == [str(tmp_path / "bin" / "vllm")]
-
-
 def options(tmp_path, script=HEALTHY, **changes):
     cpu = min(os.sched_getaffinity(0))
     defaults = {
@@ -69,26 +56,6 @@ def test_the_command_serves_the_model_with_the_speculative_config(tmp_path):
     assert "--enforce-eager" in command
 
 
-def test_no_speculation_has_no_speculative_config(tmp_path):
-    command = command_line(options(tmp_path, enforce_eager=False), 8000)
-    assert "--speculative-config" not in command
-    assert "--enforce-eager" not in command
-
-
-def test_the_environment_is_offline_and_bound(tmp_path):
-    env = environment(options(tmp_path, engine_cpus=(0, 2)))
-    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
-    assert env["HF_HUB_OFFLINE"] == "1"
-
-
-def test_openmp_is_preloaded_before_what_the_caller_preloads(tmp_path, monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "other.so")
-    chosen = options(tmp_path)
-    (chosen.venv / "lib" / "libiomp5.so").write_bytes(b"")
-    libraries = environment(chosen)["LD_PRELOAD"].split(":")
-    assert libraries == [str(chosen.venv / "lib" / "libiomp5.so"), "other.so"]
-
-
 @pytest.mark.parametrize(
     ("title", "role"),
     [
@@ -104,6 +71,7 @@ def test_processes_have_roles(title, role):
     assert role_of(title, is_root=True) == "api"
 
 
+@pytest.mark.slow
 def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     with VllmServer(options(tmp_path)) as server:
         server.wait_ready(lambda _: None, timeout_s=60)
@@ -119,6 +87,7 @@ def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     assert not family[0].is_running()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     script = "import sys; sys.exit('tide.train.steps: unknown key')"
     with (
@@ -128,15 +97,7 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
         server.wait_ready(lambda _: None, timeout_s=60)
 
 
-def test_a_server_that_hangs_is_given_up(tmp_path):
-    script = "import time; time.sleep(600)"
-    with (
-        VllmServer(options(tmp_path, script)) as server,
-        pytest.raises(ServerError, match="not ready in time"),
-    ):
-        server.wait_ready(lambda _: None, timeout_s=1)
-
-
+@pytest.mark.slow
 def test_the_server_gets_its_cores_though_the_client_has_others(tmp_path):
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from bench.harness.common import StreamError
+from bench.harness.common import BenchError, StreamError
 from bench.harness.stream import (
     AFTER_SHIFT,
     BEFORE_SHIFT,
@@ -11,6 +11,7 @@ from bench.harness.stream import (
     build_stream,
     read_prompts,
     segments,
+    shift_stream,
 )
 
 BEFORE = [f"before {i}" for i in range(40)]
@@ -18,20 +19,6 @@ AFTER = [f"after {i}" for i in range(40)]
 OPTIONS = StreamOptions(
     num_before=10, num_after=20, block_requests=2, concurrency_cycle=(1, 2, 4, 3)
 )
-
-
-def test_the_same_seed_gives_the_same_stream():
-    assert build_stream(BEFORE, AFTER, OPTIONS) == build_stream(BEFORE, AFTER, OPTIONS)
-
-
-def test_another_seed_gives_another_order():
-    other = StreamOptions(num_before=10, num_after=20, block_requests=2, seed=1)
-    assert build_stream(BEFORE, AFTER, OPTIONS) != build_stream(BEFORE, AFTER, other)
-
-
-def test_no_prompt_is_sent_twice():
-    stream = build_stream(BEFORE + BEFORE, AFTER, OPTIONS)
-    assert len({request.prompt for request in stream}) == 30
 
 
 def test_phases_follow_each_other_and_the_last_quarter_is_final():
@@ -69,6 +56,14 @@ def test_prompts_are_read_plain_or_gzipped(tmp_path):
     assert read_prompts(tmp_path, "c") == read_prompts(tmp_path, "d") == ["int x;"]
 
 
-def test_a_missing_domain_is_named(tmp_path):
-    with pytest.raises(StreamError, match="'nope'"):
-        read_prompts(tmp_path, "nope")
+def test_domains_follow_each_other_and_concurrency_begins_anew_with_each():
+    prompts = {name: [f"{name} {i}" for i in range(30)] for name in ("a", "b")}
+    stream = shift_stream(prompts, [4, 10], 16, (1, 2), 0)
+    assert [r.index for r in stream] == list(range(14))
+    assert [(p[0].segment, len(p)) for p in segments(stream)] == [
+        ("0 a", 4),
+        ("1 b", 10),
+    ]
+    assert [r.concurrency for r in stream] == [1] * 4 + [1] * 4 + [2] * 4 + [1] * 2
+    with pytest.raises(BenchError, match="--requests: domain 'a' has 30"):
+        shift_stream(prompts, [31, 1], 16, (1,), 0)

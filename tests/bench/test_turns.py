@@ -58,6 +58,7 @@ def event(unix, **more):
     return json.dumps({"unix": unix, "event": "cycle", **more})
 
 
+@pytest.mark.slow
 def test_an_arms_clock_stands_while_it_waits(taker, clock):
     taker.ready()
     clock.ahead += WAIT_S
@@ -91,16 +92,6 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
         0.25,
     )
     assert two["seconds"] == pytest.approx(spent - WAIT_S, abs=0.1)
-
-
-def test_an_arm_that_has_run_for_too_long_is_cut_off(taker, clock):
-    taker.ready()
-    taker.take(part(0), ends=False)
-    clock.ahead += WAIT_S  # waits do not count
-    taker.take(part(2), ends=False)
-    taker._scraper.origin_s -= taker.options.time_limit_s
-    with pytest.raises(TimeoutError):
-        taker.take(part(4), ends=True)
 
 
 def test_a_wait_is_taken_from_the_part_of_a_cycle_that_it_fell_into(tmp_path):

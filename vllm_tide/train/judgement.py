@@ -92,7 +92,7 @@ class Evidence:
     * lambda is the recent mean gain over the recent mean square, never below zero.
     * It risks at most 0.9 of the largest |sum(g)| seen, taken as 0.8 tokens before; a
       larger fall leaves a twentieth. So the bound is exact unless gains fall further
-      than they ever did (`scripts/bench/judge_gate.py` has what that costs).
+      than they ever did (`scripts/bench/judges.py` has what that costs).
     * Requests that came together are alike: they are bet on by two, of many by four,
       and lambda falls as neighbours' gains go together (`alike` over `spread`).
     * A quarter of the wealth is held back and staked bit by bit, so that candidates

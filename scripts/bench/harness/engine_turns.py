@@ -13,7 +13,6 @@ Run as a script this file is such a process.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import subprocess
@@ -21,15 +20,13 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 MODULE = "bench.harness.engine_turns"
-Arrival = tuple[float, Sequence[int], int]
-"""Seconds from the begin of a replay, prompt, tokens of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +37,6 @@ class Turn:
         seconds: By the wall clock.
         cpu_s: CPU seconds of its process.
         finished: Number and checksum of the output of each request that ended.
-        times: Of those, seconds from when it was due to its first and its last token,
-            and its number of tokens, by the engine's clock.
-        left: Requests of a replay that have not ended.
         error: Why there is no such thing; empty: all is well.
     """
 
@@ -51,8 +45,6 @@ class Turn:
     seconds: float = 0.0
     cpu_s: float = 0.0
     finished: tuple[tuple[int, int], ...] = ()
-    times: tuple[tuple[float, float, int], ...] = ()
-    left: int = 0
     error: str = ""
 
 
@@ -102,12 +94,8 @@ class Engine:
         """Drop what is under way; keep `batch` of these requests in flight."""
         self._ask("begin", prompts, batch, tokens, salt)
 
-    def replay(self, arrivals: Sequence[Arrival], salt: str) -> None:
-        """Drop what is under way; requests arrive by the clock of the turns to come."""
-        self._ask("replay", arrivals, salt)
-
     def turn(self, seconds: float) -> Turn:
-        """Run steps for so many seconds, or until nothing is left of a replay."""
+        """Run steps for so many seconds."""
         return self._ask("turn", seconds)
 
     def close(self) -> None:
@@ -151,7 +139,7 @@ class Served:
             words += ["--speculative-config", speculative_config]
         given = EngineArgs.from_cli_args(parser.parse_args(words))
         self._engine = LLMEngine.from_vllm_config(given.create_engine_config())
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, list[int]] = {}  # outputs of requests that run
 
         def sampling(tokens: int) -> SamplingParams:
             return SamplingParams(
@@ -166,91 +154,41 @@ class Served:
     def begin(
         self, prompts: list[list[int]], batch: int, tokens: int, salt: str
     ) -> Turn:
-        self._drop(salt)
-        self._prompts, self._tokens = prompts, tokens
-        for place in range(batch):  # their ends are spread
-            self._another(max(1, -(-tokens * (place + 1) // batch)))
-        return Turn()
-
-    def replay(self, arrivals: Sequence[Arrival], salt: str) -> Turn:
-        self._drop(salt)
-        self._arrivals = arrivals
-        return Turn()
-
-    def turn(self, seconds: float) -> Turn:
-        began, cpu_s = time.perf_counter(), time.process_time()
-        if self._since is None:
-            self._since = began
-        tokens, steps, finished, times = 0, 0, [], []
-        while (left := began + seconds - time.perf_counter()) > 0:
-            wait = 0.0 if self._arrivals is None else self._admit()
-            if wait:
-                if wait == math.inf:
-                    break
-                time.sleep(min(wait, left))
-                continue
-            steps += 1
-            for output in self._engine.step():
-                new = output.outputs[0].token_ids
-                request = self._live[output.request_id]
-                now = time.perf_counter() - self._since
-                if new and not request.output:
-                    request.first = now
-                request.output += new
-                tokens += len(new)
-                if output.finished:
-                    del self._live[output.request_id]
-                    number = int(output.request_id.rpartition(" ")[2])
-                    finished.append((number, zlib.crc32(repr(request.output).encode())))
-                    due, count = request.due, len(request.output)
-                    times.append((request.first - due, now - due, count))
-                    if self._arrivals is None:
-                        self._another(self._tokens)
-        spent, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-        more = 0 if self._arrivals is None else len(self._arrivals) - self._next
-        done = tuple(finished), tuple(times)
-        return Turn(tokens, steps, spent, cpu_s, *done, more + len(self._live))
-
-    def _drop(self, salt: str) -> None:
         self._engine.abort_request(list(self._live))
         self._live.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self._salt, self._next = salt, 0
-        self._since: float | None = None
-        self._arrivals: Sequence[Arrival] | None = None
+        self._prompts, self._tokens = prompts, tokens
+        for place in range(batch):  # their ends are spread
+            self._another(max(1, -(-tokens * (place + 1) // batch)))
+        return Turn()
 
-    def _admit(self) -> float:
-        """Add what is due; seconds to wait for more, infinite if nothing will come."""
-        assert self._arrivals is not None  # noqa: S101 (asked in a replay)
-        assert self._since is not None  # noqa: S101 (a turn has begun)
-        now = time.perf_counter() - self._since
-        coming = self._arrivals[self._next :]
-        for due, prompt, tokens in coming:
-            if due > now:
-                return 0.0 if self._live else due - now
-            self._add(prompt, tokens, due)
-        return 0.0 if self._live else math.inf
+    def turn(self, seconds: float) -> Turn:
+        began, cpu_s = time.perf_counter(), time.process_time()
+        tokens, steps, finished = 0, 0, []
+        while time.perf_counter() < began + seconds:
+            steps += 1
+            for output in self._engine.step():
+                new = output.outputs[0].token_ids
+                known = self._live[output.request_id]
+                known += new
+                tokens += len(new)
+                if output.finished:
+                    del self._live[output.request_id]
+                    number = int(output.request_id.rpartition(" ")[2])
+                    finished.append((number, zlib.crc32(repr(known).encode())))
+                    self._another(self._tokens)
+        spent, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+        return Turn(tokens, steps, spent, cpu_s, tuple(finished))
 
     def _another(self, tokens: int) -> None:
-        now = 0.0 if self._since is None else time.perf_counter() - self._since
-        self._add(self._prompts[self._next % len(self._prompts)], tokens, now)
-
-    def _add(self, prompt: Sequence[int], tokens: int, due: float) -> None:
         name = f"{self._salt} {self._next}"
+        prompt = self._prompts[self._next % len(self._prompts)]
         given = {"prompt_token_ids": list(prompt), "cache_salt": name}
         self._engine.add_request(name, given, self._sampling(tokens))
-        self._live[name] = _Live(due)
+        self._live[name] = []
         self._next += 1
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that runs; its times are seconds since the first turn."""
-
-    due: float
-    first: float = 0.0
-    output: list[int] = field(default_factory=list)
 
 
 def _die_with_parent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bench.harness.common import BenchError, commit
+from bench.harness.common import BenchError
 from bench.harness.models import DEMO, read_config
 from bench.harness.server import vllm_command
 from bench.harness.stream import CONCURRENCY_CYCLE
@@ -79,7 +78,6 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "Path": _folder,
     "tuple[str, ...]": list_of(str),
     "tuple[int, ...]": list_of(int),
-    "tuple[float, ...]": list_of(float),
     "Mapping[str, Any]": json_object,
 }
 
@@ -97,9 +95,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[CommonOptions]) -> N
         flags = [f"--{item.name.replace('_', '-')}", *more.pop("flags", ())]
         if item.name in ("suite", "json", "work"):  # of every suite, see `run.py`
             continue
-        if more.pop("late", None):  # parsed by `bench.suites.options_of`
-            more["type"] = str
-        elif item.type == "bool":
+        if item.type == "bool":
             more["action"] = "store_true"
         else:
             more.setdefault("type", _PARSERS[str(item.type).removesuffix(" | None")])
@@ -155,22 +151,6 @@ class CommonOptions:
             for key, value in asdict(self).items()
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Fields that must be equal for an earlier run's results to be kept."""
-        mine = self.to_json()
-        for key, value in asdict(self).items():
-            if isinstance(value, Path):  # which folder, without saying where it is
-                digest = hashlib.sha256(str(value.resolve()).encode()).hexdigest()
-                mine[key] = f"{value.name} {digest[:12]}"
-        mine |= commit()
-        for key in ("json", "work", "resume", "max_minutes", *self.may_differ()):
-            mine.pop(key, None)
-        return mine
-
-    def may_differ(self) -> tuple[str, ...]:
-        """Further fields in which two runs of one measurement may differ."""
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(CommonOptions):
@@ -183,9 +163,6 @@ class SuiteOptions(CommonOptions):
     num_speculative_tokens: int = 3
     tide: Mapping[str, Any] = option(
         dict, "JSON put into the tide section of every trained arm"
-    )
-    resume: bool = option(
-        False, "keep what FILE and the work folder have of the same run"
     )
 
     def check(self) -> None:

@@ -377,7 +377,7 @@ class ServerPool:
 
     def check_room(self, arms: Sequence[Arm]) -> None:
         """Raises BenchError where not every arm's server fits into memory."""
-        ahead = len({arm.server_key for arm in arms} - self._servers.keys())
+        ahead = len({arm.name for arm in arms} - self._servers.keys())
         # A server grows while it serves: by a quarter was seen at batch 48.
         seen = 1.3 * max(self.memory_mib.values(), default=0.0)
         need, have = ahead * (seen or self.expected_mib), available_mib() - RESERVE_MIB
@@ -390,7 +390,7 @@ class ServerPool:
 
     def get(self, arm: Arm) -> VllmServer:
         """Arm's server, running, with every other one stopped."""
-        key = arm.server_key
+        key = arm.name
         if key in self._servers and not self._servers[key].alive():
             self.drop(arm)
         if self._running not in (None, key):
@@ -404,7 +404,7 @@ class ServerPool:
         return self._servers[key]
 
     def drop(self, arm: Arm) -> None:
-        key = arm.server_key
+        key = arm.name
         if key == self._running:
             self._running = None
         if key in self._servers:
@@ -421,7 +421,7 @@ class ServerPool:
         except BaseException:
             server.stop()
             raise
-        self._servers[arm.server_key] = server
+        self._servers[arm.name] = server
         self.startup_s[arm.name] = round(server.startup_s, 1)
         rss = sum(part["VmRSS"] for part in server.memory_mib().values())
         # Resident sizes count shared libraries once per server, the difference in

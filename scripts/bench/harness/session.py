@@ -6,21 +6,18 @@ An arm that fails is a problem in the report, and the suite goes on.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
-import lzma
 import os
 import shutil
 import signal
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arm import NO_HOOKS, ArmOptions, ArmRun, Hooks, run_arm
+from bench.harness.arm import ArmOptions, ArmRun, run_arm
 from bench.harness.client import RequestResult
 from bench.harness.common import (
     BenchError,
@@ -29,14 +26,13 @@ from bench.harness.common import (
     StoppedError,
     clock_text,
     environment,
-    read_json,
     write_json,
 )
 from bench.harness.identity import identity_of, identity_problems
 from bench.harness.models import Target, targets_of
 from bench.harness.options import CommonOptions, SuiteOptions
 from bench.harness.server import BROKEN, ServerOptions, sentence
-from bench.harness.stream import StreamRequest, stretches
+from bench.harness.stream import StreamRequest
 from bench.harness.summary import learning_figures
 from bench.harness.trainers import TrainerWatch
 from vllm_tide.speculative import merged
@@ -44,7 +40,6 @@ from vllm_tide.speculative import merged
 SCHEMA = 1
 ARM_LIMIT_S = 3600.0
 MAX_SEQS = 8
-_UNPACK = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
 
 class Document:
@@ -65,96 +60,17 @@ class Document:
             "environment": {},
         }
 
+    def section(self, name: str) -> dict[str, Any]:
+        """Part of the results of a suite that learns."""
+        section: dict[str, Any] = self.data["results"].setdefault(name, {})
+        return section
+
     def problem(self, text: str) -> None:
         if text not in self.data["problems"]:
             self.data["problems"].append(text)
 
     def write(self) -> None:
         write_json(self.path, self.data)
-
-
-class SuiteDocument(Document):
-    """The report of a suite that learns; `resumed` if it has an earlier run's results.
-
-    An earlier run is resumed only if what identifies its measurement is the same.
-    """
-
-    def __init__(self, options: SuiteOptions) -> None:
-        identity = {"suite": options.suite, **options.identity()}
-        given = json.loads(json.dumps(options.to_json()))
-        super().__init__(options.json, options.suite, given, {"results": {}})
-        before = (read_json(self.path) if options.resume else None) or {}
-        self.resumed = before.get("identity") == json.loads(json.dumps(identity))
-        if self.resumed:
-            self.data["results"] = before.get("results", {})
-        self.data["identity"] = identity
-
-    @property
-    def results(self) -> dict[str, Any]:
-        results: dict[str, Any] = self.data["results"]
-        return results
-
-    def section(self, name: str) -> dict[str, Any]:
-        section: dict[str, Any] = self.results.setdefault(name, {})
-        return section
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    try:
-        raw = path.read_bytes()
-        data = json.loads(_UNPACK.get(path.suffix, bytes)(raw))
-    except OSError as error:
-        raise BenchError(f"{path} cannot be read ({error.strerror or error})") from None
-    except (ValueError, EOFError, RecursionError, lzma.LZMAError, zlib.error) as error:
-        raise BenchError(f"{path} is not JSON ({error})") from None
-    if not _is_report(data):
-        raise BenchError(
-            f"{path} is not what `bench/run.py --json` writes; only that can be "
-            "shown as HTML"
-        )
-    report: dict[str, Any] = data
-    return report
-
-
-def _is_report(data: Any) -> bool:
-    if not isinstance(data, dict) or not isinstance(data.get("environment"), dict):
-        return False
-    cells = data.get("cells")
-    if isinstance(cells, list):
-        return all(isinstance(cell, dict) and "arm" in cell for cell in cells)
-    return isinstance(data.get("results"), dict) and "suite" in data
-
-
-_KEPT = ("index", "segment", "start_s", "ttft_s", "end_s", "error")
-
-
-class Outputs:
-    """Token ids of every arm, in files of `folder`, so that a later run can compare."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def save(self, name: str, results: Sequence[RequestResult]) -> None:
-        rows = [
-            {
-                **{key: getattr(r, key) for key in _KEPT},
-                "prompt": r.prompt_token_ids,
-                "tokens": r.token_ids,
-            }
-            for r in results
-        ]
-        write_json(self._folder / f"{name}.json", {"requests": rows})
-
-    def load(self, name: str) -> list[RequestResult]:
-        data = read_json(self._folder / f"{name}.json") or {}
-        return [
-            RequestResult(
-                prompt_token_ids=row["prompt"],
-                token_ids=row["tokens"],
-                **{key: row[key] for key in _KEPT},
-            )
-            for row in data.get("requests", ())
-        ]
 
 
 def draft_config(
@@ -244,13 +160,13 @@ def all_cores(options: SuiteOptions) -> Iterator[None]:
 
 @dataclass
 class Session:
-    """One run of a suite that learns: `outputs` has the token ids of every arm."""
+    """One run of a suite that learns: `outputs` has the requests of every arm."""
 
     options: SuiteOptions
     target: Target
-    document: SuiteDocument
+    document: Document
     progress: Progress
-    outputs: Outputs
+    outputs: dict[str, list[RequestResult]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -275,64 +191,45 @@ class Session:
         name: str,
         config: Mapping[str, Any] | None,
         stream: Sequence[StreamRequest],
-        *,
-        run_dir: Path | None = None,
-        trained: bool = False,
-        hooks: Hooks = NO_HOOKS,
-        target: Path | None = None,
     ) -> ArmRun | None:
         """Serves a stream; None if that failed, which is noted as a problem."""
         limit_s = self.left_s()
         self.say(f"arm {name}: {len(stream)} requests")
-        server = server_options(self.options, target or self.target.path, name, config)
-        arm = ArmOptions(name, server, run_dir, limit_s, trained)
+        server = server_options(self.options, self.target.path, name, config)
         try:
-            return run_arm(arm, stream, hooks)
+            return run_arm(ArmOptions(name, server, None, limit_s), stream)
         except TimeoutError:
             self.document.problem(f"{name}: cut off, {clock_text(limit_s)} are over")
         except BROKEN as error:
             self.document.problem(f"{name}: {sentence(error)}")
         return None
 
-    def measured(self, section: str, name: str) -> bool:
-        """True if an earlier run has the arm's figures."""
-        known = name in self.document.section(section)
-        if known:
-            where = "" if section == "arms" else f"{section}, "
-            self.say(f"{where}{name}: measured before")
-        return known
-
     def keep(
         self,
-        section: str,
         name: str,
         run: ArmRun,
         stream: Sequence[StreamRequest],
         watch: TrainerWatch,
-        window_s: float,
     ) -> dict[str, Any]:
-        """Puts the figures of an arm into the report, its outputs beside it."""
-        figures = learning_figures(run, stream, stretches(stream), watch, window_s)
-        self.outputs.save(run.name, run.results)
-        self.document.section(section)[name] = figures
+        """Puts the figures of an arm into the report."""
+        figures = learning_figures(run, stream, watch)
+        self.outputs[name] = run.results
+        self.document.section("arms")[name] = figures
         self.document.write()
         return figures
 
-    def compare(
-        self, section: str, names: Sequence[str], prefix: str = "", where: str = ""
-    ) -> dict[str, Any]:
-        """Compares outputs with the first arm's, and notes what went wrong in each."""
-        arms = self.document.section(section)
-        outputs = {name: self.outputs.load(prefix + name) for name in names}
+    def compare(self) -> dict[str, Any]:
+        """Compares outputs with those of `none`; notes what went wrong in each arm."""
+        arms = dict(sorted(self.outputs.items(), key=lambda arm: arm[0] != "none"))
         with all_cores(self.options):
-            identity = identity_of(outputs, self.target.path, self.options.dtype)
-        for problem in identity_problems(identity, where):
+            identity = identity_of(arms, self.target.path, self.options.dtype)
+        for problem in identity_problems(identity):
             self.document.problem(problem)
-        for name in names:
-            if failed := arms[name]["failed_requests"]:
-                self.document.problem(f"{where}{name}: {failed} requests failed")
-            for problem in arms[name]["problems"]:
-                self.document.problem(f"{where}{name}: {problem}")
+        for name, arm in self.document.section("arms").items():
+            if failed := arm["failed_requests"]:
+                self.document.problem(f"{name}: {failed} requests failed")
+            for problem in arm["problems"]:
+                self.document.problem(f"{name}: {problem}")
         return identity
 
 
@@ -346,7 +243,6 @@ def conduct(
     facts: Callable[[], dict[str, Any]],
     measure: Callable[[], None],
     say: Callable[[str], None],
-    verdict: Callable[[], Sequence[str]] = tuple,
 ) -> int:
     """Runs `measure` and keeps the report; returns the exit status.
 
@@ -356,7 +252,6 @@ def conduct(
         facts: Of the environment section.
         measure: May raise StoppedError, which ends the run early.
         say: Progress, one line.
-        verdict: Further lines that make the run a failure.
     """
     began = time.monotonic()
 
@@ -387,15 +282,12 @@ def conduct(
         note()
     if status:
         return status
-    wrong = [*verdict(), *(f"problem: {text}" for text in document.data["problems"])]
+    wrong = [f"problem: {text}" for text in document.data["problems"]]
     if document.data["stopped"]:
         wrong.append(f"stopped early: {document.data['stopped']}")
     for line in wrong:
         say(line)
-    cells = (
-        f"{len(document.data['cells'])} cells in " if "cells" in document.data else ""
-    )
-    say(f"{cells}{clock_text(time.monotonic() - began)}: {document.path}")
+    say(f"{clock_text(time.monotonic() - began)}: {document.path}")
     return int(bool(wrong))
 
 
@@ -407,14 +299,13 @@ def run_suite(
     """Runs a suite that learns; `close` follows what was measured, also in part."""
     options.check()
     began = time.monotonic()
-    document, progress = SuiteDocument(options), Progress()
+    given = json.loads(json.dumps(options.to_json()))
+    document = Document(options.json, options.suite, given, {"results": {}})
+    progress = Progress()
     (target,) = targets_of(
         options.target, options.model_sizes, options.work / "models", progress.say
     )
-    outputs = Outputs(options.work / "outputs")
-    session = Session(options, target, document, progress, outputs, began)
-    if options.resume:
-        session.say("resuming" if document.resumed else "nothing to resume: new run")
+    session = Session(options, target, document, progress, began_s=began)
 
     def facts() -> dict[str, Any]:
         return {
@@ -424,7 +315,7 @@ def run_suite(
             "engine_cpus": list(options.engine_cpus),
             "client_api_trainer_cpus": list(options.other_cpus),
             "enforce_eager": not options.compile,
-            "prefix_caching": "as vLLM has it; off where documents are captured",
+            "prefix_caching": "as vLLM has it",
             "seed": options.seed,
         }
 

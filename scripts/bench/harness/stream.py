@@ -2,13 +2,11 @@
 
 Pure and deterministic: every arm of a run replays exactly the same stream. A *segment*
 is a stretch that is drained before the next one starts, so that the server's counters
-can be read at its edges without a request in flight. Streams of several domains come
-one after the other or mixed and hold the same requests (Aurora's two traffic patterns;
-the first is TIDE's figure 9).
+can be read at its edges without a request in flight.
 
-Closed loops and traces send token ids, not text: a prompt cut or joined to a length
-then has exactly that length, and the API server has no text to tokenise while it shares
-the engine's cores.
+The suites of control and of long outputs send token ids, not text: a prompt cut to a
+length then has exactly that length, and the API server has no text to tokenise while it
+shares the engine's cores.
 """
 
 from __future__ import annotations
@@ -17,14 +15,10 @@ import gzip
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.harness.common import BenchError, StreamError
-
-if TYPE_CHECKING:
-    from bench.harness.options import SuiteOptions
 
 BEFORE_SHIFT = "before_shift"
 AFTER_SHIFT = "after_shift"
@@ -128,20 +122,7 @@ def segments(stream: Sequence[StreamRequest]) -> list[list[StreamRequest]]:
     return parts
 
 
-SHIFT, MIXED = "shift", "mixed"
-TRAFFIC = (SHIFT, MIXED)
 BLOCK_REQUESTS = 4
-MIXED_PARTS = 4
-"""Drained stretches of a mixed stream, so that a change over time is seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """One drained stretch of a stream."""
-
-    name: str  # segment name of its requests
-    domain: str  # its one domain, or `mixed`
-    shifted: bool  # it comes after a shift of domain; the whole of a mixed stream does
 
 
 def read_domains(folder: Path, domains: Sequence[str]) -> dict[str, list[str]]:
@@ -181,45 +162,6 @@ def shift_stream(
     return requests
 
 
-def shift_stream_of(options: SuiteOptions) -> list[StreamRequest]:
-    """Stream of a suite's domains, one after the other."""
-    return shift_stream(
-        read_domains(options.prompts, options.domains),
-        options.counts(),
-        options.output_tokens,
-        options.concurrency,
-        options.seed,
-    )
-
-
-def mixed_stream(
-    shifted: Sequence[StreamRequest], concurrency: Sequence[int], seed: int
-) -> list[StreamRequest]:
-    """Requests of a stream shuffled, in `MIXED_PARTS` stretches."""
-    order = list(shifted)
-    random.Random(f"{seed}:{MIXED}").shuffle(order)
-    size = -(-len(order) // MIXED_PARTS)
-    return [
-        replace(
-            request,
-            index=index,
-            phase=segment_name(index // size, MIXED),
-            concurrency=_in_flight(concurrency, index % size),
-        )
-        for index, request in enumerate(order)
-    ]
-
-
-def stretches(stream: Sequence[StreamRequest]) -> list[Stretch]:
-    found: dict[str, Stretch] = {}
-    for request in stream:
-        name = request.segment
-        if name not in found:
-            domain = name.partition(" ")[2]
-            found[name] = Stretch(name, domain, domain == MIXED or bool(found))
-    return list(found.values())
-
-
 def segment_name(place: int, domain: str) -> str:
     """Name of a stretch, unique although a domain may come again."""
     return f"{place} {domain}"
@@ -235,13 +177,12 @@ DOMAIN_FILES: Mapping[str, str] = {"matched": "python", "unmatched": "c"}
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a closed loop or of a trace."""
+    """One request of token ids."""
 
     index: int  # place in the cell's sequence; the same request in every arm
     segment: str  # domain
     prompt: tuple[int, ...]  # token ids
     max_tokens: int  # output tokens, exactly
-    arrival_s: float = 0.0  # seconds after the trace's start; 0 in a closed loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +220,3 @@ def load_pool(folder: Path, target: Path, domains: Sequence[str]) -> PromptPool:
         encoded = [tuple(e.ids) for e in tokenizer.encode_batch(list(texts))]
         prompts[domain] = [ids for ids in encoded if ids]
     return PromptPool(prompts)
-
-
-def joined_prompt(
-    prompts: Sequence[tuple[int, ...]], start: int, num_tokens: int
-) -> tuple[int, ...]:
-    """Consecutive prompts joined and cut to exactly `num_tokens`."""
-    ids: list[int] = []
-    place = start
-    while len(ids) < num_tokens:
-        ids.extend(prompts[place % len(prompts)])
-        place += 1
-    return tuple(ids[:num_tokens])

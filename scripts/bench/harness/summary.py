@@ -1,9 +1,7 @@
-"""The figures of a visit and of an arm, from its requests and the server's counters.
+"""The figures of an arm, from its requests and the server's counters.
 
 Definitions are vLLM's: TPOT = (end to end - TTFT) / (output tokens - 1) by request;
-percentiles interpolate linearly; acceptance length = 1 + accepted draft tokens / drafts
-(the bonus token counts). A visit's figures have the names that `vllm bench serve` gives
-them, and those of the project's issue beside.
+acceptance length = 1 + accepted draft tokens / drafts (the bonus token counts).
 
 `tokens_per_step` is the client's view, by request: output tokens after the first chunk
 / chunks after it, that is tokens per engine step, steps without a draft included;
@@ -19,85 +17,31 @@ from typing import Any
 
 from bench.harness.arm import ArmRun, SegmentRun
 from bench.harness.client import RequestResult
-from bench.harness.common import percentile, rounded
+from bench.harness.common import rounded
 from bench.harness.scrape import (
     ACCEPTED,
-    DRAFT_VERSION,
     DRAFTS,
-    GENERATED,
     SWAP_SECONDS,
     SWAPS,
     Scrape,
     bucket_quantile,
 )
-from bench.harness.stream import AFTER_SHIFT, BEFORE_SHIFT, StreamRequest, Stretch
+from bench.harness.stream import AFTER_SHIFT, BEFORE_SHIFT, StreamRequest
 from bench.harness.trainers import TrainerWatch, trainer_facts, training_seconds
 from vllm_tide.capture.policy import REFUSALS
 
 
-def tpots_ms(results: Sequence[RequestResult]) -> list[float]:
-    """TPOT of every finished request with two tokens or more, in ms."""
-    values = [result.tpot_s for result in results if result.ok]
-    return [1e3 * value for value in values if value is not None]
-
-
-def _between_chunks_ms(results: Sequence[RequestResult]) -> list[float]:
-    gaps = []
-    for result in results:
-        times = [t_s for t_s, _ in result.chunks]
-        gaps += [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
-    return gaps
-
-
 def step_ms(results: Sequence[RequestResult]) -> float | None:
     """Median time between two chunks of a request (ms): an engine step."""
-    gaps = _between_chunks_ms([result for result in results if result.ok])
+    gaps = []
+    for result in results:
+        times = [t_s for t_s, _ in result.chunks] if result.ok else []
+        gaps += [1e3 * (b - a) for a, b in itertools.pairwise(times)]
     return statistics.median(gaps) if gaps else None
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    percentiles = {"median": 50, "p90": 90, "p99": 99}
-    return {f"mean_{name}_ms": rounded(_mean(values), 3)} | {
-        f"{label}_{name}_ms": rounded(percentile(values, share), 3)
-        for label, share in percentiles.items()
-    }
-
-
-def request_figures(
-    results: Sequence[RequestResult], duration_s: float, tokens: int, failed: int
-) -> dict[str, object]:
-    ok = [result for result in results if result.ok]
-    tpots = tpots_ms(ok)
-    ttfts = [1e3 * result.ttft_s for result in ok if result.ttft_s is not None]
-    ends = [1e3 * result.e2e_s for result in ok]
-    inputs = sum(
-        result.num_prompt_tokens or len(result.prompt_token_ids) for result in ok
-    )
-    rate = rounded(tokens / duration_s, 3) if duration_s > 0 else None
-    e2e, ttft = _spread("e2el", ends), _spread("ttft", ttfts)
-    mean_e2e, mean_ttft = e2e["mean_e2el_ms"], ttft["mean_ttft_ms"]
-    return {
-        "output_tokens_per_s": rate,
-        "mean_e2e_s": None if mean_e2e is None else round(mean_e2e / 1e3, 6),
-        "mean_ttft_s": None if mean_ttft is None else round(mean_ttft / 1e3, 6),
-        "tpot_ms_p50": rounded(percentile(tpots, 50), 3),
-        "tpot_ms_p90": rounded(percentile(tpots, 90), 3),
-        "failed": failed,
-        "duration": round(duration_s, 4),
-        "completed": len(ok),
-        "total_input_tokens": inputs,
-        "total_output_tokens": tokens,
-        "request_throughput": rounded(len(ok) / duration_s, 4) if duration_s else None,
-        "output_throughput": rate,
-        **ttft,
-        **_spread("tpot", tpots),
-        **_spread("itl", _between_chunks_ms(ok)),
-        **e2e,
-    }
 
 
 FINAL = "final"
@@ -300,130 +244,17 @@ def request_columns(results: Sequence[RequestResult]) -> dict[str, list[Any]]:
     }
 
 
-def windows(
-    samples: Sequence[Scrape], width_s: float, watch: TrainerWatch | None = None
-) -> dict[str, list[float | None]]:
-    """Columns of the curves over time; a row is one window.
-
-    Args:
-        samples: Readings of the metrics.
-        width_s: Least width of a window (s).
-        watch: Knows the seconds trained.
-
-    Returns:
-        `t_s`, the window's end; `output_tokens_per_s`; `acceptance_length`, None where
-        nothing was drafted; `draft_version` and `swaps` at its end; `training_s`
-        until then.
-    """
-    names = (
-        "t_s",
-        "output_tokens_per_s",
-        "acceptance_length",
-        "draft_version",
-        "swaps",
-        "training_s",
-    )
-    out: dict[str, list[float | None]] = {name: [] for name in names}
-    ordered = sorted(samples, key=lambda sample: sample.t_s)
-    start = ordered[0] if ordered else None
-    for sample in ordered:
-        if start is None or sample.t_s - start.t_s < width_s:
-            continue
-        generated = sample.value(GENERATED) - start.value(GENERATED)
-        seconds = sample.t_s - start.t_s
-        row = (
-            round(sample.t_s, 2),
-            round(generated / seconds, 3),
-            rounded(acceptance_length([(start, sample)])),
-            sample.value(DRAFT_VERSION) if sample.has(DRAFT_VERSION) else None,
-            sample.value(SWAPS) if sample.has(SWAPS) else None,
-            rounded(watch.training_s(sample.t_s), 2) if watch else None,
-        )
-        for name, value in zip(names, row, strict=True):
-            out[name].append(value)
-        start = sample
-    return out
-
-
-def acceptance_by_requests(
-    samples: Sequence[Scrape],
-    results: Sequence[RequestResult],
-    width: int,
-    least_drafts: int = 1,
-) -> dict[str, list[float]]:
-    """Acceptance length over windows of finished requests.
-
-    Args:
-        samples: Readings of the metrics.
-        results: Of the whole stream.
-        width: Least number of requests that end in a window.
-        least_drafts: Verified drafts that a window needs to count.
-
-    Returns:
-        Columns `requests`, finished at the window's start; `end_requests`, at its end;
-        `acceptance_length`. Windows in which nothing was drafted are left out; they
-        overlap.
-    """
-    ends = sorted(r.end_s for r in results if r.end_s is not None)
-    ordered = sorted(samples, key=lambda sample: sample.t_s)
-    counts = _finished(ends, [sample.t_s for sample in ordered])
-    out: dict[str, list[float]] = {
-        "requests": [],
-        "end_requests": [],
-        "acceptance_length": [],
-    }
-    last = 0
-    for first, start in enumerate(ordered):
-        while last < len(ordered) and counts[last] < counts[first] + width:
-            last += 1
-        if last == len(ordered):
-            break
-        if first and counts[first] == counts[first - 1]:
-            continue
-        drafts = ordered[last].value(DRAFTS) - start.value(DRAFTS)
-        length = acceptance_length([(start, ordered[last])])
-        if length is not None and drafts >= least_drafts:
-            out["requests"].append(counts[first])
-            out["end_requests"].append(counts[last])
-            out["acceptance_length"].append(round(length, 4))
-    return out
-
-
-def _finished(ends: Sequence[float], times: Sequence[float]) -> list[int]:
-    counts, place = [], 0
-    for t_s in times:
-        while place < len(ends) and ends[place] <= t_s:
-            place += 1
-        counts.append(place)
-    return counts
-
-
 def learning_figures(
-    run: ArmRun,
-    stream: Sequence[StreamRequest],
-    stretches: Sequence[Stretch],
-    watch: TrainerWatch,
-    window_s: float,
+    run: ArmRun, stream: Sequence[StreamRequest], watch: TrainerWatch
 ) -> dict[str, Any]:
     domains = {request.index: request.domain for request in stream}
-    by_name = {stretch.name: stretch for stretch in stretches}
     events = watch.events()
-    shifted = [part for part in run.segments if by_name[part.name].shifted]
     ok = [result for result in run.results if result.ok]
     return {
         "output_tokens_per_s": rounded(throughput(run.segments), 3),
         "acceptance_length": rounded(_acceptance(run.segments)),
-        "shifted": {
-            "output_tokens": sum(part.num_output_tokens for part in shifted),
-            "duration_s": round(sum(part.duration_s for part in shifted), 3),
-            "output_tokens_per_s": rounded(throughput(shifted), 3),
-            "acceptance_length": rounded(_acceptance(shifted)),
-        },
-        "segments": [
-            _segment(part, by_name[part.name], domains, watch) for part in run.segments
-        ],
+        "segments": [_segment(part) for part in run.segments],
         "training_s": rounded(training_seconds(run.trainers, events), 3),
-        "windows": windows(run.samples, window_s, watch),
         "requests": {
             **request_columns(ok),
             "domain": [domains[r.index] for r in ok],
@@ -444,19 +275,9 @@ def _acceptance(parts: Sequence[SegmentRun]) -> float | None:
     return acceptance_length([(part.start, part.end) for part in parts])
 
 
-def _segment(
-    part: SegmentRun, stretch: Stretch, domains: Mapping[int, str], watch: TrainerWatch
-) -> dict[str, Any]:
-    by_domain: dict[str, list[RequestResult]] = {}
-    for result in part.results:
-        by_domain.setdefault(domains[result.index], []).append(result)
-    trained = [watch.training_s(edge.t_s) for edge in (part.start, part.end)]
-    before, after = trained
-    known = before is not None and after is not None
+def _segment(part: SegmentRun) -> dict[str, Any]:
     return {
         "name": part.name,
-        "domain": stretch.domain,
-        "shifted": stretch.shifted,
         "start_s": round(part.start.t_s, 2),
         "end_s": round(part.end.t_s, 2),
         "requests": len(part.results),
@@ -464,9 +285,4 @@ def _segment(
         "duration_s": round(part.duration_s, 3),
         "output_tokens_per_s": rounded(throughput([part]), 3),
         "acceptance_length": rounded(_acceptance([part])),
-        "training_s": round(after - before, 3) if known else None,  # type: ignore[operator]
-        "tokens_per_step": {
-            domain: rounded(tokens_per_step(results))
-            for domain, results in sorted(by_domain.items())
-        },
     }

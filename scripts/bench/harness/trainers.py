@@ -87,34 +87,11 @@ def trainer_facts(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return [{key: status.get(key) for key in _STATUS_KEYS} for status in statuses]
 
 
-def engine_versions(statuses: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Published, installed and refused version of each engine."""
-    found: dict[str, dict[str, Any]] = {}
-    for status in statuses:
-        engines = status.get("engines")
-        for name, entry in engines.items() if isinstance(engines, Mapping) else ():
-            if isinstance(entry, Mapping):
-                found[str(name)] = {
-                    key: entry.get(key) for key in ("published", "installed", "refused")
-                }
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Trainers' status at one moment."""
-
-    t_s: float  # seconds since the run's start
-    training_s: float | None  # seconds trained until then
-    engines: dict[str, dict[str, Any]]  # versions by engine
-
-
 @dataclass
 class TrainerWatch:
-    """Looks at the trainers whenever the server's metrics are read."""
+    """Places the trainers' events on the clock of the server's readings."""
 
     run_dir: Path | None
-    looks: list[Look] = field(default_factory=list)
     # Unix times at which the arm was stopped, and for how long (s): its clock stood.
     waits: list[tuple[float, float]] = field(default_factory=list)
     _offset_s: float | None = None
@@ -123,14 +100,6 @@ class TrainerWatch:
         lag = time.time() - sample.t_s - sum(seconds for _, seconds in self.waits)
         # A reading is noted a little after its time, never before.
         self._offset_s = lag if self._offset_s is None else min(self._offset_s, lag)
-        if self.run_dir is not None:
-            statuses = trainer_statuses(self.run_dir)
-            told = training_seconds(statuses)
-            self.looks.append(Look(sample.t_s, told, engine_versions(statuses)))
-
-    def training_s(self, t_s: float) -> float | None:
-        seen = [look.training_s for look in self.looks if look.t_s <= t_s]
-        return seen[-1] if seen else None
 
     def events(self) -> list[dict[str, Any]]:
         out = []

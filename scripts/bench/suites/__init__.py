@@ -10,25 +10,26 @@ from typing import Any
 from bench.harness.common import BenchError
 from bench.harness.options import CommonOptions
 
-_SUITES = {
-    "control": ("control", "ControlOptions"),
-    "traces": ("replay", "RunOptions"),
-    "ablation": ("replay", "RunOptions"),
-    "learning": ("learning", "LearningOptions"),
-    "day0": ("day0", "Day0Options"),
-    "loss": ("loss", "LossOptions"),
-    "rollback": ("rollback", "RollbackOptions"),
-    "multi": ("multi", "MultiOptions"),
-    "long": ("long", "LongOptions"),
+COMMANDS = {
+    "quickstart": "suites.quickstart",
+    "control": "interleaved",
+    "swaps": "swap_soak",
+    "capture": "capture_cost",
 }
-SUITES = tuple(_SUITES)
+"""Suites whose module reads its own command line."""
+_OPTIONS = {
+    "long": "LongOptions",
+    "multi": "MultiOptions",
+    "rollback": "RollbackOptions",
+}
+SUITES = (*COMMANDS, *_OPTIONS)
 
 
 def kind_of(suite: str) -> type[CommonOptions]:
-    if suite not in _SUITES:
+    if suite not in _OPTIONS:
         raise BenchError(f"--suite is one of {', '.join(SUITES)}")
-    module, name = _SUITES[suite]
-    kind: type[CommonOptions] = getattr(import_module(f"bench.suites.{module}"), name)
+    module = import_module(f"bench.suites.{suite}")
+    kind: type[CommonOptions] = getattr(module, _OPTIONS[suite])
     return kind
 
 
@@ -37,12 +38,9 @@ def options_of(suite: str, given: Mapping[str, Any]) -> CommonOptions:
     kind = kind_of(suite)
     for name in sorted(given.keys() - {item.name for item in fields(kind)}):
         raise BenchError(f"--{name.replace('_', '-')} is no option of --suite {suite}")
-    late = {item.name: item.metadata.get("late") for item in fields(kind)}
-    parsed = {k: late[k](v) if late[k] else v for k, v in given.items()}
-    return kind(suite=suite, **parsed)
+    return kind(suite=suite, **given)
 
 
 def run(options: CommonOptions) -> int:
-    module, _ = _SUITES[options.suite]
-    status: int = import_module(f"bench.suites.{module}").run(options)
+    status: int = import_module(f"bench.suites.{options.suite}").run(options)
     return status

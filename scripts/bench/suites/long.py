@@ -19,7 +19,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,24 +30,44 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.arm import TRAINER_TIMEOUT_S
-from bench.harness.arms import MEMORY_TOKENS, STATIC, Arm
-from bench.harness.blocks import NONE, Cell, ratio_of
+from bench.harness.arms import (
+    MEMORY_TOKENS,
+    STATIC,
+    TIDE_MAX_TOKENS,
+    Arm,
+    make_arms,
+    speculative_config,
+)
+from bench.harness.blocks import NONE, ratio_of
 from bench.harness.client import RequestResult
-from bench.harness.common import BenchError
-from bench.harness.measure import measure_all
-from bench.harness.options import engine_half, option, other_half
+from bench.harness.common import BenchError, OutOfTimeError, Progress
+from bench.harness.identity import identity_of, identity_problems
+from bench.harness.measure import (
+    CLIENT_NICE,
+    WARM_UP_TOKENS,
+    measure_all,
+    warm_up,
+)
+from bench.harness.models import (
+    DEMO,
+    Target,
+    kv_cache_bytes,
+    read_config,
+    targets_of,
+)
+from bench.harness.options import ELEMENT_BYTES, CommonOptions, option
 from bench.harness.server import (
     BROKEN,
+    MIB,
     ServerError,
+    ServerOptions,
     ServerPool,
     VllmServer,
     sentence,
 )
-from bench.harness.session import Document
-from bench.harness.stream import BenchRequest
+from bench.harness.session import Document, conduct
+from bench.harness.stream import BenchRequest, load_pool
 from bench.harness.trainers import trainer_statuses
-from bench.suites.control import demo_sizes
-from bench.suites.serving import PolicyOptions, PolicyRun, conduct_policies
 
 GROUPS = REPETITIVE, OTHER = "repetitive", "other"
 POSITION_EDGES = (200, 500, 900, 1300)
@@ -54,18 +76,38 @@ TEMPERATURE = 0.7
 GRAM = 4
 EXACT = "exact"
 _STATIC_ARM = f"static{MEMORY_TOKENS}"
+# What a server takes beside weights and KV cache, before one was seen.
+SERVER_MIB = 1600.0
+MOST_FAILURES = 2
 _ADAPTING = "shared", "memory_shared", EXACT, "everything"
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Requests of a group, so many at once."""
+
+    domain: str
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}, {self.domain}"
+
+
+# An engine on all cores leaves a trainer at niceness 10 two hundredths of one: so the
+# engine has half of them by default.
 @dataclass(frozen=True, kw_only=True)
-class LongOptions(PolicyOptions):
+class LongOptions(CommonOptions):
     """Options of the suite of long outputs."""
 
+    arms: tuple[str, ...] = option((), "none,static,memory,...")
+    control: Mapping[str, Any] = option(
+        dict, "JSON put into tide.control of every tide arm"
+    )
     domains: tuple[str, ...] = option(("python", "c", "docs_en"), "of the prompts")
-    # An engine on all cores leaves a trainer at niceness 10 two hundredths of one.
-    engine_cpus: tuple[int, ...] = option(engine_half, "default: half of them")
-    other_cpus: tuple[int, ...] = option(other_half, "API server, client, trainer")
+    max_input_tokens: int = 128
     batches: tuple[int, ...] = option((1, 4, 8), "requests in flight")
+    max_num_seqs: int | None = None
     groups: tuple[str, ...] = option(GROUPS, "repetitive,other")
     minutes: float = option(
         40.0, "no block begins after so many; one of each is served"
@@ -85,10 +127,6 @@ class LongOptions(PolicyOptions):
         return self.max_num_seqs or max(self.batches)
 
     @property
-    def calibrated(self) -> tuple[int, ...]:
-        return ()
-
-    @property
     def cells(self) -> list[Cell]:
         return [Cell(group, batch=b) for b in self.batches for group in self.groups]
 
@@ -100,7 +138,12 @@ class LongOptions(PolicyOptions):
         )
 
     def check(self) -> None:
+        make_arms(self.arm_names, self.control)
         super().check()
+        if len(self.model_sizes) > 1:
+            raise BenchError("--model-sizes: this suite serves one size at a time")
+        if not self.domains:
+            raise BenchError("--domains names no domain")
         if not {NONE, _STATIC_ARM} <= set(self.arm_names):
             raise BenchError("--arms: needs none and static")
         if not self.groups or set(self.groups) - set(GROUPS):
@@ -112,7 +155,14 @@ class LongOptions(PolicyOptions):
                 "--sorted-prompts is at least 3; --minutes and --greedy-requests are "
                 "positive"
             )
-        self.check_length(self.output_tokens)
+        most = self.max_input_tokens + self.output_tokens + TIDE_MAX_TOKENS + 1
+        able = read_config(self.target).get("max_position_embeddings", most)
+        if self.output_tokens < 2 or most > min(self.max_model_len, able):
+            raise BenchError(
+                f"--max-model-len {self.max_model_len} is too short for prompts of "
+                f"{self.max_input_tokens} and outputs of {self.output_tokens} tokens; "
+                f"at least {most}, and the model takes {able}"
+            )
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
@@ -198,21 +248,14 @@ class LongDocument(Document):
             "groups": {},
             "visits": [],
             "identity": {},
-            "calibration": [],
-            "schedules": {},
             "position_edges": list(POSITION_EDGES),
         }
         super().__init__(options.json, options.suite, options.to_json(), body)
 
     def write(self) -> None:
         self.data["rows"] = rows_of(self.data["visits"])
-        told = [
-            v["identical"]
-            for arms in self.data["identity"].values()
-            for v in arms.values()
-        ]
-        # None: not compared, or not yet re-scored.
-        self.data["identical"] = None if None in told or not told else all(told)
+        told = [v["identical"] for v in self.data["identity"].get("arms", {}).values()]
+        self.data["identical"] = all(told) if told else None  # None: not compared
         super().write()
 
 
@@ -227,11 +270,105 @@ def has_trainer(run_dir: Path) -> bool:
     return any(state not in (None, "starting") for state in states)
 
 
-class LongRun(PolicyRun):
+def wait_for_fast_draft(server: VllmServer) -> None:
+    """Waits for the trainer of a server that adapts while requests run."""
+    given = json.loads(server.options.speculative_config or "{}").get("tide", {})
+    until = time.monotonic() + TRAINER_TIMEOUT_S
+    while "adapt" in given.get("test_time", ()) and not has_trainer(
+        Path(given["run_dir"])
+    ):
+        if time.monotonic() > until:
+            raise ServerError(f"no trainer joined within {TRAINER_TIMEOUT_S:g} s")
+        time.sleep(0.5)
+
+
+class LongRun:
     """Sorts the prompts, compares greedy outputs, measures block after block."""
 
-    options: LongOptions
-    doc: LongDocument
+    def __init__(
+        self,
+        options: LongOptions,
+        target: Target,
+        doc: LongDocument,
+        progress: Progress,
+    ) -> None:
+        self.options, self.target = options, target
+        self.doc, self.progress = doc, progress
+        self.arms = make_arms(options.arm_names, options.control)
+        self.pool = load_pool(options.prompts, target.path, options.domains)
+        self.run_dir = Path(tempfile.mkdtemp(prefix="vtb-"))
+        self.failures: dict[str, int] = {}
+        self.greedy: dict[str, list[RequestResult]] = {}
+        limit = options.max_minutes
+        self.deadline = math.inf if limit is None else time.monotonic() + 60 * limit
+
+    def run(self) -> None:
+        try:
+            with self._pool() as servers:
+                self._start(servers, self.arms[:1])
+                servers.check_room(self.arms)
+                self.visits(servers)
+        finally:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            self.progress.say("comparing outputs")
+            none_first = dict(sorted(self.greedy.items(), key=lambda a: a[0] != NONE))
+            identity = identity_of(none_first, self.target.path, self.options.dtype)
+            self.doc.data["identity"] = identity
+            for problem in identity_problems(identity):
+                self.doc.problem(problem)
+            self.doc.write()
+
+    def _pool(self) -> ServerPool:
+        weights = sum(f.stat().st_size for f in self.target.path.glob("*.safetensors"))
+        # Checkpoints are 16 bit.
+        weights_mib = weights / MIB * ELEMENT_BYTES[self.options.dtype] / 2
+        expected_mib = SERVER_MIB + 1.2 * weights_mib + self.kv_bytes / MIB
+        say = self.progress.say
+        return ServerPool(self.server_options, self._warm_up, say, expected_mib)
+
+    @property
+    def kv_bytes(self) -> int:
+        options = self.options
+        config, size = read_config(self.target.path), ELEMENT_BYTES[options.dtype]
+        return kv_cache_bytes(config, options.num_seqs, options.max_model_len, size)
+
+    def server_options(self, arm: Arm) -> ServerOptions:
+        options = self.options
+        own = self.run_dir / arm.name
+        own.mkdir(mode=0o700, exist_ok=True, parents=True)
+        return ServerOptions(
+            venv=options.venv,
+            model=self.target.path,
+            log_path=options.work / "logs" / f"{self.target.name}-{arm.name}.log",
+            speculative_config=speculative_config(arm, options.draft, own),
+            dtype=options.dtype,
+            engine_cpus=options.engine_cpus,
+            other_cpus=options.other_cpus,
+            kv_cache_bytes=self.kv_bytes,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.num_seqs,
+            enforce_eager=not options.compile,
+            extra_args=options.serve_args,
+        )
+
+    def _start(self, servers: ServerPool, arms: Sequence[Arm]) -> None:
+        for arm in arms:
+            try:
+                servers.get(arm)
+            except BROKEN as error:
+                raise BenchError(f"no server: {arm.name}: {sentence(error)}") from None
+        self.doc.data["environment"]["servers"] = {
+            "startup_s": servers.startup_s,
+            "memory_mib": servers.memory_mib,
+        }
+
+    def failed(self, servers: ServerPool, arm: Arm, where: str, error: object) -> None:
+        """Notes that a visit failed; its server is started again for the next."""
+        self.failures[arm.name] = self.failures.get(arm.name, 0) + 1
+        self.doc.problem(f"{where}, {arm.name}: {error}")
+        self.progress.say(f"{where}, {arm.name}: FAILED: {error}")
+        servers.drop(arm)
+        self.doc.write()
 
     def visits(self, servers: ServerPool) -> None:
         options = self.options
@@ -245,28 +382,36 @@ class LongRun(PolicyRun):
             for cell in rng.sample(options.cells, len(options.cells)):
                 if block > 1 and time.monotonic() > began + 60 * options.minutes:
                     return
-                self.check_time(cell)
+                if time.monotonic() > self.deadline:
+                    limit = options.max_minutes
+                    raise OutOfTimeError(f"--max-minutes {limit:g} is over")
                 prompts = groups[cell.domain]
-                first = (block - 1) * int(cell.batch or 1)
+                first = (block - 1) * cell.batch
                 chosen = [
-                    prompts[(first + i) % len(prompts)]
-                    for i in range(int(cell.batch or 1))
+                    prompts[(first + i) % len(prompts)] for i in range(cell.batch)
                 ]
                 for arm in rng.sample(self.arms, len(self.arms)):
-                    if not self.given_up(arm) and visits(arm.name, cell):
+                    given_up = self.failures.get(arm.name, 0) >= MOST_FAILURES
+                    if not given_up and visits(arm.name, cell):
                         self._visit(servers, arm, cell, block, chosen)
                 self.doc.write()
 
     def _warm_up(self, server: VllmServer) -> None:
-        super()._warm_up(server)
-        given = json.loads(server.options.speculative_config or "{}").get("tide", {})
-        until = time.monotonic() + TRAINER_TIMEOUT_S
-        while "adapt" in given.get("test_time", ()) and not has_trainer(
-            Path(given["run_dir"])
-        ):
-            if time.monotonic() > until:
-                raise ServerError(f"no trainer joined within {TRAINER_TIMEOUT_S:g} s")
-            time.sleep(0.5)
+        order = self._prompts(":warm")[self.options.domains[0]]
+        warm_up(
+            server,
+            lambda i: BenchRequest(i, "warm", order[i % len(order)], WARM_UP_TOKENS),
+        )
+        wait_for_fast_draft(server)
+
+    def _prompts(self, seed: str) -> dict[str, list[tuple[int, ...]]]:
+        """Prompts of each domain, cut to their length, in an order by the seed."""
+        options = self.options
+        return {
+            domain: [p[: options.max_input_tokens] for p in order]
+            for domain in options.domains
+            if (order := self.pool.sequence(domain, f"{options.seed}{seed}"))
+        }
 
     def _requests(self, prompts: Sequence[tuple[int, ...]]) -> list[BenchRequest]:
         length = self.options.output_tokens
@@ -277,9 +422,7 @@ class LongRun(PolicyRun):
         options = self.options
         each = -(-options.sorted_prompts // len(options.domains))
         pool = [
-            prompt[: options.max_input_tokens]
-            for domain in options.domains
-            for prompt in self.pool.sequence(domain, f"{options.seed}")[:each]
+            prompt for order in self._prompts("").values() for prompt in order[:each]
         ]
         self.progress.say(f"sorting {len(pool)} prompts")
         none = next(arm for arm in self.arms if arm.name == NONE)
@@ -302,8 +445,7 @@ class LongRun(PolicyRun):
     def _greedy(self, servers: ServerPool) -> None:
         """Outputs of every arm without chance, to be compared with those of `none`."""
         options = self.options
-        prompts = self.pool.sequence(options.domains[0], f"{options.seed}:greedy")
-        prompts = [p[: options.max_input_tokens] for p in prompts]
+        prompts = self._prompts(":greedy")[options.domains[0]]
         requests = self._requests(prompts[: options.greedy_requests])
         for arm in self.arms:
             self.progress.say(f"greedy pass: {arm.name}")
@@ -315,7 +457,7 @@ class LongRun(PolicyRun):
                 continue
             if failed := found.record["failed"]:
                 self.doc.problem(f"greedy pass, {arm.name}: {failed} requests failed")
-            self.book.add("greedy", arm.name, found.results)
+            self.greedy[arm.name] = found.results
 
     def _visit(
         self,
@@ -325,7 +467,7 @@ class LongRun(PolicyRun):
         block: int,
         prompts: Sequence[tuple[int, ...]],
     ) -> None:
-        requests, concurrency = self._requests(prompts), int(cell.batch or 1)
+        requests, concurrency = self._requests(prompts), cell.batch
         extra = {
             "temperature": TEMPERATURE,
             "seed": self.options.seed + block,
@@ -351,8 +493,27 @@ class LongRun(PolicyRun):
 def run(options: LongOptions) -> int:
     """Measures the cells; returns 0 only if every greedy output was right."""
     options.check()
-    doc = LongDocument(options)
-    status = conduct_policies(doc, options, LongRun, demo_sizes(options))
+    doc, progress = LongDocument(options), Progress()
+    inflated = options.model_sizes or (options.target == DEMO / "target") * ("90m",)
+    folder = options.work / "models"
+    (target,) = targets_of(options.target, inflated, folder, progress.say)
+
+    def facts() -> dict[str, Any]:
+        return {
+            "targets": {target.name: target.facts},
+            "target_dtype": options.dtype,
+            "draft": options.draft.name,
+            "engine_cpus": list(options.engine_cpus),
+            "client_api_cpus": list(options.other_cpus),
+            "enforce_eager": not options.compile,
+            "prefix_caching": "on; each visit has a cache salt of its own",
+            "seed": options.seed,
+            "waiting_servers": "stopped with SIGSTOP",
+            "client_nice": f"{CLIENT_NICE} while measuring, where permitted",
+        }
+
+    measured = LongRun(options, target, doc, progress)
+    status = conduct(doc, options, facts, measured.run, progress.say)
     for row in doc.data["rows"]:
         print(
             {

@@ -190,12 +190,10 @@ def run(options: RollbackOptions) -> int:
     stream = rollback_stream(options)
 
     def measure(session: Session) -> None:
-        if not session.measured("arms", "planted"):
-            _planted_arm(session, options, stream)
-        if not session.measured("arms", "none"):
-            run = session.arm("none", None, stream)
-            if run is not None:
-                session.keep("arms", "none", run, stream, TrainerWatch(None), 5.0)
+        _planted_arm(session, options, stream)
+        run = session.arm("none", None, stream)
+        if run is not None:
+            session.keep("none", run, stream, TrainerWatch(None))
 
     return run_suite(options, measure, lambda session: _close(session, options))
 
@@ -211,9 +209,9 @@ def _planted_arm(
         if run is None:
             return
         run.trainers = trainer_statuses(run_dir)
-        figures = session.keep("arms", "planted", run, stream, watch, 5.0)
+        figures = session.keep("planted", run, stream, watch)
     trials = trials_of(figures["events"], run.results)
-    session.document.results["trials"] = trials
+    session.document.data["results"]["trials"] = trials
     session.document.write()
 
 
@@ -279,9 +277,9 @@ def _serve(
 
 def _close(session: Session, options: RollbackOptions) -> None:
     document = session.document
-    names = [name for name in ("none", "planted") if name in document.section("arms")]
-    document.results["identity"] = session.compare("arms", names)
-    trials = document.results.get("trials", [])
+    results = document.data["results"]
+    results["identity"] = session.compare()
+    trials = results.get("trials", [])
     for problem in trial_problems(trials, options.plants):
         document.problem(problem)
     document.write()

@@ -1,17 +1,21 @@
-"""Is the canary right? A closed loop, the real policies, the real canary.
+#!/usr/bin/env python
+"""Are canary and gate right, on simulated traffic whose truth is known?
 
-    python scripts/bench/judge_canary.py [--seed 0] [--json FILE]
+    scripts/bench/judges.py [--only canary|gate] [--seed 0] [--json FILE]
 
-A batch of requests (64 to 256 tokens each, some easier than others) is served by the
-real `StaticPolicy` or `AdaSpecPolicy` on published step times; each decode step becomes
-records for the real `ServedRequests` and `Canary` (default `tide.deploy`). After 96
-requests the draft is swapped, for one as good or for one that is worse by as many
-logits, in acceptance and in confidence, as cost 15 or 25 % of throughput at that policy
-and batch (found by paired runs). Half of the trials have acceptance that is logistic in
-what the draft believes, as the policy's own estimator has it; in the other half it has
-a plateau: the draft is right 85 times in a hundred at most, however confident.
+*Canary*: a batch of requests (64 to 256 tokens each, some easier than others) is served
+by the real `StaticPolicy` or `AdaSpecPolicy` on published step times; each decode step
+becomes records for the real `ServedRequests` and `Canary` (default `tide.deploy`).
+After 96 requests the draft is swapped, for one as good or for one that is worse by as
+many logits, in acceptance and in confidence, as cost 15 or 25 % of throughput at that
+policy and batch (found by paired runs). Half of the trials have acceptance that is
+logistic in what the draft believes, as the policy's own estimator has it; in the other
+half it has a plateau: the draft is right 85 times in a hundred at most, however
+confident.
 
-Everything is simulated: this judges decisions, it measures no server.
+*Gate*: the trainer's own `judge` and `Evidence` with evaluations drawn at random.
+
+No server and no model: this judges decisions.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,15 +33,17 @@ from typing import Any
 
 import numpy as np
 
-from vllm_tide.config import DeployConfig
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.common import commit
+from sim.published import published
+from vllm_tide.config import DeployConfig, TrainConfig
 from vllm_tide.control.adaspec import ControlSettings
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.policies import AdaSpecPolicy, Policy, StaticPolicy
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-from sim.published import published
 from vllm_tide.deploy.canary import Canary, Verdict
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
+from vllm_tide.train.evaluate import FORMS, Evaluation
+from vllm_tide.train.judgement import Evidence, Pair, judge
 
 BEFORE = 96
 """Ended requests before a swap."""
@@ -83,17 +91,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a draft gets right, and what it believes.
-
-    Attributes:
-        plateau: See the module.
-        worse: Logits by which it is worse than the first draft.
-        level: Of the first draft, logits.
-    """
+    """What a draft gets right, and what it believes."""
 
     plateau: bool
-    worse: float = 0.0
-    level: float = 1.4
+    worse: float = 0.0  # logits by which it is worse than the first draft
+    level: float = 1.4  # logits of the first draft
 
     def draw(
         self, rng: np.random.Generator, ease: np.ndarray, k: int
@@ -116,19 +118,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 class Loop:
-    """Requests of a constant batch, one begun where one ended.
+    """Requests of a constant batch `n`, one begun where one ended.
 
-    Args:
-        policy: "static" (K = 3) or "adaspec" (K = 5).
-        n: Batch.
-        truth: Of the draft served.
-        seed: Of chance.
-
-    Attributes:
-        version: Of the draft served.
-        served: Follows the requests; ended ones are handed to `step`'s caller.
-        tokens: Expected tokens so far, without the luck of the coins.
-        seconds: Simulated.
+    `policy` is "static" (K = 3) or "adaspec" (K = 5). `tokens` are expected ones,
+    without the luck of the coins; `seconds` are simulated.
     """
 
     def __init__(self, policy: str, n: int, truth: Truth, seed: int) -> None:
@@ -142,7 +135,6 @@ class Loop:
             self.policy = AdaSpecPolicy(settings, self.time)
         self.served, self.version = ServedRequests(max_open=1 << 20), 1
         self.tokens = self.seconds = 0.0
-        self._rows: list[Row] = []
         self._slots = np.arange(n)
         self._context, self._limit = np.full(n, _CONTEXT), np.full(n, np.inf)
         self._greedy = np.zeros(n, bool)
@@ -162,11 +154,7 @@ class Loop:
         self.policy.draft_swapped()
 
     def step(self, *, records: bool = True) -> list[ServedRequest]:
-        """One round; the requests that it ended.
-
-        Args:
-            records: False leaves the records out: only throughput is asked for.
-        """
+        """One round; the requests that it ended (none without `records`)."""
         n, model = self.n, self.time.model
         room = np.minimum(self.k, self.left - 1)
         plan = self.policy.plan(
@@ -205,7 +193,7 @@ class Loop:
             Outcome(self._slots, lengths, accepted, emitted, self.seconds, probe=probe)
         )
         cost = 1.0 if self.static else (target + draft) / plain
-        ended = self._write(lengths, accepted, chances, cost) if records else []
+        ended = self._write(cost, lengths, accepted, chances) if records else []
         self.left -= emitted
         self.done += emitted
         for slot in np.flatnonzero(self.left <= 0):
@@ -216,22 +204,15 @@ class Loop:
             self._begin(int(slot))
         return ended
 
-    def _write(
-        self,
-        lengths: np.ndarray,
-        accepted: np.ndarray,
-        chances: np.ndarray,
-        cost: float,
-    ) -> list[ServedRequest]:
+    def _write(self, cost: float, *columns: np.ndarray) -> list[ServedRequest]:
+        """Records of a round: lengths, accepted tokens, chances to be verified."""
         ended: list[ServedRequest] = []
+        every = (self.key, self.done, *columns)
         for key, done, length, taken, chance in zip(
-            self.key.tolist(), self.done.tolist(), lengths.tolist(), accepted.tolist(),
-            chances.tolist(), strict=True,
-        ):  # fmt: skip
-            row = Row(
-                key, _PROMPT + done, taken, _TOKENS[: length + 1], self.version, cost,
-                self.n,
-            )  # fmt: skip
+            *(column.tolist() for column in every), strict=True
+        ):
+            start, ids = _PROMPT + done, _TOKENS[: length + 1]
+            row = Row(key, start, taken, ids, self.version, cost, self.n)
             row.verify_chance = chance
             ended += self.served.add(row, "", self.seconds)
         return ended
@@ -270,12 +251,10 @@ def worse_by(policy: str, n: int, plateau: bool) -> dict[float, float]:
 
 
 def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | None:
-    """Follow a swap that has just been made to its verdict.
+    """Verdict on a swap that has just been made.
 
-    Args:
-        loop: Goes on until the verdict.
-        window: Ended requests, all that began from some moment on; more are appended.
-        least: Requests that must end even if the verdict is there before.
+    `window` are ended requests, all that began from some moment on; more are appended.
+    At least `least` requests end, even if the verdict is there before.
     """
     canary = Canary(DeployConfig())
     oldest = min(request.began for request in window)
@@ -341,7 +320,7 @@ def _window(ended: list[ServedRequest]) -> list[ServedRequest]:
         size += 8
 
 
-def rows(
+def canary_rows(
     seed: int = 0,
     *,
     trials: int = 40,
@@ -349,25 +328,15 @@ def rows(
     policies: tuple[str, ...] = ("static", "adaspec"),
     batches: tuple[int, ...] = (4, 16, 64),
 ) -> list[dict[str, Any]]:
-    """How often a swap was rolled back, by policy, batch and true change.
-
-    Args:
-        seed: Of chance.
-        trials: With a loss, each.
-        quiet: Without any change.
-        policies: Of "static" and "adaspec".
-        batches: Sizes.
-    """
+    """How often a swap was rolled back: `trials` of each loss, `quiet` of none."""
     found = []
     for policy in policies:
         for n in batches:
+            each = {"trials": trials // 2, "quiet": quiet // 2}
             halves = [
-                cell(
-                    policy, n, plateau=plateau, trials=trials // 2, quiet=quiet // 2,
-                    seed=2 * seed + plateau,
-                )
+                cell(policy, n, plateau=plateau, seed=2 * seed + plateau, **each)
                 for plateau in (False, True)
-            ]  # fmt: skip
+            ]
             for change in (0.0, *LOSSES):
                 verdicts = [v for half in halves for v in half[change]]
                 back = [v for v in verdicts if v.decision == "rollback"]
@@ -388,17 +357,113 @@ def rows(
     return found
 
 
+CONFIG = TrainConfig()
+DEPTH = 3
+ROWS = 100
+SMALL = (3, 8)
+"""Requests of a cycle, from and to."""
+
+
+def _normal(spread: float, random_: random.Random) -> Iterator[float]:
+    while True:
+        yield random_.gauss(0, spread)
+
+
+NOISE = {"normal": _normal}
+"""Deviations of one cycle's gains from their truth (tokens), by shape."""
+
+
+def pair_of(gains: dict[int, float]) -> Pair:
+    """Evaluations in which the candidate accepts so many tokens more a row."""
+
+    def evaluation(by_key: dict[int, float]) -> Evaluation:
+        found = Evaluation(DEPTH)
+        found.reached = {form: [0.0] * DEPTH for form in FORMS}
+        for key, more in by_key.items():
+            accepted = ROWS * (DEPTH + more)
+            found.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)
+        return found
+
+    return Pair([], evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
+
+
+def run(
+    gain: float,
+    cycles: int,
+    random_: random.Random,
+    *,
+    spread: float = 0.15,
+    shape: str = "normal",
+    requests: tuple[int, int] = SMALL,
+) -> int | None:
+    """Requests scored until the first publication; None if there was none."""
+    evidence, nothing = Evidence(), pair_of({})
+    for cycle in range(cycles):
+        source = NOISE[shape](spread, random_)
+        count = random_.randint(*requests)
+        gains = {
+            1000 * cycle + i: max(-DEPTH, min(DEPTH, gain + next(source)))
+            for i in range(count)
+        }
+        pair = pair_of(gains)
+        evidence.add(list(pair.gains("served").values()))
+        if judge(1, 0.0, nothing, pair, CONFIG, "served", evidence).publish:
+            return evidence.requests
+    return None
+
+
+def gate_row(
+    gain: float, runs: int, seed: int, cycles: int = 20, **how: Any
+) -> dict[str, Any]:
+    """Figures of many runs."""
+    random_ = random.Random(f"{seed} {gain} {sorted(how.items())}")  # noqa: S311
+    found = [run(gain, cycles, random_, **how) for _ in range(runs)]
+    published = [n for n in found if n is not None]
+    return {
+        "true_gain": gain,
+        "cycles": cycles,
+        "runs": runs,
+        "published": len(published),
+        "requests_p50": median(published) if published else None,
+        "published_within_60": sum(n <= 60 for n in published),
+        "spread": how.get("spread", 0.15),
+        "shape": how.get("shape", "normal"),
+        "requests_per_cycle": list(how.get("requests", SMALL)),
+    }
+
+
+def gate_rows(seed: int = 0) -> list[dict[str, Any]]:
+    """Gains of the review's spread (0.15), and a shift (+0.3, spread 0.3)."""
+    return [
+        gate_row(0.0, 1000, seed),
+        gate_row(0.05, 200, seed),
+        gate_row(0.10, 400, seed),
+        gate_row(0.30, 200, seed),
+        gate_row(0.30, 200, seed, spread=0.3),
+        *(gate_row(0.0, 200, seed, spread=s) for s in (0.05, 0.3, 0.6)),
+    ]
+
+
+PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "canary": canary_rows,
+    "gate": gate_rows,
+}
+
+
 def main() -> int:
-    """Simulate and print."""
+    """Simulate, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=PARTS, help="default: both")
     args = parser.parse_args()
-    found = rows(args.seed)
-    for row in found:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    report: dict[str, Any] = {**commit(), "seed": args.seed}
+    for part in [args.only] if args.only else PARTS:
+        report[part] = PARTS[part](args.seed)
+        for row in report[part]:
+            print(part, *(f"{name} {value}" for name, value in row.items()), sep="  ")
     if args.json:
-        args.json.write_text(json.dumps({"canary": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,12 +1,10 @@
-"""Every loss term against its equation: largest difference of value and gradient.
+"""Every term of the loss by its equation, and problems to compare them on.
 
-    python scripts/bench/loss_check.py [--rows 13 --vocab 37 --hidden 9] [--json FILE]
-
-The references below are written from eagle3-training.md c.5 (and Aurora's eq. 3),
-directly on probabilities, and differentiated by autograd; they share no code with
-`vllm_tide.train`. Cases: the whole vocabulary, a pruned one, a top-k teacher with its
-tail as one outcome, both. Values are compared in nats (tv: a probability), gradients of
-a weighted sum over rows with respect to the draft's output rows and LM head.
+The references are written from the papers directly on probabilities, and differentiated
+by autograd; they share no code with `vllm_tide.train`. Cases: the whole vocabulary, a
+pruned one, a top-k teacher with its tail as one outcome, both. Values are compared in
+nats, gradients of a weighted sum over rows with respect to the draft's output rows and
+LM head.
 
 float64 shows the mathematics; float32 and bfloat16 show what training computes, against
 the same references on the same rounded inputs in float64.
@@ -14,12 +12,8 @@ the same references on the same rounded inputs in float64.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -207,45 +201,3 @@ def differences(problem: Problem, term: str) -> dict[str, float]:
     gaps = [float((a.double() - b).detach().abs().max()) for a, b in pairs]
     scale = max(float(w.abs().max()) for w in wanted)
     return {"value": gaps[0], "gradient": max(gaps[1:]), "gradient_scale": scale}
-
-
-def table(args: argparse.Namespace) -> list[dict[str, object]]:
-    """All terms, cases and dtypes."""
-    found = []
-    for name in args.dtypes:
-        for case in CASES:
-            problem = make_problem(
-                case, getattr(torch, name), args.rows, args.vocab, args.hidden
-            )
-            for term in REFERENCES:
-                gaps = differences(problem, term)
-                found.append({"dtype": name, "case": case, "term": term, **gaps})
-    return found
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=13)
-    parser.add_argument("--vocab", type=int, default=37)
-    parser.add_argument("--hidden", type=int, default=9)
-    parser.add_argument(
-        "--dtypes", nargs="+", default=["float64", "float32", "bfloat16"]
-    )
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    args = parser.parse_args()
-    found = table(args)
-    sys.stdout.write("dtype     case         term         value     gradient\n")
-    for row in found:
-        sys.stdout.write(
-            f"{row['dtype']:9} {row['case']:12} {row['term']:12} "
-            f"{row['value']:.1e}   {row['gradient']:.1e}\n"
-        )
-    if args.json:
-        settings = {"rows": args.rows, "vocab": args.vocab, "hidden": args.hidden}
-        record = {**settings, "torch": torch.__version__, "differences": found}
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

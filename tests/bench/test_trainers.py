@@ -1,18 +1,18 @@
 import json
 import time
+from pathlib import Path
+
+import pytest
 
 from bench.harness.trainers import (
     TrainerWatch,
-    engine_versions,
     read_events,
     trainer_facts,
+    trainer_process,
     training_seconds,
 )
-from tests.bench.learning_toys import scrape
-
-
-def write_status(folder, name="a", **values):
-    (folder / f"trainer-{name}.json").write_text(json.dumps(values))
+from bench.suites.multi import MultiOptions
+from tests.bench.toys import options_for, scrape
 
 
 def test_events_of_all_trainers_are_sorted_and_damaged_lines_left_out(tmp_path):
@@ -34,34 +34,37 @@ def test_seconds_trained_come_from_the_status_else_from_the_cycles():
     assert training_seconds([{"training_seconds": 4}, {}], cycles) == 4.0
     assert training_seconds([{"training_seconds": "long"}], cycles) == 2.0
     assert training_seconds([{}], []) is None
-
-
-def test_a_status_without_the_new_fields_gives_none():
     (facts,) = trainer_facts([{"state": "waiting", "secret": 1}])
     assert facts["state"] == "waiting" and facts["rollbacks"] is None
     assert "secret" not in facts
 
 
-def test_versions_by_engine_tolerate_what_is_missing():
-    told = engine_versions([{"engines": {"e": {"published": 2}, "f": 1}}, {}])
-    assert told == {"e": {"published": 2, "installed": None, "refused": None}}
-
-
-def test_a_watch_knows_the_seconds_at_any_time_and_places_events(tmp_path):
+def test_a_watch_places_events_on_the_clock_of_the_readings(tmp_path):
     watch = TrainerWatch(tmp_path)
     began = time.time()
     watch.on_sample(scrape(0.0))
-    write_status(tmp_path, training_seconds=1.5)
     watch.on_sample(scrape(5.0))
-    assert watch.training_s(4.9) is None and watch.training_s(5.0) == 1.5
     # The offset is the smallest lag seen: that of the second sample.
     log = {"unix": began, "event": "shift"}
     (tmp_path / "events-a.jsonl").write_text(json.dumps(log) + "\n")
     (event,) = watch.events()
     assert 4.0 < event["t_s"] <= 5.01
+    assert TrainerWatch(None).events() == []
 
 
-def test_a_watch_without_a_trainer_knows_nothing():
-    watch = TrainerWatch(None)
-    watch.on_sample(scrape(1.0))
-    assert watch.training_s(9.0) is None and watch.events() == []
+@pytest.mark.slow
+def test_the_trainer_gets_the_run_directory_and_its_configuration(tmp_path):
+    options = options_for(MultiOptions, "multi", tmp_path)
+    python = options.venv / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@" >&2\nexec sleep 60\n')
+    python.chmod(0o755)
+    run_dir = tmp_path / "run"
+    with trainer_process(options, "multi", {"run_dir": "x"}, run_dir) as process:
+        log = options.work / "logs" / "multi-trainer.log"
+        while not log.read_text():
+            assert process.poll() is None
+        text = log.read_text()
+    assert process.returncode is not None
+    assert f"-m vllm_tide train --run-dir {run_dir}" in text
+    config = json.loads(Path(text.split("--config ")[1].strip()).read_text())
+    assert config == {"tide": {"run_dir": "x"}}

@@ -1,4 +1,4 @@
-"""Scrapes, results and arms for the tests of the learning suites."""
+"""Scrapes, results and arms for the tests of suites."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(index, phase="0 python", domain="python", tokens=8):
     return StreamRequest(index, phase, False, domain, f"prompt {index}", tokens, 2)
 
 
-def arm_run(name, stream, seconds=2.0, accepted=1.0, trainers=()):
+def arm_run(name, stream, seconds=2.0, accepted=1.0):
     """One request after the other, `seconds` each; one draft a second."""
     t_s, parts, samples = 0.0, [], []
     generated = 0
@@ -61,7 +61,7 @@ def arm_run(name, stream, seconds=2.0, accepted=1.0, trainers=()):
             generated += item.max_tokens
             look()
         parts.append(SegmentRun(part[0].segment, start, look(), results))
-    return ArmRun(name, parts, samples, 3.0, trainers=list(trainers))
+    return ArmRun(name, parts, samples, 3.0)
 
 
 def options_for(kind, suite, folder: Path, **changes):

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.harness import session as learning_session
-from bench.harness.common import BenchError
+from bench.harness import session
 from bench.harness.trainers import read_events
 from bench.suites import rollback as rollback_suite
 from bench.suites.planting import (
@@ -19,13 +18,12 @@ from bench.suites.planting import (
 )
 from bench.suites.rollback import (
     RollbackOptions,
-    rollback_stream,
     run,
     table,
     trial_problems,
     trials_of,
 )
-from tests.bench.learning_toys import arm_run, options_for, request, result
+from tests.bench.toys import arm_run, options_for, request, result
 from tests.sidecar.test_sidecar import Engine
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused
@@ -37,14 +35,6 @@ HEAD = {
     "norm.weight": torch.linspace(0.5, 1.5, 8),
     "d2t": torch.zeros(16, dtype=torch.int64),
 }
-
-
-def test_plants_are_named():
-    assert parse_plant("noise0.25").noise == 0.25
-    assert parse_plant("permuted").kind == "permuted"
-    for text in ("noise", "noise0", "noise-1", "zero", "nan2"):
-        with pytest.raises(BenchError, match="--plants"):
-            parse_plant(text)
 
 
 def test_a_nan_head_is_one_that_the_engine_refuses():
@@ -62,12 +52,9 @@ def test_the_engine_does_not_see_that_the_others_are_worse(name):
     assert torch.equal(spoilt["d2t"], HEAD["d2t"])
     again = planted(HEAD, parse_plant(name), 0)
     assert torch.equal(again["fc.weight"], spoilt["fc.weight"])
-
-
-def test_noise_is_a_share_of_each_tensors_own_spread():
-    spoilt = planted(HEAD, parse_plant("noise0.1"), 0)
-    added = (spoilt["fc.weight"] - HEAD["fc.weight"]).std() / HEAD["fc.weight"].std()
-    assert 0.07 < added < 0.13
+    if name == "noise0.1":  # a share of the tensor's own spread
+        added = spoilt["fc.weight"] - HEAD["fc.weight"]
+        assert 0.07 < added.std() / HEAD["fc.weight"].std() < 0.13
 
 
 def events(*rows):
@@ -111,28 +98,7 @@ def test_a_bad_head_that_stayed_is_a_problem():
     ]
 
 
-def test_each_planted_head_has_a_stretch_of_the_stream(tmp_path):
-    options = options_for(
-        RollbackOptions, "rollback", tmp_path, plants=("nan", "permuted"),
-        baseline_requests=4, trial_requests=6,
-    )  # fmt: skip
-    stream = rollback_stream(options)
-    assert [r.segment for r in stream] == ["0 nan"] * 10 + ["1 permuted"] * 10
-    assert [r.index for r in stream] == list(range(20))
-    assert len({r.prompt for r in stream}) == 20
-
-
-def test_prompts_come_again_when_all_were_sent(tmp_path):
-    (tmp_path / "few.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(5))
-    )
-    options = options_for(
-        RollbackOptions, "rollback", tmp_path, plants=("nan",), domains=("few",),
-        prompts=tmp_path, baseline_requests=4, trial_requests=4,
-    )  # fmt: skip
-    assert len({r.prompt for r in rollback_stream(options)}) == 5
-
-
+@pytest.mark.slow
 def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
     tmp_path, monkeypatch
 ):
@@ -179,7 +145,7 @@ def _event(engine, kind):
 
 
 def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
-    def planted_arm(session, options, stream, config, watch, run_dir):
+    def planted_arm(_, options, stream, config, watch, run_dir):
         assert parse_tide(config["tide"]).schedule.mode == "tide"
         log = [
             {"unix": 1.0, "event": "publish", "version": 1},
@@ -195,7 +161,7 @@ def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rollback_suite, "_serve", planted_arm)
     monkeypatch.setattr(
-        learning_session, "run_arm", lambda arm, stream, _: arm_run(arm.name, stream)
+        session, "run_arm", lambda arm, stream: arm_run(arm.name, stream)
     )
     options = options_for(
         RollbackOptions, "rollback", tmp_path, plants=("nan",),
