@@ -131,7 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-
     for path in filter(None, (args.json, args.speedup)):
         if not path.parent.is_dir():
             raise SimError(f"cannot write {path}: no folder {path.parent}")
@@ -177,7 +176,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _traces(args: argparse.Namespace) -> list[Trace]:
-
     if args.trace:
         traces = [load_trace(path) for path in args.trace]
     elif args.traces is not None:
@@ -228,7 +226,6 @@ class _Progress:
             sys.stderr.flush()
 
     def row(self, row: dict[str, Any]) -> None:
-
         self._done += 1
         passed = time.monotonic() - self._began
         left = passed / self._done * (self._cells - self._done)

@@ -14,11 +14,9 @@ import numpy as np
 
 from sim.acceptance import LEVELS, REGIMES, TRUTHS, Process, make_process
 from sim.arrivals import PATTERNS, SimError, Trace, synthetic
-from sim.audit import Audit
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
-from sim.informed import InformedPolicy
 from sim.published import MODELS, published
 from sim.state import Result, Server
 from sim.truth import Mismatch, Truth
@@ -40,7 +38,6 @@ ARMS = (
     "tide_gate",
     "vllm_dynamic",
     "one_depth",
-    "informed",
     "adaspec",
 )
 CLAIRVOYANT = "clairvoyant"
@@ -59,7 +56,6 @@ class Options:
         by_progress: Requests arrive when as many tokens are written as plain decoding
             had written at their time of arrival, so all arms meet the same load;
             otherwise at their exact times.
-        audit_every: One round in so many of `adaspec` is judged for regret by cause.
         truth: A key of `sim.acceptance.TRUTHS`.
     """
 
@@ -68,7 +64,6 @@ class Options:
     server: Server = Server()
     mismatch: Mismatch = Mismatch()
     by_progress: bool = False
-    audit_every: int = 16
     truth: str = "family"
 
 
@@ -205,7 +200,6 @@ def run_cell(
     }
     if "adaspec" in results:
         row["regret"] = 1.0 - results["adaspec"].throughput / best
-        row["causes"] = _plain(results["adaspec"].causes)
         row["control"] = _plain(results["adaspec"].stats)
     return row
 
@@ -219,11 +213,8 @@ def run_arm(
 ) -> Result:
     """One arm on one cell; *due* as in `simulate`."""
     truth = Truth(cell.time, options.mismatch.noise, options.seed)
-    audit = None
-    if arm == "adaspec" and options.audit_every:
-        audit = Audit(cell.time, options.audit_every)
     policy = arm_policy(arm, cell, process, options)
-    return simulate(cell.trace, process, truth, options.server, policy, audit, due)
+    return simulate(cell.trace, process, truth, options.server, policy, due)
 
 
 def arm_policy(
@@ -242,10 +233,6 @@ def arm_policy(
     # These two decide without a time model: refining one would only cost time.
     if arm.startswith("static"):
         return StaticPolicy(int(arm.removeprefix("static")))
-    settings = ControlSettings(
-        k_max=options.top,
-        max_requests=options.server.max_num_seqs,
-    )
     if arm == "threshold":
         return ThresholdPolicy(options.top)
     believed = options.mismatch.believed(cell.time)
@@ -253,8 +240,9 @@ def arm_policy(
         from sim.one_depth import OneDepth  # which loads torch
 
         return OneDepth(believed, options.top, options.server)
-    if arm == "informed":
-        return InformedPolicy(settings, OnlineTime(believed))
+    settings = ControlSettings(
+        k_max=options.top, max_requests=options.server.max_num_seqs
+    )
     return make_policy(arm, settings, OnlineTime(believed))
 
 
