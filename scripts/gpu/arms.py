@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 K, NEAR = 5, 0.05
 GRAPHS = {"max_cudagraph_capture_size": 1024}
 LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 2048}
-ARMS = ("static3", "vllm_adaptive", "adaspec_adaptive", "adaspec")
+ARMS = ("static3", "vllm_adaptive", "adaspec_adaptive")
 _INPUT = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj",
           "up_proj", "lm_head", "fc")  # fmt: skip
 _OUTPUT = ("o_proj", "down_proj", "fc")
@@ -74,8 +74,6 @@ def arm(place: Place) -> None:
     name, tide = place.data["stage"], None
     if name.startswith("adaspec"):
         tide = {"capture": {"enabled": False}, "control": {"policy": "adaspec"}}
-    if name == "adaspec":  # without adaptive verification nothing measures times
-        tide["control"]["profile"] = str(_profile(place))
     engine = Engine(
         place, wide(place), 3 if name == "static3" else K, tide, **LIMITS,
         compilation_config=GRAPHS, gpu_memory_utilization=0.8,
@@ -87,19 +85,6 @@ def arm(place: Place) -> None:
     for batch in (2,) if place.dry else (8, 64, 128):
         engine.serve(given, batch, seconds / 4)  # warms up, and learns
         place.part(f"batch {batch}", lambda b=batch: engine.serve(given, b, seconds))
-
-
-def profile(place: Place) -> None:
-    """`vllm-tide profile` of these models, which the arm `adaspec` begins with."""
-    target, draft = map(str, wide(place))
-    command = ["-m", "vllm_tide", "profile", "--quick", "--model", target, "--draft"]
-    command += [draft, "--num-speculative-tokens", str(K), "--dtype", "bfloat16"]
-    command += ["--out", str(_profile(place)), "--", "--gpu-memory-utilization"]
-    command += ["0.05" if place.dry else "0.8", "--compilation-config"]
-    command += [json.dumps(GRAPHS)]
-    for name, value in (LIMITS | ({"max_num_seqs": 8} if place.dry else {})).items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    place.part("profile", lambda: place.command(command, "profile"))
 
 
 def identity(place: Place) -> None:
@@ -120,10 +105,6 @@ def identity(place: Place) -> None:
     place.part("differences", lambda: found)
     worst = max((gap for *_, gap in found), default=0.0)
     place.judge(worst < NEAR, f"other text than {ARMS[0]}'s, no near tie: {found}")
-
-
-def _profile(place: Place) -> Path:
-    return place.file.parent / "profile.json.work" / "times.json"
 
 
 def _text(engine: Engine, given: list[list[int]]) -> list[Any]:

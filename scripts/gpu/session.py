@@ -19,21 +19,18 @@ from typing import Any
 CALLS: dict[int, dict[str, tuple[int, str]]] = {
     1: {
         "ops": (60, "checks.ops"),
-        "copies": (40, "checks.copies"),
         "kernel_tests": (150, "checks.tests"),
         "attention_tests": (90, "checks.tests"),
-        "rows": (110, "rows.rows"),
+        "rows": (110, "checks.rows"),
         "smoke": (140, "serving.smoke"),
         "lengths": (100, "serving.lengths"),
     },
-    2: {"curves": (330, "curves.curves"), "static": (210, "curves.static")},
-    3: {"seams": (330, "seams.seams"), "kernels": (120, "kernels.kernels")},
+    2: {"curves": (330, "steps.curves")},
+    3: {"seams": (330, "steps.seams"), "kernels": (120, "kernels.kernels")},
     4: {
         "static3": (120, "arms.arm"),
         "vllm_adaptive": (120, "arms.arm"),
         "adaspec_adaptive": (120, "arms.arm"),
-        "profile": (120, "arms.profile"),
-        "adaspec": (120, "arms.arm"),
         "identity": (30, "arms.identity"),
     },
     5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
@@ -50,7 +47,7 @@ COMMAND = (
     "set -o pipefail; {{ for p in {kit}/part*; do python3 $p/install_part.py || "
     "[ $? = 3 ]; done; . /tmp/kit/env.sh; export PYTHONPATH=$PWD:$PYTHONPATH; "
     "python3 -m vllm_tide patch apply && OUT=out/gpu TIDE_PYTHON=python3 "
-    "TIDE_PROBES={kit}/probes scripts/gpu/session.sh {call} "
+    "scripts/gpu/session.sh {call} "
     "--minutes $(((560-SECONDS)/60)); }} 2>&1 | tee $OUT/call{call}.log; s=$?; "
     "cp out/gpu/call{call}.* $OUT/; exit $s"
 )
