@@ -44,28 +44,20 @@ class Place:
         stage: Its name.
         what: What it answers.
         file: The results; parts that are in it are not measured again.
-        cpu: Tiny sizes on the CPU.
         minutes: No part begins later.
 
     Raises:
         CannotRun: There is no GPU, or the file is of another stage or chip.
     """
 
-    def __init__(
-        self, stage: str, what: str, file: Path, cpu: bool, minutes: float
-    ) -> None:
-        if not cpu and not torch.cuda.is_available():
-            raise CannotRun(
-                f"{stage} needs a GPU and there is none; --cpu proves that it works"
-            )
-        self.cpu, self.file = cpu, file.resolve()
+    def __init__(self, stage: str, what: str, file: Path, minutes: float) -> None:
+        if not torch.cuda.is_available():
+            raise CannotRun(f"{stage} needs a GPU and there is none")
+        self.file = file.resolve()
         self.dry = bool(os.environ.get("TIDE_DRY"))  # on the null GPU
-        self.device = torch.device("cpu" if cpu else "cuda")
         self.work = self.file.with_name(self.file.name + ".work")
         self._until = time.monotonic() + 60 * minutes
-        chip = "no GPU (--cpu)" if cpu else torch.cuda.get_device_name()
-        if self.dry:
-            chip = "null GPU (--dry-run)"
+        chip = "null GPU (--dry-run)" if self.dry else torch.cuda.get_device_name()
         self.data: dict[str, Any] = {
             "stage": stage,
             "what": what,

@@ -61,7 +61,6 @@ def main() -> int:
     parser.add_argument("--only", help="names of steps, with commas")
     parser.add_argument("--again", action="store_true", help="passed steps too")
     parser.add_argument("--dry-run", action="store_true", help="on the null GPU")
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes, no GPU")
     parser.add_argument("--list", action="store_true", help="name the steps")
     parser.add_argument("--command", action="store_true", help="for a lent machine")
     parser.add_argument("--kit", default=".kit", help="of --command: vLLM's kit")
@@ -111,7 +110,7 @@ def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
     command += ["--minutes", str(limit / 60)] + ["--dry-run"] * args.dry_run
     with log.open("w", encoding="utf-8") as said:
         child = subprocess.Popen(
-            [*command, *["--cpu"] * args.cpu],
+            command,
             stdout=said,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -136,14 +135,11 @@ def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
 
 
 def _step(module: str, function: str, work: Path, args: Any) -> int:
-    # Triton decides when it is first imported whether kernels are interpreted.
-    if args.cpu and module == "kernels":
-        os.environ["TRITON_INTERPRET"] = "1"
     from place import CannotRun, Place, TimeIsOver
 
     file = work / f"{args.step}.json"
     try:
-        place = Place(args.step, function, file, args.cpu, args.minutes)
+        place = Place(args.step, function, file, args.minutes)
         getattr(importlib.import_module(module), function)(place)
     except (AssertionError, CannotRun, TimeIsOver) as error:
         print(f"{type(error).__name__}: {error}"[:500])
