@@ -1,30 +1,13 @@
-"""Bring-up: kernels of vLLM, our tests, and captured rows against Transformers."""
+"""Bring-up: our tests, and captured rows against Transformers."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from place import DEMO, Place
 
 AUX = (1, 3, 5)  # of the demo's draft
-
-
-def ops(place: Place) -> None:
-    """Kernels of vLLM against plain PyTorch: `run_smoke.py` of its kit."""
-
-    def errors() -> Any:
-        program = Path(os.environ.get("KIT_ROOT", "")) / "run_smoke.py"
-        assert program.is_file(), f"KIT_ROOT: no {program.name} in '{program.parent}'"
-        place.command([str(program), "ops"], "ops")
-        said = (place.work / "ops.log").read_text(encoding="utf-8")
-        return json.loads(said.split("RESULT ")[1].splitlines()[0].split(" wall_s")[0])
-
-    worst = max(place.part("ops", errors)["relative_errors"].values())
-    place.judge(worst < 0.03, f"a kernel of vLLM is off by {worst}")
 
 
 def tests(place: Place) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 # call: step: (most seconds, module.function of a `Place`)
 CALLS: dict[int, dict[str, tuple[int, str]]] = {
     1: {
-        "ops": (60, "checks.ops"),
         "kernel_tests": (150, "checks.tests"),
         "attention_tests": (90, "checks.tests"),
         "rows": (110, "checks.rows"),
@@ -31,7 +30,6 @@ CALLS: dict[int, dict[str, tuple[int, str]]] = {
         "static3": (120, "arms.arm"),
         "vllm_adaptive": (120, "arms.arm"),
         "adaspec_adaptive": (120, "arms.arm"),
-        "identity": (30, "arms.identity"),
     },
     5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
     6: {

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from sim.state import Server
 from sim.suite import (
     ARMS,
     Options,
-    options_json,
     run_cells,
     speedups,
     suite_cells,
@@ -152,14 +152,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.speedup is not None:
         regimes, arms = tuple(LEVELS), ("adaspec", "none")
     cells = suite_cells(args.suite, _traces(args), _models(args.profile), regimes)
-    progress = _Progress(len(cells))
-    rows = []
-    for row in run_cells(cells, arms, options, args.processes, progress.arm):
+    rows, began = [], time.monotonic()
+    for row in run_cells(cells, arms, options, args.processes):
         rows.append(row)
-        progress.row(row)
+        _print_progress(len(rows), len(cells), began, row)
     result: dict[str, Any] = {
         "suite": args.suite,
-        "options": options_json(options),
+        "options": asdict(options),
         "summary": {m: summary(rows, m) for m in ("throughput", "speed")},
         "rows": rows,
     }
@@ -210,33 +209,16 @@ def _models(paths: list[Path] | None) -> dict[str, TimeModel] | None:
     return models
 
 
-class _Progress:
-    """Says on standard error what is done and how long the rest will take."""
-
-    def __init__(self, cells: int) -> None:
-        self._cells = cells
-        self._done = 0
-        self._began = time.monotonic()
-
-    def arm(self, what: str) -> None:
-        if sys.stderr.isatty():
-            print(
-                f"\r\033[K[{self._done}/{self._cells}] {what}", end="", file=sys.stderr
-            )
-            sys.stderr.flush()
-
-    def row(self, row: dict[str, Any]) -> None:
-        self._done += 1
-        passed = time.monotonic() - self._began
-        left = passed / self._done * (self._cells - self._done)
-        found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
-        start = "\r\033[K" if sys.stderr.isatty() else ""
-        print(
-            f"{start}[{self._done}/{self._cells}] {row['model']} {row['trace']} "
-            f"{row['regime']}: {', '.join(found) or 'done'} ({passed:.0f} s, about "
-            f"{left:.0f} s left)",
-            file=sys.stderr,
-        )
+def _print_progress(done: int, cells: int, began: float, row: dict[str, Any]) -> None:
+    """Print a line on standard error: the ratios of a cell and the time left."""
+    passed = time.monotonic() - began
+    left = passed / done * (cells - done)
+    found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
+    print(
+        f"[{done}/{cells}] {row['model']} {row['trace']} {row['regime']}: "
+        f"{', '.join(found) or 'done'} ({passed:.0f} s, about {left:.0f} s left)",
+        file=sys.stderr,
+    )
 
 
 def _positive(text: str) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any
@@ -130,7 +130,6 @@ def run_cells(
     arms: Sequence[str],
     options: Options,
     processes: int = 1,
-    watch: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run every arm on every cell; yields rows in the cells' order.
 
@@ -139,7 +138,6 @@ def run_cells(
         arms: Names among `ARMS`; the clairvoyant policy is always run.
         options: What is the same in every cell.
         processes: Processes to use.
-        watch: Told which arm begins; not with several processes.
     """
     if options.truth not in TRUTHS:
         raise SimError(f"no truth {options.truth!r}; there are {', '.join(TRUTHS)}")
@@ -148,7 +146,7 @@ def run_cells(
             raise SimError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
     if processes <= 1:
         for cell in cells:
-            yield run_cell(cell, arms, options, watch)
+            yield run_cell(cell, arms, options)
         return
     # spawn: a fork would copy the threads' locks of the numerical libraries.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -157,12 +155,7 @@ def run_cells(
             yield job.result()
 
 
-def run_cell(
-    cell: Cell,
-    arms: Sequence[str],
-    options: Options,
-    watch: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+def run_cell(cell: Cell, arms: Sequence[str], options: Options) -> dict[str, Any]:
     """One row: `model`, `trace`, `regime`, `throughput`, `clairvoyant`, `regret`, ...
 
     `length` is the acceptance length of drafts of `Options.top` tokens.
@@ -179,8 +172,6 @@ def run_cell(
         due = progress_at_arrival(cell.trace, plain)
     results: dict[str, Result] = {}
     for arm in (CLAIRVOYANT, *arms):
-        if watch is not None:
-            watch(f"{cell.model} {cell.trace.name} {cell.regime}: {arm}")
         results[arm] = run_arm(arm, cell, process, options, due)
     best = results[CLAIRVOYANT].throughput
     row: dict[str, Any] = {
@@ -308,8 +299,3 @@ def speedups(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         lengths, gained = zip(*points, strict=True)
         classes[model] = {"length": list(lengths), "speedup": list(gained)}
     return {"classes": classes}
-
-
-def options_json(options: Options) -> dict[str, Any]:
-    """The options as they are written beside the rows."""
-    return asdict(options)

@@ -84,8 +84,10 @@ def test_aux_layer_ids_keep_their_meaning(tmp_path):
     inflate_model.inflate(source, tmp_path / "out", 64, 2)
     ids = torch.arange(12)[None]
     before, after = (
-        model(ids, output_hidden_states=True).hidden_states
-        for model in inflate_model._models(source, tmp_path / "out")
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            ids, output_hidden_states=True
+        ).hidden_states
+        for folder in (source, tmp_path / "out")
     )
     # hidden_states[i] is the stream entering layer i; the last one is normed.
     for layer in range(TINY["num_hidden_layers"]):
