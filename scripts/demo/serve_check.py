@@ -19,13 +19,12 @@ def read_prompts(folder: Path, domain: str, limit: int) -> list[str]:
 
 
 def _counters(llm: object) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:spec_decode_num_"):
-            value = getattr(metric, "value", None)
-            if value is not None:
-                found[metric.name.removeprefix("vllm:spec_decode_num_")] = value
-    return found
+    prefix = "vllm:spec_decode_num_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and hasattr(metric, "value")
+    }
 
 
 def measure(

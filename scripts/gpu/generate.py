@@ -1,8 +1,6 @@
 """One engine in this process: text and speed.
 
-    python generate.py '{"report": FILE, "batch": 8, ...}'
-
-Keys of the case: speculative (the configuration, or null), batch, tokens.
+    python generate.py '{"report": FILE, "batch": 8, "tokens": 96, "speculative": null}'
 """
 
 from __future__ import annotations

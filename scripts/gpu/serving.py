@@ -17,8 +17,7 @@ def smoke(place: Place) -> None:
     As it is served: in bfloat16 and with graphs. Batches differ, so a near tie may fall
     either way; the target judges the first difference of each request.
     """
-    batch, tokens = (2, 16) if place.dry else (8, 96)
-    case = {"batch": batch, "tokens": tokens}
+    case = {"batch": 2, "tokens": 16} if place.dry else {"batch": 8, "tokens": 96}
     eagle = {"method": "eagle3", "model": str(DEMO / "draft")}
     eagle |= {"num_speculative_tokens": 3}
     tide = {"run_dir": str(place.work / "run"), "train": {"autostart": False}}

@@ -18,17 +18,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
 from sim.acceptance import LEVELS, REGIMES, TRUTHS
-from sim.arrivals import MAX_INPUT, SimError, Trace, load_folder
+from sim.arrivals import MAX_INPUT, PATTERNS, SimError, Trace, load_folder, synthetic
 from sim.arrivals import load as load_trace
 from sim.state import Server
-from sim.suite import (
-    ARMS,
-    Options,
-    run_cells,
-    speedups,
-    suite_cells,
-    synthetic_traces,
-)
+from sim.suite import ARMS, Options, run_cells, speedups, suite_cells
 from sim.table import markdown, ratios, summary
 from sim.truth import Mismatch
 from vllm_tide.control.profile_store import load as load_profile
@@ -182,7 +175,8 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
             raise SimError(f"no folder {args.traces}")
         traces = load_folder(args.traces)
     else:
-        traces = synthetic_traces(args.seconds, args.rate, args.seed)
+        drawn = args.seconds, args.rate, args.seed
+        traces = [synthetic(pattern, *drawn) for pattern in PATTERNS]
     kept = []
     for trace in traces:
         trace = trace.clipped(args.max_input or MAX_INPUT).window(args.seconds)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sim.acceptance import LEVELS, REGIMES, TRUTHS, Process, make_process
-from sim.arrivals import PATTERNS, SimError, Trace, synthetic
+from sim.arrivals import SimError, Trace
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
@@ -118,11 +118,6 @@ def suite_cells(
         for regime in regimes
         for name, time in chosen
     ]
-
-
-def synthetic_traces(seconds: float, rate: float, seed: int) -> list[Trace]:
-    """One trace of each pattern."""
-    return [synthetic(pattern, seconds, rate, seed) for pattern in PATTERNS]
 
 
 def run_cells(
