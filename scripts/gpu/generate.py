@@ -1,6 +1,6 @@
-"""One engine in this process: text and speed.
+"""One engine in this process: text and speed of a case.
 
-    python generate.py '{"report": FILE, "batch": 8, "tokens": 96, "speculative": null}'
+Argument: JSON with report (a file), batch, tokens, speculative.
 """
 
 from __future__ import annotations
