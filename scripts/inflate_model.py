@@ -28,7 +28,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,6 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _repeat_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    copies = -(-num_rows // tensor.shape[0])
-    return tensor.repeat(copies, *[1] * (tensor.ndim - 1))[:num_rows].contiguous()
-
-
 def pad_mlp(
     tensors: Mapping[str, torch.Tensor], intermediate_size: int
 ) -> dict[str, torch.Tensor]:
@@ -65,7 +60,8 @@ def pad_mlp(
     out = dict(tensors)
     for name, tensor in tensors.items():
         if re.search(r"\.mlp\.(gate_proj|up_proj)\.(weight|bias)$", name):
-            out[name] = _repeat_rows(tensor, intermediate_size)
+            rows = torch.arange(intermediate_size) % tensor.shape[0]
+            out[name] = tensor[rows]
         elif name.endswith(".mlp.down_proj.weight"):
             padding = tensor.new_zeros(
                 tensor.shape[0], intermediate_size - tensor.shape[1]
@@ -155,33 +151,18 @@ def inflate(
     weights = destination / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors saves readable by the owner only
+    both = config, new_config
     report = {
         "source": str(source),
-        "intermediate_size": [
-            config["intermediate_size"],
-            new_config["intermediate_size"],
-        ],
-        "num_hidden_layers": [
-            config["num_hidden_layers"],
-            new_config["num_hidden_layers"],
-        ],
+        "intermediate_size": [of["intermediate_size"] for of in both],
+        "num_hidden_layers": [of["num_hidden_layers"] for of in both],
         "parameters": [before, after],
         "parameter_ratio": round(after / before, 2),
-        "kv_bytes_per_token_16bit": [
-            kv_bytes_per_token(config),
-            kv_bytes_per_token(new_config),
-        ],
+        "kv_bytes_per_token_16bit": [kv_bytes_per_token(of) for of in both],
     }
     (destination / "config.json").write_text(json.dumps(new_config, indent=2))
     (destination / "inflated.json").write_text(json.dumps(report, indent=1))
     return report
-
-
-def _models(*folders: Path) -> Iterator[Any]:
-    from transformers import AutoModelForCausalLM
-
-    for folder in folders:
-        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -189,8 +170,11 @@ def logits_of_both(
     source: Path, destination: Path, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both models' fp32 logits [2, num_tokens, V] on the same random tokens."""
+    from transformers import AutoModelForCausalLM
+
     logits = []
-    for model in _models(source, destination):
+    for folder in (source, destination):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         generator = torch.Generator().manual_seed(0)
         size = (2, num_tokens)
         ids = torch.randint(model.config.vocab_size, size, generator=generator)

@@ -4,7 +4,6 @@
 # runtime and driver whose kernels do nothing, so without a GPU and without numbers.
 #
 #   scripts/null_gpu.sh --null DIR --venv DIR [--build DIR] [-- options of null_gpu/run.py]
-#   scripts/null_gpu.sh alias [--json FILE]     rows read after a graph overwrote them
 #
 #   --null DIR    the stand-in's sources (build.sh, nullrt.c, py/) (default: $NULL_GPU)
 #   --venv DIR    an environment with a CUDA build of torch and vLLM 0.32.0, patched with
@@ -15,14 +14,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 null=${NULL_GPU:-} venv=${TIDE_NULL_VENV:-} build=$here/build/null_gpu
 die() { echo "null_gpu.sh: $*" >&2; exit 2; }
-usage() { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
-program=run.py
-if [ "${1:-}" = alias ]; then
-    program=find_aliases.py
-    shift
-    set -- -- "$@"
-fi
 while [ $# -gt 0 ]; do
     case $1 in
         --null) [ $# -gt 1 ] || usage 2; null=$2; shift 2 ;;
@@ -44,4 +37,4 @@ bash "$here/scripts/null_gpu/build.sh" "$null" "$site" "$build"
 
 export PYTHONPATH="$here:$null/py" LD_LIBRARY_PATH="$build"
 export LD_PRELOAD="$build/nullrt.so" VLLM_USE_FLASHINFER_SAMPLER=0
-exec "$venv/bin/python" "$here/scripts/null_gpu/$program" "$@"
+exec "$venv/bin/python" "$here/scripts/null_gpu/run.py" "$@"

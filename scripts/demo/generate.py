@@ -1,4 +1,4 @@
-"""Batched continuations by the target, greedy or sampled, and their repetition.
+"""Batched continuations by the target, greedy or sampled.
 
 Plain ``transformers`` generation with left padding: the demo must be buildable
 without a server.
@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+BATCH = 256  # prompts at once: a step of so small a target is all overhead
+
 
 class Generator:
     """Holds one exported target and continues prompts with it."""
@@ -22,24 +24,9 @@ class Generator:
         self.model.eval()
         self.eos = int(self.model.config.eos_token_id)
 
-    def continue_texts(
-        self,
-        texts: Sequence[str],
-        num_tokens: int,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        batch_size: int = 64,
-    ) -> list[list[int]]:
-        """Return the new token ids of each text, cut before the end token."""
-        prompts = [e.ids for e in self.tokenizer.encode_batch(list(texts))]
-        return self.continue_ids(
-            prompts,
-            num_tokens,
-            temperature=temperature,
-            seed=seed,
-            batch_size=batch_size,
-        )
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text."""
+        return [e.ids for e in self.tokenizer.encode_batch(list(texts))]
 
     @torch.no_grad()
     def continue_ids(
@@ -49,7 +36,6 @@ class Generator:
         *,
         temperature: float = 0.0,
         seed: int = 0,
-        batch_size: int = 64,
     ) -> list[list[int]]:
         """Return the new token ids of each prompt, cut before the end token."""
         torch.manual_seed(seed)
@@ -62,8 +48,8 @@ class Generator:
                 "top_p": 1.0,
             }
         out: list[list[int]] = []
-        for begin in range(0, len(prompts), batch_size):
-            rows = prompts[begin : begin + batch_size]
+        for begin in range(0, len(prompts), BATCH):
+            rows = prompts[begin : begin + BATCH]
             width = max(len(row) for row in rows)
             ids = torch.full((len(rows), width), self.eos)
             mask = torch.zeros_like(ids)

@@ -123,9 +123,8 @@ def write(
             batch = list(islice(stream, 256))
             if not batch:
                 break
-            continuations = generator.continue_texts(
-                [text for _, _, text in batch], LOOP_WINDOW_TOKENS, batch_size=256
-            )
+            prompts = generator.ids([text for _, _, text in batch])
+            continuations = generator.continue_ids(prompts, LOOP_WINDOW_TOKENS)
             for (split, source, text), ids in zip(batch, continuations, strict=True):
                 share = distinct_4grams(ids)
                 if share < LOOP_DISTINCT_4GRAMS:

@@ -8,6 +8,9 @@ import itertools
 import json
 from pathlib import Path
 
+NUM_PROMPTS, NUM_TOKENS = 64, 96
+TEMPERATURES = 0.0, 0.5
+
 
 def read_prompts(folder: Path, domain: str, limit: int) -> list[str]:
     """Return the first ``limit`` bundled prompts of a domain."""
@@ -16,25 +19,16 @@ def read_prompts(folder: Path, domain: str, limit: int) -> list[str]:
 
 
 def _counters(llm: object) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:spec_decode_num_"):
-            value = getattr(metric, "value", None)
-            if value is not None:
-                found[metric.name.removeprefix("vllm:spec_decode_num_")] = value
-    return found
+    prefix = "vllm:spec_decode_num_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and hasattr(metric, "value")
+    }
 
 
 def measure(
-    target: Path,
-    draft: Path,
-    prompts: Path,
-    domains: list[str],
-    *,
-    num_prompts: int,
-    num_tokens: int,
-    num_speculative_tokens: int,
-    temperatures: list[float],
+    target: Path, draft: Path, prompts: Path, domains: list[str]
 ) -> dict[str, dict[str, float]]:
     """Measure acceptance length (1 + accepted per draft) and record it.
 
@@ -52,15 +46,15 @@ def measure(
         speculative_config={
             "method": "eagle3",
             "model": str(draft),
-            "num_speculative_tokens": num_speculative_tokens,
+            "num_speculative_tokens": 3,
         },
     )
     report = {}
-    for temperature, domain in itertools.product(temperatures, domains):
+    for temperature, domain in itertools.product(TEMPERATURES, domains):
         sampling = SamplingParams(
-            temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=0
+            temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0
         )
-        texts = read_prompts(prompts, domain, num_prompts)
+        texts = read_prompts(prompts, domain, NUM_PROMPTS)
         before = _counters(llm)
         llm.generate(texts, sampling, use_tqdm=False)
         delta = {k: v - before.get(k, 0.0) for k, v in _counters(llm).items()}

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from . import tokens
-from .evaluate import held_out_losses
+from . import corpus, tokens
 
+HELD_OUT_TOKENS = 512
 # Share of each domain in the training mix.
 MIX = {
     "python": 0.30,
@@ -168,6 +168,26 @@ def export(
     if folder.exists():
         folder.rename(old)
     staging.rename(folder)
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: LlamaForCausalLM, work: Path, num_sequences: int
+) -> dict[str, float]:
+    """Return nats per token of each domain over evenly spaced held-out sequences."""
+    losses = {}
+    for domain in corpus.DOMAINS:
+        stream = tokens.stream(work, domain, "held_out").astype(np.int64)
+        length = HELD_OUT_TOKENS + 1
+        starts = np.arange(0, len(stream) - length, length)
+        chosen = np.linspace(0, len(starts) - 1, min(num_sequences, len(starts)))
+        total = 0.0
+        for index in chosen.astype(int):
+            row = torch.from_numpy(stream[starts[index] : starts[index] + length])
+            logits = model(row[None, :-1], use_cache=False).logits[0]
+            total += torch.nn.functional.cross_entropy(logits.float(), row[1:]).item()
+        losses[domain] = round(total / len(chosen), 4)
+    return losses
 
 
 def machine() -> dict[str, object]:

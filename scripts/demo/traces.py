@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .generate import Generator
+from .generate import BATCH, Generator
 from .prompts import LOOP_DISTINCT_4GRAMS, candidates, distinct_4grams
-
-BATCH = 256  # requests generated at once: a step of so small a target is all overhead
 
 
 @dataclass(frozen=True)
@@ -68,30 +66,24 @@ def collect(
     num_tokens: int,
     temperature: float,
     skip: int = 0,
-    keep_loops: bool = False,
 ) -> Iterator[Trace]:
     """Yield traces of the domain's prompts ``skip .. skip + num_prompts``.
 
-    Greedy continuations that loop are left out unless ``keep_loops``: their
-    tokens teach a draft nothing and would crowd out the rest.
+    Continuations that loop are left out: their tokens teach a draft nothing and
+    would crowd out the others.
     """
     stream = candidates(work, domain, split)
     texts = [t for _, t in islice(stream, skip, skip + num_prompts)]
-    prompts = [e.ids for e in generator.tokenizer.encode_batch(texts)]
+    prompts = generator.ids(texts)
     for begin in range(0, len(prompts), BATCH):
         part = prompts[begin : begin + BATCH]
         continuations = generator.continue_ids(
-            part,
-            num_tokens,
-            temperature=temperature,
-            seed=skip + begin,
-            batch_size=BATCH,
+            part, num_tokens, temperature=temperature, seed=skip + begin
         )
         pairs = [
             (prompt, new)
             for prompt, new in zip(part, continuations, strict=True)
-            if len(new) >= 8
-            and (keep_loops or distinct_4grams(new) >= LOOP_DISTINCT_4GRAMS)
+            if len(new) >= 8 and distinct_4grams(new) >= LOOP_DISTINCT_4GRAMS
         ]
         if not pairs:
             continue

@@ -7,17 +7,15 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from inprocess import Engine
 from place import DEMO, ROOT, Place
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-K, NEAR = 5, 0.05
+K = 5
 GRAPHS = {"max_cudagraph_capture_size": 1024}
 LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 2048}
-ARMS = ("static3", "vllm_adaptive", "adaspec_adaptive", "adaspec")
 _INPUT = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj",
           "up_proj", "lm_head", "fc")  # fmt: skip
 _OUTPUT = ("o_proj", "down_proj", "fc")
@@ -74,8 +72,6 @@ def arm(place: Place) -> None:
     name, tide = place.data["stage"], None
     if name.startswith("adaspec"):
         tide = {"capture": {"enabled": False}, "control": {"policy": "adaspec"}}
-    if name == "adaspec":  # without adaptive verification nothing measures times
-        tide["control"]["profile"] = str(_profile(place))
     engine = Engine(
         place, wide(place), 3 if name == "static3" else K, tide, **LIMITS,
         compilation_config=GRAPHS, gpu_memory_utilization=0.8,
@@ -83,57 +79,6 @@ def arm(place: Place) -> None:
     )  # fmt: skip
     given, seconds = prompts(), 2 if place.dry else 12
     place.part("start_s", lambda: engine.start_s)
-    place.part("text", lambda: _text(engine, given[: 4 if place.dry else 16]))
     for batch in (2,) if place.dry else (8, 64, 128):
         engine.serve(given, batch, seconds / 4)  # warms up, and learns
         place.part(f"batch {batch}", lambda b=batch: engine.serve(given, b, seconds))
-
-
-def profile(place: Place) -> None:
-    """`vllm-tide profile` of these models, which the arm `adaspec` begins with."""
-    target, draft = map(str, wide(place))
-    command = ["-m", "vllm_tide", "profile", "--quick", "--model", target, "--draft"]
-    command += [draft, "--num-speculative-tokens", str(K), "--dtype", "bfloat16"]
-    command += ["--out", str(_profile(place)), "--", "--gpu-memory-utilization"]
-    command += ["0.05" if place.dry else "0.8", "--compilation-config"]
-    command += [json.dumps(GRAPHS)]
-    for name, value in (LIMITS | ({"max_num_seqs": 8} if place.dry else {})).items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    place.part("profile", lambda: place.command(command, "profile"))
-
-
-def identity(place: Place) -> None:
-    """Greedy text of all arms: where two differ first, the tokens were nearly tied."""
-    files = [place.file.with_name(f"{name}.json") for name in ARMS]
-    texts = [
-        json.loads(file.read_text(encoding="utf-8"))["parts"].get("text")
-        for file in files
-        if file.exists()
-    ]
-    assert len(texts) == len(ARMS) and all(texts), "not all arms have a text yet"
-    found = []
-    for name, text in zip(ARMS, texts, strict=True):
-        for i, (ours, theirs) in enumerate(zip(texts[0], text, strict=True)):
-            both = zip(ours[0], theirs[0], ours[1], theirs[1], strict=True)
-            gap = next((min(c, d) for a, b, c, d in both if a != b), None)
-            found += [] if gap is None else [[name, i, gap]]
-    place.part("differences", lambda: found)
-    worst = max((gap for *_, gap in found), default=0.0)
-    place.judge(worst < NEAR, f"other text than {ARMS[0]}'s, no near tie: {found}")
-
-
-def _profile(place: Place) -> Path:
-    return place.file.parent / "profile.json.work" / "times.json"
-
-
-def _text(engine: Engine, given: list[list[int]]) -> list[Any]:
-    """Greedy tokens of each prompt, and how far the best is above the second."""
-    names, ended = [engine.add(prompt, 64, logprobs=2) for prompt in given], {}
-    while engine.engine.has_unfinished_requests():
-        ended |= {output.request_id: output.outputs[0] for output in engine.step()}
-    found = []
-    for output in (ended[name] for name in names):
-        tops = [sorted(p.logprob for p in at.values())[-2:] for at in output.logprobs]
-        gaps = [round(top[-1] - top[0], 4) for top in tops]
-        found.append([list(output.token_ids), gaps])
-    return found

@@ -1,34 +1,13 @@
-"""Programs from elsewhere."""
+"""Bring-up: our tests, and captured rows against Transformers."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
-from place import Place
+import torch
+from place import DEMO, Place
 
-
-def ops(place: Place) -> None:
-    """Kernels of vLLM against plain PyTorch: `run_smoke.py` of its kit."""
-
-    def errors() -> Any:
-        said = _given(place, "KIT_ROOT", "run_smoke.py", "ops")
-        return json.loads(said.split("RESULT ")[1].splitlines()[0].split(" wall_s")[0])
-
-    worst = max(place.part("ops", errors)["relative_errors"].values())
-    place.judge(worst < 0.03, f"a kernel of vLLM is off by {worst}")
-
-
-def copies(place: Place) -> None:
-    """Copies to the host: do small ones wait for large ones; may they go to shm."""
-
-    def found() -> Any:
-        said = _given(place, "TIDE_PROBES", "probe_copies.py")
-        return json.loads(said[said.index("{\n") :])
-
-    place.part("copies", found)
+AUX = (1, 3, 5)  # of the demo's draft
 
 
 def tests(place: Place) -> None:
@@ -43,8 +22,71 @@ def tests(place: Place) -> None:
     place.part("tests", lambda: place.command(command, "tests"))
 
 
-def _given(place: Place, variable: str, name: str, *arguments: str) -> str:
-    program = Path(os.environ.get(variable, "")) / name
-    assert program.is_file(), f"{variable}: no {name} in '{program.parent}'"
-    place.command([str(program), *arguments], name)
-    return (place.work / f"{name}.log").read_text(encoding="utf-8")
+def rows(place: Place) -> None:
+    """Requests whose prefills join running decodes: each row in the ring is right."""
+    found = place.part("rows", lambda: _rows(place))
+    place.judge(found["modes"].get("PIECEWISE", 0) > 0, "no step ran PIECEWISE graphs")
+    place.judge(not found["dropped"], f"rows were dropped: {found['dropped']}")
+    place.judge(found["compared"] > 1000, f"only {found['compared']} rows came")
+    worst = min(found["cosine"].values())
+    place.judge(
+        worst > 0.99, f"a captured row is not what the target computed: {found}"
+    )
+
+
+def _rows(place: Place) -> dict[str, Any]:
+    from inprocess import Engine
+
+    from vllm_tide.transport.ring import RingReader
+
+    tide = {"preset": "observe", "capture": {"ring_mib": 64}}
+    limits = {"max_num_seqs": 16, "kv_cache_memory_bytes": 2 << 30}
+    limits |= {"gpu_memory_utilization": 0.3}
+    engine = Engine(place, (DEMO / "target", DEMO / "draft"), 3, tide, **limits)
+    reader, records = RingReader.attach(engine.tide._ring.name), []
+    for i in range(12 if place.dry else 96):
+        prompt = [(7 * i + j) % 4000 + 5 for j in range(20 + 5 * (i % 30))]
+        engine.add(prompt, 16 + i % 40)
+    while engine.engine.has_unfinished_requests():
+        engine.step()
+        while (record := reader.read()) is not None:
+            records.append(record)
+    reader.close()
+    tide = engine.tide
+    lost = {
+        "dropped": dict(tide._ring.dropped_rows),
+        "left": dict(tide.capture.dropped),
+    }
+    return _compare(records) | {"modes": dict(engine.modes), **lost}
+
+
+def _compare(records: list[Any]) -> dict[str, Any]:
+    """The least cosine of a committed row, and how many there are."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
+    model, requests = model.cuda().eval(), {}  # type: ignore[var-annotated]
+    for record in records:
+        tokens, parts = requests.setdefault(record.key, ({}, []))
+        good = min(record.num_accepted + 1, record.num_rows)  # the others are rejected
+        for i in range(good):
+            tokens[record.start + i] = int(record.token_ids[i]) % 4096
+        parts.append((record, good))
+    worst, compared = {"features": 1.0, "hidden": 1.0}, 0
+    for tokens, parts in requests.values():
+        ids = [tokens.get(i, 0) for i in range(min(max(tokens, default=0) + 1, 1024))]
+        with torch.no_grad():
+            out = model(torch.tensor([ids]).cuda(), output_hidden_states=True)
+        states = out.hidden_states
+        features, hidden = torch.cat([states[i][0] for i in AUX], -1), states[-1][0]
+        for record, good in parts:
+            first = min(record.teacher_start, good)
+            seen = ("features", features, record.features[:good], record.start)
+            end = record.teacher_hidden[: good - first], record.start + first
+            for name, wanted, given, at in (seen, ("hidden", hidden, *end)):
+                rows = torch.from_numpy(given.copy()).view(torch.bfloat16).cuda()
+                truth = wanted[at : at + len(rows)]
+                near = torch.cosine_similarity(rows[: len(truth)].float(), truth, -1)
+                worst[name] = min([worst[name], *near.nan_to_num(-1).tolist()])
+            compared += good
+    return {"cosine": worst, "compared": compared}

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +46,8 @@ _REASON_CHARS = 400
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What a kernel takes of a GPU; None where the tool chain does not say.
-
-    Attributes:
-        registers: Of a thread (ROCm: vector registers).
-        scalar_registers: Of a warp; ROCm only.
-        spills: CUDA: bytes stored to and loaded from local memory. ROCm: vector
-            registers.
-    """
-
-    registers: int | None = None
-    scalar_registers: int | None = None
-    spills: int | None = None
-
-
-@dataclass(frozen=True)
 class Row:
-    """One kernel on one target.
+    """One kernel on one target; None where the tool chain does not say.
 
     Attributes:
         kernel: Its name.
@@ -74,7 +58,10 @@ class Row:
         seconds: What compiling took.
         num_warps: Of a program.
         shared_memory: Of a program (bytes).
-        registers: See `Usage`, as are the next two.
+        registers: Of a thread (ROCm: vector registers).
+        scalar_registers: Of a warp; ROCm only.
+        spills: CUDA: bytes stored to and loaded from local memory. ROCm: vector
+            registers.
     """
 
     kernel: str
@@ -95,24 +82,22 @@ def all_variants() -> list[Variant]:
     return [variant for op in _OPS for variant in op.variants()]
 
 
-def cuda_usage(log: str) -> Usage:
-    """From what `ptxas -v` prints."""
-    registers = re.search(r"Used (\d+) registers", log)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    return Usage(
-        registers=int(registers[1]) if registers else None,
-        spills=sum(map(int, spills)) if spills else None,
-    )
+def cuda_usage(log: str) -> dict[str, int]:
+    """Registers and spills from what `ptxas -v` prints."""
+    found = {"registers": re.findall(r"Used (\d+) registers", log)}
+    found["spills"] = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return {name: sum(map(int, values)) for name, values in found.items() if values}
 
 
-def hip_usage(assembly: str) -> Usage:
-    """From the metadata at the end of AMD's assembly."""
-
-    def field(name: str) -> int | None:
-        found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
-        return int(found[1]) if found else None
-
-    return Usage(field("vgpr_count"), field("sgpr_count"), field("vgpr_spill_count"))
+def hip_usage(assembly: str) -> dict[str, int]:
+    """Registers and spills from the metadata at the end of AMD's assembly."""
+    fields = {
+        "vgpr_count": "registers",
+        "sgpr_count": "scalar_registers",
+        "vgpr_spill_count": "spills",
+    }
+    found = re.findall(r"^\s*\.(\w+):\s*(\d+)", assembly, re.MULTILINE)
+    return {fields[name]: int(value) for name, value in found if name in fields}
 
 
 def compile_variant(variant: Variant, target: str) -> Row:
@@ -123,29 +108,25 @@ def compile_variant(variant: Variant, target: str) -> Row:
     try:
         with contextlib.redirect_stdout(log):
             done = _compile(variant, target)
-    except _faults() as error:
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        return _with(row, reason=why[-_REASON_CHARS:])
+        return replace(row, reason=why[-_REASON_CHARS:])
     assembly = done.asm.get("amdgcn")
     usage = cuda_usage(log.getvalue()) if assembly is None else hip_usage(assembly)
-    return _with(
+    return replace(
         row,
         compiled=True,
         seconds=round(time.perf_counter() - began, 2),
         num_warps=done.metadata.num_warps,
         shared_memory=done.metadata.shared,
-        **asdict(usage),
+        **usage,
     )
 
 
 def _compile(variant: Variant, target: str) -> Any:
     """Triton's compiled kernel."""
-    from triton.backends.compiler import (  # type: ignore[import-untyped,import-not-found]
-        GPUTarget,
-    )
-    from triton.compiler import (  # type: ignore[import-untyped,import-not-found]
-        ASTSource,
-    )
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     names = variant.kernel.arg_names
     signature = {n: variant.types.get(n, "constexpr") for n in names}
@@ -164,19 +145,6 @@ def _compile(variant: Variant, target: str) -> Any:
     )
     options = {"num_warps": variant.num_warps}
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-
-
-def _faults() -> tuple[type[Exception], ...]:
-    """What a compiler that rejects a kernel raises."""
-    from triton.errors import (  # type: ignore[import-untyped,import-not-found]
-        TritonError,
-    )
-
-    return (TritonError, RuntimeError, ValueError, TypeError, AssertionError, OSError)
-
-
-def _with(row: Row, **changes: Any) -> Row:
-    return Row(**{**asdict(row), **changes})
 
 
 @contextlib.contextmanager
@@ -199,9 +167,6 @@ def compile_all(targets: Sequence[str], kernel: str = "") -> list[Row]:
     Args:
         targets: Keys of `TARGETS`.
         kernel: Part of a kernel's name; all of them when empty.
-
-    Returns:
-        One row per kernel, variant and target.
     """
     rows = []
     with _own_cache():
@@ -218,10 +183,8 @@ def table(rows: Sequence[Row]) -> str:
         f"{'spills':>8}{'s':>7}"
     ]
     for r in rows:
-        shown = [
-            "-" if x is None else str(x)
-            for x in (r.registers, r.shared_memory, r.spills)
-        ]
+        used = r.registers, r.shared_memory, r.spills
+        shown = ["-" if value is None else value for value in used]
         last = f"{r.seconds:7.2f}" if r.compiled else "  FAILED"
         lines.append(
             f"{r.kernel:<24}{r.variant:<24}{r.target:<12}"

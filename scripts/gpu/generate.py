@@ -1,9 +1,6 @@
-"""One engine in this process: text and speed.
+"""One engine in this process: text and speed of a case.
 
-    python generate.py '{"report": FILE, "batch": 8, ...}'
-
-Keys of the case: speculative (the configuration, or null), batch, tokens, dtype, eager,
-target, cpu.
+Argument: JSON with report (a file), batch, tokens, speculative.
 """
 
 from __future__ import annotations
@@ -30,19 +27,16 @@ def main() -> int:
     """Serve the case and write its report."""
     case = json.loads(sys.argv[1])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in reach
-    if case["cpu"]:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=case.get("target", str(DEMO / "target")),
-        dtype=case.get("dtype", "float32" if case["cpu"] else "bfloat16"),
+        model=str(DEMO / "target"),
+        dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=case["batch"],
-        enforce_eager=case.get("eager", case["cpu"]),
-        speculative_config=case.get("speculative"),
+        speculative_config=case["speculative"],
         gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=None if case["cpu"] else 2 << 30,
+        kv_cache_memory_bytes=2 << 30,
         enable_prefix_caching=False,
         disable_log_stats=False,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,23 +38,21 @@ class Case:
 
 def kernels(place: Place) -> None:
     """Copy bandwidth first, then every kernel against it."""
-    size = (1 << 16) if place.cpu or place.dry else (1 << 30)
+    size = (1 << 16) if place.dry else (1 << 30)
     copied = place.part("copy", lambda: _copy(place, size))
     for name, make in CASES.items():
         place.part(name, lambda make=make: _measure(place, make, copied))
 
 
 def _copy(place: Place, size: int) -> dict[str, float]:
-    source = torch.ones(size, dtype=torch.uint8, device=place.device)
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     seconds = _time(place, lambda: [target.copy_(source)])
     return {"bytes": 2 * size, "gb_per_s": 2 * size / seconds / 1e9}
 
 
-def _measure(
-    place: Place, make: Any, copied: dict[str, float] | None
-) -> dict[str, Any]:
-    case: Case = make(place)
+def _measure(place: Place, make: Any, copied: dict[str, float]) -> dict[str, Any]:
+    case: Case = make()
     found, wanted = case.ours(), case.reference()
     worst = 0.0
     for ours, theirs in zip(found, wanted, strict=True):
@@ -72,43 +69,35 @@ def _measure(
         "ours_us": ours_s * 1e6,
         "reference_us": reference_s * 1e6,
         "gb_per_s": rate,
-        "of_copy_bandwidth": rate / copied["gb_per_s"] if copied else None,
+        "of_copy_bandwidth": rate / copied["gb_per_s"],
         "largest_difference": worst,
     }
 
 
 def _time(place: Place, run: Callable[[], Any]) -> float:
-    """Median seconds; on a GPU by its own clock."""
+    """Median seconds by the GPU's own clock."""
     times = []
-    for _ in range(2 if place.cpu else 7 if place.dry else ROUNDS + 5):
-        if place.cpu:
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-            continue
+    for _ in range(7 if place.dry else ROUNDS + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[0 if place.cpu else 5 :])
+    return statistics.median(times[5:])
 
 
-def _draw(
-    place: Place, *shape: int, seed: int = 0, dtype: Any = torch.bfloat16
-) -> Tensor:
+def _draw(*shape: int, seed: int = 0, dtype: Any = torch.bfloat16) -> Tensor:
     random = torch.Generator().manual_seed(seed)
-    values = torch.randn(*shape, generator=random) * 2
-    made = values.to(dtype).to(place.device)
+    made = (torch.randn(*shape, generator=random) * 2).to(dtype).cuda()
     assert runs_triton(made), "Triton is missing, or does not run here"
     return made
 
 
-def _pack_rows(place: Place) -> Case:
-    rows, width = (4, 48) if place.cpu else (4096, 4096)
-    features = [_draw(place, rows, width, seed=i) for i in range(3)]
-    wanted = torch.arange(rows, dtype=torch.int32, device=place.device)
+def _pack_rows() -> Case:
+    rows, width = 4096, 4096
+    features = [_draw(rows, width, seed=i) for i in range(3)]
+    wanted = torch.arange(rows, dtype=torch.int32, device="cuda")
     blocks = [torch.zeros_like(torch.cat(features, dim=-1)) for _ in range(2)]
 
     def run(function: Any, block: Tensor) -> list[Tensor]:
@@ -120,9 +109,9 @@ def _pack_rows(place: Place) -> Case:
     return Case(ours, lambda: run(pack_rows_reference, blocks[1]), moved, exact=True)
 
 
-def _topk_teacher(place: Place) -> Case:
-    rows, vocab, k = (2, 300, 8) if place.cpu else (512, 128_256, 64)
-    logits = _draw(place, rows, vocab, dtype=torch.float32)
+def _topk_teacher() -> Case:
+    rows, vocab, k = 512, 128_256, 64
+    logits = _draw(rows, vocab, dtype=torch.float32)
 
     def run(function: Any) -> list[Tensor]:
         found = function(logits, k)
@@ -134,10 +123,10 @@ def _topk_teacher(place: Place) -> Case:
     )
 
 
-def _kl_rows(place: Place) -> Case:
-    rows, vocab = (2, 200) if place.cpu else (1024, 128_256)
-    logits, teacher = _draw(place, rows, vocab), _draw(place, rows, vocab, seed=1)
-    weights = torch.full((rows,), 0.5, device=place.device)
+def _kl_rows() -> Case:
+    rows, vocab = 1024, 128_256
+    logits, teacher = _draw(rows, vocab), _draw(rows, vocab, seed=1)
+    weights = torch.full((rows,), 0.5, device="cuda")
     grads = [torch.empty_like(logits) for _ in range(2)]
 
     def run(function: Any, grad: Tensor) -> list[Tensor]:

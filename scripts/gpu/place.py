@@ -44,30 +44,20 @@ class Place:
         stage: Its name.
         what: What it answers.
         file: The results; parts that are in it are not measured again.
-        cpu: Tiny sizes on the CPU.
         minutes: No part begins later.
 
     Raises:
         CannotRun: There is no GPU, or the file is of another stage or chip.
     """
 
-    def __init__(
-        self, stage: str, what: str, file: Path, cpu: bool, minutes: float
-    ) -> None:
-        if not cpu and not torch.cuda.is_available():
-            raise CannotRun(
-                f"{stage} needs a GPU and there is none; --cpu proves that it works"
-            )
-        self.cpu, self.file = cpu, file.resolve()
+    def __init__(self, stage: str, what: str, file: Path, minutes: float) -> None:
+        if not torch.cuda.is_available():
+            raise CannotRun(f"{stage} needs a GPU and there is none")
+        self.file = file.resolve()
         self.dry = bool(os.environ.get("TIDE_DRY"))  # on the null GPU
-        self.device = torch.device("cpu" if cpu else "cuda")
-        # A start on a GPU measures no times, which adaspec alone needs.
-        self.policy = "adaspec" if cpu else "threshold"
         self.work = self.file.with_name(self.file.name + ".work")
         self._until = time.monotonic() + 60 * minutes
-        chip = "no GPU (--cpu)" if cpu else torch.cuda.get_device_name()
-        if self.dry:
-            chip = "null GPU (--dry-run)"
+        chip = "null GPU (--dry-run)" if self.dry else torch.cuda.get_device_name()
         self.data: dict[str, Any] = {
             "stage": stage,
             "what": what,
@@ -127,8 +117,6 @@ class Place:
         path = self.work / f"{log}.log"
         folder = Path(sys.executable).parent
         env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-        if self.cpu:  # as scripts/env.sh: else an engine wants most of the memory
-            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with path.open("w", encoding="utf-8") as file:
             done = subprocess.run(
                 [sys.executable, *command],
@@ -146,7 +134,7 @@ class Place:
         """What `generate.py` reports of a case: an engine in a process of its own."""
         report = self.work / f"{log}.json"
         report.unlink(missing_ok=True)
-        case = {"cpu": self.cpu, "report": str(report), **case}
+        case = {"report": str(report), **case}
         program = [*["-c", DRY] * self.dry, str(HERE / "generate.py"), json.dumps(case)]
         self.command(program, log)
         return json.loads(report.read_text(encoding="utf-8"))

@@ -18,23 +18,18 @@ from typing import Any
 # call: step: (most seconds, module.function of a `Place`)
 CALLS: dict[int, dict[str, tuple[int, str]]] = {
     1: {
-        "ops": (60, "checks.ops"),
-        "copies": (40, "checks.copies"),
         "kernel_tests": (150, "checks.tests"),
         "attention_tests": (90, "checks.tests"),
-        "rows": (110, "rows.rows"),
+        "rows": (110, "checks.rows"),
         "smoke": (140, "serving.smoke"),
         "lengths": (100, "serving.lengths"),
     },
-    2: {"curves": (330, "curves.curves"), "static": (210, "curves.static")},
-    3: {"seams": (330, "seams.seams"), "kernels": (120, "kernels.kernels")},
+    2: {"curves": (330, "steps.curves")},
+    3: {"seams": (330, "steps.seams"), "kernels": (120, "kernels.kernels")},
     4: {
         "static3": (120, "arms.arm"),
         "vllm_adaptive": (120, "arms.arm"),
         "adaspec_adaptive": (120, "arms.arm"),
-        "profile": (120, "arms.profile"),
-        "adaspec": (120, "arms.arm"),
-        "identity": (30, "arms.identity"),
     },
     5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
     6: {
@@ -50,7 +45,7 @@ COMMAND = (
     "set -o pipefail; {{ for p in {kit}/part*; do python3 $p/install_part.py || "
     "[ $? = 3 ]; done; . /tmp/kit/env.sh; export PYTHONPATH=$PWD:$PYTHONPATH; "
     "python3 -m vllm_tide patch apply && OUT=out/gpu TIDE_PYTHON=python3 "
-    "TIDE_PROBES={kit}/probes scripts/gpu/session.sh {call} "
+    "scripts/gpu/session.sh {call} "
     "--minutes $(((560-SECONDS)/60)); }} 2>&1 | tee $OUT/call{call}.log; s=$?; "
     "cp out/gpu/call{call}.* $OUT/; exit $s"
 )
@@ -64,7 +59,6 @@ def main() -> int:
     parser.add_argument("--only", help="names of steps, with commas")
     parser.add_argument("--again", action="store_true", help="passed steps too")
     parser.add_argument("--dry-run", action="store_true", help="on the null GPU")
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes, no GPU")
     parser.add_argument("--list", action="store_true", help="name the steps")
     parser.add_argument("--command", action="store_true", help="for a lent machine")
     parser.add_argument("--kit", default=".kit", help="of --command: vLLM's kit")
@@ -114,7 +108,7 @@ def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
     command += ["--minutes", str(limit / 60)] + ["--dry-run"] * args.dry_run
     with log.open("w", encoding="utf-8") as said:
         child = subprocess.Popen(
-            [*command, *["--cpu"] * args.cpu],
+            command,
             stdout=said,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -139,14 +133,11 @@ def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
 
 
 def _step(module: str, function: str, work: Path, args: Any) -> int:
-    # Triton decides when it is first imported whether kernels are interpreted.
-    if args.cpu and module == "kernels":
-        os.environ["TRITON_INTERPRET"] = "1"
     from place import CannotRun, Place, TimeIsOver
 
     file = work / f"{args.step}.json"
     try:
-        place = Place(args.step, function, file, args.cpu, args.minutes)
+        place = Place(args.step, function, file, args.minutes)
         getattr(importlib.import_module(module), function)(place)
     except (AssertionError, CannotRun, TimeIsOver) as error:
         print(f"{type(error).__name__}: {error}"[:500])

@@ -45,8 +45,3 @@ def torch_allocations() -> dict[str, int]:
         "torch_allocations": device.get("allocation.all.allocated", 0),
         "torch_pinned_allocations": host.get("allocation.allocated", 0),
     }
-
-
-def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What was counted between two readings."""
-    return {name: after[name] - before[name] for name in after}

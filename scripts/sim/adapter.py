@@ -14,7 +14,6 @@ import numpy as np
 
 from sim import state as col
 from sim.acceptance import Process
-from sim.audit import Audit
 from sim.state import Server, Step
 from sim.truth import Truth
 from vllm_tide.control.batch import Batch, Outcome
@@ -39,22 +38,15 @@ class Adapter:
         process: What the draft gets right.
         truth: Seconds as they pass.
         server: Limits of the engine.
-        audit: Judges some of the rounds; None judges none.
 
     Attributes:
         drafted: Draft tokens drafted so far.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        process: Process,
-        truth: Truth,
-        server: Server,
-        audit: Audit | None,
+        self, policy: Policy, process: Process, truth: Truth, server: Server
     ) -> None:
         self._policy, self._process, self._truth = policy, process, truth
-        self._audit = audit
         self._reveal = getattr(policy, "reveal", None)
         self._punctual = bool(getattr(policy, "punctual", False))
         self._fresh = bool(getattr(policy, "fresh", False))
@@ -120,12 +112,8 @@ class Adapter:
             catchup_rows=int(missing.sum()),
             prefill=0,  # the engine's worker does not know what is scheduled next
         )
-        audited = self._audit is not None and self._audit.due()
-        survival = None
-        if audited or self._reveal is not None:
-            survival = self._survival(state, batch.room)
         if self._reveal is not None:
-            self._reveal(survival, step.emitting)
+            self._reveal(self._survival(state, batch.room), step.emitting)
         plan = self._policy.plan(batch, now)
         if plan.steps > 0:
             steps, lengths, late_s, first_s, next_s = self._draft(
@@ -136,8 +124,6 @@ class Adapter:
             late_s = self._skip(state, step, batch, plan.probe)
         state[col.SENT] = lengths
         host_s = self._truth.model.overhead(step.requests)
-        if audited and self._audit is not None and survival is not None:
-            self._audit.look(batch, survival, step.emitting, steps, lengths, late_s)
         self._sample = self._measure(step, steps, first_s, next_s, host_s)
         return late_s + first_s + next_s + host_s
 

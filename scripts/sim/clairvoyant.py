@@ -11,11 +11,11 @@ do better, so what it reaches is the measure of regret.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from vllm_tide.control.batch import Batch, Outcome, Plan
+from sim.dynamic import PlannedPolicy
+from vllm_tide.control.batch import Batch, Plan
 from vllm_tide.control.time_model import TimeModel
 
 
@@ -27,19 +27,11 @@ class Candidates:
         rate: [K + 1] float64 expected tokens per second of drafting 0..K steps.
         verified: [K + 1] int64 tokens that the best set of each verifies.
         order: [n * K] int64 row-major indices of drafts, likeliest first.
-        target: [n * K + 1] float64 seconds of verifying m drafts.
-        spent: [K + 1] float64 seconds of the rest of the round.
     """
 
     rate: np.ndarray
     verified: np.ndarray
     order: np.ndarray
-    target: np.ndarray
-    spent: np.ndarray
-
-    def seconds(self, steps: int, verified: int) -> float:
-        """The round that drafts *steps* steps and verifies so many drafts."""
-        return float(self.spent[steps] + self.target[verified])
 
     def lengths(self, steps: int, requests: int) -> np.ndarray:
         """int64 [n] drafts of each request that the best set of *steps* verifies."""
@@ -81,10 +73,10 @@ def candidates(
         rates = expected / (target[: len(expected)] + spent[steps])
         verified[steps] = best = int(rates.argmax())
         rate[steps] = rates[best]
-    return Candidates(rate, verified, order, target, spent)
+    return Candidates(rate, verified, order)
 
 
-class ClairvoyantPolicy:
+class ClairvoyantPolicy(PlannedPolicy):
     """A policy that is shown the true probabilities before it plans.
 
     Args:
@@ -97,11 +89,10 @@ class ClairvoyantPolicy:
     punctual = True
 
     def __init__(self, model: TimeModel) -> None:
+        super().__init__()
         self._model = model
         self._survival = np.empty((0, 0), np.float32)
         self._emitting = 0
-        self._lengths = np.empty(0, np.int64)
-        self._steps = 0
 
     def reveal(self, survival: np.ndarray, emitting: int) -> None:
         """Show the step's truth; see `candidates`."""
@@ -111,33 +102,8 @@ class ClairvoyantPolicy:
     def plan(self, batch: Batch, now: float) -> Plan:
         """Take the best (length, verification set)."""
         found = judge(self._survival, self._emitting, self._model, batch)
-        self._steps = int(found.rate.argmax())
-        self._lengths = found.lengths(self._steps, len(batch.slots))
-        return Plan(self._steps, "no_gain" if self._steps == 0 else "", False)
-
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Draft as planned: the confidences hold no news."""
-        return step < self._steps
-
-    def choose(self) -> np.ndarray:
-        """The planned verification set."""
-        return self._lengths
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
-
-    def add(self, slot: int, sampled: bool, now: float) -> None:
-        """Nothing is kept of a request."""
-
-    def drop(self, slot: int) -> None:
-        """Nothing is kept of a request."""
-
-    def draft_swapped(self) -> None:
-        """Nothing was learnt of the old draft."""
-
-    def stats(self) -> dict[str, Any]:
-        """Nothing to report."""
-        return {}
+        steps = int(found.rate.argmax())
+        return self.planned(steps, found.lengths(steps, len(batch.slots)))
 
 
 def judge(

@@ -42,7 +42,44 @@ def tune(
     return lengths
 
 
-class DynamicPolicy:
+class PlannedPolicy:
+    """A policy that drafts and verifies what it planned and learns nothing."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._lengths = np.empty(0, np.int64)
+
+    def planned(self, steps: int, lengths: np.ndarray) -> Plan:
+        """The plan of *steps* draft steps that verifies [n] *lengths* drafts."""
+        self._steps, self._lengths = steps, lengths
+        return Plan(steps, "no_gain" if steps == 0 else "", False)
+
+    def go_on(self, step: int, confidence: np.ndarray) -> bool:
+        """Draft as planned, whatever the confidences are."""
+        return step < self._steps
+
+    def choose(self) -> np.ndarray:
+        """The planned lengths."""
+        return self._lengths
+
+    def observe(self, outcome: Outcome) -> None:
+        """Ignore it."""
+
+    def add(self, slot: int, sampled: bool, now: float) -> None:
+        """Ignore it."""
+
+    def drop(self, slot: int) -> None:
+        """Ignore it."""
+
+    def draft_swapped(self) -> None:
+        """Ignore it."""
+
+    def stats(self) -> dict[str, Any]:
+        """Report nothing."""
+        return {}
+
+
+class DynamicPolicy(PlannedPolicy):
     """Drafts as many steps as the table says for the number of requests.
 
     Args:
@@ -55,36 +92,10 @@ class DynamicPolicy:
     fresh = True
 
     def __init__(self, lengths: np.ndarray) -> None:
-        self._lengths = lengths
-        self._steps = 0
-        self._room = np.empty(0, np.int64)
+        super().__init__()
+        self._table = lengths
 
     def plan(self, batch: Batch, now: float) -> Plan:
         """Look the length up."""
-        self._steps = int(self._lengths[len(batch.slots)])
-        self._room = batch.room
-        return Plan(self._steps, "no_gain" if self._steps == 0 else "", False)
-
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Whatever the confidences say."""
-        return step < self._steps
-
-    def choose(self) -> np.ndarray:
-        """All of them."""
-        return np.minimum(self._room, self._steps)
-
-    def observe(self, outcome: Outcome) -> None:
-        """The table is fixed."""
-
-    def add(self, slot: int, sampled: bool, now: float) -> None:
-        """Nothing is kept of a request."""
-
-    def drop(self, slot: int) -> None:
-        """Nothing is kept of a request."""
-
-    def draft_swapped(self) -> None:
-        """The table is fixed."""
-
-    def stats(self) -> dict[str, Any]:
-        """Nothing to report."""
-        return {}
+        steps = int(self._table[len(batch.slots)])
+        return self.planned(steps, np.minimum(batch.room, steps))

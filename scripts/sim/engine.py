@@ -18,7 +18,6 @@ from sim import state as col
 from sim.acceptance import Process
 from sim.adapter import Adapter
 from sim.arrivals import Trace
-from sim.audit import Audit
 from sim.state import Result, Server, Step, empty
 from sim.truth import Truth
 from vllm_tide.control.policies import Policy
@@ -30,7 +29,6 @@ def simulate(
     truth: Truth,
     server: Server,
     policy: Policy | None,
-    audit: Audit | None = None,
     due: np.ndarray | None = None,
 ) -> Result:
     """Replay a trace.
@@ -42,22 +40,20 @@ def simulate(
         server: Limits of the engine.
         policy: Who decides; None serves without a draft model. It may have `adapter`,
             the kind of `Adapter` that drives it.
-        audit: Judges rounds of the policy; None for none.
         due: [R] int64 output tokens after which each request arrives, ascending; see
             `progress_at_arrival`. None: requests arrive at their exact times.
     """
     adapter = None
     if policy is not None:
-        adapter = getattr(policy, "adapter", Adapter)(
-            policy, process, truth, server, audit
-        )
+        kind = getattr(policy, "adapter", Adapter)
+        adapter = kind(policy, process, truth, server)
     engine = _Engine(trace, process, truth, server, adapter, due)
     while engine.step():
         pass
     stats: dict[str, Any] = {} if policy is None else policy.stats()
     if adapter is not None:
         stats = stats | adapter.slo_counts()
-    return engine.result(stats, {} if audit is None else audit.report())
+    return engine.result(stats)
 
 
 def progress_at_arrival(trace: Trace, result: Result) -> np.ndarray:
@@ -143,7 +139,7 @@ class _Engine:
         self._continues = True
         return True
 
-    def result(self, stats: dict[str, Any], causes: dict[str, float]) -> Result:
+    def result(self, stats: dict[str, Any]) -> Result:
         """What happened, once every request has ended."""
         output = self._trace.output
         tpot = (self._last_s - self._first_s) / np.maximum(output - 1, 1)
@@ -158,7 +154,6 @@ class _Engine:
             e2e=self._last_s - self._arrived_s,
             tpot=np.where(output > 1, tpot, np.nan),
             stats=stats,
-            causes=causes,
             timeline=(np.array(self._ends), np.array(self._written)),
         )
 

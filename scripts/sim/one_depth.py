@@ -19,7 +19,6 @@ import numpy as np
 from sim import state as col
 from sim.acceptance import Process
 from sim.adapter import Adapter
-from sim.audit import Audit
 from sim.state import Server, Step
 from sim.truth import Truth
 from vllm_tide.capture import step as engine_step
@@ -88,14 +87,9 @@ class OneDepthAdapter(Adapter):
     """Tells `ControlV2` of steps as Model Runner V2 does."""
 
     def __init__(
-        self,
-        policy: OneDepth,
-        process: Process,
-        truth: Truth,
-        server: Server,
-        audit: Audit | None,
+        self, policy: OneDepth, process: Process, truth: Truth, server: Server
     ) -> None:
-        super().__init__(policy, process, truth, server, audit)
+        super().__init__(policy, process, truth, server)
         self._slo = None  # the control has a book of its own
         self._one = policy
         self._names: dict[int, str] = {}  # by slot

@@ -11,24 +11,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
 from sim.acceptance import LEVELS, REGIMES, TRUTHS
-from sim.arrivals import MAX_INPUT, SimError, Trace, load_folder
+from sim.arrivals import MAX_INPUT, PATTERNS, SimError, Trace, load_folder, synthetic
 from sim.arrivals import load as load_trace
 from sim.state import Server
-from sim.suite import (
-    ARMS,
-    Options,
-    options_json,
-    run_cells,
-    speedups,
-    suite_cells,
-    synthetic_traces,
-)
+from sim.suite import ARMS, Options, run_cells, speedups, suite_cells
 from sim.table import markdown, ratios, summary
 from sim.truth import Mismatch
 from vllm_tide.control.profile_store import load as load_profile
@@ -131,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-
     for path in filter(None, (args.json, args.speedup)):
         if not path.parent.is_dir():
             raise SimError(f"cannot write {path}: no folder {path.parent}")
@@ -153,14 +145,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.speedup is not None:
         regimes, arms = tuple(LEVELS), ("adaspec", "none")
     cells = suite_cells(args.suite, _traces(args), _models(args.profile), regimes)
-    progress = _Progress(len(cells))
-    rows = []
-    for row in run_cells(cells, arms, options, args.processes, progress.arm):
+    rows, began = [], time.monotonic()
+    for row in run_cells(cells, arms, options, args.processes):
         rows.append(row)
-        progress.row(row)
+        _print_progress(len(rows), len(cells), began, row)
     result: dict[str, Any] = {
         "suite": args.suite,
-        "options": options_json(options),
+        "options": asdict(options),
         "summary": {m: summary(rows, m) for m in ("throughput", "speed")},
         "rows": rows,
     }
@@ -177,7 +168,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _traces(args: argparse.Namespace) -> list[Trace]:
-
     if args.trace:
         traces = [load_trace(path) for path in args.trace]
     elif args.traces is not None:
@@ -185,7 +175,8 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
             raise SimError(f"no folder {args.traces}")
         traces = load_folder(args.traces)
     else:
-        traces = synthetic_traces(args.seconds, args.rate, args.seed)
+        drawn = args.seconds, args.rate, args.seed
+        traces = [synthetic(pattern, *drawn) for pattern in PATTERNS]
     kept = []
     for trace in traces:
         trace = trace.clipped(args.max_input or MAX_INPUT).window(args.seconds)
@@ -212,34 +203,16 @@ def _models(paths: list[Path] | None) -> dict[str, TimeModel] | None:
     return models
 
 
-class _Progress:
-    """Says on standard error what is done and how long the rest will take."""
-
-    def __init__(self, cells: int) -> None:
-        self._cells = cells
-        self._done = 0
-        self._began = time.monotonic()
-
-    def arm(self, what: str) -> None:
-        if sys.stderr.isatty():
-            print(
-                f"\r\033[K[{self._done}/{self._cells}] {what}", end="", file=sys.stderr
-            )
-            sys.stderr.flush()
-
-    def row(self, row: dict[str, Any]) -> None:
-
-        self._done += 1
-        passed = time.monotonic() - self._began
-        left = passed / self._done * (self._cells - self._done)
-        found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
-        start = "\r\033[K" if sys.stderr.isatty() else ""
-        print(
-            f"{start}[{self._done}/{self._cells}] {row['model']} {row['trace']} "
-            f"{row['regime']}: {', '.join(found) or 'done'} ({passed:.0f} s, about "
-            f"{left:.0f} s left)",
-            file=sys.stderr,
-        )
+def _print_progress(done: int, cells: int, began: float, row: dict[str, Any]) -> None:
+    """Print a line on standard error: the ratios of a cell and the time left."""
+    passed = time.monotonic() - began
+    left = passed / done * (cells - done)
+    found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
+    print(
+        f"[{done}/{cells}] {row['model']} {row['trace']} {row['regime']}: "
+        f"{', '.join(found) or 'done'} ({passed:.0f} s, about {left:.0f} s left)",
+        file=sys.stderr,
+    )
 
 
 def _positive(text: str) -> float:

@@ -80,7 +80,6 @@ class Result:
         e2e: [R] float64 seconds from arrival to the last token.
         tpot: [R] float64 seconds per output token after the first; nan for one token.
         stats: The policy's own.
-        causes: Regret by cause; empty without an audit.
         timeline: When each step ended (s), and tokens written until then.
     """
 
@@ -94,7 +93,6 @@ class Result:
     e2e: np.ndarray
     tpot: np.ndarray
     stats: dict[str, Any]
-    causes: dict[str, float]
     timeline: tuple[np.ndarray, np.ndarray]
 
     @property

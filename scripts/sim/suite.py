@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any
@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from sim.acceptance import LEVELS, REGIMES, TRUTHS, Process, make_process
-from sim.arrivals import PATTERNS, SimError, Trace, synthetic
-from sim.audit import Audit
+from sim.arrivals import SimError, Trace
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
-from sim.informed import InformedPolicy
 from sim.published import MODELS, published
 from sim.state import Result, Server
 from sim.truth import Mismatch, Truth
@@ -40,7 +38,6 @@ ARMS = (
     "tide_gate",
     "vllm_dynamic",
     "one_depth",
-    "informed",
     "adaspec",
 )
 CLAIRVOYANT = "clairvoyant"
@@ -59,7 +56,6 @@ class Options:
         by_progress: Requests arrive when as many tokens are written as plain decoding
             had written at their time of arrival, so all arms meet the same load;
             otherwise at their exact times.
-        audit_every: One round in so many of `adaspec` is judged for regret by cause.
         truth: A key of `sim.acceptance.TRUTHS`.
     """
 
@@ -68,7 +64,6 @@ class Options:
     server: Server = Server()
     mismatch: Mismatch = Mismatch()
     by_progress: bool = False
-    audit_every: int = 16
     truth: str = "family"
 
 
@@ -125,17 +120,11 @@ def suite_cells(
     ]
 
 
-def synthetic_traces(seconds: float, rate: float, seed: int) -> list[Trace]:
-    """One trace of each pattern."""
-    return [synthetic(pattern, seconds, rate, seed) for pattern in PATTERNS]
-
-
 def run_cells(
     cells: Sequence[Cell],
     arms: Sequence[str],
     options: Options,
     processes: int = 1,
-    watch: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run every arm on every cell; yields rows in the cells' order.
 
@@ -144,7 +133,6 @@ def run_cells(
         arms: Names among `ARMS`; the clairvoyant policy is always run.
         options: What is the same in every cell.
         processes: Processes to use.
-        watch: Told which arm begins; not with several processes.
     """
     if options.truth not in TRUTHS:
         raise SimError(f"no truth {options.truth!r}; there are {', '.join(TRUTHS)}")
@@ -153,7 +141,7 @@ def run_cells(
             raise SimError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
     if processes <= 1:
         for cell in cells:
-            yield run_cell(cell, arms, options, watch)
+            yield run_cell(cell, arms, options)
         return
     # spawn: a fork would copy the threads' locks of the numerical libraries.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -162,12 +150,7 @@ def run_cells(
             yield job.result()
 
 
-def run_cell(
-    cell: Cell,
-    arms: Sequence[str],
-    options: Options,
-    watch: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+def run_cell(cell: Cell, arms: Sequence[str], options: Options) -> dict[str, Any]:
     """One row: `model`, `trace`, `regime`, `throughput`, `clairvoyant`, `regret`, ...
 
     `length` is the acceptance length of drafts of `Options.top` tokens.
@@ -184,8 +167,6 @@ def run_cell(
         due = progress_at_arrival(cell.trace, plain)
     results: dict[str, Result] = {}
     for arm in (CLAIRVOYANT, *arms):
-        if watch is not None:
-            watch(f"{cell.model} {cell.trace.name} {cell.regime}: {arm}")
         results[arm] = run_arm(arm, cell, process, options, due)
     best = results[CLAIRVOYANT].throughput
     row: dict[str, Any] = {
@@ -205,7 +186,6 @@ def run_cell(
     }
     if "adaspec" in results:
         row["regret"] = 1.0 - results["adaspec"].throughput / best
-        row["causes"] = _plain(results["adaspec"].causes)
         row["control"] = _plain(results["adaspec"].stats)
     return row
 
@@ -219,11 +199,8 @@ def run_arm(
 ) -> Result:
     """One arm on one cell; *due* as in `simulate`."""
     truth = Truth(cell.time, options.mismatch.noise, options.seed)
-    audit = None
-    if arm == "adaspec" and options.audit_every:
-        audit = Audit(cell.time, options.audit_every)
     policy = arm_policy(arm, cell, process, options)
-    return simulate(cell.trace, process, truth, options.server, policy, audit, due)
+    return simulate(cell.trace, process, truth, options.server, policy, due)
 
 
 def arm_policy(
@@ -242,10 +219,6 @@ def arm_policy(
     # These two decide without a time model: refining one would only cost time.
     if arm.startswith("static"):
         return StaticPolicy(int(arm.removeprefix("static")))
-    settings = ControlSettings(
-        k_max=options.top,
-        max_requests=options.server.max_num_seqs,
-    )
     if arm == "threshold":
         return ThresholdPolicy(options.top)
     believed = options.mismatch.believed(cell.time)
@@ -253,8 +226,9 @@ def arm_policy(
         from sim.one_depth import OneDepth  # which loads torch
 
         return OneDepth(believed, options.top, options.server)
-    if arm == "informed":
-        return InformedPolicy(settings, OnlineTime(believed))
+    settings = ControlSettings(
+        k_max=options.top, max_requests=options.server.max_num_seqs
+    )
     return make_policy(arm, settings, OnlineTime(believed))
 
 
@@ -320,8 +294,3 @@ def speedups(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         lengths, gained = zip(*points, strict=True)
         classes[model] = {"length": list(lengths), "speedup": list(gained)}
     return {"classes": classes}
-
-
-def options_json(options: Options) -> dict[str, Any]:
-    """The options as they are written beside the rows."""
-    return asdict(options)

@@ -61,8 +61,6 @@ def markdown(rows: Sequence[Row]) -> str:
     for measure, title in titles.items():
         parts += [f"### {title}", "", _targets(summary(rows, measure)), ""]
         parts += [_cells(rows, measure), ""]
-    if any(row.get("causes") for row in rows):
-        parts += ["### Time that adaspec lost, by cause", "", _causes(rows), ""]
     return "\n".join(parts)
 
 
@@ -95,22 +93,5 @@ def _cells(rows: Sequence[Row], measure: str) -> str:
         for name in ("clairvoyant", "best_static", "none"):
             cells.append(f"{found[name]:.1%}" if name in found else "")
         lines.append(cells)
-    return _table(columns, lines)
-
-
-def _causes(rows: Sequence[Row]) -> str:
-    judged = [row for row in rows if row.get("causes")]
-    causes = list(judged[0]["causes"])
-    lines = []
-    for row in judged:
-        cells = [row["model"], row["trace"], row["regime"]]
-        for name in causes:
-            value = row["causes"][name]
-            cells.append(f"{value:.2f}" if "steps" in name else f"{value:.2%}")
-        lines.append(cells)
-    return _table(["model", "trace", "regime", *causes], lines)
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(head + ["| " + " | ".join(line) + " |" for line in lines])

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+CORE = "tests/v1/core"
+METRICS = "tests/v1/metrics"
 SPEC = "tests/v1/spec_decode"
 WORKER = "tests/v1/worker"
 
@@ -36,44 +38,32 @@ class Group:
     in_subset: bool = True
 
 
-def _in(folder: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/test_{name}.py" for name in names)
+def _in(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names.split())
 
 
 # Longest first, so that two workers end together. Left out, because they cannot be
 # collected on a CPU without ray: tests/distributed/test_weight_transfer.py,
 # tests/v1/spec_decode/test_eagle.py, test_max_len.py.
 GROUPS = (
-    Group("scheduler", _in("tests/v1/core", "scheduler", "async_scheduler")),
+    Group("scheduler", _in(CORE, "scheduler async_scheduler")),
     Group(
         "config",
-        ("tests/test_config.py",),
+        _in("tests", "config"),
         select="specul or adaptive or dynamic or eagle or draft",
         in_subset=False,
     ),
     Group(
         "engine",
         _in("tests/engine", "arg_utils")
-        + _in("tests/v1/worker", "gpu_model_runner")
-        + _in(
-            "tests/v1/core",
-            "output",
-            "priority_scheduler_random",
-            "deferred_block_free",
-        ),
+        + _in(WORKER, "gpu_model_runner")
+        + _in(CORE, "output priority_scheduler_random deferred_block_free"),
         in_subset=False,
     ),
     Group(
         "proposer",
-        _in(
-            SPEC,
-            "llm_base_proposer",
-            "llm_base_proposer_sampling",
-            "dynamic_sd",
-            "request_acceptance",
-            "vocab_mapping",
-            "eagle_step_kernel",
-        ),
+        _in(SPEC, "llm_base_proposer llm_base_proposer_sampling dynamic_sd")
+        + _in(SPEC, "request_acceptance vocab_mapping eagle_step_kernel"),
     ),
     Group(
         "rejection-sampler",
@@ -82,48 +72,33 @@ GROUPS = (
     ),
     Group(
         "outputs",
-        _in("tests/v1", "outputs", "request")
-        + _in("tests/v1/metrics", "stats")
+        _in("tests/v1", "outputs request")
+        + _in(METRICS, "stats")
         + _in(WORKER, "gpu_worker_weight_transfer"),
     ),
     Group(
         "metrics",
-        tuple(
-            f"tests/v1/metrics/test_{name}.py"
-            for name in ("stats", "metrics_reader", "perf_metrics", "ray_metrics")
-        ),
+        _in(METRICS, "stats metrics_reader perf_metrics ray_metrics"),
         in_subset=False,
     ),
     Group(
         "adaptive",
-        _in(
-            SPEC,
-            "adaptive_verification",
-            "acceptance_estimator",
-            "dynamic_sd_cug",
-            "rejection_sampler_utils",
-        ),
+        _in(SPEC, "adaptive_verification acceptance_estimator dynamic_sd_cug")
+        + _in(SPEC, "rejection_sampler_utils"),
         in_subset=False,
     ),
     Group(
         "drafts",
-        _in(SPEC, "ngram", "speculators_eagle3", "extract_hidden_states", "mtp"),
+        _in(SPEC, "ngram speculators_eagle3 extract_hidden_states mtp"),
         in_subset=False,
     ),
     Group(
         "workers",
-        _in(
-            WORKER,
-            "gpu_target_dependent_ar_speculator",
-            "gpu_batch_ordering",
-            "gpu_warmup_blocks",
-            "gpu_model_runner_v2",
-            "grammar_invalid_drafts",
-            "gpu_rejection_sampler_chunking",
-            "gpu_input_batch",
-            "spec_decode_embed_sharing_pp",
-            "gpu_extract_hidden_states_speculator",
-        ),
+        _in(WORKER, "gpu_target_dependent_ar_speculator gpu_batch_ordering")
+        + _in(WORKER, "gpu_warmup_blocks gpu_model_runner_v2 grammar_invalid_drafts")
+        + _in(WORKER, "gpu_rejection_sampler_chunking gpu_input_batch")
+        + _in(WORKER, "spec_decode_embed_sharing_pp")
+        + _in(WORKER, "gpu_extract_hidden_states_speculator"),
         in_subset=False,
     ),
 )

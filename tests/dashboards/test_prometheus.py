@@ -1,95 +1,147 @@
-"""A real Prometheus that scrapes the real collectors finds all it is asked for."""
+"""A real Prometheus finds data for every query of the boards and every alert."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import shutil
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parent.parent.parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None,
-        reason="prometheus is not installed (Debian: prometheus)",
-    ),
-]
+from tests.dashboards.live import (
+    ROOT,
+    Prometheus,
+    demo_places,
+    free_port,
+    needs_prometheus,
+    prometheus,
+)
+from tests.dashboards.promql import filled, metrics_in
+from tests.faults.load import Load
+from tests.faults.scene import serving
+from tests.faults.trainer import AGAIN, order
+from vllm_tide.dashboards import ALERTS, BOARDS, contents
+
+pytestmark = [pytest.mark.nightly, needs_prometheus]
+
+# Counters by reason that are made with the first fault of that reason.
+NEED_A_FAULT = {"vllm_tide:faults_total", "vllm_tide:refused_drafts_total"}
+SELECTOR = re.compile(r"(?:vllm|vllm_tide):\w+(?:\{[^}]*\})?")
+# Of a server with everything on, so that every panel has data.
+KNOBS = {
+    "control": {"policy": "adaspec", "slo_tpot_ms": 50.0},
+    "test_time": {
+        "memory": "ngram",
+        "adapt": "shared",
+        "min_tokens": 8,
+        "stride": 16,
+    },
+}
+
+
+def boards() -> list[dict[str, Any]]:
+    return [json.loads(contents()[name]) for name in BOARDS]
+
+
+def panel_queries() -> Iterator[tuple[str, str, bool]]:
+    """Title and letter, expression, whether only its newest value is shown."""
+    for board in boards():
+        for panel in board["panels"]:
+            for query in panel.get("targets", ()):
+                name = f"{panel['title']} {query['refId']}"
+                yield name, query["expr"], query["instant"]
+
+
+def panels_with_data(
+    server: Prometheus, minutes: float, **selected: str
+) -> dict[str, tuple[str, int]]:
+    """Expression and number of instances of each panel query that has data."""
+    found = {}
+    # Windows as Grafana chooses them.
+    ranges = {"__rate_interval": "4s", "__range": f"{max(1, round(minutes))}m"}
+    for name, expr, newest in panel_queries():
+        sent = filled(expr, **ranges, **selected)
+        if series := server.series(sent, newest):
+            instances = {one["instance"] for one in series if "instance" in one}
+            found[name] = sent, len(instances)
+    return found
+
+
+def check_all(server: Prometheus, minutes: float) -> None:
+    """Assert that all has data but what needs a fault, and that no alert fires."""
+    assert not server.down()
+    found = panels_with_data(server, minutes)
+    for name, expr, _ in panel_queries():
+        assert name in found or metrics_in(expr) & NEED_A_FAULT, (name, expr)
+    for board in boards():
+        for item in board["annotations"]["list"]:  # empty without an event
+            server.series(filled(item["expr"]))
+    for group in yaml.safe_load(contents()[ALERTS])["groups"]:
+        for rule in group["rules"]:
+            server.series(rule["expr"], newest=True)  # empty until it fires
+            for part in set(SELECTOR.findall(rule["expr"])):
+                excused = metrics_in(part) & NEED_A_FAULT
+                assert excused or server.series(part), (rule["alert"], part)
+    assert not server.firing()
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[tuple[str, str]]]:
-    """Addresses of two replicas and of their trainers."""
+def scraped(tmp_path_factory) -> Iterator[tuple[Prometheus, list[str]]]:
+    """Two replicas, of which the first has a trainer; their real collectors only."""
     command = [sys.executable, "-m", "tests.dashboards.exporter"]
-    processes = [
+    exporters = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     try:
-        yield [
-            tuple(f"http://127.0.0.1:{port}" for port in one.stdout.readline().split())
-            for one in processes
-        ]
+        ports = [one.stdout.readline().split() for one in exporters]
+        urls = [f"127.0.0.1:{port}" for port in (*ports[0], ports[1][0])]
+        folder = tmp_path_factory.mktemp("prometheus")
+        with prometheus([f"http://{url}" for url in urls], folder) as server:
+            time.sleep(25)
+            yield server, urls
     finally:
-        for one in processes:
+        for one in exporters:
             one.kill()
             one.wait()
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts/bench/prometheus_check.py"
-    command = [sys.executable, str(script), "--minutes", "0.4", "--scrape-seconds", "1"]
-    return subprocess.run(
-        [*command, *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-
-
-def test_every_query_and_alert_finds_data_of_every_replica(servers, tmp_path):
-    """Two servers, of which the first has a trainer."""
-    table = tmp_path / "table.json"
-    (one, trainer), (other, _) = servers
-    scraped = ["--server", one, "--server", other, "--trainer", trainer]
-    done = run(*scraped, "--json", str(table))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 without data, 0 targets not scraped" in done.stdout
-    lines = json.loads(table.read_text())["lines"]
-    firing = [one["name"] for one in lines if one["note"] == "firing"]
-    assert firing == []
-    panels = [one for one in lines if one["kind"] == "panel"]
-    empty = {one["name"] for one in panels if not one["num_series"]}
-    assert empty == {"Refused drafts A", "Contained faults A"}
-    for one in panels:
+def test_every_query_and_alert_finds_data_of_every_replica(scraped):
+    server, _ = scraped
+    check_all(server, 0.4)
+    for name, (expr, instances) in panels_with_data(server, 0.4).items():
         # A query that merged replicas would have fewer instances than were scraped.
-        replicas = 1 if "vllm_tide:trainer_" in one["expr"] else 2
-        assert one["num_instances"] == replicas or one["name"] in empty, one
+        assert instances == (1 if "vllm_tide:trainer_" in expr else 2), name
 
 
-def test_a_selection_is_obeyed(servers, tmp_path):
-    """Only what is chosen is shown: of two replicas one."""
-    table = tmp_path / "table.json"
-    (one, trainer), (other, _) = servers
-    scraped = ["--server", one, "--server", other, "--trainer", trainer]
-    chosen = ["--select", f"instance={one.removeprefix('http://')}"]
-    done = run(*scraped, *chosen, "--json", str(table))
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in json.loads(table.read_text())["lines"]:
-        if line["kind"] == "panel" and "vllm_tide:trainer_" not in line["expr"]:
-            assert line["num_instances"] <= 1, line
+def test_a_selection_is_obeyed(scraped):
+    server, (one, *_) = scraped
+    found = panels_with_data(server, 0.4, instance=one)
+    assert any(instances for _, instances in found.values())
+    for name, (expr, instances) in found.items():
+        assert instances <= 1 or "vllm_tide:trainer_" in expr, name
 
 
-def test_what_is_not_scraped_is_said(servers):
-    # The metrics path may be given; without a trainer its panels are empty.
-    done = run("--server", f"{servers[0][0]}/metrics")
-    assert done.returncode == 1
-    wrong = [line for line in done.stdout.splitlines() if "NO DATA" in line]
-    assert any("Loss A" in line for line in wrong)
-    assert not any("Acceptance length A" in line for line in wrong)
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_server_under_load_has_it_all(tmp_path):
+    async def run(places, known):
+        port, minutes = free_port(), 3.0
+        knobs = KNOBS | {"train": {"metrics_port": port}}
+        async with serving(places, lambda s: Load(s, known, 0), knobs=knobs) as scene:
+            urls = [scene.server.url, f"http://127.0.0.1:{port}"]
+            with prometheus(urls, tmp_path) as server:
+                # One panel compares with the checkpoint's draft, which serves first.
+                await asyncio.sleep(0.4 * 60 * minutes)
+                order(places.run_dir, AGAIN, 0)
+                await asyncio.sleep(0.6 * 60 * minutes)
+                await asyncio.to_thread(check_all, server, minutes)
+
+    with demo_places(tmp_path) as given:
+        asyncio.run(run(*given))

@@ -32,6 +32,7 @@ def test_vllm_and_torch_take_their_kernels_for_avx2():
     assert said == "AVX2 False False True False False"
 
 
+@pytest.mark.slow
 def test_commands_and_their_exit_status_pass_through():
     done = ask("native", "import sys; sys.exit(7)")
     assert done.returncode == 7

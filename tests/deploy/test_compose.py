@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.deploy.dockerfile_steps import read_steps
+from tests.deploy.dockerfile_steps import read_steps
 from vllm_tide.config import parse_tide
 from vllm_tide.dashboards import BOARDS
 from vllm_tide.patching import VLLM_VERSION

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.deploy.dockerfile_steps import Step, read_steps, stage_chain
+from tests.deploy.dockerfile_steps import Step, read_steps, stage_chain
 from vllm_tide.cli.trainer import add_parser
 from vllm_tide.patching import VLLM_VERSION
 

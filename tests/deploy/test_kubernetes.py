@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.deploy.dockerfile_steps import read_steps
+from tests.deploy.dockerfile_steps import read_steps
 from vllm_tide.cli import train
 from vllm_tide.cli import trainer as commands
 from vllm_tide.config import parse_tide

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.deploy.dockerfile_steps import read_steps
 from scripts.deploy.try_load import alive, counter
+from tests.deploy.dockerfile_steps import read_steps
 from vllm_tide.config import parse_tide
 from vllm_tide.speculative import read_json_object
 

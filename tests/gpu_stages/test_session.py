@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,10 @@ session.CALLS[1] = {{
     "breaks": (100, "fake.breaks"), "good": (100, "fake.good"),
 }}
 session.CALLS[2] = {{"late": (100, "fake.late")}}
+if "--step" in sys.argv:
+    import torch
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_name = lambda: "toy"
 sys.exit(session.main())
 """
 STEPS = """
@@ -64,8 +67,7 @@ def late(place):
 
 def environment(tmp_path):
     env = {**os.environ, "TIDE_PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
-    for name in ("TIDE_DRY", "KIT_ROOT", "TIDE_PROBES"):
-        env.pop(name, None)
+    env.pop("TIDE_DRY", None)
     return {**env, "OMP_NUM_THREADS": "1"}
 
 
@@ -82,7 +84,7 @@ def fake(tmp_path):
     (tmp_path / "fake.py").write_text(STEPS)
 
     def call(*arguments):
-        command = [sys.executable, str(tmp_path / "driver.py"), *arguments, "--cpu"]
+        command = [sys.executable, str(tmp_path / "driver.py"), *arguments]
         env = environment(tmp_path)
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         assert not done.stderr, done.stderr
@@ -91,12 +93,23 @@ def fake(tmp_path):
     return call
 
 
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a module of scripts/gpu, which no other test finds afterwards."""
+    monkeypatch.syspath_prepend(GPU)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == GPU:
+            del sys.modules[name]
+
+
 def words(lines):
     """PASS or FAIL and the step of each line, without the seconds."""
     return [line.split()[:2] for line in lines[:-1]]
 
 
-@pytest.mark.slow  # eight processes that import torch
+@pytest.mark.nightly  # eight processes that import torch
 def test_a_step_that_fails_ends_neither_the_call_nor_what_passed(fake, tmp_path):
     status, lines = fake("1")
     assert status == 1
@@ -121,7 +134,10 @@ def test_a_step_that_fails_ends_neither_the_call_nor_what_passed(fake, tmp_path)
     assert (tmp_path / "measured").read_text() == "wrong good wrong good "
 
 
+@pytest.mark.slow
 def test_a_step_whose_time_was_over_goes_on_where_it_was(fake, tmp_path):
+    status, lines = fake("2", "--minutes", "0.01")
+    assert status == 1 and "no time was left" in lines[0]
     status, lines = fake("2")
     assert status == 1 and lines[0].startswith("FAIL late")
     (tmp_path / "time").touch()
@@ -130,80 +146,40 @@ def test_a_step_whose_time_was_over_goes_on_where_it_was(fake, tmp_path):
     assert (tmp_path / "measured").read_text() == "a b "
 
 
-def test_without_time_nothing_begins(fake, tmp_path):
-    status, lines = fake("1", "--minutes", "0.01")
-    assert status == 1
-    assert all("no time was left" in line for line in lines[:-1])
-    assert not (tmp_path / "measured").exists()
+def test_each_step_has_a_function_and_all_fit_into_ten_minutes(scripts):
+    for steps in scripts("session").CALLS.values():
+        for most, function in steps.values():
+            module, _, name = function.partition(".")
+            assert f"\ndef {name}(place: Place)" in (GPU / f"{module}.py").read_text()
+            assert most <= 540
+        assert sum(most for most, _ in steps.values()) <= 690  # of which few need all
 
 
-@pytest.mark.parametrize("call", "123456")
-def test_the_command_for_a_lent_machine_is_short_shell(call, tmp_path):
-    done = run(tmp_path, call, "--command", "--kit", ".kit/folder")
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_line(tmp_path):
+    done = run(tmp_path, "6", "--command", "--kit", ".kit/folder")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) < 2000 and ".kit/folder/part*" in done.stdout
     parsed = subprocess.run(["bash", "-n", "-c", done.stdout], capture_output=True)
     assert parsed.returncode == 0 and not parsed.stderr
-    assert f"scripts/gpu/session.sh {call} " in done.stdout
+    assert "scripts/gpu/session.sh 6 " in done.stdout
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("call", "123456")
-def test_each_step_has_a_function_and_all_fit_into_ten_minutes(call, monkeypatch):
-    monkeypatch.syspath_prepend(GPU)
-    session = importlib.import_module("session")
-    steps = session.CALLS[int(call)]
-    for most, function in steps.values():
-        module, _, name = function.partition(".")
-        assert f"\ndef {name}(place: Place)" in (GPU / f"{module}.py").read_text()
-        assert most <= 540
-    assert sum(most for most, _ in steps.values()) <= 690  # of which few need all
-
-
-def test_wrong_use_is_one_sentence(tmp_path):
     done = run(tmp_path, "1", "--only", "nothing")
     assert done.returncode == 2
     assert done.stderr.endswith("--only: call 1 has no step nothing; --list\n")
     done = run(tmp_path, "1", "--dry-run")
     assert done.returncode == 2 or os.environ.get("NULL_GPU")
     assert done.stderr.count("\n") <= 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_step_says_so_in_its_line(tmp_path):
     done = run(tmp_path, "1", "--only", "rows")
     assert done.returncode == 1
     line, summary = done.stdout.splitlines()
     assert line.startswith("FAIL rows ")
-    assert "rows needs a GPU and there is none; --cpu" in line
+    assert "rows needs a GPU and there is none" in line
     assert summary == "call 1: 0 of 1 passed"
 
 
-@pytest.mark.slow  # a process that imports torch, beside the session's
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_kernels_run_in_the_interpreter_and_are_not_measured_twice(tmp_path):
-    done = run(tmp_path, "3", "--only", "kernels", "--cpu")
-    assert done.returncode == 0, done.stdout
-    whole = json.loads((tmp_path / "out" / "call3" / "kernels.json").read_text())
-    assert whole["complete"] and whole["chip"] == "no GPU (--cpu)"
-    names = ["copy", "pack_rows", "topk_teacher", "kl_rows"]
-    assert list(whole["parts"]) == names
-    again = run(tmp_path, "3", "--only", "kernels", "--cpu")
-    assert again.returncode == 0 and "has passed before" in again.stdout
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Imports a module of scripts/gpu, which no other test finds afterwards."""
-    monkeypatch.syspath_prepend(GPU)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == GPU:
-            del sys.modules[name]
-
-
-@pytest.mark.slow  # loads the demo's target twice
+@pytest.mark.nightly  # loads the demo's target twice
 def test_a_widened_target_is_the_same_function(scripts, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -219,23 +195,6 @@ def test_a_widened_target_is_the_same_function(scripts, tmp_path):
     torch.testing.assert_close(wide, narrow, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("gap", "good"), [(0.01, True), (0.5, False)])
-def test_texts_of_two_arms_may_differ_at_a_near_tie_only(scripts, tmp_path, gap, good):
-    arms, place = scripts("arms"), scripts("place")
-    here = place.Place("identity", "", tmp_path / "identity.json", True, 1)
-    same = [[[1, 2, 3], [4.0, 4.0, 4.0]]]
-    other = [[[1, 9, 8], [4.0, gap, 4.0]]]
-    for name in arms.ARMS:
-        parts = {"parts": {"text": other if name == "adaspec" else same}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(parts))
-    if good:
-        arms.identity(here)
-    else:
-        with pytest.raises(AssertionError, match="no near tie"):
-            arms.identity(here)
-    assert here.data["parts"]["differences"] == [["adaspec", 0, gap]]
-
-
 def test_idle_time_is_that_of_the_busiest_stream(scripts, tmp_path):
     def event(stream, begin, took, cat="kernel"):
         args = {"stream": stream}
@@ -245,17 +204,16 @@ def test_idle_time_is_that_of_the_busiest_stream(scripts, tmp_path):
     events += [{"name": "cudaStreamSynchronize", "ts": 0, "dur": 1}, {"ph": "M"}]
     with gzip.open(tmp_path / "t.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = scripts("seams")._gaps(tmp_path / "t.json.gz")
+    found = scripts("steps")._gaps(tmp_path / "t.json.gz")
     assert found["step_us"] == pytest.approx(10)
     assert found["idle_us"] == pytest.approx(2)
     assert found["waits"] == {"cudaStreamSynchronize": 0.1}
 
 
-def test_greedy_text_may_differ_at_near_ties_only(monkeypatch):
+@pytest.mark.slow  # loads the demo's target
+def test_greedy_text_may_differ_at_near_ties_only(scripts, monkeypatch):
     """The demo's target itself judges: its second choice is a wrong one."""
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "gpu")
-    import serving
-
+    serving = scripts("serving")
     prompt = [10, 20, 30, 40]
     scorer = identity.transformers_scorer(serving.DEMO / "target", "float32")
     wide = torch.tensor(scorer(prompt)[1])

@@ -3,7 +3,6 @@ import itertools
 import numpy as np
 import pytest
 
-from sim.audit import CAUSES, Audit
 from sim.clairvoyant import ClairvoyantPolicy, candidates, judge
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import simulate
@@ -54,7 +53,7 @@ def brute(survival, model, shown):
     return best
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", [toys.MODEL, STAIRS])
 def test_nothing_beats_it(seed, model):
     rng = np.random.default_rng(seed)
@@ -91,28 +90,6 @@ def test_policy_drafts_as_planned_and_pays_no_catchup():
     policy = ClairvoyantPolicy(toys.MODEL)
     result = simulate(trace, hopeless, Truth(toys.MODEL), Server(), policy)
     assert result.drafted == 0
-
-
-def test_audit_names_the_cause():
-    survival = np.tile(np.float32([0.9, 0.8, 0.7]), (2, 1))
-    shown = batch(2, [3, 3])
-    for steps, lengths, cause in (
-        (0, [0, 0], "off"),
-        (1, [1, 1], "length"),
-        (3, [0, 0], "selection"),
-    ):
-        audit = Audit(toys.MODEL, every=1)
-        assert audit.due()
-        audit.look(shown, survival, 2, steps, np.array(lengths), 0.0)
-        report = audit.report()
-        assert report[cause] > 0.05
-        others = [report[name] for name in CAUSES if name != cause]
-        assert others == pytest.approx([0.0] * 4, abs=1e-9)
-    audit = Audit(toys.MODEL, every=1)
-    audit.look(shown, survival * 0.01, 2, 3, np.array([3, 3]), 0.002)
-    report = audit.report()
-    assert report["on"] > 0.1 and report["catchup"] > 0
-    assert report["best_steps"] == 0 and report["mean_steps"] == 3
 
 
 def test_dynamic_table_is_the_argmax_and_zero_pays_a_pass():

@@ -40,8 +40,7 @@ def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
     assert result.verified > 0.9 * result.drafted
 
 
-@pytest.mark.parametrize("regime", ["low", "high"])
-@pytest.mark.parametrize("model", [0, 3])
+@pytest.mark.parametrize(("model", "regime"), [(0, "high"), (3, "low")])
 def test_it_is_not_worse_than_vllms_schedule(model, regime):
     cell = suite_cells("published", [TRACE], regimes=[regime])[model]
     row = run_cell(cell, ("vllm_dynamic", "one_depth"), OPTIONS)

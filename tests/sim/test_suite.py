@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from sim.arrivals import SimError, synthetic
-from sim.published import MODELS, published
+from sim.arrivals import synthetic
+from sim.published import MODELS
 from sim.run import main
 from sim.state import Server
 from sim.suite import ARMS, Options, run_cells, suite_cells
@@ -20,29 +20,12 @@ def rows():
     return list(run_cells(cells, ARMS, Options()))
 
 
-def test_published_tables_are_the_papers():
-    assert len(MODELS) == 4
-    oss = published("gpt-oss-120b")
-    assert oss.target.token_cost(16) == pytest.approx(6.123e-3)
-    assert oss.draft_curve(4, 0, 4, 3)[3] == pytest.approx(3 * 0.393e-3)
-    qwen = published("Qwen3-235B-A22B")
-    assert qwen.target.knots[-1] == 128
-    assert qwen.target.token_cost(192) == pytest.approx((31.46 + 4.78 / 2 * 2) / 1e3)
-    assert published("Llama-3.3-70B-Instruct").target.seconds[0] == 0.0155
-
-
 def test_suite_has_every_model_trace_and_regime():
     traces = [TRACE, TRACE, TRACE]
-    cells = suite_cells("published", traces)
-    assert len(cells) == 4 * 3 * 3
+    assert len(suite_cells("published", traces)) == 4 * 3 * 3
     assert len(suite_cells("quick", traces)) == 3
     own = suite_cells("published", traces, {"mine": toys.MODEL}, ["low"])
     assert [cell.model for cell in own] == ["mine"] * 3
-    for wrong in ("nosuch", ""):
-        with pytest.raises(SimError, match="no suite"):
-            suite_cells(wrong, traces)
-    with pytest.raises(SimError, match="no regime"):
-        suite_cells("quick", traces, regimes=["odd"])
 
 
 def test_rows_are_complete_json(rows):
@@ -60,51 +43,30 @@ def test_rows_are_complete_json(rows):
         # A step of any static arm drafts what it says, no more.
         static = row["arms"]["static3"]
         assert static["verified"] <= static["drafted"]
-
-
-def test_high_acceptance_pays_and_low_does_not_hurt(rows):
     low, high = rows[0]["throughput"], rows[1]["throughput"]
-    assert high["static3"] > high["none"]
-    assert high["adaspec"] > high["none"]
+    assert min(high["static3"], high["adaspec"]) > high["none"]
     assert low["static7"] < low["adaspec"]
 
 
 def test_a_truth_changes_what_is_accepted_and_not_what_plain_decoding_takes(rows):
     cells = suite_cells("quick", [TRACE], regimes=["high"])
     options = Options(truth="plateau")
-    [row] = run_cells(cells, ("none", "informed", "adaspec"), options)
+    [row] = run_cells(cells, ("none", "adaspec"), options)
     assert row["throughput"]["none"] == rows[1]["throughput"]["none"]
     assert row["clairvoyant"] != rows[1]["clairvoyant"]
-    for found in (row, rows[1]):
-        told = found["throughput"]["informed"]
-        # Who knows tokens before they are drafted does best, but for luck.
-        assert found["throughput"]["adaspec"] < 1.02 * told
-        assert told < 1.02 * found["clairvoyant"]
-        assert found["arms"]["informed"]["drafted"] > 0
 
 
-@pytest.mark.slow
-def test_same_seed_same_rows(rows):
-    cells = suite_cells("quick", [TRACE], regimes=["high"])
-    arms = ("none", "adaspec")
-    again = next(iter(run_cells(cells, arms, Options())))
-    for arm in arms:
-        assert again["arms"][arm] == rows[1]["arms"][arm]
-    other = next(iter(run_cells(cells, arms, Options(seed=1))))
-    assert other["throughput"]["adaspec"] != again["throughput"]["adaspec"]
-
-
-def test_processes_give_the_same_rows(rows):
+@pytest.mark.slow  # two processes
+def test_processes_give_the_same_rows_and_another_seed_does_not(rows):
     cells = suite_cells("quick", [TRACE], regimes=["low", "high"])
-    found = list(run_cells(cells, ("none", "static1"), Options(), processes=2))
-    assert [row["clairvoyant"] for row in found] == [
-        row["clairvoyant"] for row in rows[:2]
-    ]
-
-
-def test_unknown_arm_is_refused():
-    with pytest.raises(SimError, match="no arm"):
-        list(run_cells([], ("fast",), Options()))
+    arms = ("none", "adaspec")
+    for row, before in zip(
+        run_cells(cells, arms, Options(), processes=2), rows[:2], strict=True
+    ):
+        assert row["clairvoyant"] == before["clairvoyant"]
+        assert all(row["arms"][arm] == before["arms"][arm] for arm in arms)
+    other = next(iter(run_cells(cells, arms, Options(seed=1))))
+    assert other["throughput"]["adaspec"] != rows[0]["throughput"]["adaspec"]
 
 
 def test_limit_is_measured():
@@ -120,35 +82,26 @@ def test_limit_is_measured():
 
 def test_table_shows_every_cell_and_the_targets(rows):
     text = markdown(rows)
-    assert text.count("| gpt-oss-120b |") == 3 * len(rows)
+    assert text.count("| gpt-oss-120b |") == 2 * len(rows)
     found = summary(rows)
     assert found["cells"] == 3
     assert found["min_of_none"] == min(ratios(row)["none"] for row in rows)
     assert f"{found['mean_of_clairvoyant']:.1%}" in text
 
 
-def test_command_writes_json_and_table(tmp_path, capsys):
-    out = tmp_path / "sim.json"
-    arguments = ["--suite", "quick", "--seconds", "3", "--rate", "3"]
-    arguments += ["--arm", "none", "--arm", "static1", "--regime", "low"]
-    assert main([*arguments, "--json", str(out), "--table"]) == 0
-    result = json.loads(out.read_text())
-    assert set(result["rows"][0]["throughput"]) == {"none", "static1"}
-    assert result["options"]["seed"] == 0
-    captured = capsys.readouterr()
-    assert "| gpt-oss-120b | rate_drop | low |" in captured.out
-    assert "[1/1] gpt-oss-120b" in captured.err
-
-
-def test_command_takes_traces_and_profiles(tmp_path, capsys):
+def test_command_reads_traces_and_profiles_and_writes_rows(tmp_path, capsys):
     path = tmp_path / "my.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,10,5\n0.1,20,9\n")
     profile, empty = tmp_path / "mine.json", tmp_path / "empty.json"
     save(profile, toys.MODEL, {"device": "toy"}, {})
     empty.write_text("{}")
     base = ["--trace", str(path), "--regime", "high", "--arm", "none"]
-    assert main([*base, "--pace", "time"]) == 0
-    assert "my" in capsys.readouterr().err
+    out = tmp_path / "sim.json"
+    assert main([*base, "--suite", "quick", "--json", str(out), "--pace", "time"]) == 0
+    assert "[1/1] gpt-oss-120b my high" in capsys.readouterr().err
+    result = json.loads(out.read_text())
+    assert set(result["rows"][0]["throughput"]) == {"none"}
+    assert result["options"]["seed"] == 0
     assert main([*base, "--profile", str(profile), "--table"]) == 0
     assert "| mine | my | high |" in capsys.readouterr().out
     assert main([*base, "--profile", str(empty)]) == 2
@@ -179,7 +132,7 @@ def test_bad_input_gets_one_sentence(arguments, says, capsys):
 
 def test_speed_ups_for_the_planner_rise_with_the_length(tmp_path, capsys):
     out = tmp_path / "speedup.json"
-    arguments = ["--suite", "quick", "--seconds", "4", "--speedup", str(out)]
+    arguments = ["--suite", "quick", "--seconds", "2", "--speedup", str(out)]
     assert main([*arguments, "--num-speculative-tokens", "3"]) == 0
     (table,) = json.loads(out.read_text())["classes"].values()
     assert table["length"] == sorted(table["length"])

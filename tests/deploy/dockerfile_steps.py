@@ -1,4 +1,4 @@
-"""Reads a Dockerfile into steps: what `try_run_lines.py` runs and the tests judge."""
+"""Reads a Dockerfile into steps: what the tests judge."""
 
 from __future__ import annotations
 

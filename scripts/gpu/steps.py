@@ -1,4 +1,4 @@
-"""At an 8B's shape: steps traced with our seams and without, and swaps under load."""
+"""Steps at an 8B's shape: their cost by batch and depth, traces, swaps under load."""
 
 from __future__ import annotations
 
@@ -9,28 +9,96 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import curves
 import torch
+from inprocess import Engine, shape
 from place import Place
 from torch.profiler import profile
 
+K = 5
 STEPS, SWAPS = 10, 5
+
+
+def start(place: Place) -> Engine:
+    """The engine of an 8B's shape, its weights made up."""
+    tide = {"capture": {"ring_mib": 1024}, "control": {"policy": "threshold"}}
+    most = 512 if place.dry else 8192
+    more = {"max_num_seqs": 256, "gpu_memory_utilization": 0.85, "load_format": "dummy"}
+    more |= {"max_num_batched_tokens": most, "skip_tokenizer_init": True}
+    return Engine(place, shape(place), K, tide, **more)
+
+
+def load(engine: Engine, batch: int) -> None:
+    """Serve so many requests, of any tokens, which do not end soon, and no others."""
+    engine.drain()
+    for i in range(batch):
+        engine.add([(7 * i + j) % 4000 + 5 for j in range(128)], 1900)
+
+
+def step(engine: Engine, steps: int, collect: bool) -> None:
+    """Step, capturing for a reader that never lags, or not."""
+    from vllm_tide.transport.ring import Word
+
+    ring = engine.tide._ring
+    for _ in range(steps):
+        ring._segment.store(Word.TAIL, ring._head)
+        ring._segment.store(Word.COLLECT, int(collect))
+        engine.step()
+    torch.cuda.synchronize()
+
+
+def curves(place: Place) -> None:
+    """Milliseconds of a step by batch and depth, capture on and off, and its graphs."""
+    engine = start(place)
+    manager, tide = engine.runner.cudagraph_manager, engine.tide
+    graphs = {mode.name: len(of) for mode, of in manager._capture_descs.items()}
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    facts = {"start_s": engine.start_s, "graphs": graphs, "free_gib": free}
+    place.part("start", lambda: facts)
+    spent, write = [0.0], tide.capture.write
+
+    def written(*args: Any) -> None:
+        began = time.perf_counter()
+        write(*args)
+        spent[0] += time.perf_counter() - began
+
+    tide.capture.write = written
+    tide.control.stop()
+
+    def cell(batch: int, depth: int, collect: bool) -> dict[str, Any]:
+        if collect:
+            load(engine, batch)
+        tide.control.depth = depth
+        step(engine, 12 if collect else 6, collect)
+        engine.modes.clear()
+        spent[0], rows = 0.0, tide.capture.rows
+        steps, began = 4 if place.dry else 30, time.perf_counter()
+        step(engine, steps, collect)
+        return {
+            "depth": depth, "capture": collect, "modes": dict(engine.modes),
+            "ms": 1e3 * (time.perf_counter() - began) / steps,
+            "write_ms": 1e3 * spent[0] / steps, "rows": tide.capture.rows - rows,
+            "dropped": dict(tide.capture.dropped), "lost": tide._log.lost,
+        }  # fmt: skip
+
+    cells = [(depth, collect) for depth in (K, 3, 2, 1, 0) for collect in (True, False)]
+    for n in (1, 8, 12, 32, 64, 128, 256)[: 2 if place.dry else None]:
+        place.part(f"batch {n}", lambda n=n: [cell(n, *of) for of in cells])
 
 
 def seams(place: Place) -> None:
     """Swaps, then all on, then without capture, then upstream's own steps."""
-    engine = curves.start(place, "threshold")
+    engine = start(place)
     engine.tide.control.stop()
     place.part("swaps", lambda: _swaps(place, engine))
 
-    def trace(name: str, step: Any) -> dict[str, Any]:
-        curves.load(engine, 2 if place.dry else 64)
-        step(12)
+    def trace(name: str, run: Any) -> dict[str, Any]:
+        load(engine, 2 if place.dry else 64)
+        run(12)
         steps, began = 4 if place.dry else 60, time.perf_counter()
-        step(steps)
+        run(steps)
         ms = 1e3 * (time.perf_counter() - began) / steps  # the profiler slows the host
         with profile() as profiled:
-            step(STEPS)
+            run(STEPS)
         file = place.work / f"trace_{name}.json.gz"
         profiled.export_chrome_trace(str(file))
         return {"ms": ms, **_gaps(file)}
@@ -41,7 +109,7 @@ def seams(place: Place) -> None:
         torch.cuda.synchronize()
 
     for name, collect in ("all", True), ("control", False):
-        on = lambda steps, c=collect: curves.step(engine, steps, c)  # noqa: E731
+        on = lambda steps, c=collect: step(engine, steps, c)  # noqa: E731
         place.part(name, lambda n=name, on=on: trace(n, on))
     runner = engine.runner
     engine.worker.tide = runner.tide = runner.speculator.tide = None
@@ -85,15 +153,15 @@ def _swaps(place: Place, engine: Any) -> list[dict[str, Any]]:
 
     swapper.install_ordered = install_ordered
     for version in range(1, (2 if place.dry else SWAPS) + 1):
-        curves.load(engine, 2 if place.dry else 64)
-        curves.step(engine, 12, True)
+        load(engine, 2 if place.dry else 64)
+        step(engine, 12, True)
         times, began = [], time.perf_counter()
         engine.publish(place.work / "draft", version)
         published = time.perf_counter()
         while swapper.version != version:
             at = time.perf_counter()
             assert at < published + 60, f"not installed: {swapper.stager.refused}"
-            curves.step(engine, 1, True)
+            step(engine, 1, True)
             times.append(1e3 * (time.perf_counter() - at))
         took = {
             "publish_s": published - began,
