@@ -27,7 +27,7 @@ COMMANDS = (
     ("relay", "Carry records and drafts between an engine and a spool."),
     ("export", "Write a draft as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),
-    ("compare", "Compare two results of `vllm bench serve` or GuideLLM."),
+    ("compare", "Compare two results of `vllm bench serve`."),
     ("plan", "Say on which accelerators to train, if at all."),
     ("profile", "Measure forward times for speculation control."),
     ("dashboards", "Write the Grafana boards and the Prometheus rules."),

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.harness.arms import STATIC, Arm
-from vllm_tide.compare import t_975
 
 NONE = "none"
 MIXED = "mixed"
@@ -246,3 +245,19 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 def _within(row: Mapping[str, Any], name: str) -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     return "" if low is None else f" ({low:.3f} to {high:.3f})"
+
+
+_T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
+
+
+def t_975(df: int) -> float:
+    """Student's t that 2.5% exceed: of a table, else Cornish and Fisher's series."""
+    if df <= len(_T_975):
+        return _T_975[df - 1]
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / df**power for power, term in enumerate(terms, 1))
