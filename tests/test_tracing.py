@@ -61,6 +61,7 @@ def collector():
     server.server_close()
 
 
+@pytest.mark.slow
 def test_without_an_endpoint_nothing_is_imported_and_nothing_sent():
     code = (
         "import sys; from vllm_tide.tracing import open_tracing;"
@@ -71,6 +72,7 @@ def test_without_an_endpoint_nothing_is_imported_and_nothing_sent():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_an_ending_process_has_sent_its_spans(collector, tmp_path, monkeypatch):
     endpoint, got = collector
     monkeypatch.setenv(VARIABLES[0], endpoint)

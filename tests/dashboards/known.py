@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from vllm_tide.metrics import ENGINE, TRAINER, samples_of
@@ -26,6 +27,7 @@ def of_training() -> set[str]:
     return {name for metric in TRAINER for name in samples_of(metric)}
 
 
+@cache
 def of_vllm() -> set[str] | None:
     """From vLLM's source, without importing it; None where it is not installed."""
     spec = importlib.util.find_spec("vllm")

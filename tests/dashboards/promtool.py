@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(
+_INSTALLED = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)"
 )
+
+
+def needs_promtool(test: Any) -> Any:
+    """Mark a test as a slow one that runs promtool."""
+    return pytest.mark.slow(_INSTALLED(test))
 
 
 def promtool(folder: Path, action: str, document: dict[str, Any]) -> str:

@@ -101,7 +101,6 @@ def test_promtool_accepts_the_rules(tmp_path):
 
 
 @needs_promtool
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_alert_fires_on_its_fault(name, tmp_path):
     planted, others = plants.PLANTS[name]
@@ -125,7 +124,6 @@ def test_no_loss_before_the_first_step_is_none(tmp_path):
 
 
 @needs_promtool
-@pytest.mark.slow
 @pytest.mark.parametrize("name", plants.SILENT)
 def test_nothing_fires_on_healthy_series(name, tmp_path):
     check_fired(tmp_path, plants.SILENT[name], ())

@@ -1,7 +1,6 @@
 """A small target and a draft that fits it, as files: no torch, milliseconds."""
 
 import json
-import socket
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -77,9 +76,3 @@ def examined(subject, check):
     """The one finding of one check."""
     (finding,) = examine(subject, (check,))
     return finding
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from importlib import import_module
 
 import pytest
 
+from vllm_tide.doctor import machine
 from vllm_tide.doctor.run import (
     Status,
     Subject,
@@ -71,69 +71,35 @@ def test_a_long_path_is_not_broken():
     assert path in as_text([ok(f"At {path}.", name="a")], columns=80)
 
 
-@pytest.mark.parametrize("name", ["configuration", "run_directory", "profile"])
-def test_a_check_that_breaks_is_a_finding_and_hides_no_other(
-    name, monkeypatch, tmp_path
-):
-    from vllm_tide.doctor import run
-
+def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch, tmp_path):
     def broken(subject):
         raise RuntimeError("boom")
 
-    module = import_module(f"vllm_tide.doctor.{run.CHECKS[name]}")
-    monkeypatch.setattr(module, name, broken)
-    findings = list(examine(Subject(run_dir=tmp_path / "run"), (name, "extension")))
+    monkeypatch.setattr(machine, "run_directory", broken)
+    subject = Subject(run_dir=tmp_path / "run")
+    findings = list(examine(subject, ("run_directory", "extension")))
     statuses = [finding.status for finding in findings]
     assert statuses == [Status.FAILED, Status.OK]
-    assert findings[0].name == name.replace("_", " ")
+    assert findings[0].name == "run directory"
     assert "RuntimeError: boom" in findings[0].sentence
 
 
 def test_a_module_that_does_not_import_hides_no_other(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "vllm_tide.doctor.state", None)
+    monkeypatch.setitem(sys.modules, "vllm_tide.doctor.machine", None)
     subject = Subject(run_dir=tmp_path / "run")
-    findings = list(examine(subject, ("profile", "spool", "extension")))
+    findings = list(examine(subject, ("gpus", "spool", "extension")))
     statuses = [finding.status for finding in findings]
     assert statuses == [Status.FAILED, Status.FAILED, Status.OK]
 
 
-def test_the_report_has_these_checks_in_this_order(tmp_path):
-    subject = Subject(run_dir=tmp_path / "run", port=1)
-    assert [finding.name for finding in examine(subject)] == [
-        "Python",
-        "vLLM",
-        "torch",
-        "triton",
-        "safetensors",
-        "numpy",
-        "prometheus-client",
-        "device",
-        "patches",
-        "extension",
-        "configuration",
-        "draft fit",
-        "shared memory",
-        "run directory",
-        "cores",
-        "preload",
-        "GPUs",
-        "server port",
-        "trainer port",
-        "profile",
-        "state directory",
-        "spool",
-    ]
-
-
-def test_whatever_is_not_fine_says_what_to_do(tmp_path):
-    subject = Subject(run_dir=tmp_path / "run", port=1)
-    for finding in examine(subject):
+def test_a_whole_report_is_in_order_gives_advice_and_leaves_nothing(tmp_path):
+    findings = list(examine(Subject(run_dir=tmp_path / "deep" / "run")))
+    names = [finding.name for finding in findings]
+    assert names[:2] == ["Python", "vLLM"]
+    assert names[-2:] == ["state directory", "spool"]
+    assert len(set(names)) == len(names) == 18
+    for finding in findings:
         assert finding.sentence.endswith("."), finding
         if finding.status in (Status.WARNING, Status.FAILED):
             assert finding.advice, finding
-
-
-def test_nothing_is_left_behind(tmp_path):
-    subject = Subject(run_dir=tmp_path / "deep" / "run")
-    list(examine(subject))
     assert list(tmp_path.iterdir()) == []

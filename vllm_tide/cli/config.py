@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
 from vllm_tide.cli import fail
 from vllm_tide.config import TideConfig
@@ -24,7 +23,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     example.add_argument("name", nargs="?", help="leave it out to list the names")
     check = actions.add_parser("check", help="check a file without starting a server")
     check.add_argument("file", help="JSON, YAML (vLLM's --config too), or inline JSON")
-    actions.add_parser("schema", help="print the file's JSON schema, for editors")
     actions.add_parser("reference", help="print every knob as a Markdown table")
     parser.set_defaults(run=run)
 
@@ -34,11 +32,6 @@ def run(args: argparse.Namespace) -> int:
         return _example(args.name)
     if args.action == "check":
         return _check(args.file)
-    if args.action == "schema":  # of the whole file, for editors
-        base = vllm_options() or BaseModel
-        whole = create_model("SpeculativeConfig", __base__=base, tide=(TideConfig, ...))
-        print(json.dumps(whole.model_json_schema(), indent=1))
-        return 0
     print(*reference(), sep="\n")
     return 0
 
@@ -62,12 +55,11 @@ def _example(name: str | None) -> int:
 
 
 def _check(file: str) -> int:
-    said = make_subject(file, None, Path(), 0).error
-    if said:
-        return max(map(fail, said.splitlines()))
+    if mistakes := make_subject(file, None, Path()).error:
+        return max(map(fail, mistakes.splitlines()))
     print(f"{file}: fine. The draft is checked against the target by vllm serve.")
     if vllm_options() is None:
-        print("vLLM's own keys were not checked: no vLLM that it knows is installed.")
+        print("vLLM's own keys were not checked: no supported vLLM is installed.")
     return 0
 
 

@@ -11,8 +11,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "doctor",
         help="check installation, configuration and machine",
         description="Checks versions, patches, configuration, draft, shared memory, "
-        "run directory, cores or GPUs, ports, profile and storage. Changes nothing, "
-        "loads no weights, fetches nothing.",
+        "directories, GPUs and spool. Changes nothing, loads no weights, fetches "
+        "nothing.",
         epilog="Exit status: 0 nothing failed (1 with --strict, where there are "
         "warnings), 2 something failed. Checks that do not apply are skipped.",
     )
@@ -29,9 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--run-dir", type=Path, help="by default the configuration's, else the usual"
     )
-    parser.add_argument(
-        "--port", type=_port, default=8000, help="port of the server (8000)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--strict", action="store_true", help="exit 1 on warnings")
     parser.set_defaults(run=run)
@@ -41,14 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_tide.cli.main import version
     from vllm_tide.doctor.run import as_json, as_text, examine, exit_code, make_subject
 
-    subject = make_subject(args.config, args.model, args.run_dir, args.port)
+    subject = make_subject(args.config, args.model, args.run_dir)
     findings = list(examine(subject))
     code = exit_code(findings, strict=args.strict)
     print(as_json(findings, version(), code) if args.json else as_text(findings))
     return code
-
-
-def _port(text: str) -> int:
-    if text.isdecimal() and 0 < int(text) < 65536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is no port (1 to 65535)")

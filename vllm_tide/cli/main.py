@@ -27,7 +27,7 @@ COMMANDS = (
     ("relay", "Carry records and drafts between an engine and a spool."),
     ("export", "Write a draft as a checkpoint that vLLM serves."),
     ("purge", "Make the running trainers forget captured data."),
-    ("compare", "Compare two results of `vllm bench serve` or GuideLLM."),
+    ("compare", "Compare two results of `vllm bench serve`."),
     ("plan", "Say on which accelerators to train, if at all."),
     ("profile", "Measure forward times for speculation control."),
     ("dashboards", "Write the Grafana boards and the Prometheus rules."),
@@ -35,8 +35,6 @@ COMMANDS = (
 
 # Commands of `cli/trainer.py`; the others have a module of their name.
 TO_TRAINERS = ("status", "rollback", "pause", "resume", "capture", "purge")
-# Commands that became scripts.
-MOVED = {"bench": "scripts/bench/run.py", "sim": "scripts/sim/run.py"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +64,6 @@ def _main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)
-    if wanted in MOVED:
-        parser.error(f"no command {wanted!r}; run {MOVED[wanted]} of the repository.")
     names = [name for name, _ in COMMANDS]
     near = difflib.get_close_matches(str(wanted), names, n=1)
     if near and wanted not in names:

@@ -49,7 +49,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """The installed torch's build, read without importing it; None without torch."""
+    """Read the installed torch's build without importing it; None without torch."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -65,7 +65,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def vllm_distribution() -> metadata.Distribution | None:
-    """The installed vLLM, under either of its names."""
+    """Return the installed vLLM, under either of its names."""
     return _distribution(*patching.DISTRIBUTIONS)
 
 
@@ -77,7 +77,7 @@ def _distribution(*names: str) -> metadata.Distribution | None:
 
 
 def vllm_device() -> str:
-    """Device vLLM will choose: "cpu", "cuda" or "rocm"; empty if that is not known."""
+    """Return vLLM's device: "cpu", "cuda" or "rocm"; empty if that is not known."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return "cpu"
     vllm, torch = vllm_distribution(), torch_build()
@@ -92,7 +92,7 @@ def vllm_device() -> str:
 
 @check("versions")
 def versions(subject: Subject) -> Iterator[Finding]:
-    """Compares Python, vLLM and packages with what vLLM and vllm-tide require."""
+    """Compare Python, vLLM and packages with what vLLM and vllm-tide require."""
     required = _requirements()
     version = platform.python_version()
     if required["python"].contains(version, prereleases=True):
@@ -158,7 +158,7 @@ def patches(subject: Subject) -> Finding:
 
 
 def patch_state(site: Path | None = None, root: Path | None = None) -> Finding:
-    """Judges the vLLM in a site-packages folder by a patch folder; ours by default."""
+    """Check the vLLM of a site-packages folder by a patch folder; ours by default."""
     try:
         root = root or patches_root()
         status = patching.status(site, root)
@@ -190,7 +190,7 @@ def _missing_patches(files: Mapping[str, str], vllm: Path, root: Path) -> Iterat
 
 @check("extension")
 def extension(subject: Subject) -> Finding:
-    """Tries the C++ functions that rings and weights segments rest on."""
+    """Try the C++ functions that rings and weights segments rest on."""
     try:
         from vllm_tide import _shm
     except ImportError as error:
@@ -198,15 +198,12 @@ def extension(subject: Subject) -> Finding:
     with mmap.mmap(-1, mmap.PAGESIZE) as shared, memoryview(shared) as words:
         _shm.store(words, 64, 5)
         steps = (
-            ("load", _shm.load(words, 64) == 5),
             ("fetch_add", _shm.fetch_add(words, 64, 2) == 5),
             ("compare_exchange", bool(_shm.compare_exchange(words, 64, 7, 9))),
-            ("compare_exchange", not _shm.compare_exchange(words, 64, 7, 1)),
-            ("store", _shm.load(words, 64) == 9 and _shm.load(words, 0) == 0),
+            ("load", _shm.load(words, 64) == 9 and _shm.load(words, 0) == 0),
             ("crc32c", _shm.crc32c(_CRC_INPUT) == _CRC),
         )
-    wrong = sorted({name for name, correct in steps if not correct})
-    if wrong:
+    if wrong := [name for name, correct in steps if not correct]:
         return failed(f"Wrong results from {', '.join(wrong)}.", _BUILD)
     how = "in hardware" if _shm.crc32c_is_hardware() else "by table"
     return ok(f"Loads; atomics work, CRC-32C {how}.")
@@ -214,25 +211,22 @@ def extension(subject: Subject) -> Finding:
 
 @check("preload")
 def preload(subject: Subject) -> Finding:
-    """Judges LD_PRELOAD, which a server started from this shell inherits."""
+    """Check LD_PRELOAD, which a server started from this shell inherits."""
     if vllm_device() != "cpu":
         return skipped("Only the CPU backend needs one.")
     if platform.machine() != "x86_64":
         return skipped("Intel OpenMP is for x86-64.")
     names = re.split(r"[: ]", os.environ.get("LD_PRELOAD", ""))
-    libraries = [Path(name) for name in names if name]
-    gone = [str(lib) for lib in libraries if lib.is_absolute() and not lib.is_file()]
-    if gone:
+    if gone := [name for name in names if name[:1] == "/" and not os.path.isfile(name)]:
         return warning(
             f"LD_PRELOAD names {', '.join(gone)}, which does not exist.",
             f"Correct it, or run {_PRELOAD}.",
         )
-    if not any(lib.name.startswith(("libiomp", "libomp")) for lib in libraries):
+    if not any(Path(name).name.startswith(("libiomp", "libomp")) for name in names):
         installed = (Path(sys.prefix) / "lib" / "libiomp5.so").is_file()
         first = "" if installed else "pip install intel-openmp, then "
         return warning(
             "Intel OpenMP is not preloaded: the engine's kernels run slower.",
             f"{first}{_PRELOAD}.",
         )
-    tcmalloc = any("tcmalloc" in library.name for library in libraries)
-    return ok(f"Intel OpenMP is preloaded{'' if tcmalloc else '; tcmalloc is not'}.")
+    return ok("Intel OpenMP is preloaded.")

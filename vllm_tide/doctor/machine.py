@@ -1,59 +1,39 @@
-"""Checks of the machine: shared memory, run directory, cores, GPUs, ports."""
+"""Checks of the machine: shared memory, run and state directory, GPUs, spool."""
 
 from __future__ import annotations
 
-import errno
-import http.client
 import os
-import shutil
-import socket
 import stat
 import subprocess
-from collections.abc import Iterator, Set
 from pathlib import Path
+from threading import Thread
 
 from vllm_tide.config import MIB, CaptureConfig
-from vllm_tide.doctor.install import torch_build, vllm_device
+from vllm_tide.doctor.install import TorchBuild, torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 
-SHM_DIR = Path("/dev/shm")  # noqa: S108 - where segments are
-DRM_DIR = Path("/sys/class/drm")
-CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+SHM_DIR = Path("/dev/shm")  # noqa: S108 - the place of segments
+KFD = Path("/dev/kfd")  # the driver of AMD's GPUs
+SPOOL_SECONDS = 10.0  # a back end may retry for minutes
 _SEGMENT_BYTES = 3 * 4096  # header pages and rounding of a segment
 _START_BYTES = 64 << 10  # with less a server neither captures nor learns
-_SPARE_SHARE = 0.1  # of shared memory, for vLLM's own workers
 
 _SMALLER = "Make tide.capture.ring_mib smaller"
 _ELSEWHERE = "Set tide.run_dir or TIDE_RUN_DIR to a directory of your own."
+_SPOOL = "Correct tide.spool.url, its access rights or the network."
 
 
-def nearest_existing(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that exists."""
+def can_be_made(path: Path) -> bool:
+    """Return whether this user could make a directory that does not exist yet."""
+    parent = _nearest_existing(path)
+    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
+
+
+def _nearest_existing(path: Path) -> Path:
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def can_be_made(path: Path) -> bool:
-    """True if this user could make a directory that does not exist yet."""
-    parent = nearest_existing(path)
-    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
-
-
-def is_memory(path: Path) -> bool:
-    """True if files at a path, which need not exist yet, are lost at a restart."""
-    import psutil  # type: ignore[import-untyped]
-
-    where = nearest_existing(path).resolve()
-    try:
-        mounts = psutil.disk_partitions(all=True)
-    except OSError:
-        return False
-    above = [mount for mount in mounts if where.is_relative_to(mount.mountpoint)]
-    # Of two mounts at one place the later, which hides the earlier, stays last.
-    above.sort(key=lambda mount: len(Path(mount.mountpoint).parts))
-    return bool(above) and above[-1].fstype in ("tmpfs", "ramfs")
 
 
 def _mib(num_bytes: int) -> str:
@@ -66,8 +46,8 @@ def _ring_bytes(capture: CaptureConfig) -> int:
 
 @check("shared memory")
 def shared_memory(subject: Subject) -> Finding:
-    """Compares the space in /dev/shm with what ring and weights segment need."""
-    import psutil
+    """Compare the space in /dev/shm with the need of ring and weights segment."""
+    import psutil  # type: ignore[import-untyped]
 
     from vllm_tide.doctor.models import draft_bytes
 
@@ -97,46 +77,36 @@ def shared_memory(subject: Subject) -> Finding:
             f"{text}, and the system has {_mib(available)} of memory left.",
             f"{_SMALLER}: a ring is memory, taken at the start.",
         )
-    if free - need < _SPARE_SHARE * size:
-        return warning(
-            f"{text}, which nearly fills it.",
-            f"{_SMALLER} or the file system larger; vLLM's own workers use it too.",
-        )
     return ok(f"{text}.")
 
 
 def _write_problem(folder: Path) -> Finding | None:
-    # A file without a name cannot be left behind.
     try:
+        # A file without a name cannot be left behind.
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            os.write(fd, b"\0")
+        finally:
+            os.close(fd)
     except OSError as error:
         return failed(
             f"{folder} cannot be written ({error.strerror}).",
-            "Mount a tmpfs there (mode 1777); in a container give it --shm-size.",
+            "Mount a tmpfs there (mode 1777), or remove what fills it; in a container "
+            "give it --shm-size.",
         )
-    try:
-        os.write(fd, b"\0")
-    except OSError as error:
-        return failed(
-            f"{folder} takes no byte ({error.strerror}).",
-            f"Remove what fills {folder}; in a container raise --shm-size.",
-        )
-    finally:
-        os.close(fd)
     return None
 
 
 def _space(folder: Path) -> tuple[int, int]:
-    """Size and free bytes of the file system that holds a folder."""
+    """Return size and free bytes of the file system of a folder."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 @check("run directory")
 def run_directory(subject: Subject) -> Finding:
-    """Judges owner, kind, mode and free space of the run directory; changes none."""
-    run_dir, ring = subject.run_dir, _ring_bytes(subject.tide.capture)
-    status = None
+    """Check owner, kind, mode and free space of the run directory; change none."""
+    run_dir, status = subject.run_dir, None
     try:
         status = run_dir.lstat()
     except FileNotFoundError:
@@ -152,110 +122,28 @@ def run_directory(subject: Subject) -> Finding:
             f"{run_dir} belongs to user {status.st_uid}, this is {os.geteuid()}.",
             f"Run server and trainer as one user. {_ELSEWHERE}",
         )
-    _, free = _space(nearest_existing(run_dir))
+    _, free = _space(_nearest_existing(run_dir))
     if free < _START_BYTES:
         return failed(
             f"{run_dir} has no room ({free >> 10} KiB free): a server started now "
             "captures and learns nothing.",
             f"Make room there. {_ELSEWHERE}",
         )
-    mode = stat.S_IMODE(status.st_mode) if status else 0o700
-    if mode != 0o700:
+    if status is None:
+        return ok(f"{run_dir} is made by the first server, mode 0700.")
+    if (mode := stat.S_IMODE(status.st_mode)) != 0o700:
         return warning(
             f"{run_dir} has mode {mode:04o} and not 0700.",
             f"chmod 700 {run_dir}; the next server does it too.",
         )
-    if status and not os.access(run_dir, os.W_OK | os.X_OK):
+    if not os.access(run_dir, os.W_OK | os.X_OK):
         return failed(f"{run_dir} cannot be written.", _ELSEWHERE)
-    if free < ring:
-        return warning(
-            f"{run_dir} has {_mib(free)} free, less than the ring of this "
-            f"configuration ({_mib(ring)}): drafts, checkpoints and logs may not fit.",
-            "Make room there, or set tide.run_dir (TIDE_RUN_DIR) to a larger disk.",
-        )
-    if status is None:
-        return ok(f"{run_dir} is made by the first server, mode 0700.")
     return ok(f"{run_dir}, mode 0700, ours.")
-
-
-@check("cores", configured=True)
-def cores(subject: Subject) -> Finding:
-    """Compares `tide.train.cpus` with the cores that the engine will take."""
-    trainer = set(subject.tide.train.cpus or ())
-    on_cpu = vllm_device() == "cpu"
-    bind = os.environ.get(CORES_VARIABLE, "auto") if on_cpu else None
-    allowed, total = os.sched_getaffinity(0), os.cpu_count() or 1
-    have = f"{len(allowed)} of {total} cores allowed"
-    try:
-        engine = _bound_cores(bind)
-    except ValueError:
-        return failed(
-            f"{CORES_VARIABLE}={bind!r} is no list of cores.",
-            'Write for example "0-6", "0-2|4-6" (one list per rank), auto or nobind.',
-        )
-    if missing := trainer - set(range(total)):
-        return (failed if missing == trainer else warning)(
-            f"tide.train.cpus names {sorted(missing)}, and the machine has {total} "
-            "cores.",
-            f"Choose from 0..{total - 1}.",
-        )
-    if engine is not None and not engine <= allowed:
-        return failed(
-            f"{CORES_VARIABLE}={bind!r} names {sorted(engine - allowed)}, which this "
-            f"process may not use ({have}).",
-            f"Choose from {_ranges(allowed)}.",
-        )
-    if len(allowed) == 1:
-        return warning(
-            f"{have}: a trainer beside the engine slows it down.",
-            "Allow more cores, or train elsewhere (tide.spool.url).",
-        )
-    if not trainer:
-        return ok(
-            f"{have}; the trainer takes cores that the engine leaves, and yields by "
-            "niceness."
-        )
-    own = f"trainer on {_ranges(trainer)}"
-    if bind is None:
-        return ok(f"{have}; {own}.")
-    taken = allowed if engine is None else engine
-    if not taken & trainer:
-        return ok(f"{have}; engine on {_ranges(taken)}, {own}.")
-    how = f"bound to {_ranges(taken)}"
-    if engine is None:
-        how = f"{CORES_VARIABLE} is {bind}"
-    advice = "Give tide.train.cpus fewer cores."
-    if rest := _ranges(allowed - trainer):
-        advice = f'Start the server with {CORES_VARIABLE}="{rest}".'
-    return warning(
-        f"{have}; trainer and engine may share {_ranges(taken & trainer)} ({how}): "
-        "both slow down.",
-        advice,
-    )
-
-
-def _bound_cores(bind: str | None) -> set[int] | None:
-    """Cores of all ranks of a binding like "0-2,5|8-10"; None if vLLM chooses."""
-    if bind is None or bind in ("auto", "nobind"):
-        return None
-    numbers: set[int] = set()
-    for part in bind.replace("|", ",").split(","):
-        first, dash, last = part.strip().partition("-")
-        numbers |= set(range(int(first), int(last if dash else first) + 1))
-    return numbers
-
-
-def _ranges(cores: Set[int]) -> str:
-    """Cores as a list of ranges: "0-2,5"."""
-    starts = sorted(core for core in cores if core - 1 not in cores)
-    ends = sorted(core for core in cores if core + 1 not in cores)
-    runs = zip(starts, ends, strict=True)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 @check("GPUs")
 def gpus(subject: Subject) -> Finding:
-    """Lists the GPUs by the driver: a CUDA context would take memory."""
+    """List the GPUs by the driver: a CUDA context would take memory."""
     build = torch_build()
     if build is None or not (build.cuda or build.hip):
         if (device := subject.tide.train.device) != "cpu":
@@ -265,8 +153,8 @@ def gpus(subject: Subject) -> Finding:
             )
         return skipped("torch is built for the CPU.")
     try:
-        names = _amd_gpus() if build.hip else _nvidia_gpus()
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        names = _gpus(build)
+    except (OSError, subprocess.SubprocessError) as error:
         return warning(
             f"nvidia-smi cannot be asked ({type(error).__name__}: {error}).",
             "Run nvidia-smi by hand; in a container expose the driver's tools.",
@@ -276,85 +164,67 @@ def gpus(subject: Subject) -> Finding:
             f"torch is built for {build} and no GPU is to be seen.",
             "Check the driver; in a container pass the devices in.",
         )
-    return ok(f"{len(names)}: {'; '.join(names)}.")
+    return ok(f"{'; '.join(names)}.")
 
 
-def _nvidia_gpus() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        raise FileNotFoundError("it is not installed")
-    query = (
-        "--query-gpu=name,memory.total,memory.used",
-        "--format=csv,noheader,nounits",
-    )
-    lines = subprocess.check_output(  # noqa: S603 - a fixed query
-        [program, *query], stderr=subprocess.DEVNULL, text=True, timeout=10
+def _gpus(build: TorchBuild) -> list[str]:
+    """Return a line of each NVIDIA GPU, or the presence of AMD's driver."""
+    if build.hip:
+        return [f"{KFD} is there"] if KFD.exists() else []
+    query = "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    return subprocess.check_output(  # noqa: S603 - a fixed query
+        ["nvidia-smi", *query],  # noqa: S607 - where the operator has it
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=10,
     ).splitlines()
-    gpus = [line.rsplit(",", 2) for line in lines if line.strip()]
-    return [_gpu(name, total, used, MIB) for name, total, used in gpus]
 
 
-def _amd_gpus() -> list[str]:
-    gpus = []
-    for total in sorted(DRM_DIR.glob("card*/device/mem_info_vram_total")):
-        texts = []
-        for name in ("product_name", total.name, "mem_info_vram_used"):
-            try:
-                texts.append(total.with_name(name).read_text("utf-8", "replace"))
-            except OSError:
-                texts.append("")
-        gpus.append(_gpu(texts[0], texts[1], texts[2], 1))
-    return gpus
-
-
-def _gpu(name: str, total: str, used: str, unit: int) -> str:
-    """A GPU in words; a driver may not tell its memory ("[N/A]")."""
-    name, total, used = name.strip() or "AMD GPU", total.strip(), used.strip()
-    if not total.isdigit():
-        return name
-    more = f", {int(used) * unit / 2**30:.1f} used" if used.isdigit() else ""
-    return f"{name} ({int(total) * unit / 2**30:.0f} GiB{more})"
-
-
-@check("ports")
-def ports(subject: Subject) -> Iterator[Finding]:
-    """Tries the ports that a server and its trainer would open."""
-    yield _port("server port", subject.port, "--port", "", b"vllm:")
-    name, knob, train = "trainer port", "tide.train.metrics_port", subject.tide.train
-    if not train.metrics_port:
-        yield skipped(f"{knob} is not set.", name=name)
+@check("state directory", configured=True)
+def state_directory(subject: Subject) -> Finding:
+    """Check the place of the last good draft and the checkpoints."""
+    chosen = subject.tide.train.state_dir
+    folder = Path(chosen).expanduser() if chosen else subject.run_dir / "heads"
+    if folder.is_dir():
+        usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     else:
-        ours = b"vllm_tide:trainer_"
-        yield _port(name, train.metrics_port, knob, train.metrics_host, ours)
-
-
-def _port(name: str, port: int, knob: str, host: str, ours: bytes) -> Finding:
-    """Binds a port; asks for metrics with a name of ours if another process has it."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            text = f"{port} cannot be opened ({error.strerror})."
-            return failed(text, f"Change {knob}.", name)
-    else:
-        return ok(f"{port} is free.", name=name)
-    if ours in _metrics(port):
-        return warning(
-            f"{port} is held by a running {name.split()[0]} of this kind.",
-            f"Fine if that is the one you look at; to start another change {knob}.",
-            name,
+        usable = not folder.exists() and can_be_made(folder)
+    if not usable:
+        return failed(
+            f"{folder} cannot be written.",
+            "Set tide.train.state_dir to a directory on a disk.",
         )
-    return failed(f"{port} is taken by another process.", f"Change {knob}.", name)
+    return ok(f"{folder} can be written.")
 
 
-def _metrics(port: int) -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+@check("spool", configured=True)
+def spool(subject: Subject) -> Finding:
+    """List the spool of the configuration; a missing directory is not made."""
+    url = subject.tide.spool.url
+    if not url:
+        return skipped("tide.spool.url is not set.")
+    if "://" not in url or url.startswith("file://"):
+        folder = Path(url.removeprefix("file://")).expanduser()
+        if not folder.exists():
+            if can_be_made(folder):
+                return ok(f"{folder} is made by the relay, mode 0700.")
+            return failed(f"{folder} cannot be made.", _SPOOL)
+    answers: list[Finding] = []
+    # A thread that cannot be stopped must not keep the command from ending.
+    thread = Thread(target=lambda: answers.append(_listed(url)), daemon=True)
+    thread.start()
+    thread.join(SPOOL_SECONDS)
+    late = failed(f"No answer within {SPOOL_SECONDS:.0f} s.", _SPOOL)
+    return answers[0] if answers else late
+
+
+def _listed(url: str) -> Finding:
+    from vllm_tide.transport.shm import TransportError
+    from vllm_tide.transport.spool_store import open_store
+
     try:
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read(4 << 20)
-    except (OSError, http.client.HTTPException):
-        return b""
-    finally:
-        connection.close()
+        store = open_store(url)
+        engines = store.folders("")
+    except TransportError as error:
+        return failed(str(error), _SPOOL)
+    return ok(f"{store.url} can be listed: {len(engines)} folders.")

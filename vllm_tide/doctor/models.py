@@ -32,7 +32,7 @@ _OTHER_DRAFT = (
 
 
 def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
-    """Directory of a model on this machine; None if it would have to be fetched."""
+    """Return a model's directory on this machine; None if it is to be fetched."""
     from vllm_tide.engine.facts import local_dir
 
     try:
@@ -42,7 +42,7 @@ def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    """The `config.json` of a model, or a ConfigError."""
+    """Read the `config.json` of a model."""
     path = directory / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def model_config(directory: Path) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type ("BF16") and shape of each tensor of a directory, or a ConfigError."""
+    """Read type ("BF16") and shape of each tensor of a directory."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(directory.glob("*.safetensors"))
@@ -74,7 +74,7 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def draft_bytes(subject: Subject) -> int | None:
-    """Bytes of the draft's tensors; None if the draft is not known or not here."""
+    """Return bytes of the draft's tensors; None if it is not known or not here."""
     fresh = subject.draft == "fresh"
     source = subject.model if fresh else subject.draft
     revision = None if fresh else subject.revision
@@ -108,7 +108,7 @@ def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
 
 @check("configuration")
 def configuration(subject: Subject) -> Iterator[Finding]:
-    """Reports each mistake in the sentence that the server itself would print."""
+    """Report each mistake in the sentence that the server itself would print."""
     tide = subject.tide
     if subject.error:
         for sentence in subject.error.splitlines():
@@ -128,7 +128,7 @@ def configuration(subject: Subject) -> Iterator[Finding]:
 
 @check("device")
 def device(subject: Subject) -> Finding:
-    """Asks the server's own check about the device that vLLM was built for."""
+    """Ask the server's own check about the device that vLLM was built for."""
     from vllm_tide.engine.arguments import check_device
 
     name = vllm_device()
@@ -144,7 +144,7 @@ def device(subject: Subject) -> Finding:
 
 @check("draft fit", configured=True)
 def fit(subject: Subject) -> Finding:
-    """Compares the configured draft with the target by the product's own checks."""
+    """Compare the configured draft with the target by the product's own checks."""
     if subject.source is None:
         return skipped("No --config given, so no draft is known.")
     if subject.draft is None:

@@ -1,4 +1,4 @@
-"""Runs the checks of `vllm-tide doctor` on a subject; reports their findings."""
+"""The checks of `vllm-tide doctor` and the report of their findings."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ CHECKS = {
     "fit": "models",
     "shared_memory": "machine",
     "run_directory": "machine",
-    "cores": "machine",
     "preload": "install",
     "gpus": "machine",
-    "ports": "machine",
-    "profile": "state",
-    "state_directory": "state",
-    "spool": "state",
+    "state_directory": "machine",
+    "spool": "machine",
 }
 
 
@@ -68,7 +65,6 @@ class Subject:
     """The configuration and the place that every check examines."""
 
     run_dir: Path
-    port: int = 8000  # of the server
     source: str | None = None  # the --config argument
     error: str = ""  # mistakes of the configuration, a line each
     speculative: Mapping[str, Any] = field(default_factory=dict)
@@ -92,9 +88,9 @@ _Examine = Callable[[Subject], Finding | Iterable[Finding]]
 
 
 def make_subject(
-    source: str | None, model: str | None, run_dir: Path | None, port: int
+    source: str | None, model: str | None, run_dir: Path | None
 ) -> Subject:
-    """Reads a file or inline JSON; its mistakes become part of the subject.
+    """Read a file or inline JSON; its mistakes become part of the subject.
 
     Without a run directory it is the configuration's, else where a server would put it.
     """
@@ -119,11 +115,11 @@ def make_subject(
         run_dir = Path(configured) if configured else default_run_dir()
     usable = tide is not None
     tide = tide or TideConfig.model_validate({})
-    return Subject(run_dir, port, source, error, speculative, tide, usable, model)
+    return Subject(run_dir, source, error, speculative, tide, usable, model)
 
 
 def check(name: str, *, configured: bool = False) -> Callable[[_Examine], _Examine]:
-    """Makes a check of a function: `name` is for findings that carry none.
+    """Make a check of a function: `name` is for findings that carry none.
 
     A `configured` one is skipped if the configuration cannot be used.
     """
@@ -143,7 +139,7 @@ def check(name: str, *, configured: bool = False) -> Callable[[_Examine], _Exami
 
 
 def examine(subject: Subject, checks: Iterable[str] = CHECKS) -> Iterator[Finding]:
-    """Findings of the checks; one that breaks is itself a finding."""
+    """Run the checks; one that breaks is itself a finding."""
     for name in checks:
         try:
             module = import_module(f"vllm_tide.doctor.{CHECKS[name]}")
@@ -158,19 +154,19 @@ def examine(subject: Subject, checks: Iterable[str] = CHECKS) -> Iterator[Findin
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Status of the whole: failed, warning or ok."""
+    """Return the status of the whole: failed, warning or ok."""
     statuses = {finding.status for finding in findings}
     ranked = (Status.FAILED, Status.WARNING)
     return next((status for status in ranked if status in statuses), Status.OK)
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
-    """2 if something failed; 1 for warnings if `strict`."""
+    """Return 2 if something failed, 1 for warnings if `strict`."""
     return {Status.FAILED: 2, Status.WARNING: int(strict)}.get(worst(findings), 0)
 
 
 def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
-    """Findings for scripts: status, exit code, version of vllm-tide, checks."""
+    """Format findings as JSON for scripts."""
     fields = ("name", "status", "sentence", "advice")
     report = {
         "status": worst(findings),
@@ -182,7 +178,7 @@ def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
 
 
 def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
-    """Findings for people: a block each, advice behind an arrow, a line of counts."""
+    """Format findings as text: a block each, advice behind an arrow, counts."""
     width = columns or shutil.get_terminal_size().columns
     width = min(max(width, 60), 110)
     wrapper = textwrap.TextWrapper(

@@ -1,7 +1,4 @@
-"""Facts that a profile holds for (all that changes a worker's timing), or a trainer.
-
-The doctor compares the parts that need neither torch nor vLLM.
-"""
+"""Facts that a profile holds for (all that changes a worker's timing), or a trainer."""
 
 from __future__ import annotations
 

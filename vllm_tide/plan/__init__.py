@@ -1,5 +1,5 @@
 """Where to train: `vllm-tide plan` (TIDE, arXiv 2602.05145, figures 10 to 12).
 
-`cluster` reads what an operator knows, `throughput` has the formulas, `allocate` looks
-for the best share of each class of accelerator, `report` says what follows.
+`cluster` reads the description of a cluster, `throughput` has the formulas, `allocate`
+enumerates allocations of accelerators, `report` prints the comparison.
 """

@@ -20,7 +20,7 @@ WITHIN = 0.012
 
 @dataclass(frozen=True)
 class Published:
-    """A bar of a figure: so many serve, one class trains."""
+    """A bar of a figure: one class serves, one trains."""
 
     figure: str
     serving: tuple[str, int]
@@ -29,7 +29,7 @@ class Published:
     value: float
 
     def computed(self) -> float:
-        """The same by this package's formulas."""
+        """Return the same by this package's formulas."""
         speed = SpeedUp.of_step_cost(1.0)
         groups = self.serving, self.training
         classes = tuple(
@@ -50,7 +50,7 @@ PRINTED = (
 
 
 def check() -> Iterator[tuple[Published, float, bool]]:
-    """Each printed number, what we compute, and whether they agree."""
+    """Yield each printed number, the computed one, and whether they agree."""
     for row in PRINTED:
         computed = row.computed()
         yield row, computed, abs(computed - row.value) <= WITHIN

@@ -35,26 +35,21 @@ class SpeedUp:
     values: tuple[float, ...]
 
     @classmethod
-    def of_step_cost(
-        cls, cost: float, control: bool = True, prefill: float = 0.0
-    ) -> SpeedUp:
-        """Eq. 5 of the paper: the acceptance length over a verify step's cost.
+    def of_step_cost(cls, cost: float, prefill: float = 0.0) -> SpeedUp:
+        """Return eq. 5 of the paper: the acceptance length over a verify step's cost.
+
+        At least 1: nothing is drafted where it does not pay.
 
         Args:
             cost: Time of a verify step, drafting included, over a plain decode step.
-            control: Nothing is drafted where it does not pay.
             prefill: Share of a request's time without speculation that is prefill,
                 which speculation does not shorten.
         """
         if not prefill:
-            below = 1.0 if control else 1.0 - 1.0 / cost
-            return cls((cost - 1.0, cost, cost + 1.0), (below, 1.0, 1.0 + 1.0 / cost))
+            return cls((cost - 1.0, cost, cost + 1.0), (1.0, 1.0, 1.0 + 1.0 / cost))
         lengths = sorted({*_GRID, cost})
-        least = 1.0 if control else 0.0
         decode = [(1.0 - prefill) * cost / length for length in lengths]
-        return cls(
-            tuple(lengths), tuple(max(least, 1.0 / (prefill + d)) for d in decode)
-        )
+        return cls(tuple(lengths), tuple(max(1.0, 1.0 / (prefill + d)) for d in decode))
 
     def __call__(self, length: float) -> float:
         place = bisect_right(self.lengths, length, 1, len(self.lengths) - 1)
@@ -84,14 +79,14 @@ class Learning:
         return max(self.before, self.after)
 
     def length(self, tokens: float) -> float:
-        """Acceptance length once so many tokens were trained."""
+        """Return the acceptance length once so many tokens were trained."""
         gap = self.best - self.before
         return self.best - gap * math.exp(-tokens / self.tokens)
 
     def served(
         self, seconds: float, rate: float, speed: SpeedUp, most: float = math.inf
     ) -> float:
-        """Integral of the speed-up over the first seconds after a shift.
+        """Integrate the speed-up over the first seconds after a shift.
 
         Args:
             rate: Trained tokens per second.
@@ -147,14 +142,14 @@ class Accelerators:
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster with one value for everything that is uncertain.
+    """A cluster in numbers.
 
     Attributes:
         every: Seconds between two shifts.
         captured: Trained tokens per served token, at most: the share captured, times
             the passes over it.
         switch: Seconds in which an accelerator that changes its role does nothing.
-        demand: Tokens per second that are asked for; inf: more than can be served.
+        demand: Tokens per second asked for; inf: more than can be served.
     """
 
     classes: tuple[Accelerators, ...]
@@ -180,7 +175,7 @@ class Case:
         return math.fsum(c.count * c.usd_per_hour for c in self.classes)
 
     def rate(self, training: Sequence[float]) -> float:
-        """Trained tokens per second: what trainers can, and what is captured."""
+        """Return trained tokens per second: what trainers can, and what is captured."""
         can = math.fsum(
             x * c.trains for x, c in zip(training, self.classes, strict=True)
         )
@@ -193,7 +188,7 @@ class Case:
         return min(can, self.captured * min(served, self.demand))
 
     def tokens(self, training: Sequence[float], seconds: float) -> float:
-        """Tokens served in the first seconds after a shift.
+        """Return tokens served in the first seconds after a shift.
 
         Args:
             training: Accelerators of each class that always train; a fraction is a
@@ -206,11 +201,11 @@ class Case:
         )
 
     def mean(self, training: Sequence[float]) -> float:
-        """Mean tokens per second."""
+        """Return mean tokens per second."""
         return self.tokens(training, self.every) / self.every
 
     def switched_tokens(self, training: Sequence[float], seconds: float) -> float:
-        """`tokens` where the accelerators serve again once the draft has learnt."""
+        """Return `tokens` where accelerators serve again once the draft has learnt."""
         learning, rate = self.learning, self.rate(training)
         if rate <= 0:
             return self.tokens(training, seconds)

@@ -24,8 +24,6 @@ from rich.text import Text
 from vllm_tide.top.collect import Json, Sampler
 from vllm_tide.top.figures import make_picture
 
-# Rows lost in the middle of requests; over_budget leaves whole requests out.
-_BEHIND = {"ring_full", "cut_short"}
 _OTHER = re.compile(r"[^ -~]")
 _FIGURE = re.compile(r"\{(\w+):?([^}]*)\}")
 _STYLES = {True: "green", False: "yellow", None: "default"}
@@ -38,28 +36,23 @@ _RING = (
 _SERVER = {
     "tokens/s": "[bold]{tokens_per_s:.1f}[/] out, {prompt_tokens_per_s:.1f} in   "
     "{running:.0f} running, {waiting:.0f} waiting",
-    "acceptance": "|[bold]{acceptance_length:.2f}[/] tokens/draft"
-    "| ({acceptance_length_total:.2f} since start)|, by position "
-    "{acceptance_by_position:share}",
-    "length": "{draft_length:.2f} tokens drafted per step|; by length {lengths:share}",
+    "drafting": "[bold]{acceptance_length:.2f}[/] tokens per verify step, "
+    "{draft_length:.2f} drafted",
 }
 _TIDE = {
-    "off": "|no draft in {off_share:share} of steps|: {off_rounds:share}",
-    "step": "|{measured_step_s:ms} ms|, predicted {predicted_step_s:ms} ms"
-    "|; tokens/s {throughput_ratio:.2f} times predicted",
+    "control": "|{speed:.2f} times plain decoding|, no draft in {off_share:.0%} of "
+    "steps",
     "draft": "version {draft_version:.0f} served, {swaps:.0f} swaps"
-    "|, last pause {swap_seconds_last:ms} ms| (max {swap_seconds_max:ms})"
+    "|, last pause {swap_seconds_last:ms} ms"
     "|[yellow]; refused: {refused_drafts:.0f}[/]",
     "ring": _RING,
     "capture": "|{captured_rows_per_s:.1f} rows/s"
-    "|, dropped per second: [{lost}]{dropped_rows_per_s:.1f}[/]",
-    "SLO": "|limits of requests: {requests:.0f}|; {slo_rounds_missed:.0f} steps "
-    "could not",
+    "|, dropped per second: {dropped_rows_per_s:.1f}",
     "faults": "|[red]{faults:.0f}[/]",
 }
 _ENGINE = {
     "ring": _RING,
-    "capture": "|{rows_per_s:.1f} rows/s, dropped {dropped_rows_per_s:.1f}/s"
+    "capture": "|{written_rows} rows|, {dropped_rows} dropped"
     "|[red], {corrupt_records} records damaged[/]",
     "draft": "|version {installed_version} installed|, {published_version} published"
     "|[yellow], {refused_version} refused[/]| ({refused_reason})"
@@ -73,18 +66,13 @@ _TRAINER = {
     "draft": "version {published_version} published, {installed_version} installed"
     "|, last {seconds_since_publish:age} ago"
     "|[yellow]; {refused_versions} refused[/]|[yellow]; {rollbacks} rolled back[/]",
-    "schedule": "|{schedule_mode}, {schedule}|, accepted {short_average:.3f} lately"
-    "|, {long_average:.3f} usually|, {shifts} shifts",
-    "  because": "|{schedule_reason}",
     "canary": "|[yellow]{canary}[/]",
-    "  speed": "|{speed_before:.2f} -> {speed_after:.2f} times plain, "
-    "{canary_requests} requests| ({speed_change:+.0%} +- {speed_error:.0%})",
     "waiting for": "|[yellow]{waiting_for}[/]",
 }
 
 
 def plain(picture: Json, columns: int | None = None) -> str:
-    """Text of the whole picture, however long, without colour."""
+    """Format the whole picture, however long, without colour."""
     console = Console(width=columns, color_system=None)
     with console.capture() as capture:
         console.print(body(picture))
@@ -92,11 +80,10 @@ def plain(picture: Json, columns: int | None = None) -> str:
 
 
 def body(picture: Json) -> RenderableType:
-    """All lines: the verdicts first, then servers, engines and trainers."""
+    """Lay out the verdicts, then servers, engines and trainers."""
     clock = time.strftime("%H:%M:%S", time.localtime(picture["unix_s"]))
     brief = any(server["tide"] for server in picture["servers"])
     none = _text("Not known: no server was asked (--url), no trainer runs.")
-    old = "|[dim]{old_trainers} status files of ended trainers not shown[/]"
     return Group(
         _text(f"[bold]vllm-tide top[/]  {clock}  {{run_dir}}", picture),
         *[
@@ -111,12 +98,11 @@ def body(picture: Json) -> RenderableType:
         or [_text("[bold]ENGINE[/] none announced")],
         *map(_trainer, picture["trainers"]),
         *[] if picture["trainers"] else [_text("[bold]TRAINER[/] none seen")],
-        *filter(None, [_text(old, picture)]),
     )
 
 
 def watch(sampler: Sampler, interval: float) -> None:
-    """Shows the full screen until Ctrl-C or SIGTERM."""
+    """Show the full screen until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Also under nohup; no terminal is left to restore.
     signal.signal(signal.SIGHUP, lambda number, _: os._exit(128 + number))
@@ -128,20 +114,12 @@ def watch(sampler: Sampler, interval: float) -> None:
             time.sleep(interval)
 
 
-def percent(share: float) -> str:
-    """A share as a whole number of percent; `<1%` for what is not quite none."""
-    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
-
-
 _SPECS: dict[str, Callable[[Any], str]] = {
-    "age": lambda seconds: (
-        str(timedelta(seconds=int(seconds))) if abs(seconds) < 1e11 else "-"
-    ),
+    "age": lambda seconds: str(timedelta(seconds=int(seconds))),
     "mib": lambda size: f"{size / (1 << 20):.1f}",
     "whole": lambda size: f"{size / (1 << 20):.0f}",
     "reader": lambda alive: "read by a trainer" if alive else "no trainer",
     "ms": lambda seconds: f"{1e3 * seconds:.1f}",
-    "share": percent,
 }
 
 
@@ -149,14 +127,17 @@ def _shown(value: Any, spec: str) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {_shown(v, spec)}" for k, v in value.items() if v)
     if isinstance(value, list):
-        return " ".join(_shown(one, spec) for one in value)
+        return " ".join(value)
     if value is None:
         return "-"
-    return _SPECS[spec](value) if spec in _SPECS else format(value, spec)
+    try:
+        return _SPECS[spec](value) if spec in _SPECS else format(value, spec)
+    except (ArithmeticError, TypeError, ValueError):  # another version's status file
+        return "-"
 
 
 def _text(template: str, figures: Json | None = None) -> Text:
-    """A line of a template of rich's markup, with figures in it.
+    """Fill figures into a template of rich's markup.
 
     `{name:spec}` is a figure in one of `_SPECS`, or as Python formats it. A part behind
     a `|` is left out where one of its figures has nothing to tell: none, empty, 0. What
@@ -176,7 +157,7 @@ def _text(template: str, figures: Json | None = None) -> Text:
 
 
 def _block(head: str, rows: dict[str, str], figures: Json) -> RenderableType:
-    """Lines that belong together; a row that has no text is left out."""
+    """Lay out a head and its rows; a row without text is left out."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", min_width=13, no_wrap=True)
     table.add_column(overflow="fold")
@@ -189,23 +170,16 @@ def _block(head: str, rows: dict[str, str], figures: Json) -> RenderableType:
 def _server(server: Json) -> RenderableType:
     if server["error"]:
         return _text("[bold]SERVER[/] {url}  [red]{error}[/]", server)
-    lost = _BEHIND & server["dropped_rows_per_s"].keys()
-    requests = {"kept": server["slo_met"], "missed": server["slo_missed"]}
-    figures = server | {
-        "lost": "yellow" if lost else "default",
-        "requests": requests,
-        "capture": "" if server["ring_capacity_bytes"] else "no capture",
-    }
-    rows = _SERVER | (
+    capture = "" if server["ring_capacity_bytes"] else "no capture"
+    tide = (
         _TIDE if server["tide"] else {"tide": "[yellow]not configured on this server"}
     )
-    if server["acceptance_length_total"] is None:
-        rows["acceptance"] = "nothing drafted yet"
-    return _block("[bold]SERVER[/] {url}  {models}", rows, figures)
+    head = "[bold]SERVER[/] {url}  {models}"
+    return _block(head, _SERVER | tide, server | {"capture": capture})
 
 
 def _engine(engine: Json, brief: bool) -> RenderableType:
-    """An engine; `brief` leaves out what the page of its server shows."""
+    """Lay out an engine; `brief` leaves out what the page of its server shows."""
     alive = {True: "alive", False: "dead", None: "pid not to be seen"}[engine["alive"]]
     style = "green" if engine["alive"] else "red"
     head = (
@@ -228,7 +202,6 @@ def _trainer(trainer: Json) -> RenderableType:
         canary = f"backing off {cycles} cycles after a rollback"
     figures = trainer | {
         "canary": canary,
-        "schedule": "collecting" if trainer["collecting"] else "paused",
         "several": "" if trainer["engines"] == 1 else "s",
     }
     head = (

@@ -17,8 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm_tide.compare import t_975
-
 NONE = "none"
 MIXED = "mixed"
 # A ratio and its interval; no interval where there are too few blocks.
@@ -133,3 +131,19 @@ def over_cells(visits: Iterable[Mapping[str, Any]], arm: str, other: str) -> Rat
     spread = sum(statistics.variance(cell) / len(cell) for cell in cells)
     half = t_975(df) * math.sqrt(spread) / len(cells)
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+_T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
+
+
+def t_975(df: int) -> float:
+    """Student's t that 2.5% exceed: of a table, else Cornish and Fisher's series."""
+    if df <= len(_T_975):
+        return _T_975[df - 1]
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / df**power for power, term in enumerate(terms, 1))

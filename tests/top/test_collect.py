@@ -1,0 +1,199 @@
+"""Readings of real servers, rings, segments and files; nothing that is read changes."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from tests.top.page_server import serve_page
+from tests.top.samples import page_text, write_status
+from tests.transport.samples import make_record, make_spec
+from tests.transport.test_rendezvous import make_manifest
+from vllm_tide.top import collect
+from vllm_tide.top.collect import (
+    Sampler,
+    fetch,
+    parse_address,
+    parse_page,
+    read_engines,
+    read_trainers,
+)
+from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
+from vllm_tide.transport.rendezvous import write_manifest
+from vllm_tide.transport.ring import peek_ring
+from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.weights import peek_weights
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("http://localhost:8000/metrics", "http://localhost:8000"),
+        ("https://host/prefix/", "https://host/prefix"),
+        ("http://user:secret@host", "http://host"),
+        ("[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_addresses(text, url):
+    assert parse_address(text) == url
+
+
+@pytest.mark.parametrize("text", ["ftp://host", "http://", "host:port", ""])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_address(text)
+
+
+def test_a_page_is_read_over_http():
+    with serve_page(page_text()) as server:
+        page = fetch(parse_address(server.url))
+        server.text = None
+        assert fetch(server.url) == "answers 503 Service Unavailable"
+        url = server.url
+    assert fetch(url) == "does not answer (Connection refused)"
+    assert page.value("vllm:num_requests_running") == 4
+    reasons = page.by_label("vllm_tide:off_rounds_total", "reason")
+    assert reasons == {"no_gain": 90, "slo": 10}
+    assert page.models() == ["demo"]
+
+
+def test_values_are_summed_over_engines():
+    text = (
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{model_name="a \\"b\\", c{d}"} 1\n'
+        'vllm:num_requests_running{engine="1"} 2\n'
+        "# TYPE vllm_tide:throughput_ratio gauge\n"
+        "vllm_tide:throughput_ratio NaN\n"
+        "# TYPE other gauge\nother 3\n"
+    )
+    page = parse_page(text, 0.0)
+    assert page.value("vllm:num_requests_running") == 3
+    assert page.value("vllm:num_requests_running", max) == 2
+    assert page.value("vllm_tide:throughput_ratio") is None
+    assert page.value("other") is None
+    assert page.models() == ['a "b", c{d}']
+
+
+@pytest.mark.parametrize("text", ["", "<html></html>", "vllm_tide:x{ 1\n"])
+def test_another_page_is_refused(text):
+    assert "no metrics" in parse_page(text, 0.0)
+
+
+@pytest.mark.parametrize("answer", [None, b"220 smtp\r\n"])
+def test_another_service_is_reported(answer):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def greet():
+            connection, _ = other.accept()
+            connection.sendall(answer)
+            connection.close()
+
+        thread = threading.Thread(target=greet if answer else lambda: None)
+        thread.start()
+        address = parse_address(f"127.0.0.1:{other.getsockname()[1]}")
+        assert fetch(address, seconds=0.05).startswith("does not answer (")
+        thread.join()
+
+
+@pytest.fixture
+def ring():
+    made = RingWriter.create(make_spec(), 1 << 16)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def segment():
+    made = WeightsSegment.create(1 << 16)
+    yield made
+    made.close()
+
+
+def test_a_ring_is_read_without_claiming_it(ring):
+    for seed in range(400):
+        ring.try_write(make_record(make_spec(), seed))
+    stats = peek_ring(ring.name)
+    assert stats == ring.stats()
+    assert stats.dropped_rows > 0
+    assert not stats.consumer_alive
+    reader = RingReader.attach(ring.name)  # still free
+    try:
+        assert peek_ring(ring.name).consumer_alive
+    finally:
+        reader.close()
+    assert not peek_ring(ring.name).consumer_alive
+
+
+def test_a_weights_segment_s_versions_and_the_engine_s_answer(segment):
+    assert peek_weights(segment.name).latest_version == 0
+    writer = WeightsWriter.attach(segment.name)
+    try:
+        tensors = {"a": ("float32", (2,), bytes(8))}
+        writer.publish(tensors, version=3, parent_version=0, meta={})
+        segment.report(2, 3, "norm", 10.9)
+        peek = peek_weights(segment.name)
+        assert peek.latest_version == 3
+        assert peek.feedback == writer.feedback()
+        assert peek.feedback.refused_reason == "norm"
+    finally:
+        writer.close()
+
+
+def test_missing_foreign_and_damaged_segments_are_none(ring, segment):
+    for name in ("", "x", "vllm_tide_ring_gone", "vllm_tide_../x"):
+        assert peek_ring(name) is peek_weights(name) is None
+    assert peek_ring(segment.name) is None
+    assert peek_weights(ring.name) is None
+    with open(f"{SHM_DIR}/{ring.name}", "r+b") as file:
+        file.write(b"\xff" * 64)
+    assert peek_ring(ring.name) is None
+    os.truncate(f"{SHM_DIR}/{segment.name}", 100)
+    assert peek_weights(segment.name) is None
+
+
+def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, segment):
+    for seed in range(5):
+        ring.try_write(make_record(make_spec(), seed))
+    names = {"ring": ring.name, "weights": segment.name}
+    write_manifest(tmp_path, make_manifest("b", created_unix=2.0, **names))
+    write_manifest(tmp_path, make_manifest("a", pid_start=1, created_unix=1.0))
+    (tmp_path / "engine-bad.json").write_text("[]")
+    tmp_path.chmod(0o755)
+    dead, live = read_engines(tmp_path)
+    assert dead["alive"] is False
+    assert dead["ring_capacity_bytes"] is dead["published_version"] is None
+    assert live["alive"]
+    assert live["ring_capacity_bytes"] == 1 << 16
+    assert (live["written_rows"], live["dropped_rows"]) == (20, 0)
+    assert (live["published_version"], live["target"]) == (0, "t")
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert read_engines(tmp_path / "none") == []
+
+
+def test_trainers_are_newest_first_without_old_and_damaged_files(tmp_path):
+    write_status(tmp_path, "before", updated_unix=collect.time.time() - 60)
+    write_status(tmp_path, "new")
+    write_status(tmp_path, "old", updated_unix=1.0)
+    write_status(tmp_path, "damaged", canary=[1], last_publish_unix=10**400)
+    for name, text in (("x", "{"), ("y", "[1]"), ("z", '{"updated_unix": "soon"}')):
+        (tmp_path / f"trainer-{name}.json").write_text(text)
+    trainers = read_trainers(tmp_path)
+    assert [trainer["name"] for trainer in trainers] == ["new", "before"]
+    assert [trainer["silent"] for trainer in trainers] == [False, True]
+    assert trainers[0]["seconds_since_publish"] == pytest.approx(32, abs=10)
+    assert trainers[0]["speed_change"] == 0.08
+
+
+def test_old_samples_are_dropped(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(collect.time, "monotonic", lambda: now)
+    sampler = Sampler(tmp_path, [])
+    for _ in range(50):
+        now += 2.0
+        sampler.take()
+    times = [sample.t_s for sample in sampler.history]
+    assert times[-1] - times[0] == collect.WINDOW_S
