@@ -162,10 +162,10 @@ class TrainConfig(_Section):
 class ScheduleConfig(_Section):
     """When the trainer collects and trains (TIDE, algorithm 1)."""
 
-    mode: Literal["always", "tide", "gated"] = Field(
+    mode: Literal["always", "tide"] = Field(
         "always",
         description="`always` trains whenever there is new data; `tide` is the paper's "
-        "gate with one global average; `gated` watches groups of similar requests.",
+        "gate with one global average.",
     )
 
 
@@ -337,8 +337,6 @@ REMOVED = {
     "schedule.long_decay": "the long average decays by 0.99 per request",
     "schedule.epsilon": "a fall of acceptance by 0.05 counts as a shift",
     "schedule.init_requests": "16 requests set the first averages",
-    "schedule.max_groups": "8 groups of similar requests are watched",
-    "schedule.patience": "training pauses after 3 cycles without improvement",
     "deploy.canary_tolerance": "a fall of served speed by 2% is let pass",
     "deploy.backoff_cycles": "a rollback holds 2 cycles back, further ones twice",
     "fresh.intermediate_size": "a fresh draft's MLP is as wide as the target's",

@@ -229,7 +229,7 @@ def test_publications_keep_their_distance(engine):
     assert "spacing" in sidecar.deployment.waiting_for
 
 
-def test_gated_mode_asks_for_metadata_records_until_something_shifts(
+def test_mode_tide_asks_for_metadata_records_until_something_shifts(
     engine, monkeypatch
 ):
     monkeypatch.setattr("vllm_tide.deploy.schedule.INIT_REQUESTS", 4)

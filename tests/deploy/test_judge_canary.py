@@ -24,14 +24,14 @@ def test_a_slower_draft_is_rolled_back_and_an_equal_one_is_not(policy):
     assert much["rolled_back"] == 12 and much["requests_p50"] <= 24
 
 
-def shifts(mode: str, requests: list[ServedRequest]) -> list[int]:
+def shifts(requests: list[ServedRequest]) -> list[int]:
     """Places of the requests at which training would have begun."""
-    schedule = Schedule(ScheduleConfig(mode=mode), 1)
+    schedule = Schedule(ScheduleConfig(mode="tide"), 1)
     found = []
     for place, request in enumerate(requests):
         before = schedule.shifts
         schedule.observe(request)
-        if schedule.shifts > before and place > 20:  # the first group is a new one
+        if schedule.shifts > before:
             found.append(place)
         while schedule.collecting:
             schedule.cycle_done(False)
@@ -52,16 +52,11 @@ def stream(policy: str, seed: int, calm: int, more: int) -> list[ServedRequest]:
 @pytest.mark.parametrize("policy", ["static", "adaspec"])
 def test_a_shift_is_seen_whatever_lengths_control_chooses(policy):
     """At commit 9d3d4e7 control hid two of four: it drafts less where it is harder."""
-    alarms = 0
     for seed in range(4):
-        requests = stream(policy, seed, 250, 100)
-        for mode in ("tide", "gated"):
-            found = shifts(mode, requests)
-            seen = [place - 250 for place in found if place >= 250]
-            # 64 requests were under way at the shift: they began in the easier text.
-            assert seen and seen[0] <= 96, (seed, mode, found)
-            alarms += mode == "gated" and found[0] < 250
-    assert alarms <= 1
+        found = shifts(stream(policy, seed, 250, 100))
+        seen = [place - 250 for place in found if place >= 250]
+        # 64 requests were under way at the shift: they began in the easier text.
+        assert seen and seen[0] <= 96, (seed, found)
 
 
 def test_first_token_acceptance_is_the_same_under_both_kinds_of_control():

@@ -363,17 +363,6 @@ def test_tokens_kept_are_bounded_and_nearest_to_the_generation():
     assert spy.got[512:] == [9] * 512
 
 
-def test_group_can_be_asked_for_while_open_and_afterwards():
-    served = ServedRequests(Groups())
-    assert served.group_of(7, "e") == -1
-    served.add(record(0, 60, prompt=60), "e", 0.0)
-    assert served.group_of(7, "e") == -1  # no group was founded yet
-    (request,) = served.add(end_record(), "e", 0.0)
-    assert served.group_of(7, "e") == request.group == 0
-    served.add(record(0, 60, prompt=60, key=8), "e", 0.0)
-    assert served.group_of(8, "e") == 0
-
-
 def test_a_purge_drops_the_open_requests_of_a_tenant():
     served = ServedRequests()
     served.add(record(0, 10, key=1), "e", 0.0)

@@ -142,13 +142,12 @@ def status(**changed):
             publications=4,
             waiting_for="the canary of the last publication",
             schedule={
-                "mode": "gated",
+                "mode": "tide",
                 "collecting": True,
-                "reason": "accepted share of group 3 fell",
+                "reason": "acceptance fell from 0.522 to 0.413",
                 "shifts": 2,
                 "short": 0.413,
                 "long": 0.522,
-                "groups": [],
             },
             canary={
                 "undecided": True,

@@ -166,7 +166,7 @@ def test_a_trainer_s_figures():
     assert found["seconds_since_publish"] == pytest.approx(32, abs=10)
     assert not found["silent"]
     assert (found["schedule_mode"], found["collecting"], found["shifts"]) == (
-        "gated",
+        "tide",
         True,
         2,
     )

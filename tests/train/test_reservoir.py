@@ -1,4 +1,4 @@
-"""The buffer's hygiene: shares, age, duplicates, stale branches, groups, purge."""
+"""The buffer's hygiene: shares, age, duplicates, stale branches, purge."""
 
 from __future__ import annotations
 
@@ -292,14 +292,13 @@ def test_every_part_of_a_capped_pass_is_mixed():
 HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
 
 
-def flooded(honest, attacker, *, times: int = 1, groups=(-1, -1)) -> list[Sample]:
+def flooded(honest, attacker, *, times: int = 1) -> list[Sample]:
     """Held-out windows left of 32 honest ones after a flood, at the defaults.
 
     Args:
         honest: Tenant of a request, by its number.
         attacker: The same of the attacker's.
         times: How much louder the attacker is than was enough to flush all of them.
-        groups: Of the honest requests and of the attacker's.
     """
     clock = Clock()
     with pytest.MonkeyPatch.context() as patched:
@@ -308,13 +307,12 @@ def flooded(honest, attacker, *, times: int = 1, groups=(-1, -1)) -> list[Sample
         buffer, whole = SampleBuffer(TrainConfig(), clock), document(0, 256)
     keys = iter(random.Random(5).sample(range(1 << 60), 60_000))
     while len(buffer.holdout) < 32:
-        who = dict(tenant=honest(len(buffer.holdout)), group=groups[0])
-        buffer.add(replace(whole, key=next(keys), **who))
+        tenant = honest(len(buffer.holdout))
+        buffer.add(replace(whole, key=next(keys), tenant=tenant))
         clock.now += 1.0
     mine = {sample.key for sample in buffer.holdout}
     for count in range(times * ATTACK_TOKENS // 256):
-        who = dict(tenant=attacker(count), group=groups[1])
-        buffer.add(replace(whole, key=next(keys), **who))
+        buffer.add(replace(whole, key=next(keys), tenant=attacker(count)))
         clock.now += 0.256 / times
     assert buffer.holdout_tokens <= 8192
     return [sample for sample in buffer.holdout if sample.key in mine]
@@ -347,19 +345,13 @@ def test_a_flood_among_the_unnamed_holds_its_share_of_the_traffic_alone():
     assert 5 <= left < 20  # 32 / e, since the flood is as much as is held
 
 
-def test_a_flood_of_other_text_leaves_a_group_its_floor():
-    nobody = (lambda n: NOBODY, lambda n: NOBODY)
-    assert len(flooded(*nobody, times=5, groups=(0, 1))) >= 8
-    assert len(flooded(*nobody, times=5, groups=(0, -1))) >= 16
-
-
-def test_held_out_windows_follow_a_shift_and_silent_tenants_and_groups_lose_floors():
+def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
     buffer, clock = buffer_of()  # 51 windows of 20 tokens
     for key in HELD_KEYS[:60]:
-        buffer.add(document(key, tenant=1, group=0))
+        buffer.add(document(key, tenant=1))
     clock.now += 601
     for key in HELD_KEYS[60:300]:
-        buffer.add(document(key, tenant=key % 2 * 2, group=1))
+        buffer.add(document(key, tenant=key % 2 * 2))
     left = Counter(s.tenant for s in buffer.holdout)
     assert left[1] <= 3 and min(left[0], left[2]) > 15
 
@@ -370,8 +362,7 @@ def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded(monkeypatch):
     rng = random.Random(4)
     for key in HELD_KEYS[:400]:
         who = rng.choice([NOBODY, 1, 2, 3, key])
-        more = {"tenant": who, "group": rng.choice([-1, 0, 1, 2])}
-        buffer.add(document(key, rng.choice([5, 20, 128, 600]), **more))
+        buffer.add(document(key, rng.choice([5, 20, 128, 600]), tenant=who))
         clock.now += rng.choice([0, 1, 50, 700])
         assert buffer.holdout_tokens <= 1024 and buffer.holdout
 
@@ -389,7 +380,7 @@ def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
     assert found[0] != HELD_KEYS[300 - len(found[0]) : 300]
 
 
-# --------------------------------------------------------------------- age, groups
+# ----------------------------------------------------------------------------- age
 
 
 def test_a_sample_is_stamped_when_it_comes_unless_it_says_when():
@@ -397,34 +388,6 @@ def test_a_sample_is_stamped_when_it_comes_unless_it_says_when():
     buffer.add(document(TRAIN_KEYS[0]))
     buffer.add(document(TRAIN_KEYS[1], captured_unix_s=7.0))
     assert [s.captured_unix_s for s in buffer.train] == [1000.0, 7.0]
-
-
-def test_wanted_groups_weigh_alike_and_all_others_as_much_as_they():
-    buffer, _ = buffer_of()
-    for at, key in enumerate(TRAIN_KEYS[:60]):
-        group = 0 if at < 30 else 1 if at < 45 else 2 if at < 55 else -1
-        buffer.add(document(key, group=group))
-    drawn: Counter[int] = Counter()
-    for _ in range(200):
-        drawn.update(s.group for s in buffer.shuffled({0, 1}))
-    assert drawn[0] / drawn[1] == pytest.approx(1.0, abs=0.1)
-    # Fewer rows than the wanted have: all of them, none twice.
-    assert drawn[2] + drawn[-1] == 200 * 15
-    few: Counter[int] = Counter()
-    for _ in range(200):
-        few.update(s.group for s in buffer.shuffled({2}))
-    assert few[2] == 200 * 10
-    assert sum(few.values()) == pytest.approx(2 * few[2], rel=0.1)
-    assert not buffer.shuffled(set())
-    assert not buffer.shuffled({17})
-
-
-def test_a_tiny_group_is_repeated_four_times_at_most():
-    buffer, _ = buffer_of()
-    for at, key in enumerate(TRAIN_KEYS[:101]):
-        buffer.add(document(key, group=int(at == 100)))
-    counts = Counter(s.group for s in buffer.shuffled({0, 1}))
-    assert counts[1] == 4
 
 
 # --------------------------------------------------------------------------- purge
