@@ -19,9 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 logger = logging.getLogger("vllm_tide")
 
 MIB = 1 << 20
-LossTerm = Literal[
-    "forward_kl", "reverse_kl", "next_token", "tv", "nla", "lk_hybrid", "discard"
-]
+LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
 
 
 class ConfigError(ValueError):
@@ -128,8 +126,8 @@ class TrainConfig(_Section):
     )
     loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
         {"forward_kl": 1.0},
-        description="Weight of each loss term: forward_kl, reverse_kl, next_token, tv, "
-        "nla, lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
+        description="Weight of each loss term: forward_kl, reverse_kl, next_token, "
+        "lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
         "branches, which are trained on only when it is named.",
         min_length=1,
     )
