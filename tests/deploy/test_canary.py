@@ -412,15 +412,6 @@ def test_a_second_engine_joins_the_trial():
     assert not machine.undecided
 
 
-def test_a_newer_draft_during_a_trial_begins_it_anew():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    window(machine, rng)
-    machine.begin("", 2)
-    machine.observe(make_request(rng, 0.05, version=2))
-    assert trial(machine, rng, 0.85, version=3).decision == "keep"
-
-
 def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
     rng = np.random.default_rng(0)
     machine = canary()

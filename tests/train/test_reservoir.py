@@ -12,7 +12,7 @@ import torch
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.reservoir import Purged, SampleBuffer, Side, is_held_out
-from vllm_tide.train.sample import Branch, Sample, split_windows
+from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.transport.tenant import NOBODY
 
 TOY = ToyTarget()
@@ -98,25 +98,18 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
 
 
-def test_a_pass_leaves_what_came_later_fresh():
+def test_a_pass_leaves_what_came_later_fresh_and_what_is_put_back():
     buffer, _ = buffer_of()
     for key in TRAIN_KEYS[:6]:
         buffer.add(document(key))
+    some = buffer.fresh[2:4]
     buffer.shuffled()
     until = buffer.newest
     buffer.add(document(TRAIN_KEYS[6]))
     assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:6])
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[6:7]
     assert buffer.shuffled()[0].key == TRAIN_KEYS[6]
-
-
-def test_fresh_windows_can_be_put_back():
-    buffer, _ = buffer_of()
-    for key in TRAIN_KEYS[:6]:
-        buffer.add(document(key))
-    wanted = buffer.fresh[2:4]
-    buffer.shuffled()
-    buffer.fresh = wanted
+    buffer.fresh = some
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[2:4]
     assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
 
@@ -124,7 +117,7 @@ def test_fresh_windows_can_be_put_back():
 def test_counts_agree_with_what_is_held_whatever_happens():
     buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3)
     rng = random.Random(3)
-    for step in range(200):
+    for step in range(100):
         key = rng.randrange(40)
         doc = document(key, rng.randint(4, 200), tenant=key % 5)
         lo = rng.randrange(0, doc.num_tokens - 3)
@@ -196,14 +189,6 @@ def test_long_documents_are_cut_into_windows_that_share_no_position():
     assert trained(buffer, long.key) == list(range(3, 300))
 
 
-def test_rows_of_other_requests_are_left_alone():
-    buffer, _ = buffer_of()
-    for key in TRAIN_KEYS[:5]:
-        buffer.add(document(key))
-    assert buffer.evicted["duplicate"] == 0
-    assert len(buffer.train) == 5
-
-
 def test_a_branch_is_held_once():
     buffer, _ = buffer_of()
     whole = document(TRAIN_KEYS[0], 40)
@@ -222,18 +207,6 @@ def test_a_branch_keeps_its_context_when_the_rows_after_it_go():
     assert left.trained_positions.tolist() == list(range(3, 10))
 
 
-def test_windows_of_one_document_share_no_branch():
-    positions = list(range(3, 299))
-    long = replace(
-        document(TRAIN_KEYS[0], 300), branches=tuple(branch(p) for p in positions)
-    )
-    windows = split_windows(long, 64)
-    assert len(windows) > 4
-    assert [b.position for w in windows for b in w.branches] == positions
-    for window in windows:
-        assert all(window.start <= b.position for b in window.branches)
-
-
 # ------------------------------------------------------------------------ tenants
 
 
@@ -250,20 +223,12 @@ def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
     # Its own oldest went, not the others'.
     newest = [s.key for s in buffer.train if s.tenant == 2]
     assert newest == TRAIN_KEYS[400 - held[2] : 400]
-
-
-def test_the_share_holds_for_the_held_out_side_too():
-    buffer, _ = buffer_of(tenant_share=0.5)
-    for key in HELD_KEYS[:200]:
+    for key in HELD_KEYS[:200]:  # and on the held-out side
         buffer.add(document(key, tenant=2))
-    assert buffer.holdout_tokens <= 512
-
-
-def test_requests_without_a_tenant_have_no_bound():
-    buffer, _ = buffer_of(tenant_share=0.25)
-    for key in TRAIN_KEYS[:150]:
+    assert buffer.holdout_tokens <= 256
+    for key in TRAIN_KEYS[400:500]:  # who has no name has no bound
         buffer.add(document(key))
-    assert buffer.train_tokens == 3000
+    assert sum(s.num_tokens for s in buffer.train if s.tenant == NOBODY) == 2000
 
 
 def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
@@ -318,20 +283,16 @@ def flooded(honest, attacker, *, times: int = 1) -> list[Sample]:
     return [sample for sample in buffer.holdout if sample.key in mine]
 
 
-@pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize(
     ("honest", "attacker"),
     [
-        (lambda n: HONEST, lambda n: LOUD),  # one stable name
-        (lambda n: NOBODY, lambda n: LOUD),
+        (lambda n: NOBODY, lambda n: LOUD),  # one stable name
         (lambda n: HONEST, lambda n: NOBODY),  # no name
-        (lambda n: HONEST + n % 4, lambda n: NOBODY),
-        (lambda n: HONEST, lambda n: 1000 + n),  # a new name for each request
-        (lambda n: HONEST + n % 4, lambda n: 1000 + n),
+        (lambda n: HONEST + n % 4, lambda n: 1000 + n),  # a new one for each request
     ],
 )
-def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker, times):
-    assert len(flooded(honest, attacker, times=times)) >= 16
+def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
+    assert len(flooded(honest, attacker, times=2)) >= 16
 
 
 def test_a_maker_of_names_does_not_take_a_floor_away():
@@ -360,7 +321,7 @@ def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded(monkeypatch):
     monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 128)
     buffer, clock = buffer_of(batch_tokens=256)
     rng = random.Random(4)
-    for key in HELD_KEYS[:400]:
+    for key in HELD_KEYS[:200]:
         who = rng.choice([NOBODY, 1, 2, 3, key])
         buffer.add(document(key, rng.choice([5, 20, 128, 600]), tenant=who))
         clock.now += rng.choice([0, 1, 50, 700])
@@ -429,14 +390,6 @@ def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
     assert not buffer.shuffled() and buffer.new_tokens == 0
 
 
-def test_without_max_age_nothing_expires():
-    buffer, clock = buffer_of()
-    buffer.add(document(1))
-    clock.now += 1e9
-    assert not buffer.expired(next(iter([*buffer.train, *buffer.holdout])))
-    assert buffer.expire() == Purged()
-
-
 def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
     buffer, _ = buffer_of()
     for key in HELD_KEYS[:30]:
@@ -444,7 +397,7 @@ def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
     held = [s.key for s in buffer.holdout]
     scored = set(held[:-5])
     seen = Counter()
-    for turn in range(40):
+    for turn in range(30):
         chosen, others = buffer.held_out(scored, 100, turn)
         assert Counter(s.key for s in chosen + others) == Counter(held)
         assert set(held[-5:]) <= {s.key for s in chosen}

@@ -115,7 +115,7 @@ def test_a_small_buffer_gets_few_steps(monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"tenant_share": 0.5}, {"max_passes": 3}])
 def test_no_document_is_trained_on_more_often_than_max_passes(changes):
-    trainer = toy_trainer(0, steps_per_cycle=40, **changes)
+    trainer = toy_trainer(0, steps_per_cycle=20, **changes)
     seen, rng = passes_of(trainer), random.Random(3)
     most = trainer.config.max_passes
     for _ in range(4):
@@ -144,13 +144,12 @@ def test_publication_leaves_t2d_out_and_keeps_d2t():
     assert "t2d" not in names
 
 
-@pytest.mark.parametrize("version", [0, 99])
-def test_stale_draft_versions_are_trained_on(version):
+def test_records_of_any_draft_version_are_trained_on():
     """Features and teacher come from the target, whatever draft made the tokens."""
     trainer = toy_trainer(0)
     document = TOY.document(1, 20, 3, 77)
     record = Record(
-        77, VERIFY, 0, 3, 19, -1, version,
+        77, VERIFY, 0, 3, 19, -1, 99,
         document.tokens.numpy(),
         document.features.numpy(), 0, document.teacher_hidden.numpy(), finished=True,
     )  # fmt: skip
