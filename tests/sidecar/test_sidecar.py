@@ -224,29 +224,43 @@ def test_features_of_other_layers_are_refused(tmp_path):
         engine.close()
 
 
-def _spawn(engine: Engine, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
-    return subprocess.Popen(
-        [*command, str(engine.run_dir), *more], stderr=subprocess.PIPE, text=True
+def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from tests.sidecar.test_sidecar import Engine; "
+        f"e = Engine(Path({str(tmp_path)!r})); e.serve(5); print('up', flush=True); "
+        "time.sleep(120)"
     )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "up\n"
+    return engine
 
 
-def _wait_for(engine: Engine, state: str) -> None:
+def _trainer_until(path: Path, state: str, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
+    trainer = subprocess.Popen(
+        [*command, str(path.parent), *more], stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(path, state)
+    return trainer
+
+
+def _wait_for(path: Path, state: str) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        try:
-            if engine.status()["state"] == state:
-                return
-        except (OSError, ValueError):
-            pass
+        if path.exists() and json.loads(path.read_text())["state"] == state:
+            return
         time.sleep(0.1)
     raise AssertionError(f"never {state}")
 
 
 @pytest.mark.slow
 def test_command_stops_gracefully_on_sigterm(engine):
-    process = _spawn(engine, "--engine", "test")
-    _wait_for(engine, "waiting")
+    path = engine.run_dir / "trainer-test.json"
+    process = _trainer_until(path, "waiting", "--engine", "test")
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -269,39 +283,6 @@ def test_a_command_that_waits_for_an_engine_stops_gracefully(command, tmp_path):
     process.terminate()
     _, more = process.communicate()
     assert process.returncode == 0, (*said, more)
-
-
-def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
-    code = (
-        "import sys, time; from pathlib import Path; "
-        "from tests.sidecar.test_sidecar import Engine; "
-        f"e = Engine(Path({str(tmp_path)!r})); e.serve(5); print('up', flush=True); "
-        "time.sleep(120)"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    )
-    assert engine.stdout is not None
-    assert engine.stdout.readline() == "up\n"
-    return engine
-
-
-def _trainer_until(path: Path, state: str, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
-    trainer = subprocess.Popen(
-        [*command, str(path.parent), *more], stderr=subprocess.PIPE, text=True
-    )
-    _wait_for_state(path, state)
-    return trainer
-
-
-def _wait_for_state(path: Path, state: str) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if path.exists() and json.loads(path.read_text())["state"] == state:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"never {state}")
 
 
 @pytest.mark.slow
@@ -327,7 +308,7 @@ def test_a_trainer_that_waits_for_its_next_engine_still_stops(tmp_path):
     trainer = _trainer_until(path, "waiting", "--wait")
     engine.kill()
     engine.wait()
-    _wait_for_state(path, "engine_gone")
+    _wait_for(path, "engine_gone")
     time.sleep(1.0)  # it has begun to wait
     assert trainer.poll() is None
     trainer.terminate()
