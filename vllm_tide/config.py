@@ -19,9 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 logger = logging.getLogger("vllm_tide")
 
 MIB = 1 << 20
-LossTerm = Literal[
-    "forward_kl", "reverse_kl", "next_token", "tv", "nla", "lk_hybrid", "discard"
-]
+LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
 
 
 class ConfigError(ValueError):
@@ -128,8 +126,8 @@ class TrainConfig(_Section):
     )
     loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
         {"forward_kl": 1.0},
-        description="Weight of each loss term: forward_kl, reverse_kl, next_token, tv, "
-        "nla, lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
+        description="Weight of each loss term: forward_kl, reverse_kl, next_token, "
+        "lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
         "branches, which are trained on only when it is named.",
         min_length=1,
     )
@@ -162,10 +160,10 @@ class TrainConfig(_Section):
 class ScheduleConfig(_Section):
     """When the trainer collects and trains (TIDE, algorithm 1)."""
 
-    mode: Literal["always", "tide", "gated"] = Field(
+    mode: Literal["always", "tide"] = Field(
         "always",
         description="`always` trains whenever there is new data; `tide` is the paper's "
-        "gate with one global average; `gated` watches groups of similar requests.",
+        "gate with one global average.",
     )
 
 
@@ -337,8 +335,6 @@ REMOVED = {
     "schedule.long_decay": "the long average decays by 0.99 per request",
     "schedule.epsilon": "a fall of acceptance by 0.05 counts as a shift",
     "schedule.init_requests": "16 requests set the first averages",
-    "schedule.max_groups": "8 groups of similar requests are watched",
-    "schedule.patience": "training pauses after 3 cycles without improvement",
     "deploy.canary_tolerance": "a fall of served speed by 2% is let pass",
     "deploy.backoff_cycles": "a rollback holds 2 cycles back, further ones twice",
     "fresh.intermediate_size": "a fresh draft's MLP is as wide as the target's",

@@ -16,6 +16,36 @@ from vllm_tide.config import ConfigError, parse_tide
 from vllm_tide.deploy.fast_draft import FastDraft
 
 
+class Trainer:
+    """A fast draft of three requests that run, and what was said of it."""
+
+    def __init__(self, feeds, published: int = 0) -> None:
+        self.trainer, self.said = toy_trainer(0), []
+        self.deployment = SimpleNamespace(published=published)
+        self.fast = FastDraft(
+            parse_tide({"test_time": ADAPT}),
+            self.trainer,
+            feeds,
+            self.deployment,
+            lambda event, **_: self.said.append(event),
+        )
+        self.streams = [Stream(key, key) for key in range(3)]
+        self.trainer.add_records([s.prefill() for s in self.streams], 0.0)
+
+    def until(self, done) -> None:
+        """Serve and learn."""
+        for _ in range(300):
+            self.trainer.add_records([s.verify() for s in self.streams], 0.0)
+            self.fast.tick(math.inf, paused=False)
+            if done():
+                return
+        raise AssertionError("nothing was sent")
+
+
+def install(feed: FakeFeed) -> None:
+    feed.installed = feed.latest_version
+
+
 def meta(fast: bool) -> dict:
     return {"adaptation": {"fast": fast}}
 
@@ -26,32 +56,17 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
     assert publish(feeds) == 1
     a.installed = 1  # b has not come to it, and c refuses it
     c.refused = 1
-    trainer, said = toy_trainer(0), []
-
-    def report(event: str, **facts: object) -> None:
-        said.append(event)
-
-    deployment = SimpleNamespace(published=1)
-    tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, deployment, report)
-    streams = [Stream(key, key) for key in range(3)]
-    trainer.add_records([stream.prefill() for stream in streams], 0.0)
-    for _ in range(200):
-        trainer.add_records([stream.verify() for stream in streams], 0.0)
-        fast.tick(math.inf, paused=False)
-        if said:
-            break
-    assert said == ["adapted"]
+    trainer = Trainer(feeds, published=1)
+    trainer.until(lambda: trainer.said)
+    assert trainer.said == ["adapted"]
     assert [len(feed.sent) for feed in (a, b, c)] == [2, 1, 1]
-    a.installed = a.latest_version
+    install(a)
     b.installed = 1  # now it has come to it
-    for _ in range(20):
-        trainer.add_records([stream.verify() for stream in streams], 0.0)
-        fast.tick(math.inf, paused=False)
+    trainer.until(lambda: len(b.sent) == 2)
     assert [len(feed.sent) for feed in (a, b, c)] == [3, 2, 1]
     b.installed, b.refused = 1, b.latest_version
-    fast.tick(math.inf, paused=False)
-    assert said == ["adapted", "given_back"] and fast.draft is None
+    trainer.fast.tick(math.inf, paused=False)
+    assert trainer.said == ["adapted", "given_back"] and trainer.fast.draft is None
     assert [len(feed.sent) for feed in (a, b, c)] == [4, 3, 1]
 
 
@@ -59,60 +74,35 @@ def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
     """Its weights differ, though no draft was ever published."""
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
-    trainer, said = toy_trainer(0), []
-
-    def report(event: str, **facts: object) -> None:
-        said.append(event)
-
-    tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, SimpleNamespace(published=0), report)
-    streams = [Stream(key, key) for key in range(3)]
-    trainer.add_records([stream.prefill() for stream in streams], 0.0)
-
-    def go_on(least: int) -> None:
-        for _ in range(300):
-            trainer.add_records([stream.verify() for stream in streams], 0.0)
-            fast.tick(math.inf, paused=False)
-            if len(a.sent) >= least:
-                return
-        raise AssertionError("nothing was sent")
-
-    go_on(1)
-    a.installed = a.latest_version
+    trainer = Trainer(feeds)
+    trainer.until(lambda: a.sent)
+    install(a)
     b.refused, b.reason = b.latest_version, "base"
-    go_on(2)
-    a.installed = a.latest_version
-    fast.drop("purged")
+    trainer.until(lambda: len(a.sent) == 2)
+    install(a)
+    trainer.fast.drop("purged")
     for _ in range(5):
-        fast.tick(math.inf, paused=True)
-    assert said == ["adapted", "given_back"]
+        trainer.fast.tick(math.inf, paused=True)
+    assert trainer.said == ["adapted", "given_back"]
     assert len(a.sent) == 3 and len(b.sent) == 1
 
 
 def test_an_engine_that_refuses_the_next_base_is_given_back_the_one_it_holds():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
-    trainer, deployment = toy_trainer(0), SimpleNamespace(published=0)
-    tide = parse_tide({"test_time": ADAPT})
-    fast = FastDraft(tide, trainer, feeds, deployment, lambda *_, **__: None)
-    streams = [Stream(key, key) for key in range(3)]
-    trainer.add_records([stream.prefill() for stream in streams], 0.0)
-    for _ in range(300):
-        trainer.add_records([stream.verify() for stream in streams], 0.0)
-        fast.tick(math.inf, paused=False)
-        if b.sent:
-            break
-    a.installed, b.installed = a.latest_version, b.latest_version
-    deployment.published = publish(feeds)
-    fast.tick(math.inf, paused=True)  # it is on its way to both
+    trainer = Trainer(feeds)
+    trainer.until(lambda: b.sent)
+    install(a), install(b)
+    trainer.deployment.published = publish(feeds)
+    trainer.fast.tick(math.inf, paused=True)  # it is on its way to both
     assert len(a.sent) == len(b.sent) == 2
-    a.installed = a.latest_version
+    install(a)
     b.refused, b.reason = b.latest_version, "norm"
-    fast.tick(math.inf, paused=True)
+    trainer.fast.tick(math.inf, paused=True)
     # No change of what it holds: its own base, by the name that it knows.
     assert len(a.sent) == 2 and b.sent[b.latest_version] == {}
-    b.installed = b.latest_version
-    fast.tick(math.inf, paused=True)
+    install(b)
+    trainer.fast.tick(math.inf, paused=True)
     assert len(b.sent) == 3 and feeds.versions()["b"].installed == 0
 
 
@@ -160,41 +150,38 @@ def test_memory_of_versions_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"),
+    ("more", "why"),
     [
         (
             {"capture": {"enabled": False}},
-            "tide.test_time.adapt: 'shared' trains on rows of running requests, of "
-            "which none is captured; set tide.capture.enabled to true, or set "
-            "tide.test_time.adapt to 'off'.",
+            "trains on rows of running requests, of which none is captured; set "
+            "tide.capture.enabled to true",
         ),
         (
             {"capture": {"consent": "off"}},
-            "tide.test_time.adapt: 'shared' trains on rows of running requests, of "
-            "which none is captured; set tide.capture.consent to 'opt_out' or "
-            "'opt_in', or set tide.test_time.adapt to 'off'.",
+            "trains on rows of running requests, of which none is captured; set "
+            "tide.capture.consent to 'opt_out' or 'opt_in'",
         ),
         (
             {"swap": {"enabled": False}},
-            "tide.test_time.adapt: 'shared' swaps drafts; set tide.swap.enabled to "
-            "true, or set tide.test_time.adapt to 'off'.",
+            "swaps drafts; set tide.swap.enabled to true",
         ),
         (
             {"spool": {"url": "s"}},
-            "tide.test_time.adapt: 'shared' needs rows within a second, and a spool "
-            "takes longer; run the trainer on the engine's host and set "
-            "tide.spool.url to null, or set tide.test_time.adapt to 'off'.",
+            "needs rows within a second, and a spool takes longer; run the trainer on "
+            "the engine's host and set tide.spool.url to null",
         ),
         (
             {"schedule": {"mode": "tide"}},
-            "tide.test_time.adapt: 'shared' needs rows at any time, which "
-            "tide.schedule.mode 'tide' pauses; set that to 'always', or set "
-            "tide.test_time.adapt to 'off'.",
+            "needs rows at any time, which tide.schedule.mode 'tide' pauses; set that "
+            "to 'always'",
         ),
     ],
 )
-def test_what_makes_no_sense_together_is_said(more, sentence):
+def test_what_makes_no_sense_together_is_said(more, why):
     with pytest.raises(ConfigError) as refused:
         parse_tide({"test_time": {"adapt": "shared"}, **more})
-    assert str(refused.value) == sentence
+    assert str(refused.value) == (
+        f"tide.test_time.adapt: 'shared' {why}, or set tide.test_time.adapt to 'off'."
+    )
     assert parse_tide(more).test_time.adapt == "off"

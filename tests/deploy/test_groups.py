@@ -62,13 +62,13 @@ def test_signature_is_a_unit_vector_and_sees_order():
 
 def test_one_domain_stays_one_group_by_and_large():
     founded = 0
-    for seed in range(6):
+    for seed in range(3):
         groups = Groups()
         rng = np.random.default_rng(seed)
         ids = assign(groups, [Domain(seed)], [0] * 200, rng)
         assert Counter(ids).most_common(1)[0][1] >= 0.7 * len(ids)
         founded += groups.num_founded
-    assert founded <= 6 + 3  # cut by chance
+    assert founded <= 3 + 2  # cut by chance
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,8 +132,11 @@ def test_nearest_changes_nothing():
     groups.assign(domain.request(rng))
     tokens = Domain(1).request(rng)
     assert groups.nearest(tokens) == 0
-    assert groups.ids == (0,)
     assert groups.nearest(tokens[:3]) == -1
+    for _ in range(40):
+        groups.assign(domain.request(rng, 200))
+    assert groups.nearest(Domain(1).request(rng, 200)) == -1  # far from all
+    assert groups.ids == (0,)
 
 
 def test_number_of_groups_is_bounded_and_idle_ones_give_way():

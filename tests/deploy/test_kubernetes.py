@@ -268,6 +268,7 @@ def test_caches_outlive_the_pod(documents: list[dict[str, Any]]) -> None:
     assert "persistentVolumeClaim" in claim
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("folder", ["base", "cuda", "rocm", "monitoring"])
 def test_kustomize_builds_it(folder: str) -> None:

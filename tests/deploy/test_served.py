@@ -80,30 +80,21 @@ def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
     assert request.squares == pytest.approx(1 + 1 + 100)
 
 
-def test_steps_in_which_the_memory_drafted_say_nothing_of_the_draft():
+@pytest.mark.parametrize("memory", [True, False])
+def test_steps_of_memory_and_fast_draft_say_nothing_of_the_deployed_one(memory):
+    begin = record(0, 10)
     shown = [record(10, 4, 2, cost=1.5), record(17, 3, 0), record(18, 1, 0)]
     hidden = [
-        record(13, 4, 3, cost=1.1, memory=True),
-        record(19, 4, 0, memory=True),
-        record(20, 1, 0, memory=True),  # nothing of it was worth verifying
+        record(13, 4, 3, cost=1.1, memory=memory),
+        record(19, 4, 0, memory=memory),
+        record(20, 1, 0, memory=memory),  # nothing of it was worth verifying
     ]
-    groups = [Groups(), Groups()]
-    begin = record(0, 10)
-    (without,) = serve(begin, *shown, end_record(), groups=groups[0])
-    both = shown[0], hidden[0], *shown[1:], *hidden[1:]
-    (among,) = serve(begin, *both, end_record(), groups=groups[1])
-    assert among.cells == without.cells
-    for name in ("tries", "hits", "squares", "versions", "whole"):
-        assert getattr(among, name) == getattr(without, name), name
-
-
-def test_steps_of_a_fast_draft_say_nothing_of_the_one_that_is_deployed():
-    base, fast = [record(10, 4, 1), record(17, 3, 0)], record(12, 4, 3)
+    (without,) = serve(begin, *shown, end_record(), groups=Groups())
     served = ServedRequests(Groups())
-    for item in (record(0, 10), base[0], fast, base[1]):
-        assert served.add(item, "e", 0.0, fast=item is fast) == []
+    for item in (begin, shown[0], hidden[0], *shown[1:], *hidden[1:]):
+        fast = not memory and any(item is one for one in hidden)
+        assert served.add(item, "e", 0.0, fast=fast) == []
     (among,) = served.add(end_record(), "e", 0.0)
-    (without,) = serve(record(0, 10), *base, end_record(), groups=Groups())
     assert among.cells == without.cells
     for name in ("tries", "hits", "squares", "versions", "whole"):
         assert getattr(among, name) == getattr(without, name), name
@@ -361,17 +352,6 @@ def test_tokens_kept_are_bounded_and_nearest_to_the_generation():
     )
     assert spy.got[:512] == list(range(5000 - 512, 5000))
     assert spy.got[512:] == [9] * 512
-
-
-def test_group_can_be_asked_for_while_open_and_afterwards():
-    served = ServedRequests(Groups())
-    assert served.group_of(7, "e") == -1
-    served.add(record(0, 60, prompt=60), "e", 0.0)
-    assert served.group_of(7, "e") == -1  # no group was founded yet
-    (request,) = served.add(end_record(), "e", 0.0)
-    assert served.group_of(7, "e") == request.group == 0
-    served.add(record(0, 60, prompt=60, key=8), "e", 0.0)
-    assert served.group_of(8, "e") == 0
 
 
 def test_a_purge_drops_the_open_requests_of_a_tenant():

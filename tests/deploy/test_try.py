@@ -20,6 +20,7 @@ SCRIPT = ROOT / "scripts" / "deploy" / "build_and_try.sh"
 TEXT = SCRIPT.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_bash_reads_it_and_it_says_how_it_is_used() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     done = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True)
@@ -29,6 +30,7 @@ def test_bash_reads_it_and_it_says_how_it_is_used() -> None:
     assert subprocess.run([str(SCRIPT)], capture_output=True).returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck")
 def test_shellcheck_finds_nothing() -> None:
     subprocess.run(["shellcheck", str(SCRIPT)], check=True)
@@ -55,6 +57,7 @@ def test_counters_are_added_up() -> None:
     assert counter(page, "c_total") == 0
 
 
+@pytest.mark.slow
 def test_an_ended_process_is_not_alive() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie

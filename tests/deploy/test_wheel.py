@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 WHEEL, INSTALL = ROOT / "scripts" / "wheel.sh", ROOT / "scripts" / "install.sh"
 

@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from vllm_tide.sidecar.report import Report, TrainerStatus
 
 CHILD = """
@@ -22,6 +24,7 @@ log.add("third")
 """
 
 
+@pytest.mark.slow
 def test_half_an_event_is_taken_back(tmp_path):
     # A process of its own: the limit would hold for everything pytest writes.
     subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True)

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from itertools import takewhile
@@ -79,7 +78,7 @@ class Engine:
             teacher_topk=1,
             feature_dtype="float32",
             num_speculative_tokens=3,
-            tide={"train": KNOBS},
+            tide={"train": dict(KNOBS)},
             created_unix=time.time(),
         )
         self.announce()
@@ -184,25 +183,6 @@ def test_hostile_values_are_counted_and_end_no_training(engine):
     assert not sidecar.trainer.skipped["unusable_batch"]
 
 
-def test_refused_version_is_counted_and_the_live_draft_goes_on(engine):
-    engine.serve(60)
-    sidecar = attach(engine)
-    before = sidecar.trainer.snapshot()
-    done = threading.Thread(target=sidecar.run)
-    done.start()
-    deadline = time.monotonic() + 60
-    while engine.weights.latest_version() == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    engine.weights.report(0, 1, "norm")
-    while not sidecar.status.refused_versions and time.monotonic() < deadline:
-        time.sleep(0.05)
-    sidecar.stop()
-    done.join(60)
-    assert sidecar.status.refused_versions == 1
-    live = sidecar.trainer.snapshot()
-    assert all(torch.equal(live[name], before[name]) for name in before)
-
-
 def test_restarted_trainer_goes_on_from_its_last_publication(engine):
     engine.serve(60)
     first = attach(engine)
@@ -211,25 +191,25 @@ def test_restarted_trainer_goes_on_from_its_last_publication(engine):
     second = attach(engine)
     live, published = second.trainer.snapshot(), first.trainer.snapshot()
     assert all(torch.equal(live[name], published[name]) for name in live)
-    engine.serve(60)
-    second.run(once=True)
-    assert engine.weights.latest_version() in (1, 2)
+    second.feeds.close()
 
 
 def test_ring_does_not_fill_during_a_cycle(engine):
+    engine.manifest.tide["train"] = {**KNOBS, "steps_per_cycle": 4}
+    engine.announce()
     engine.serve(60)
     sidecar = attach(engine)
     tick, worst = sidecar._tick, []
 
     def traffic() -> bool:
-        engine.serve(20)
+        engine.serve(4)
         going = tick()
         worst.append(engine.ring.stats().used_bytes)
         return going
 
     sidecar._tick = traffic
     sidecar.run(once=True)
-    assert len(worst) > 25
+    assert len(worst) > 4  # after every step
     assert max(worst) == 0
     assert engine.ring.stats().dropped_records == 0
 
@@ -242,53 +222,6 @@ def test_features_of_other_layers_are_refused(tmp_path):
             attach(engine)
     finally:
         engine.close()
-
-
-def _spawn(engine: Engine, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
-    return subprocess.Popen(
-        [*command, str(engine.run_dir), *more], stderr=subprocess.PIPE, text=True
-    )
-
-
-def _wait_for(engine: Engine, state: str) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        try:
-            if engine.status()["state"] == state:
-                return
-        except (OSError, ValueError):
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"never {state}")
-
-
-@pytest.mark.slow
-def test_command_stops_gracefully_on_sigterm(engine):
-    process = _spawn(engine, "--engine", "test")
-    _wait_for(engine, "waiting")
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert engine.status()["state"] == "stopped"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "relay"])
-def test_a_command_that_waits_for_an_engine_stops_gracefully(command, tmp_path):
-    """A container's first process is not ended by a signal that it does not handle."""
-    options = ["--run-dir", str(tmp_path), "--wait"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tide", command, *options],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    # Until it waits, or has ended.
-    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
-    process.terminate()
-    _, more = process.communicate()
-    assert process.returncode == 0, (*said, more)
 
 
 def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
@@ -311,17 +244,45 @@ def _trainer_until(path: Path, state: str, *more: str) -> subprocess.Popen:
     trainer = subprocess.Popen(
         [*command, str(path.parent), *more], stderr=subprocess.PIPE, text=True
     )
-    _wait_for_state(path, state)
+    _wait_for(path, state)
     return trainer
 
 
-def _wait_for_state(path: Path, state: str) -> None:
-    deadline = time.monotonic() + 60
+def _wait_for(path: Path, state: str) -> None:
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if path.exists() and json.loads(path.read_text())["state"] == state:
             return
         time.sleep(0.1)
     raise AssertionError(f"never {state}")
+
+
+@pytest.mark.slow
+def test_command_stops_gracefully_on_sigterm(engine):
+    path = engine.run_dir / "trainer-test.json"
+    process = _trainer_until(path, "waiting", "--engine", "test")
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert engine.status()["state"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "relay"])
+def test_a_command_that_waits_for_an_engine_stops_gracefully(command, tmp_path):
+    """A container's first process is not ended by a signal that it does not handle."""
+    options = ["--run-dir", str(tmp_path), "--wait"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_tide", command, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    # Until it waits, or has ended.
+    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
+    process.terminate()
+    _, more = process.communicate()
+    assert process.returncode == 0, (*said, more)
 
 
 @pytest.mark.slow
@@ -347,7 +308,7 @@ def test_a_trainer_that_waits_for_its_next_engine_still_stops(tmp_path):
     trainer = _trainer_until(path, "waiting", "--wait")
     engine.kill()
     engine.wait()
-    _wait_for_state(path, "engine_gone")
+    _wait_for(path, "engine_gone")
     time.sleep(1.0)  # it has begun to wait
     assert trainer.poll() is None
     trainer.terminate()

@@ -200,12 +200,7 @@ def test_malformed_records_are_counted_not_raised():
 def test_recomputed_row_without_teacher_keeps_the_one_it_had():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 3), 0.0)
-    again = _verify(2, 3)
-    again = type(again)(
-        **{f: getattr(again, f) for f in Record.__dataclass_fields__}
-        | {"teacher_start": 3, "teacher_hidden": None}
-    )
-    assembler.add(again, 0.0)
+    assembler.add(replace(_verify(2, 3), teacher_start=3, teacher_hidden=None), 0.0)
     (sample,) = assembler.flush()
     assert bool(sample.has_teacher.all())
     assert sample.teacher_hidden[:, 0].tolist() == [1002.0, 1003.0, 1004.0]
@@ -214,19 +209,16 @@ def test_recomputed_row_without_teacher_keeps_the_one_it_had():
 def test_bfloat16_bits_are_read_as_bfloat16():
     assembler = Assembler(WIDTH, "bfloat16")
     values = torch.randn(4, WIDTH).bfloat16()
-    good = _verify(2, 4)
-    bits = {"features": values.view(torch.int16).numpy().view(np.uint16)}
-    fields = {f: getattr(good, f) for f in Record.__dataclass_fields__}
-    assembler.add(Record(**fields | bits), 0.0)
+    bits = values.view(torch.int16).numpy().view(np.uint16)
+    assembler.add(replace(_verify(2, 4), features=bits), 0.0)
     (sample,) = assembler.flush()
     assert torch.equal(sample.features, values)
 
 
 def _light(start, count, **more):
-    full = _verify(start, count, **more)
-    fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
     empty = np.zeros((count, 0), np.float32)
-    return Record(**fields | {"features": empty, "teacher_hidden": None})
+    full = _verify(start, count, **more)
+    return replace(full, features=empty, teacher_hidden=None)
 
 
 def test_metadata_only_record_is_a_hole_that_is_counted_once():
@@ -246,10 +238,8 @@ def test_metadata_only_record_is_a_hole_that_is_counted_once():
 def test_sample_says_whose_it_is_and_which_draft_it_met_first():
     assembler = Assembler(WIDTH, "float32")
     first = _verify(2, 2)
-    fields = {f: getattr(first, f) for f in Record.__dataclass_fields__}
-    assembler.add(Record(**fields | {"tenant": 77, "draft_version": 3}), 0.0)
-    later = {"start": 4, "tenant": 77, "draft_version": 4}
-    assembler.add(Record(**fields | later), 0.0)
+    assembler.add(replace(first, tenant=77, draft_version=3), 0.0)
+    assembler.add(replace(first, start=4, tenant=77, draft_version=4), 0.0)
     (sample,) = assembler.flush()
     assert (sample.tenant, sample.draft_version) == (77, 3)
     assert sample.captured_unix_s > 0
@@ -258,9 +248,7 @@ def test_sample_says_whose_it_is_and_which_draft_it_met_first():
 def test_purge_forgets_the_open_requests_of_a_tenant():
     assembler = Assembler(WIDTH, "float32")
     for key, tenant in ((1, 7), (2, 8)):
-        full = _verify(2, 4, key=key)
-        fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
-        assembler.add(Record(**fields | {"tenant": tenant}), 0.0)
+        assembler.add(replace(_verify(2, 4, key=key), tenant=tenant), 0.0)
     assert assembler.purge(7) == 4
     assert assembler.open_rows == 4
     assert [s.key for s in assembler.flush()] == [2]
@@ -270,22 +258,22 @@ def test_purge_forgets_the_open_requests_of_a_tenant():
 def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
     assembler = Assembler(WIDTH, "float32", max_branches=2)
     full = _verify(2, 5, accepted=1)
-    fields = {f: getattr(full, f) for f in Record.__dataclass_fields__}
     ids = full.token_ids.copy()
     ids[4] = -1
     k = 3
-    topk = {
-        "token_ids": ids,
-        "teacher_hidden": None,
-        "teacher_start": 1,
-        "teacher_topk_ids": np.arange(4 * k, dtype=np.int32).reshape(4, k),
-        "teacher_topk_logprobs": np.zeros((4, k), np.float32),
-        "teacher_tail_logprob": np.arange(4, dtype=np.float32),
-    }
-    assembler.add(Record(**fields | topk), 0.0)
+    full = replace(
+        full,
+        token_ids=ids,
+        teacher_hidden=None,
+        teacher_start=1,
+        teacher_topk_ids=np.arange(4 * k, dtype=np.int32).reshape(4, k),
+        teacher_topk_logprobs=np.zeros((4, k), np.float32),
+        teacher_tail_logprob=np.arange(4, dtype=np.float32),
+    )
+    assembler.add(full, 0.0)
     ids = ids.copy()
     ids[2] = -1  # nothing was drafted after the accepted token
-    assembler.add(Record(**fields | topk | {"token_ids": ids, "start": 4}), 0.0)
+    assembler.add(replace(full, token_ids=ids, start=4), 0.0)
     (sample,) = assembler.flush()
     (branch,) = sample.branches
     assert branch.tokens.tolist() == [token(1, 4), token(1, 5)]

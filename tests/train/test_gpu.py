@@ -253,7 +253,9 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("attention", ["packed", "flex"])
-@pytest.mark.parametrize("loss", [{"forward_kl": 1.0}, {"tv": 1.0, "next_token": 0.5}])
+@pytest.mark.parametrize(
+    "loss", [{"forward_kl": 1.0}, {"lk_hybrid": 1.0, "next_token": 0.5}]
+)
 def test_steps_are_those_of_a_cpu(attention, loss):
     toy, found = ToyTarget(), {}
     documents = [toy.document(i, 40, 3, i) for i in range(6)]

@@ -14,12 +14,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.evaluate import Evaluation
-from vllm_tide.train.judgement import (
-    VETO_REQUESTS,
-    Evidence,
-    _worse_group,
-    judge,
-)
+from vllm_tide.train.judgement import Evidence, judge
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.trainer import Trainer
 
@@ -76,17 +71,27 @@ def cycles_until_published(gain: float, seed: int, cycles: int = 20) -> int | No
     return None
 
 
-def test_useless_candidates_are_not_published_however_often_they_are_judged():
-    """One standard error a cycle published in nearly all of these."""
-    found = [cycles_until_published(0.0, seed) for seed in range(20)]
-    assert sum(n is not None for n in found) <= 1
+@pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
+    """One standard error a cycle published nearly all of the useless ones."""
+    useless = [cycles_until_published(0.0, seed) for seed in range(seeds)]
+    assert sum(n is not None for n in useless) <= seeds // 20
+    better = [cycles_until_published(0.1, seed) for seed in range(seeds)]
+    assert sum(n is not None and n <= 11 for n in better) >= 0.9 * seeds
 
 
-def test_better_candidates_are_published_soon():
-    found = [cycles_until_published(0.1, seed) for seed in range(20)]
-    assert sum(n is not None and n <= 11 for n in found) >= 18
+@pytest.mark.parametrize("spread", [0.15, 0.6])
+def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
+    runs = 100
+    useless = judge_gate.row(0.0, runs, 0, spread=spread)
+    # One in twenty, and three standard deviations of that count.
+    assert useless["published"] <= 0.05 * runs + 3 * (0.05 * 0.95 * runs) ** 0.5
+    better = judge_gate.row(2 * spread, runs, 0, spread=spread)
+    assert better["published"] == runs
+    assert better["requests_p50"] <= 40
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_gate_keeps_what_it_promises(seed):
     found = judge_gate.rows(seed)
@@ -98,6 +103,7 @@ def test_the_gate_keeps_what_it_promises(seed):
     assert by_gain[0.3]["requests_p50"] <= 25
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [*judge_gate.SHAPES, *judge_gate.TIED])
 def test_no_shape_of_gains_fools_the_gate(shape):
     for spread in (0.15, 0.6):
@@ -105,9 +111,12 @@ def test_no_shape_of_gains_fools_the_gate(shape):
         assert row["published"] <= 0.08 * row["runs"], row  # 0.05 and its error
 
 
-def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better():
+@pytest.mark.parametrize("seeds", [3, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better(
+    seeds,
+):
     found = []
-    for seed in range(20):
+    for seed in range(seeds):
         evidence, rng = judge_gate.Evidence(), random.Random(seed)
         for _ in range(200):
             evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
@@ -115,7 +124,7 @@ def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_bette
         while evidence.wealth < 20:
             evidence.add([rng.gauss(0.3, 0.3) for _ in range(5)])
         found.append(evidence.requests - requests)
-    assert sorted(found)[10] <= 75
+    assert sorted(found)[seeds // 2] <= 75
 
 
 def test_a_dropped_candidate_never_leaves_more_evidence():
@@ -192,70 +201,8 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     assert not again.unscored
 
 
-# ------------------------------------------------------------------------- groups
-
-CONFIG = TrainConfig()
 PROVEN = {"running": 40.0, "total": 5.0, "weight": 20.0, "requests": 60}
 NOTHING = judge_gate.pair_of({})
-ONE = TOY.document(1, 4, 1, 0)
-
-
-def grouped(gains: dict[int, list[float]], captured: dict[int, float] | None = None):
-    """A pair whose requests gain so much, by group."""
-    samples, by_key = [], {}
-    for group, values in gains.items():
-        at = (captured or {}).get(group, 0.0)
-        for gain in values:
-            by_key[key := len(by_key)] = gain
-            samples.append(replace(ONE, key=key, group=group, captured_unix_s=at))
-    return replace(judge_gate.pair_of(by_key), samples=samples)
-
-
-def test_a_candidate_that_makes_one_group_worse_is_not_published():
-    """Though it is better on the whole, and held-out requests together say so."""
-    rng = random.Random(0)
-    for seen, ahead, published in (
-        ({0: 1000.0, 1: 990.0}, None, False),
-        ({0: 1000.0, 1: 870.0}, None, True),  # nobody asks for such any more
-        ({0: 1000.0, 1: 870.0}, grouped({1: [0.0]}), False),  # but some do
-    ):
-        good = [rng.gauss(0.5, 0.1) for _ in range(20)]
-        bad = [rng.gauss(-0.6, 0.2) for _ in range(12)]
-        held_out = grouped({0: good, 1: bad}, seen)
-        found = judge(1, 0.0, held_out, ahead, CONFIG, "served", Evidence(**PROVEN))
-        assert found.publish is published, found.reason
-        assert ("requests of group 1 got worse: -0." in found.reason) != published
-    assert found.reason.endswith("over 12 held-out requests")
-
-
-def test_a_group_that_is_small_or_hardly_worse_vetoes_nothing():
-    rng = random.Random(0)
-    good = [rng.gauss(0.5, 0.1) for _ in range(20)]
-    few = [-0.9 + rng.gauss(0, 0.1) for _ in range(VETO_REQUESTS - 1)]
-    for other in (few, [-0.02] * 12, [0.0] * 12):
-        held_out = grouped({0: good, 1: other})
-        assert judge(
-            1, 0.0, held_out, None, CONFIG, "served", Evidence(**PROVEN)
-        ).publish
-
-
-@pytest.mark.parametrize("shape", ["normal", "t3", "left", "mostly 0", "rare fall"])
-@pytest.mark.parametrize(
-    ("spread", "sizes"), [(0.15, (8, 8, 8, 8)), (0.3, (16, 16)), (0.6, (10, 10, 10))]
-)
-def test_groups_that_are_not_worse_hardly_ever_veto(shape, spread, sizes):
-    """In 200 runs of 20 cycles each; in every cycle all gains are drawn anew."""
-    rng, vetoed = random.Random(f"{shape} {spread}"), 0
-    groups = grouped({g: [0.0] * size for g, size in enumerate(sizes)})
-    for _ in range(200):
-        for _ in range(20):
-            noise = (next(judge_gate.noise(shape, spread, rng)) for _ in iter(int, 1))
-            pair = judge_gate.pair_of(dict(zip(range(sum(sizes)), noise, strict=False)))
-            pair = replace(groups, new=pair.new, live=pair.live)
-            if _worse_group(pair, None, CONFIG.min_gain, "served"):
-                vetoed += 1
-                break
-    assert vetoed <= 4
 
 
 # ------------------------------------------------------------------------ no number
@@ -280,7 +227,7 @@ def test_a_candidate_that_is_no_number_is_harmful():
     worse, live = judge_gate.pair_of(dict.fromkeys(range(9), 0.1)), NOTHING
     for row in worse.new.requests.values():
         row[1:] = [float("nan")] * len(FORMS)
-    found = judge(1, 0.0, live, worse, CONFIG, "served", Evidence(**PROVEN))
+    found = judge(1, 0.0, live, worse, TrainConfig(), "served", Evidence(**PROVEN))
     assert found.harmful and not found.publish
 
 
@@ -297,7 +244,7 @@ def taught(say) -> Eagle3Draft:
         for doc in (TOY.document(rng.randrange(VOCAB), 24, 1, 2 * k) for k in range(60))
     ]
     assert isinstance(trainer.stepper, OneRank)
-    for _ in range(40):
+    for _ in range(25):
         trainer.stepper.run(rng.sample(documents, 20), 1.0)
     return trainer.draft
 
@@ -342,7 +289,5 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
 def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
     """It is dropped: what would be published is the live draft itself."""
     worse = judge_gate.pair_of(dict.fromkeys(range(20), -0.2))
-    proven = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
-    nothing = judge_gate.pair_of({})
-    found = judge(1, 0.0, nothing, worse, TrainConfig(), "served", proven)
+    found = judge(1, 0.0, NOTHING, worse, TrainConfig(), "served", Evidence(**PROVEN))
     assert found.harmful and not found.publish

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from scripts.bench.loss_check import CASES, REFERENCES, differences, make_problem
+from scripts.bench.loss_check import CASES, differences, make_problem
 from vllm_tide.config import ConfigError, TrainConfig
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.loss_terms import FLOOR, LossMix, Outcomes, combine
@@ -15,7 +15,9 @@ from vllm_tide.train.losses import TopKTeacher
 from vllm_tide.train.sample import TopK
 
 ROWS, VOCAB = 7, 11
-TEACHER_TERMS = tuple(t for t in REFERENCES if t != "next_token")
+TEACHER_TERMS = ("forward_kl", "reverse_kl", "lk_hybrid", "discard")
+TERMS = (*TEACHER_TERMS, "next_token")
+ALL_TV = 1e9  # `lk_eta` at which `lk_hybrid` is the total variation
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def _one(term: str, outcomes: Outcomes, **knobs) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("term", REFERENCES)
+@pytest.mark.parametrize("term", TERMS)
 def test_value_and_gradient_are_the_equation_s(term, case):
     for rows, vocab, hidden in ((13, 37, 9), (1, 5, 3), (3, 130, 17)):
         problem = make_problem(case, torch.float64, rows, vocab, hidden)
@@ -54,7 +56,7 @@ def test_value_and_gradient_are_the_equation_s(term, case):
         assert gaps["gradient"] < 1e-13 * max(1.0, gaps["gradient_scale"])
 
 
-@pytest.mark.parametrize("term", REFERENCES)
+@pytest.mark.parametrize("term", TERMS)
 def test_bfloat16_and_float32_stay_near_float64(term):
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 0.1)):
         if term == "discard" and dtype == torch.bfloat16:
@@ -69,7 +71,7 @@ def test_weighted_sum_is_the_sum_of_the_terms():
     z, p = _double(ROWS, VOCAB), _double(ROWS, VOCAB).softmax(-1)
     labels = torch.tensor([0, 3, -1, 10, 2, -1, 7])
     mass = torch.rand(ROWS).double()
-    names, weights = list(REFERENCES), torch.rand(len(REFERENCES), ROWS).double()
+    names, weights = list(TERMS), torch.rand(len(TERMS), ROWS).double()
     mix = LossMix(dict.fromkeys(names, 1.0), 2.0, 3)
     values, grad = combine(_outcomes(z, p, mass), mix, names, weights, labels)
     total = torch.zeros_like(z)
@@ -95,7 +97,7 @@ def test_draft_equal_to_the_teacher_has_no_loss_and_no_gradient(term):
 
 def test_uniform_rows_tie_everywhere():
     z, p = torch.zeros(1, 4).double(), torch.full((1, 4), 0.25).double()
-    value, grad = _one("tv", _outcomes(z, p))
+    value, grad = _one("lk_hybrid", _outcomes(z, p), lk_eta=ALL_TV)
     assert float(value) == 0.0
     assert not grad.any()
     value, grad = _one("discard", _outcomes(z, p), discard_topk=2)
@@ -107,7 +109,7 @@ def test_gradient_at_a_tie_is_the_equation_s_choice():
     # q <= p counts a tie as accepted: -q (1 - s) on ties and below, q s above
     p = torch.tensor([[0.25, 0.5, 0.25]]).double()
     q = torch.tensor([[0.25, 0.25, 0.5]]).double()
-    _, grad = _one("tv", _outcomes(q.log(), p))
+    _, grad = _one("lk_hybrid", _outcomes(q.log(), p), lk_eta=ALL_TV)
     s = 0.5
     expected = torch.tensor([[-0.25 * (1 - s), -0.25 * (1 - s), 0.5 * s]]).double()
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-15)
@@ -129,7 +131,7 @@ def test_teacher_without_mass_on_some_tokens():
     ratio = (q / p.clamp_min(FLOOR)).log()
     torch.testing.assert_close(value, (q * ratio).sum(-1))
     torch.testing.assert_close(grad, q * (ratio - value[:, None]))
-    value, _ = _one("tv", _outcomes(z, p))
+    value, _ = _one("lk_hybrid", _outcomes(z, p), lk_eta=ALL_TV)
     expected = 1 - torch.minimum(p, q).sum(-1)
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
 
@@ -150,20 +152,14 @@ def test_draft_that_gives_the_teacher_s_token_nothing(term):
         torch.testing.assert_close(grad, torch.tensor([[1.0, -0.75, -0.25]]))
 
 
-def test_acceptance_below_its_floor_keeps_a_finite_slope():
-    z, p = torch.zeros(1, 2).double(), torch.tensor([[0.0, 1.0]]).double()
-    z[0, 0] = 30.0  # a = exp(-30)
-    value, grad = _one("nla", _outcomes(z, p))
-    assert float(value) == pytest.approx(-math.log(1e-5))
-    q = float(torch.tensor(-30.0, dtype=torch.float64).exp())
-    assert float(grad[0, 1]) == pytest.approx(-q / 1e-5, rel=1e-6)
-
-
-def test_lk_moves_from_kl_to_tv_as_acceptance_grows():
+def test_lk_moves_from_kl_to_total_variation_as_acceptance_grows():
     z, p = _double(ROWS, VOCAB), _double(ROWS, VOCAB).softmax(-1)
-    for eta, same in ((0.0, "forward_kl"), (1e9, "tv")):
+    q = z.softmax(-1)
+    hits = torch.where(q <= p, q, 0.0)
+    variation = 0.5 * (p - q).abs().sum(-1), q * hits.sum(-1, keepdim=True) - hits
+    kl = _one("forward_kl", _outcomes(z, p))
+    for eta, (expected, wanted) in ((0.0, kl), (ALL_TV, variation)):
         value, grad = _one("lk_hybrid", _outcomes(z, p), lk_eta=eta)
-        expected, wanted = _one(same, _outcomes(z, p))
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
         torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-15)
 
@@ -255,13 +251,13 @@ def test_row_without_mass_in_the_vocabulary_teaches_nothing(term):
 
 def test_all_weights_zero_is_refused():
     with pytest.raises(ConfigError, match=r"train\.loss: every weight is zero"):
-        LossMix.from_config(TrainConfig(loss={"tv": 0.0}))
+        LossMix.from_config(TrainConfig(loss={"forward_kl": 0.0}))
 
 
 def test_discard_comes_last_and_is_the_only_branch_term():
-    config = TrainConfig(loss={"discard": 0.5, "tv": 0.0, "nla": 2.0, "next_token": 1})
-    mix = LossMix.from_config(config)
-    assert mix.names == ("nla", "next_token", "discard")
-    assert mix.committed == ("nla", "next_token")
+    loss = {"discard": 0.5, "reverse_kl": 0.0, "lk_hybrid": 2.0, "next_token": 1}
+    mix = LossMix.from_config(TrainConfig(loss=loss))
+    assert mix.names == ("lk_hybrid", "next_token", "discard")
+    assert mix.committed == ("lk_hybrid", "next_token")
     assert mix.branch == ("discard",)
     assert mix.needs_mass

@@ -158,18 +158,15 @@ class Groups:
             group = self._cut(group)
         return group.id
 
-    def nearest(
-        self, token_ids: Sequence[int] | np.ndarray, far: int | None = None
-    ) -> int:
-        """Group a request would join, `far` if it is far from it; changes nothing."""
+    def nearest(self, token_ids: Sequence[int] | np.ndarray) -> int:
+        """Group a request would join, `UNKNOWN` if it is far from it; no change."""
         if len(token_ids) < MIN_TOKENS:
             return UNKNOWN
         found = self._nearest(signature(token_ids), len(token_ids))
         if found is None:
             return UNKNOWN
         group, score = found
-        is_far = far is not None and group.is_far(score, len(token_ids))
-        return far if is_far and far is not None else group.id
+        return UNKNOWN if group.is_far(score, len(token_ids)) else group.id
 
     def _nearest(self, vector: np.ndarray, tokens: int) -> tuple[_Group, float] | None:
         scored = [(group, group.score(vector, tokens)) for group in self._groups]

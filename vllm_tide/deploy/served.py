@@ -21,7 +21,6 @@ PREFILL = 0
 BUCKET_EDGES = (16, 64, 256, 1024)
 """Generated tokens before a decode step at which the next bucket begins."""
 _PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, kept for its group
-_REMEMBERED = 8192  # finished requests whose group can still be asked for
 
 Cell = tuple[int, int, int]
 """Of a decode step: buckets of generation position, of concurrency (powers of two) and
@@ -102,8 +101,6 @@ class ServedRequests:
         self.max_open, self.idle_s = max_open, idle_s
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
         self._begun = 0
-        # By key alone, which is random and 64 bits: who asks may not know the engine.
-        self._group: OrderedDict[int, int] = OrderedDict()
 
     def add(
         self, record: Record, engine: str, now: float, *, fast: bool = False
@@ -146,15 +143,6 @@ class ServedRequests:
             del self._open[name]
         return len(gone)
 
-    def group_of(self, key: int, engine: str = "") -> int:
-        """Group of a request lately finished, or the likely one of an open one."""
-        if key in self._group:
-            return self._group[key]
-        request = self._open.get((engine, key))
-        if request is None or self.groups is None:
-            return UNKNOWN
-        return self.groups.nearest(request.prompt + request.output)
-
     def open_requests(self) -> Iterator[ServedRequest]:
         """Requests that have not ended, as far as they were served.
 
@@ -170,16 +158,13 @@ class ServedRequests:
         if request.group == UNKNOWN and tokens >= 2 * request.asked_at:
             request.asked_at = tokens
             text = request.prompt + request.output
-            request.group = self.groups.nearest(text, far=UNKNOWN) if self.groups else 0
+            request.group = self.groups.nearest(text) if self.groups else 0
         return request.group != UNKNOWN or tokens < MIN_TOKENS
 
     def _close(self, name: tuple[str, int]) -> ServedRequest:
         request = self._open.pop(name)
         if self.groups is not None:
             request.group = self.groups.assign(request.prompt + request.output)
-        self._group[name[1]] = request.group
-        while len(self._group) > _REMEMBERED:
-            self._group.popitem(last=False)
         request.ended = True
         request.prompt, request.output = [], []
         return request

@@ -9,14 +9,12 @@
 the draft vocabulary, values are nats per row, and rows are summed with weights that the
 caller has normalised.
 
-Runs in the trainer. `kl_loss` walks over chunks of rows: a chunk's teacher logits come
-from one GEMM of hidden states and output rows, live for that chunk and are never
-softmaxed in memory; per row, one program streams over both rows of logits for the two
-log-sum-exps, then for the loss, then writes the gradient in the draft's dtype. Nothing
-in fp32 is as wide as the vocabulary.
+Runs in the trainer, on a chunk of rows at a time (`KernelTeacher` of
+`vllm_tide.train.losses`). Per row, one program streams over both rows of logits for the
+two log-sum-exps, then for the loss, then writes the gradient in the draft's dtype:
+nothing in fp32 is as wide as the vocabulary.
 
-Numerics: sums in fp32 whatever the dtype of the logits; the gradient is computed with
-the loss and scaled by what arrives in the backward pass.
+Numerics: sums in fp32 whatever the dtype of the logits.
 Lineage: the gradient in the forward pass as in Liger-Kernel's fused cross entropy.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 """
@@ -24,19 +22,14 @@ Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from vllm_tide.kernels.launch import Variant, power_of_two, runs_triton, tl, triton
 
 FLOOR = 1e-30
 """Smallest teacher probability whose logarithm is taken, as in `loss_terms`."""
-CHUNK_BYTES = 64 << 20
-"""Teacher logits of one chunk of rows."""
 MAX_BLOCK = 8192
 
 _LOG_FLOOR = tl.constexpr(math.log(FLOOR))
@@ -228,111 +221,6 @@ def kl_rows(
         num_warps=_num_warps(block),
     )
     return values
-
-
-@dataclass(frozen=True)
-class KLTeacher:
-    """Where a teacher's logits come from.
-
-    Attributes:
-        hidden: [M, H] of the target, after its final norm.
-        rows: [V_d, H] output rows of the draft vocabulary; all [V_t, H] of them with
-            `target_ids`. dtype of `hidden`.
-        index: int64 [N], the row of `hidden` that teaches each row; None means one
-            each.
-        target_ids: int64 [V_d], see `kl_rows`.
-        logit_scale: Factor on the logits (`TargetRows.logit_scale`).
-        logit_softcap: Gemma's soft cap, or None (`TargetRows.logit_softcap`).
-    """
-
-    hidden: Tensor
-    rows: Tensor
-    index: Tensor | None = None
-    target_ids: Tensor | None = None
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        """Teacher logits of rows start..stop-1, [n, V_d] or [n, V_t]."""
-        if self.index is None:
-            hidden = self.hidden[start:stop]
-        else:
-            hidden = self.hidden[self.index[start:stop]]
-        t = F.linear(hidden, self.rows)
-        if self.logit_softcap is not None:
-            t = torch.tanh(t / self.logit_softcap) * self.logit_softcap
-        return t if self.logit_scale == 1.0 else t * self.logit_scale
-
-
-class _KLLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        draft_logits: Tensor,
-        weights: Tensor,
-        teacher: KLTeacher,
-        reverse: bool,
-        chunk_bytes: int,
-    ) -> tuple[Tensor, Tensor]:
-        count = draft_logits.shape[0]
-        row_bytes = teacher.rows.shape[0] * teacher.hidden.element_size()
-        chunk = max(1, chunk_bytes // row_bytes)
-        grad = torch.empty_like(draft_logits) if ctx.needs_input_grad[0] else None
-        values = torch.empty(count, dtype=weights.dtype, device=draft_logits.device)
-        for start in range(0, count, chunk):
-            stop = min(count, start + chunk)
-            values[start:stop] = kl_rows(
-                draft_logits[start:stop],
-                teacher.logits(start, stop),
-                weights[start:stop],
-                reverse=reverse,
-                target_ids=teacher.target_ids,
-                grad_out=None if grad is None else grad[start:stop],
-            )
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(values)
-        return (values * weights).sum(), values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        if grad is not None:
-            grad = (grad * grads[0]).to(grad.dtype)
-        return grad, None, None, None, None
-
-
-def kl_loss(
-    draft_logits: Tensor,
-    teacher: KLTeacher,
-    weights: Tensor,
-    *,
-    reverse: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the KL of N rows, differentiable in the draft's logits.
-
-    Args:
-        draft_logits: [N, V_d], see `kl_rows`.
-        teacher: Gives the teacher's logits chunk by chunk; not differentiated.
-        weights: fp32 [N] (float64 beside float64 logits), normalised by the caller;
-            not differentiated.
-        reverse: KL(q || p) instead of KL(p || q).
-        chunk_bytes: Teacher logits of one chunk; at least one row is taken.
-
-    Returns:
-        Scalar loss; unweighted values [N] in nats (not differentiable).
-
-    Raises:
-        ValueError: A shape, dtype or stride is not as above.
-    """
-    taught = teacher.hidden if teacher.index is None else teacher.index
-    if draft_logits.ndim != 2 or taught.shape[0] != draft_logits.shape[0]:
-        raise ValueError(
-            f"{taught.shape[0]} rows teach draft logits of shape "
-            f"{list(draft_logits.shape)}; it must be [N, V_d] with one teacher a row."
-        )
-    total, values = _KLLoss.apply(draft_logits, weights, teacher, reverse, chunk_bytes)
-    return total, values
 
 
 def _check_rows(

@@ -109,8 +109,7 @@ class Sidecar:
         self.stopping = self._purge_waits = False
         self._trained_s = 0.0
         self._cycle_began: float | None = None
-        groups = Groups()
-        self._served = ServedRequests(groups)
+        self._served = ServedRequests(Groups())
         self.trainer = self._make_trainer(feed, ranks)
         day0 = is_fresh(self._draft_path)
         self.schedule = Schedule(
@@ -118,15 +117,23 @@ class Sidecar:
         )
         self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
         self._set_collect()
-        self._engine, self._emptied = "", False
-        fits = rows_fingerprint(self._target_path), read_config(self._draft_path)
-        store = DraftStore(self._state_dir(), store_fingerprint(*fits))
+        self._emptied = False
+        fingerprint = store_fingerprint(
+            rows_fingerprint(self._target_path), read_config(self._draft_path)
+        )
+        store = DraftStore(self._state_dir(), fingerprint)
         self.deployment = Deployment(
             feeds, self.trainer, self.tide, store, self.report.add, self._served
         )
         self.deployment.adopt()
-        parts = self.tide, self.trainer, feeds, self.deployment, self.report.add
-        self.fast = FastDraft(*parts, overrides=config is not None)
+        self.fast = FastDraft(
+            self.tide,
+            self.trainer,
+            feeds,
+            self.deployment,
+            self.report.add,
+            overrides=config is not None,
+        )
         self._resume()
         self._admin = AdminSocket(run_dir)
 
@@ -200,14 +207,12 @@ class Sidecar:
                 self._emptied = True
                 break
             for engine, records in taken:
-                self._engine = engine
                 for record in records:
                     version = record.draft_version
                     number = self.feeds.number_of(engine, version)
                     if number != version:
                         record = replace(record, draft_version=number)
                     fast = self.feeds.is_fast(engine, version)
-                    # First: the trainer asks for the group of the request.
                     yield from self._served.add(record, engine, now, fast=fast)
                     self.trainer.add_records((record,), now)
         yield from self._served.flush_idle(now)
@@ -264,9 +269,7 @@ class Sidecar:
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
         before, cpu = self.trainer.out_of_memory, time.process_time()
-        result = self.trainer.train_cycle(
-            self._tick_in_cycle, self.schedule.wanted_groups()
-        )
+        result = self.trainer.train_cycle(self._tick_in_cycle)
         now = time.monotonic()
         seconds = now - began
         self._shortage.cycle_done(self.trainer.out_of_memory > before, now)
@@ -288,7 +291,7 @@ class Sidecar:
             status.holdout_acceptance_new = new
             status.holdout_acceptance_live = live
             collecting = self.schedule.collecting
-            self.schedule.cycle_done(result.improved, result.by_group)
+            self.schedule.cycle_done(result.improved)
             if self.schedule.collecting != collecting:
                 self._collect_changed()
         status.last_decision = result.reason
@@ -384,7 +387,6 @@ class Sidecar:
             feature_dtype=manifest.feature_dtype,
             draft_sample_method=manifest.draft_sample_method,
             stepper=stepper,
-            group_of=lambda key: self._served.group_of(key, self._engine),
         )
 
     def _state_dir(self) -> Path:

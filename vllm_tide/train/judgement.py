@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
-from vllm_tide.train.reservoir import GROUP_IDLE_S
 from vllm_tide.train.sample import Sample
 
 ENOUGH = 20.0
@@ -22,11 +21,6 @@ _CAUTION = 0.9  # share of the largest fall to be expected that a bet may risk
 _LEAST = 0.05  # factor of a fall that is larger still
 _FIRST = 0.75  # share of the wealth that is staked from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
-VETO_REQUESTS = 8
-"""Held-out requests of a group that can speak against a publication."""
-_VETO_Z, _VETO_SPREAD = 3.6, 0.15
-# Errors that a group falls by, and tokens that requests differ by at least: four groups
-# that are no worse hardly ever veto in any of twenty cycles (`tests/train`).
 WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
 LEAST_RATE = 1 / 16
 """Share of the learning rate that is kept however often a cycle does harm."""
@@ -46,7 +40,6 @@ class CycleResult:
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
         improved: The candidate is better than the live draft by more than chance.
-        by_group: The same for each group of similar requests that was evaluated.
         fresh_requests: Requests judged before they were trained on.
         harmful: The candidate is worse than the live draft by more than chance, in
             tokens accepted and in probability mass.
@@ -64,7 +57,6 @@ class CycleResult:
     publish: bool
     reason: str
     improved: bool = False
-    by_group: dict[int, bool] = field(default_factory=dict)
     fresh_requests: int = 0
     harmful: bool = False
     evidence: float = 1.0
@@ -181,13 +173,6 @@ class Pair:
             self.samples + other.samples, self.new + other.new, self.live + other.live
         )
 
-    def members(self) -> dict[int, set[int]]:
-        out: dict[int, set[int]] = {}
-        for sample in self.samples:
-            if sample.group >= 0:
-                out.setdefault(sample.group, set()).add(sample.key)
-        return out
-
     def gains(self, form: str) -> dict[int, float]:
         """Tokens per verify step that the candidate gains, by request key."""
         column, out = 1 + FORMS.index(form), {}
@@ -233,8 +218,6 @@ def judge(
         reason += f"; gain below min_gain {config.min_gain}"
     elif forgot:
         reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
-    elif worse := _worse_group(held_out, ahead, config.min_gain, metric):
-        reason += f"; {worse}"
     else:
         # A harmful candidate is dropped, not served.
         publish = evidence.wealth >= ENOUGH and not harmful
@@ -248,7 +231,6 @@ def judge(
         publish,
         reason,
         improved,
-        _by_group(both, config.min_gain, metric),
         0 if ahead is None else len(ahead.new.requests),
         harmful,
         evidence.wealth,
@@ -263,37 +245,6 @@ def _moved_away(pair: Pair) -> bool:
     """
     difference, error = gain(pair.new, pair.live, "mass")
     return difference < -error
-
-
-def _by_group(pair: Pair, min_gain: float, metric: str) -> dict[int, bool]:
-    out = {}
-    for group, keys in pair.members().items():
-        if len(keys & pair.new.requests.keys()) < 2:
-            continue
-        part, error = gain(pair.new.only(keys), pair.live.only(keys), metric)
-        out[group] = part >= min_gain and part > error
-    return out
-
-
-def _worse_group(
-    held_out: Pair, ahead: Pair | None, min_gain: float, metric: str
-) -> str:
-    """A group that is served now and that the candidate makes worse; empty if none."""
-    newest = max((s.captured_unix_s for s in held_out.samples), default=0.0)
-    recent = [s for s in held_out.samples if s.captured_unix_s >= newest - GROUP_IDLE_S]
-    served = {s.group for s in recent + ([] if ahead is None else ahead.samples)}
-    for group, keys in held_out.members().items():
-        new = held_out.new.only(keys)
-        if group not in served or (count := len(new.requests)) < VETO_REQUESTS:
-            continue
-        fall, error = gain(new, held_out.live, metric)
-        error = math.hypot(error, _VETO_SPREAD / math.sqrt(count))
-        z, free = _VETO_Z, count - 1  # Student's quantile (Cornish and Fisher)
-        times = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3) / (96 * free**2)
-        if fall + times * error < -min_gain:
-            said = f"{fall:+.4f} +- {error:.4f} over {count} held-out requests"
-            return f"requests of group {group} got worse: {said}"
-    return ""
 
 
 def cycle_lr_scale(step: int, total: int) -> float:

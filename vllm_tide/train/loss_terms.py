@@ -8,16 +8,15 @@ so a weighted sum of terms costs one softmax and one weighted sum of their targe
 
     forward_kl  sum p log(p/q)             t = p
     reverse_kl  sum q log(q/p)             t = -q log(q/p)
-    tv          1 - a, a = sum min(p,q)    t = q 1[q <= p]
-    nla         -log a                     t = q 1[q <= p] / a
-    lk_hybrid   L kl + (1 - L) tv          t = L p^ + (1 - L) q 1[q <= p]
+    lk_hybrid   L kl + (1 - L) (1 - a)     t = L p^ + (1 - L) q 1[q <= p]
     next_token  -log q_x                   t = 1_x
     discard     sum f log(f/q)             t = f, top k of p renormalised
 
 `discard` is the second part of Aurora's eq. 3, filtered as its section 3 says.
 
-The KL terms take p^, renormalised over the draft vocabulary; tv, nla and the tv part of
-lk_hybrid take the target's true mass there, which is what verification accepts.
+a = sum min(p, q) is the acceptance and 1 - a the total variation. The KL terms take p^,
+renormalised over the draft vocabulary; a takes the target's true mass there, which is
+what verification accepts.
 
 Shapes: n rows, V draft vocabulary, B outcomes the teacher tells apart (V, or k + 1).
 """
@@ -35,9 +34,6 @@ from vllm_tide.config import ConfigError, TrainConfig
 
 NEXT_TOKEN, DISCARD = "next_token", "discard"
 FLOOR = 1e-30  # smallest teacher probability whose logarithm is taken
-MIN_ACCEPTANCE = 1e-5  # -log a is cut here: a cold draft starts below it
-# Terms that need the target's mass on the draft vocabulary, not only its shape there.
-_ACCEPTANCE = frozenset({"tv", "nla", "lk_hybrid"})
 
 
 class Outcomes:
@@ -157,7 +153,7 @@ class Pull:
     """Values and pseudo targets of a term for n rows.
 
     Attributes:
-        value: [n], nats (tv: a probability).
+        value: [n], nats.
         target: [n, B] pseudo target t.
         total: [n] sum of t; None means one.
     """
@@ -216,7 +212,7 @@ class LossMix:
     @property
     def needs_mass(self) -> bool:
         """Some term is about acceptance, so a pruned teacher's mass is needed."""
-        return not _ACCEPTANCE.isdisjoint(self.weights)
+        return "lk_hybrid" in self.weights
 
 
 Term = Callable[[Outcomes, LossMix], Pull]
@@ -232,17 +228,6 @@ def reverse_kl(rows: Outcomes, mix: LossMix) -> Pull:
     target = ratio.mul_(rows.outcome_q).neg_()
     total = target.sum(-1)
     return Pull(-total, target, total)
-
-
-def tv(rows: Outcomes, mix: LossMix) -> Pull:
-    return Pull(1.0 - rows.acceptance, rows.hits, rows.hits.sum(-1))
-
-
-def nla(rows: Outcomes, mix: LossMix) -> Pull:
-    """-log a. With a below `MIN_ACCEPTANCE`: of that bound, with slope tv / bound."""
-    floored = rows.acceptance.clamp_min(MIN_ACCEPTANCE)
-    target = rows.hits / floored[:, None]
-    return Pull(-floored.log(), target, target.sum(-1))
 
 
 def lk_hybrid(rows: Outcomes, mix: LossMix) -> Pull:
@@ -272,8 +257,6 @@ def discard(rows: Outcomes, mix: LossMix) -> Pull:
 TERMS: dict[str, Term] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
-    "tv": tv,
-    "nla": nla,
     "lk_hybrid": lk_hybrid,
     DISCARD: discard,
 }

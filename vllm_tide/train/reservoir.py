@@ -27,8 +27,8 @@ from vllm_tide.transport.tenant import NOBODY
 FLOORS, FLOOR_REQUESTS = 8, 3
 """Most tenants with a floor, and held-out requests that earn one: who names a new
 tenant in each request has none."""
-TENANT_IDLE_S, GROUP_IDLE_S = 600.0, 120.0
-"""A tenant or a group unseen for so long has no floor: judged is what is served."""
+TENANT_IDLE_S = 600.0
+"""A tenant unseen for so long has no floor: judged is what is served."""
 HOLDOUT_TOKENS = 8192
 """Held-out tokens kept: enough that a gain of 0.01 tokens shows, soon judged."""
 WINDOW_TOKENS = 1024
@@ -131,40 +131,29 @@ class Side:
         """A window at random: what is held follows the traffic, in its shares.
 
         But tenants with a floor, all alike, hold half before all others (unnamed, or
-        named too seldom) hold more, and a group holds half of an equal share.
+        named too seldom) hold more.
         """
-        windows, sizes, groups = self.windows, self._tokens_of, Counter[int]()
-        newest: dict[int, int] = {}
-        for n, window in windows.items():
-            groups[window.group] += window.num_tokens
-            newest[window.group] = n
+        windows, sizes = self.windows, self._tokens_of
         now = max(window.captured_unix_s for window in windows.values())
 
-        def seen(n: int, idle_s: float) -> bool:
-            return windows[n].captured_unix_s >= now - idle_s
+        def seen(n: int) -> bool:
+            return windows[n].captured_unix_s >= now - TENANT_IDLE_S
 
         def has_floor(held: dict[int, None]) -> bool:
             kept = windows[next(iter(held))].tenant in self._named
             return kept or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
 
         last = {t: next(reversed(held)) for t, held in self._by_tenant.items()}
-        named = [t for t in last if t != NOBODY and seen(last[t], TENANT_IDLE_S)]
+        named = [t for t in last if t != NOBODY and seen(last[t])]
         named = [t for t in named if has_floor(self._by_tenant[t])]
         named.sort(key=lambda t: t not in self._named)  # who has one keeps it
         self._named = frozenset(named[:FLOORS])
         chosen = [n for n, w in windows.items() if w.tenant not in self._named]
         if 2 * sum(sizes[t] for t in self._named) > self.tokens:
             chosen = list(self._by_tenant[max(self._named, key=sizes.__getitem__)])
-        active = {g for g, n in newest.items() if g >= 0 and seen(n, GROUP_IDLE_S)}
-        # The newest window says when a tenant or a group was seen: it stays.
-        kept = {newest[g] for g in active} | {last[t] for t in self._named}
-        floor = self.tokens / (2 * len(active) or 1)
-
-        def loose(n: int, w: Sample) -> bool:
-            above = groups[w.group] - w.num_tokens >= floor
-            return n not in kept and (above or w.group not in active)
-
-        return chance.choice([n for n in chosen if loose(n, windows[n])] or chosen)
+        # The newest window says when a tenant was seen: it stays.
+        kept = {last[t] for t in self._named}
+        return chance.choice([n for n in chosen if n not in kept] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -275,20 +264,15 @@ class SampleBuffer:
             (others if key in scored and rows < 0 else chosen).extend(requests[key])
         return chosen, others
 
-    def shuffled(
-        self,
-        wanted_groups: Collection[int] | None = None,
-        cycle: int = 0,
-        until: int | None = None,
-    ) -> deque[Sample]:
+    def shuffled(self, cycle: int = 0, until: int | None = None) -> deque[Sample]:
         """One pass over the training side in random order, as far as passes are left.
 
         Windows that came after `until` (see `newest`) are left out and stay fresh:
         they are no evidence of a candidate that has learnt from them.
 
-        Documents new since the last pass come first, unless groups or tenants are
-        balanced: a cycle may end in the middle of a pass, so then every part of it has
-        to be balanced. Wanted groups weigh alike, all others together at most as much.
+        Documents new since the last pass come first, unless tenants are balanced: a
+        cycle may end in the middle of a pass, so then every part of it has to be
+        balanced.
         """
         windows = self._sides["train"].windows
         if until is None:
@@ -296,10 +280,10 @@ class SampleBuffer:
         held = [window for serial, window in windows.items() if serial <= until]
         new = {id(windows[serial]) for serial in self._fresh if serial <= until}
         self._fresh = {serial: None for serial in self._fresh if serial > until}
-        weight = weights(held, self.config, wanted_groups)
+        weight = weights(held, self.config)
         most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
         drawn = draw(held, weight, self._random, most)
-        if wanted_groups is None and self.config.tenant_share >= 1:
+        if self.config.tenant_share >= 1:
             drawn.sort(key=lambda sample: id(sample) not in new)
         return deque(drawn)
 
@@ -366,12 +350,8 @@ class SampleBuffer:
                 side.exchange(serial, left)
 
 
-MAX_REPEAT = 4.0
-"""Most appearances in one pass of a document whose group is small."""
 CYCLE_PASSES = 4
 """Most appearances of a document in one cycle."""
-REST = -2
-"""Stands for all groups that are not wanted."""
 
 
 def passes_left(sample: Sample, most: int, cycle: int) -> int:
@@ -380,28 +360,13 @@ def passes_left(sample: Sample, most: int, cycle: int) -> int:
     return max(0, min(most - len(done), CYCLE_PASSES - done.count(cycle)))
 
 
-def weights(
-    samples: Sequence[Sample],
-    config: TrainConfig,
-    wanted_groups: Collection[int] | None = None,
-) -> list[float]:
-    """Weight of each document.
-
-    The wanted groups weigh alike (a small one is repeated up to `MAX_REPEAT` times),
-    and all others together as much as they at most: a draft trained on a shift alone
-    forgets the rest. Then every tenant is brought down to `tenant_share`.
-    """
-    out = [1.0] * len(samples)
-    if wanted_groups is not None:
-        factors = _group_factors(samples, frozenset(wanted_groups))
-        out = [factors.get(s.group, factors[REST]) for s in samples]
-    if config.tenant_share < 1:
-        masses: defaultdict[int, float] = defaultdict(float)
-        for sample, weight in zip(samples, out, strict=True):
-            masses[sample.tenant] += weight * sample.num_tokens
-        caps = cap_factors(masses, config.tenant_share)
-        out = [w * caps.get(s.tenant, 1.0) for s, w in zip(samples, out, strict=True)]
-    return out
+def weights(samples: Sequence[Sample], config: TrainConfig) -> list[float]:
+    """Weight of each document, so that no tenant exceeds `tenant_share`."""
+    masses: Counter[int] = Counter()
+    for sample in samples:
+        masses[sample.tenant] += sample.num_tokens
+    caps = cap_factors(masses, config.tenant_share)
+    return [caps.get(sample.tenant, 1.0) for sample in samples]
 
 
 def draw(
@@ -422,25 +387,6 @@ def draw(
         out += [sample] * min(times, most(sample))
     rng.shuffle(out)
     return out
-
-
-def _group_factors(
-    samples: Sequence[Sample], wanted: frozenset[int]
-) -> dict[int, float]:
-    masses: Counter[int] = Counter()
-    rest = 0
-    for sample in samples:
-        if sample.group in wanted:
-            masses[sample.group] += sample.num_tokens
-        else:
-            rest += sample.num_tokens
-    if not masses:
-        return {REST: 0.0}
-    even = sum(masses.values()) / len(masses)
-    factors = {group: min(MAX_REPEAT, even / mass) for group, mass in masses.items()}
-    drawn = sum(factors[group] * mass for group, mass in masses.items())
-    factors[REST] = min(1.0, drawn / rest) if rest else 1.0
-    return factors
 
 
 def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:

@@ -59,7 +59,6 @@ class Sample:
         tenant: Id of who sent the request; 0 is nobody.
         captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
         draft_version: Version of the draft in the request's first verification.
-        group: Group of similar requests it belongs to; -1 is unknown.
         trained: Cycle of each pass that was made over it.
     """
 
@@ -77,7 +76,6 @@ class Sample:
     tenant: int = 0
     captured_unix_s: float = 0.0
     draft_version: int = 0
-    group: int = -1
     sampled: bool = False
     trained: list[int] = field(default_factory=list)
 

@@ -48,7 +48,7 @@ class StepResult:
     Attributes:
         loss: Weighted sum over steps (gamma^i) and terms.
         step_losses: Per training-time-test step, the weighted sum of the terms' means.
-        terms: Per term, its mean at each step (nats; tv: a probability).
+        terms: Per term, its mean at each step (nats).
     """
 
     loss: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,8 +63,6 @@ class Trainer:
         metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
         draft_sample_method: vLLM's: how the engine draws drafted tokens.
         stepper: Made from `draft`; None steps in this process alone.
-        group_of: Group of the request of a key, -1 unknown, for balanced training and
-            evaluation by group.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Trainer:
         metric: str = "served",
         draft_sample_method: str = "greedy",
         stepper: Stepper | None = None,
-        group_of: Callable[[int], int] | None = None,
     ) -> None:
         torch.manual_seed(SEED)
         self.draft, self.target, self.config = draft, target, config
@@ -92,7 +89,6 @@ class Trainer:
         share = config.gpu_share or 1.0
         if target.lm_head.device.type == "cuda" and share < 1:
             self.turns = Turns(share)
-        self.group_of = group_of
         self.buffer = SampleBuffer(config)
         window = self.buffer.window
         self.assembler = Assembler(
@@ -151,8 +147,6 @@ class Trainer:
             if not (held or vocab.is_identity):
                 known = self.in_vocabulary.rows_of(sample, vocab)
                 sample = replace(sample, in_vocab=known)
-            if self.group_of is not None:
-                sample = replace(sample, group=self.group_of(sample.key))
             self.buffer.add(sample)
 
     @property
@@ -168,11 +162,7 @@ class Trainer:
         """Share of the rows of all batches that stayed empty (0 to 1)."""
         return 1.0 - self._packed / self._capacity if self._capacity else 0.0
 
-    def train_cycle(
-        self,
-        progress: Progress | None = None,
-        wanted_groups: Collection[int] | None = None,
-    ) -> CycleResult:
+    def train_cycle(self, progress: Progress | None = None) -> CycleResult:
         """Run `steps_per_cycle` steps, then compare the candidate with the live draft.
 
         The comparison is over held-out requests and over those that came since the last
@@ -184,12 +174,10 @@ class Trainer:
         Args:
             progress: Called after every step and evaluation batch, so that the caller
                 can drain the ring meanwhile; False ends the cycle.
-            wanted_groups: Groups to train on, each with the same weight; None takes
-                everything.
         """
         steps, watch = self.steps, Watch(progress, self.turns)
         try:
-            result = self._run_cycle(watch, wanted_groups)
+            result = self._run_cycle(watch)
         except RuntimeError as error:
             # Other ranks are amid the same step.
             if not (lacks_memory(error) and isinstance(self.stepper, OneRank)):
@@ -203,12 +191,11 @@ class Trainer:
         finally:  # a purge finds no documents here
             self._taken = 0, [], deque()
             self._live_scores.keep({s.key for s in self.buffer.holdout})
-        spent = watch.evaluation_s, watch.elsewhere_s
-        return replace(result, evaluation_s=spent[0], elsewhere_s=spent[1])
+        return replace(
+            result, evaluation_s=watch.evaluation_s, elsewhere_s=watch.elsewhere_s
+        )
 
-    def _run_cycle(
-        self, watch: Watch, wanted_groups: Collection[int] | None
-    ) -> CycleResult:
+    def _run_cycle(self, watch: Watch) -> CycleResult:
         restored, before = self._restored, self.evidence.wealth
         # What comes from now on is scored in the next cycle, before it is learnt from.
         until, taken = self.buffer.newest, self.buffer.new_tokens
@@ -222,14 +209,14 @@ class Trainer:
         self._follow_vocabulary(watch)
         fresh = self.buffer.fresh
         self.buffer.new_tokens = max(0, self.buffer.new_tokens - taken)
-        drawn = wanted_groups, self.cycles, until
-        self._queue = self.buffer.shuffled(*drawn)
+        cycle = self.cycles
+        self._queue = self.buffer.shuffled(cycle, until)
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
         for index in range(total if watch.going else 0):
             if not self._queue:
-                self._queue = self.buffer.shuffled(*drawn)
+                self._queue = self.buffer.shuffled(cycle, until)
             if not self._queue:
                 break  # every document had its passes
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
@@ -274,8 +261,9 @@ class Trainer:
                 held_out += self._compared(others, watch)
         if not watch.going or self._restored != restored:
             return None
-        how = held_out, ahead, self.config, self.metric, self.evidence
-        return judge(steps, loss, *how)
+        return judge(
+            steps, loss, held_out, ahead, self.config, self.metric, self.evidence
+        )
 
     def _give_back(self) -> None:
         """The next cycle need not wait until as many have come again."""
@@ -450,8 +438,10 @@ class Trainer:
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer where few passes over the buffer are left."""
-        most = self.config.max_passes, self.cycles
-        rows = sum(passes_left(s, *most) * s.num_tokens for s in self.buffer.train)
+        rows = sum(
+            sample.num_tokens * passes_left(sample, self.config.max_passes, self.cycles)
+            for sample in self.buffer.train
+        )
         steps = math.ceil(rows / self.config.batch_tokens)
         return max(1, min(self.config.steps_per_cycle, steps))
 
