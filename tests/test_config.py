@@ -8,13 +8,7 @@ import pytest
 
 from vllm_tide.cli.config import example_names, reference
 from vllm_tide.cli.main import main
-from vllm_tide.config import (
-    REMOVED,
-    ConfigError,
-    TideConfig,
-    package_version,
-    parse_tide,
-)
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.speculative import read_json_object
 
 BAD_SECTIONS = [
@@ -341,24 +335,6 @@ def test_reference_lists_every_knob_with_its_meaning():
     assert not [line for line in lines if line.endswith("| None |")]
 
 
-def test_a_knob_that_is_none_any_more_says_what_applies_now():
-    for name, now in REMOVED.items():
-        section, knob = name.split(".")
-        with pytest.raises(ConfigError) as refused:
-            parse_tide({section: {knob: 1}})
-        said = f"tide.{name} is no longer a knob: {now}; remove it."
-        assert str(refused.value) == said
-        assert len(said) < 160 and name not in "".join(reference())
-    both = {"train": {"grad_clip": 2.0, "seed": 1, "nice": 99}, "fresh": {"seed": 2}}
-    with pytest.raises(ConfigError) as refused:
-        parse_tide(both)
-    lines = str(refused.value).splitlines()
-    assert len(lines) == 4 and lines[0].startswith("tide.train.nice: Input")
-    assert "tide.train.grad_clip is no longer a knob: gradients" in str(refused.value)
-    # What another version wrote is read as before.
-    assert parse_tide({"train": {"seed": 1, "nice": 3}}, "0.1").train.nice == 3
-
-
 def test_an_integral_float_is_a_whole_number():
     train = parse_tide({"train": {"max_passes": 4.0, "cpus": [0.0, 2]}}).train
     assert (train.max_passes, train.cpus) == (4, [0, 2])
@@ -366,19 +342,3 @@ def test_an_integral_float_is_a_whole_number():
     for wrong in (4.5, True, "4", float("inf")):
         with pytest.raises(ConfigError, match=r"tide\.train\.max_passes: Input should"):
             parse_tide({"train": {"max_passes": wrong}})
-
-
-def test_knobs_of_another_version_are_ignored_in_one_sentence(caplog):
-    later = {"dream": {}, "train": {"sleep": 1, "nice": 3}, "preset": "observe"}
-    told = parse_tide(later, "9.9\n")
-    assert told == parse_tide({"train": {"nice": 3}, "preset": "observe"})
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert "'9.9\\n'" in said
-    assert "dream" in said
-    assert "train.sleep" in said
-    assert later["train"]["sleep"] == 1
-    for version in (None, package_version()):
-        with pytest.raises(ConfigError, match=r"unknown key"):
-            parse_tide(later, version)
-    with pytest.raises(ConfigError, match=r"tide\.train\.nice"):
-        parse_tide({"dream": 1, "train": {"nice": "x"}}, "9.9")

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.transport.samples import make_spec
-from vllm_tide.config import package_version
 from vllm_tide.transport import RingWriter, TransportError
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
@@ -93,15 +92,6 @@ def test_a_manifest_of_a_later_version_is_still_read(tmp_path):
     assert len(read_manifests(tmp_path)) == 1
 
 
-def test_a_manifest_says_which_version_wrote_it(tmp_path):
-    path = write_manifest(tmp_path, make_manifest())
-    assert [m.version for m in read_manifests(tmp_path)] == [package_version()]
-    old = json.loads(path.read_text())
-    del old["version"]
-    path.write_text(json.dumps(old))
-    assert [m.version for m in read_manifests(tmp_path)] == [""]
-
-
 @pytest.mark.parametrize("engine_id", ["", "../x", "a/b", "a b", "x" * 129])
 def test_an_engine_id_that_is_no_file_name_is_refused(tmp_path, engine_id):
     with pytest.raises(TransportError, match="engine_id"):
@@ -159,7 +149,6 @@ import os, signal, sys
 from pathlib import Path
 from tests.transport.samples import make_spec
 from tests.transport.test_rendezvous import make_manifest
-from vllm_tide.config import package_version
 from vllm_tide.transport import RingWriter, WeightsSegment
 from vllm_tide.transport.rendezvous import write_manifest
 ring = RingWriter.create(make_spec(), 4096)
@@ -253,7 +242,7 @@ def test_files_of_dead_engines_are_removed_but_of_the_newest_four(tmp_path):
     for age, engine_id in enumerate(ids):
         leave(tmp_path, engine_id, 1000 - age)
     leave(tmp_path, live, 1)
-    for name in ("tenants.key", "admin.token", "trainer-mine.json", "notes.txt"):
+    for name in ("tenants.key", "trainer-mine.json", "notes.txt"):
         (tmp_path / name).write_text("x")
     before = set(os.listdir(tmp_path))
     removed = {name for name in reclaim_orphans(tmp_path) if "vllm_tide" not in name}
