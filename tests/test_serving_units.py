@@ -377,38 +377,6 @@ def sample(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, labels)
 
 
-@pytest.mark.vllm
-def test_a_line_of_numbers_where_there_was_traffic(monkeypatch, caplog):
-    """Once per engine: API servers only get what the engine core sends."""
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.05")
-    caplog.set_level("INFO", "vllm.tide")
-    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
-
-    def report(**totals: Any) -> list[str]:
-        tide.observe({"staged": 0, **totals})
-        assert tide.stats() is not None
-        until = time.monotonic() + 60
-        while tide._line._timer is not None and time.monotonic() < until:
-            time.sleep(0.01)
-        return [line for line in caplog.messages if "TIDE metrics" in line]
-
-    assert report() == []
-    dropped = {"ring_full": 7, "opted_out": 2, "ring_invalid": 0}
-    learning = {"consumer_alive": True, "collecting": True, "draft_version": 4}
-    control = {"rounds": 10, "draft_steps": 15}
-    (line,) = report(rows=5, dropped=dropped, **learning, **control)
-    assert line.startswith(
-        "TIDE metrics: Draft version: 4, Mean drafted length: 1.50, Captured: "
-    )
-    assert line.endswith(
-        "rows/s, Dropped: 7 rows (ring_full), 2 requests (opted_out), Trainer: collects"
-    )
-    assert report(rows=5, dropped=dropped, **control) == [line]
-    *_, second = report(rows=9, dropped=dropped, **control)
-    assert second.endswith("rows/s, Dropped: nothing, Trainer: none")
-    assert "Mean drafted length: 3.00" in second
-
-
 def test_totals_become_counters_and_a_restart_counts_on():
     prom, seen = TideProm({0: ["m", "0"]}), {}
 

@@ -20,7 +20,6 @@ from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
-from vllm_tide.engine.server_log import MetricsLine
 from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
@@ -93,7 +92,6 @@ class SchedulerTide:
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
-        self._line = MetricsLine(longest)
         # Hash of each cached block by its id when the live draft was ordered.
         self._old: dict[int, Any] = {}
         self._verified: Counter[str] = Counter()
@@ -238,7 +236,6 @@ class SchedulerTide:
             self._swap_seconds = []
             for steps in self._steps:
                 steps.clear()
-            self._line.observe(stats)
             stats = increments(stats, self._counted)
         return stats
 
