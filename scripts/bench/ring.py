@@ -1,14 +1,11 @@
-"""Time of writing to the ring: single records, and a step's as a server writes them.
+"""Time of writing a step's records to the ring, as a server writes them.
 
-Run: python scripts/bench/ring.py [--seconds 2] [--steps 40]
+Run: python scripts/bench/ring.py [--steps 40]
 
 Records are VERIFY records with three captured layers and a hidden-state teacher in
-bfloat16. The median is over single calls; the reader drains between batches, outside
-the timed part, as it would on another core.
-
-Of a step of Model Runner V2 (every request verifies 3 drafts) it is the time that the
-launching thread spends in `Capture.write`, and that until its records are written: by
-the same thread, as on a CPU, and by one of its own, as on a GPU.
+bfloat16, of a step of Model Runner V2 in which every request verifies 3 drafts. It is
+the time that the launching thread spends in `Capture.write`, and that until its records
+are written: by the same thread, as on a CPU, and by one of its own, as on a GPU.
 """
 
 import argparse
@@ -27,70 +24,13 @@ from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture import Capture
-from vllm_tide.transport import Phase, Record, RingReader, RingSpec, RingWriter
+from vllm_tide.transport import RingSpec, RingWriter
 from vllm_tide.transport.ring import Word
 
-SIZES = ((256, 1), (256, 4), (1024, 8), (4096, 4), (4096, 64), (8192, 512))
 RING_BYTES = 256 << 20
 LAYERS = (2, 16, 29)
 STEPS = ((256, 64), (64, 4096), (256, 4096))  # requests, hidden size
 DRAFTS = 3
-
-
-def make_record(hidden_size: int, num_rows: int) -> Record:
-    """A VERIFY record of random bits."""
-    rng = np.random.default_rng(0)
-    shape = (num_rows, len(LAYERS) * hidden_size)
-    return Record(
-        key=1,
-        phase=Phase.VERIFY,
-        start=100,
-        num_prompt_tokens=50,
-        num_accepted=num_rows - 1,
-        next_token=3,
-        draft_version=1,
-        token_ids=rng.integers(1000, size=num_rows, dtype=np.int32),
-        features=rng.integers(2**16, size=shape, dtype=np.uint16),
-        teacher_start=0,
-        teacher_hidden=rng.integers(
-            2**16, size=(num_rows, hidden_size), dtype=np.uint16
-        ),
-    )
-
-
-def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
-    """Print one line of the table."""
-    spec = RingSpec("bench", hidden_size, LAYERS, 100_000, "bfloat16", "hidden", 64)
-    record = make_record(hidden_size, num_rows)
-    writer = RingWriter.create(spec, RING_BYTES)
-    reader = RingReader.attach(writer.name)
-    writes: list[float] = []
-    reads: list[float] = []
-    clock = time.perf_counter
-    writer.try_write(record)
-    size = writer.stats().used_bytes
-    batch = max(1, min(32, RING_BYTES // 2 // size))
-    end = clock() + seconds
-    while clock() < end:
-        for _ in range(batch):
-            begin = clock()
-            written = writer.try_write(record)
-            writes.append(clock() - begin)
-            if not written:
-                raise SystemExit(f"dropped: {writer.drops}")
-        while True:
-            begin = clock()
-            if reader.read() is None:
-                break
-            reads.append(clock() - begin)
-    reader.close()
-    writer.close()
-    write, read = statistics.median(writes), statistics.median(reads)
-    tail = statistics.quantiles(writes, n=100)[98]
-    print(
-        f"{hidden_size:6} {num_rows:5} {size:10} {write * 1e6:9.1f} {tail * 1e6:9.1f} "
-        f"{size / write / 1e9:8.2f} {read * 1e6:9.1f}"
-    )
 
 
 class Launcher:
@@ -167,9 +107,8 @@ def measure_step(batch: int, hidden_size: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Measure every size."""
+    """Measure every size of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per size")
     parser.add_argument("--steps", type=int, default=40, help="per size of a step")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -183,10 +122,7 @@ def main() -> None:
     )
     print(f"{model}, Python {platform.python_version()}, ", end="")
     print(f"CRC-32C in hardware: {_shm.crc32c_is_hardware()}")
-    print("hidden  rows      bytes  write us   p99 us     GB/s   read us")
-    for hidden_size, num_rows in SIZES:
-        measure(hidden_size, num_rows, arguments.seconds)
-    print("\nmilliseconds a step; one thread, then with a thread of its own")
+    print("milliseconds a step; one thread, then with a thread of its own")
     print("batch hidden    launch   written    launch   written")
     for batch, hidden_size in STEPS:
         measure_step(batch, hidden_size, arguments.steps)

@@ -14,6 +14,7 @@ import torch
 from tests.deploy.test_fast_draft import Stream, record
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import weights_of
+from tests.transport.samples import write_record
 from vllm_tide.deploy import fast_draft
 from vllm_tide.deploy.deployment import master_of
 from vllm_tide.deploy.fast_draft import FastStep
@@ -42,13 +43,13 @@ class Serving(Engine):
     def begin(self, *keys: int) -> None:
         for key in keys:
             self.streams.append(Stream(key, key))
-            assert self.ring.try_write(self.streams[-1].prefill())
+            assert write_record(self.ring, self.streams[-1].prefill())
 
     def go(self, rounds: int = 1, **more) -> None:
         for _ in range(rounds):
             for stream in self.streams:
                 made = replace(stream.verify(**more), draft_version=self.version)
-                assert self.ring.try_write(made)
+                assert write_record(self.ring, made)
         if more:
             self.streams = []
 
@@ -526,7 +527,7 @@ def test_requests_take_turns_and_rows_count_once(engine):
     steps, count = sidecar.fast.steps, len(taught)
     for stream in engine.streams:
         again = record(stream.key, 0, stream.tokens, len(stream.tokens) - 1, PREFILL)
-        assert engine.ring.try_write(again)
+        assert write_record(engine.ring, again)
     for _ in range(20):
         assert sidecar._tick()
     assert (sidecar.fast.steps, len(taught)) == (steps, count)

@@ -2,6 +2,7 @@ import os
 import stat
 import subprocess
 import sys
+import uuid
 
 import numpy as np
 import pytest
@@ -102,9 +103,10 @@ def test_a_segment_is_allocated_and_not_sparse(segment):
 
 
 def test_memory_that_is_not_there_is_an_error_at_creation():
+    role = uuid.uuid4().hex
     with pytest.raises(TransportError, match="shm-size"):
-        Segment.create("test", MAGIC, 1, {}, 1 << 50)
-    assert not [n for n in os.listdir(SHM_DIR) if n.startswith("vllm_tide_test_")]
+        Segment.create(role, MAGIC, 1, {}, 1 << 50)
+    assert not [name for name in os.listdir(SHM_DIR) if role in name]
 
 
 def test_close_unlinks_once_and_attached_ends_do_not(segment):

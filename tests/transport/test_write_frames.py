@@ -7,30 +7,19 @@ import time
 import numpy as np
 import pytest
 
-from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.samples import (
+    frames_of,
+    identity,
+    make_record,
+    make_spec,
+    write_record,
+)
 from vllm_tide import _shm
-from vllm_tide.transport.record import META, META_BYTES, Frames, Status, encode
+from vllm_tide.transport.record import META_BYTES, Status
 from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 
 SPEC = make_spec(hidden_size=8)
-HIDDEN = ("token_ids", "features", "teacher_hidden")
-
-
-def frames_of(records, follows=None):
-    """Records whose arrays lie one behind another in a few large ones."""
-    n = len(records)
-    metas = np.concatenate(
-        [np.frombuffer(encode(r, "bfloat16")[0][0], META) for r in records]
-    )
-    columns = [[getattr(r, name) for r in records] for name in HIDDEN]
-    sources = tuple(np.concatenate(arrays) for arrays in columns)
-    sizes = np.array([[a.nbytes for a in arrays] for arrays in columns]).T
-    spans = np.ascontiguousarray(
-        np.stack([np.cumsum(sizes, axis=0) - sizes, sizes], axis=2)
-    )
-    joined = np.zeros(n, np.bool_) if follows is None else np.array(follows)
-    return Frames(metas, spans, joined, sources, np.zeros(n, np.uint8))
 
 
 def drain(reader):
@@ -53,7 +42,7 @@ def test_many_records_are_those_of_as_many_calls(ring_pair):
             assert writer.stats().written_records == 0  # counting is another's
             writer.count(frames)
         else:
-            assert all(writer.try_write(record) for record in records)
+            assert all(write_record(writer, record) for record in records)
         memory.append(bytes(reader._segment.buf[DATA_AT:]))
         assert writer.stats().written_records == 30
         assert writer.stats().written_rows == sum(r.num_rows for r in records)
@@ -66,7 +55,7 @@ def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
     records = [
         make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((2, 90, 2, 2, 2))
     ]
-    frames = frames_of(records, [False, False, True, True, False])
+    frames = frames_of(records, follows=[False, False, True, True, False])
     writer.write(frames)
     assert [Status(code).name for code in frames.status] == [
         "WRITTEN", "TOO_LARGE", "SKIPPED", "SKIPPED", "WRITTEN",
