@@ -24,17 +24,8 @@ BAD_SECTIONS = [
         "test_time, swap, schedule, deploy, fresh, spool.",
     ),
     (
-        {"preset": "watch"},
-        "tide.preset: Input should be 'full', 'observe', 'control' or 'learn', got "
-        "'watch'.",
-    ),
-    (
         {"capture": {"sample_rate": 2}},
         "tide.capture.sample_rate: Input should be less than or equal to 1, got 2.",
-    ),
-    (
-        {"capture": {"ring_mib": "big"}},
-        "tide.capture.ring_mib: Input should be a valid integer, got 'big'.",
     ),
     (
         {"train": {"ttt_steps": 0}},
@@ -43,10 +34,6 @@ BAD_SECTIONS = [
     (
         {"capture": {"teacher": "all"}},
         "tide.capture.teacher: Input should be 'hidden' or 'topk', got 'all'.",
-    ),
-    (
-        {"train": {"cpus": [-1]}},
-        "tide.train.cpus.0: Input should be greater than or equal to 0, got -1.",
     ),
     (
         {"train": {"device": "gpu"}},
@@ -154,18 +141,6 @@ def test_every_example_is_valid(name, capsys, tmp_path):
     assert capsys.readouterr().err.startswith("error: model: no draft at 'path/to/dr")
     file.write_text(text.replace("path/to/draft", "fresh"))
     assert main(["config", "check", str(file)]) == 0
-
-
-def test_unknown_example_names_the_known_ones(capsys):
-    assert main(["config", "example", "nope"]) == 2
-    assert "adapt" in capsys.readouterr().err
-
-
-def test_check_refuses_with_status_2(capsys, tmp_path):
-    file = tmp_path / "bad.json"
-    file.write_text(json.dumps({"tide": {"trian": {}}}))
-    assert main(["config", "check", str(file)]) == 2
-    assert "did you mean 'train'?" in capsys.readouterr().err
 
 
 WHOLE = {

@@ -74,10 +74,6 @@ def test_a_guard_counts_the_faults_of_an_hour():
     assert not guard.tripped and guard.faults["here"] == 4 * LIMIT
 
 
-def test_guard_hands_results_through():
-    assert Guard("capture").run("here", max, 1, 2) == 2
-
-
 @pytest.mark.parametrize("no", [False, 0, "false", "off"])
 def test_opt_out_is_kept_in_every_spelling(no):
     ticket = CapturePolicy(1.0).admit({"tide_capture": no}, supported=True)
@@ -280,12 +276,6 @@ def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
     assert made.version == 0
 
 
-def test_an_order_for_a_version_that_is_not_staged_does_nothing(swapper):
-    made, loader, _, _ = swapper
-    made.install_ordered(7)
-    assert (made.version, loader.loaded) == (0, [])
-
-
 def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     assert tide.control() is None
@@ -412,32 +402,6 @@ def test_children_are_started_on_the_cores_that_the_operator_gave():
         os.sched_setaffinity(0, given)
 
 
-LEFT = """
-import os
-CPUS = os.sched_getaffinity(0)
-
-def test_that_moves():
-    os.sched_setaffinity(0, {min(CPUS)})
-
-def test_that_comes_next():
-    assert os.sched_getaffinity(0) == CPUS
-"""
-
-
-def test_a_test_leaves_its_cores_to_the_next_one(tmp_path):
-    (tmp_path / "test_left.py").write_text(LEFT)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest"]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "test_left.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
-
-
 BOUND = """
 import os, sys, threading
 from vllm_tide.engine.trainer_process import free_cores, given_cores
@@ -459,6 +423,7 @@ done.set()
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_gets_the_cores_that_no_thread_of_the_engine_is_bound_to():
     given = sorted(os.sched_getaffinity(0))
 

@@ -51,15 +51,6 @@ def test_what_an_engine_does_not_use_the_others_get():
     assert 4970 <= found["busy"] <= 5000 + 10
 
 
-def test_everything_is_read_whatever_the_size_of_its_records():
-    a, b = FakeFeed("a", [3] * 100), FakeFeed("b", [9000, 1])
-    feeds, _ = feeds_of(a, b)
-    found = dict(feeds.read(limit=10_000))
-    assert len(found["a"]) == 100
-    assert len(found["b"]) == 2
-    assert feeds.read() == []
-
-
 def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
     names = [FakeFeed(name, [TURN_ROWS] * 100) for name in "abc"]
     feeds, _ = feeds_of(*names)

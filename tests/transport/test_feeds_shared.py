@@ -351,30 +351,6 @@ def until(check, what):
         time.sleep(0.02)
 
 
-def test_engines_of_a_spool_join_through_its_own_thread(spooled, tmp_path):
-    s = spooled("a")
-    feeds = Feeds([SpoolSource(str(tmp_path / "spool"))])
-
-    def joined():
-        s.step()  # the relay goes on saying that it lives
-        return look(feeds).joined or feeds.ids
-
-    until(joined, "a does not join")
-    want = serve_in(s.engine, range(3))
-    got = []
-
-    def read():
-        s.step()
-        feeds.heartbeat()
-        got.extend(identity(r) for _, records in feeds.read() for r in records)
-        return len(got) == 3
-
-    until(read, "records do not come")
-    assert got == want
-    feeds.close()
-    s.relay.close()
-
-
 def test_a_pipe_in_a_spool_stops_nobody(spooled, tmp_path):
     s = spooled("a")
     evil = tmp_path / "spool/engines"

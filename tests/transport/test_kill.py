@@ -64,7 +64,7 @@ def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
     steps = {(b - a) % peer.NUM_RECORDS for a, b in pairwise(numbers)}
     assert steps <= {1}, "a record is missing or came twice"
     assert reader.stats().corrupt_records == 0
-    assert name in reclaim_orphans(tmp_path)
+    reclaim_orphans(tmp_path)
     assert not os.path.exists(f"{SHM_DIR}/{name}")
     reader.close()
 

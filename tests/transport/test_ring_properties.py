@@ -190,15 +190,6 @@ def test_truncation_at_any_time_is_survived_by_both_ends(steps, size):
 
 
 @normal
-@given(data=st.binary(max_size=400))
-def test_decoding_any_bytes_gives_a_record_or_a_record_error(data):
-    try:
-        decode(memoryview(data))
-    except RecordError:
-        return
-
-
-@normal
 @given(
     seed=st.integers(0, len(RECORDS) - 1),
     at=st.integers(0, META_BYTES - 1),

@@ -118,6 +118,7 @@ def test_close_unlinks_once_and_attached_ends_do_not(segment):
     assert not os.path.exists(f"{SHM_DIR}/{segment.name}")
 
 
+@pytest.mark.slow
 def test_an_owner_that_exits_normally_unlinks():
     code = (
         "from vllm_tide.transport.shm import Segment\n"
@@ -165,6 +166,7 @@ def test_every_damaged_byte_of_the_header_is_noticed():
     assert Header.decode(page[:-1]) is None
 
 
+@pytest.mark.slow
 def test_a_dead_or_zombie_process_is_not_alive():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     holder = Holder(child.pid, start_time(child.pid) or 0, Holder.me().namespace)

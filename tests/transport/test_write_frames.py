@@ -16,7 +16,6 @@ from tests.transport.samples import (
 )
 from vllm_tide import _shm
 from vllm_tide.transport.record import META_BYTES, Status
-from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 
 SPEC = make_spec(hidden_size=8)
@@ -89,22 +88,6 @@ def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_
     writer.write(again)
     assert again.status.tolist() == [0, 0] and writer.level()[1] == 2048
     assert drain(reader) == [identity(record) for record in records[1:]]
-
-
-@pytest.mark.parametrize("damage", ["tail", "truncated", "closed"])
-def test_why_nothing_is_written(ring_pair, damage):
-    writer, reader = ring_pair(SPEC)
-    if damage == "tail":
-        reader._segment.store(Word.TAIL, 64)
-    elif damage == "truncated":
-        os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
-    else:
-        writer.close()
-    frames = frames_of([make_record(SPEC, seed) for seed in range(3)])
-    writer.write(frames)
-    writer.count(frames)
-    reason = {"tail": "cursor"}.get(damage, damage)
-    assert writer.drops == {reason: 3} and writer.dropped_rows == {reason: 12}
 
 
 def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair):

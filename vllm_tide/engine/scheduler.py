@@ -161,8 +161,9 @@ class SchedulerTide:
         if self._step is None:
             self._count(prefix, length, drafts, accepted)
             return
-        found = request.request_id, prefix, length, drafts, accepted
-        self._waiting.setdefault(self._step, []).append(found)
+        self._waiting.setdefault(self._step, []).append(
+            (request.request_id, prefix, length, drafts, accepted)
+        )
 
     def _count(self, prefix: str, length: int, drafts: int, accepted: int) -> None:
         self._verified[prefix] += drafts
@@ -171,9 +172,9 @@ class SchedulerTide:
 
     def _settle(self, step: int, memory: Sequence[str]) -> None:
         """A step has landed: its drafts were the draft's but for these requests'."""
-        for name, *found in self._waiting.pop(step, ()):
+        for name, prefix, length, drafts, accepted in self._waiting.pop(step, ()):
             if name not in memory:
-                self._count(*found)  # type: ignore[arg-type]
+                self._count(prefix, length, drafts, accepted)
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.

@@ -84,8 +84,9 @@ class RingFeed:
         Numbers that the engine has seen are not given again: it looks at each once.
         """
         told = self._told
-        versions = (told.installed_version, told.refused_version)
-        return max(self._writer.latest_version, *versions)
+        return max(
+            self._writer.latest_version, told.installed_version, told.refused_version
+        )
 
     def models(self) -> tuple[Path, Path]:
         """The engine's own directories."""

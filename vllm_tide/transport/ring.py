@@ -282,11 +282,16 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 return ring_stats(self._segment.load, self.capacity)
-        counts = (
-            *(self._written_records, self._written_rows),
-            *(self.drops.total(), self.dropped_rows.total()),
+        return RingStats(
+            self.capacity,
+            0,
+            self._written_records,
+            self._written_rows,
+            self.drops.total(),
+            self.dropped_rows.total(),
+            0,
+            False,
         )
-        return RingStats(self.capacity, 0, *counts, 0, False)
 
     def unlink(self) -> None:
         """Take the name away; see :meth:`Segment.unlink`."""
