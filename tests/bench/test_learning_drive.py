@@ -19,7 +19,6 @@ from bench.harness.session import Session
 from bench.suites.loss import LossOptions
 from tests.bench.learning_toys import options_for, request
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from tests.transport.samples import write_record
 from vllm_tide.config import parse_tide
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.process import start_time
@@ -151,7 +150,7 @@ class Engine:
                 doc.features[part].numpy(), 0,
                 doc.teacher_hidden[part].numpy(), finished=lo == 5,
             )  # fmt: skip
-            assert write_record(self.ring, record)
+            assert self.ring.try_write(record)
 
     def close(self):
         self.ring.close()

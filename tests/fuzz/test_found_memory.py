@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from tests.fuzz.memory import FIELDS, SPEC, TENSORS, sealed
-from tests.transport.samples import make_record, write_record
+from tests.transport.samples import make_record
 from vllm_tide import _shm
 from vllm_tide.transport import (
     RingReader,
@@ -71,7 +71,7 @@ def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
     writer = RingWriter.create(SPEC, 4096)
     writer._segment.store(Word.CORRUPT, 2**64 - 1)
     reader = RingReader.attach(writer.name)
-    write_record(writer, make_record(SPEC, 1))
+    writer.try_write(make_record(SPEC, 1))
     writer._segment.buf[DATA_AT] ^= 1
     assert reader.read() is None
     assert reader.stats().corrupt_records == 0  # one more than that

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.top.samples import write_status
-from tests.transport.samples import make_record, make_spec, write_record
+from tests.transport.samples import make_record, make_spec
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.top.collect import Sampler, look_at_engines, look_at_trainers
 from vllm_tide.top.figures import make_picture
@@ -35,7 +35,7 @@ def segment():
 
 def test_a_ring_s_counters_are_those_of_its_writer(ring):
     for seed in range(400):
-        write_record(ring, make_record(make_spec(), seed))
+        ring.try_write(make_record(make_spec(), seed))
     found = peek_ring(ring.name)
     assert found == ring.stats()
     assert found.dropped_rows > 0
@@ -108,7 +108,7 @@ def test_rows_per_second_come_from_the_ring(tmp_path, ring):
     sampler = Sampler(tmp_path, [])
     sampler.take()
     for seed in range(5):
-        write_record(ring, make_record(make_spec(), seed))
+        ring.try_write(make_record(make_spec(), seed))
     sampler.take()
     first, last = sampler.history
     (found,) = make_picture(sampler.history, "")["engines"]
