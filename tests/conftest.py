@@ -36,7 +36,7 @@ CPUS = os.sched_getaffinity(0)
 
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
 LONGEST = (
-    *("control", "v2", "profile_v2", "swap", "architectures", "seeded"),
+    *("control", "v2", "profile_v2", "swap", "architectures"),
     *("capture_oracle", "compile_all", "export", "cpu_sampling"),
 )
 

@@ -74,10 +74,6 @@ def test_a_guard_counts_the_faults_of_an_hour():
     assert not guard.tripped and guard.faults["here"] == 4 * LIMIT
 
 
-def test_guard_hands_results_through():
-    assert Guard("capture").run("here", max, 1, 2) == 2
-
-
 @pytest.mark.parametrize("no", [False, 0, "false", "off"])
 def test_opt_out_is_kept_in_every_spelling(no):
     ticket = CapturePolicy(1.0).admit({"tide_capture": no}, supported=True)
@@ -280,12 +276,6 @@ def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
     assert made.version == 0
 
 
-def test_an_order_for_a_version_that_is_not_staged_does_nothing(swapper):
-    made, loader, _, _ = swapper
-    made.install_ordered(7)
-    assert (made.version, loader.loaded) == (0, [])
-
-
 def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     assert tide.control() is None
@@ -377,38 +367,6 @@ def sample(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, labels)
 
 
-@pytest.mark.vllm
-def test_a_line_of_numbers_where_there_was_traffic(monkeypatch, caplog):
-    """Once per engine: API servers only get what the engine core sends."""
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.05")
-    caplog.set_level("INFO", "vllm.tide")
-    tide = SchedulerTide(3, idle_scheduler(), TideConfig())
-
-    def report(**totals: Any) -> list[str]:
-        tide.observe({"staged": 0, **totals})
-        assert tide.stats() is not None
-        until = time.monotonic() + 60
-        while tide._line._timer is not None and time.monotonic() < until:
-            time.sleep(0.01)
-        return [line for line in caplog.messages if "TIDE metrics" in line]
-
-    assert report() == []
-    dropped = {"ring_full": 7, "opted_out": 2, "ring_invalid": 0}
-    learning = {"consumer_alive": True, "collecting": True, "draft_version": 4}
-    control = {"rounds": 10, "draft_steps": 15}
-    (line,) = report(rows=5, dropped=dropped, **learning, **control)
-    assert line.startswith(
-        "TIDE metrics: Draft version: 4, Mean drafted length: 1.50, Captured: "
-    )
-    assert line.endswith(
-        "rows/s, Dropped: 7 rows (ring_full), 2 requests (opted_out), Trainer: collects"
-    )
-    assert report(rows=5, dropped=dropped, **control) == [line]
-    *_, second = report(rows=9, dropped=dropped, **control)
-    assert second.endswith("rows/s, Dropped: nothing, Trainer: none")
-    assert "Mean drafted length: 3.00" in second
-
-
 def test_totals_become_counters_and_a_restart_counts_on():
     prom, seen = TideProm({0: ["m", "0"]}), {}
 
@@ -444,32 +402,6 @@ def test_children_are_started_on_the_cores_that_the_operator_gave():
         os.sched_setaffinity(0, given)
 
 
-LEFT = """
-import os
-CPUS = os.sched_getaffinity(0)
-
-def test_that_moves():
-    os.sched_setaffinity(0, {min(CPUS)})
-
-def test_that_comes_next():
-    assert os.sched_getaffinity(0) == CPUS
-"""
-
-
-def test_a_test_leaves_its_cores_to_the_next_one(tmp_path):
-    (tmp_path / "test_left.py").write_text(LEFT)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest"]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "test_left.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
-
-
 BOUND = """
 import os, sys, threading
 from vllm_tide.engine.trainer_process import free_cores, given_cores
@@ -491,6 +423,7 @@ done.set()
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_gets_the_cores_that_no_thread_of_the_engine_is_bound_to():
     given = sorted(os.sched_getaffinity(0))
 

@@ -6,17 +6,11 @@ says what was probably meant. Runs in every process; imports neither torch nor v
 
 from __future__ import annotations
 
-import copy
 import difflib
-import logging
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import metadata
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-
-logger = logging.getLogger("vllm_tide")
 
 MIB = 1 << 20
 LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
@@ -316,42 +310,6 @@ class TideConfig(_Section):
     spool: SpoolConfig = SpoolConfig.model_validate({})
 
 
-REMOVED = {
-    "capture.feature_dtype": "features and hidden teachers are bfloat16",
-    "train.compute_dtype": "it is bfloat16, or float32 on a CPU without it",
-    "train.drop_worse": "a candidate that a cycle made worse is always dropped",
-    "train.weight_decay": "AdamW decays no weights",
-    "train.grad_clip": "gradients are always clipped at 1.0",
-    "train.step_decay": "each further training-time-test step weighs 0.8 of the last",
-    "train.max_sample_tokens": "it is 1024, or half of batch_tokens if less",
-    "train.holdout_tokens": "8192 held-out tokens are kept",
-    "train.seed": "the trainer's seed is always 0",
-    "train.lk_eta": "lk_hybrid moves from KL to TV at a rate of 3.0",
-    "train.discard_topk": "the discard term keeps 10 teacher tokens",
-    "train.max_branches": "64 rejected branches are kept per request",
-    "train.age_half_life_s": "samples of all ages count alike",
-    "train.keep_last_good": "a restart always begins with the last good draft",
-    "schedule.short_decay": "the short average decays by 0.9 per request",
-    "schedule.long_decay": "the long average decays by 0.99 per request",
-    "schedule.epsilon": "a fall of acceptance by 0.05 counts as a shift",
-    "schedule.init_requests": "16 requests set the first averages",
-    "deploy.canary_tolerance": "a fall of served speed by 2% is let pass",
-    "deploy.backoff_cycles": "a rollback holds 2 cycles back, further ones twice",
-    "fresh.intermediate_size": "a fresh draft's MLP is as wide as the target's",
-    "fresh.seed": "a fresh draft's seed is always 0",
-    "spool.shard_mib": "a shard is closed at 16 MiB",
-    "spool.shard_seconds": "a shard is closed after 5 seconds",
-    "control.hysteresis": "drafting comes on again at 0.02 above min_gain",
-    "control.threshold": "policy 'threshold' stops at a mean confidence of 0.6",
-    "control.calibrate": "acceptance is always learnt from verification results",
-    "control.half_life_tokens": "it is 2000 verified tokens",
-    "control.catchup_mib": "64 MiB hold what the draft has not seen while it was off",
-    "swap.max_norm_ratio": "a tensor whose norm grew by more than 16 times is refused",
-    "swap.draft_kv": "cached prefixes keep the KV of the draft that computed them",
-}
-"""Knobs of earlier versions, and what applies now."""
-
-
 def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     for part in path:
         if get_origin(root) is list and isinstance(part, int):
@@ -368,14 +326,11 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
 
 def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
     """Dotted key and sentence of each of pydantic's errors about a model."""
-    start, removed = ("tide.", REMOVED) if model is TideConfig else ("", {})
+    start = "tide." if model is TideConfig else ""
     for found in error.errors():
         loc = tuple(part for part in found["loc"] if part != "[key]")
         knob = start + ".".join(map(str, loc))
         said = f"{found['msg']}, got {found.get('input')!r:.200}."
-        if now := removed.get(".".join(map(str, loc))):
-            yield knob, f"{knob} is no longer a knob: {now}; remove it."
-            continue
         if found["type"] == "extra_forbidden" or len(loc) < len(found["loc"]):
             known = _known_keys(model, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1)
@@ -416,19 +371,11 @@ def _why_not_adapt(tide: TideConfig) -> str:
     return ""
 
 
-def package_version() -> str:
-    """Of this package; empty where it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("vllm-tide")
-    return ""
-
-
-def parse_tide(section: Any, version: str | None = None) -> TideConfig:
+def parse_tide(section: Any) -> TideConfig:
     """Validate a `tide` section.
 
     Args:
         section: The JSON value under the key `tide`.
-        version: Of the package that wrote it: keys that another one knows are ignored.
 
     Raises:
         ConfigError: A line for each mistake, a sentence naming the knob.
@@ -442,21 +389,9 @@ def parse_tide(section: Any, version: str | None = None) -> TideConfig:
             section = {**section, name: {**values, **given}}
     try:
         tide = TideConfig.model_validate(section)
-        if why := _why_not_adapt(tide):
-            raise ConfigError(f"tide.test_time.adapt: {why}")
-        return tide
     except ValidationError as error:
-        extra = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
-        if not extra or version in (None, package_version()):
-            said = (sentence for _, sentence in explained(error, TideConfig))
-            raise ConfigError("\n".join(said)) from None
-        section = copy.deepcopy(section)
-    for *path, key in extra:
-        inner = section
-        for part in path:
-            inner = inner[part]
-        del inner[key]
-    names = ", ".join(".".join(map(str, loc)) for loc in extra)
-    told = "tide: vllm_tide %.60r told knobs that %r does not know, ignored: %.200r"
-    logger.warning(told, version, package_version(), names)
-    return parse_tide(section)
+        sentences = (sentence for _, sentence in explained(error, TideConfig))
+        raise ConfigError("\n".join(sentences)) from None
+    if why := _why_not_adapt(tide):
+        raise ConfigError(f"tide.test_time.adapt: {why}")
+    return tide

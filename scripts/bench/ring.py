@@ -19,53 +19,65 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.common import cpu_model
 from vllm_tide import _shm
-from vllm_tide.transport import Phase, Record, RingReader, RingSpec, RingWriter
+from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter
+from vllm_tide.transport.record import (
+    DTYPE_CODES,
+    FORMAT_VERSION,
+    HIDDEN,
+    META,
+    Frames,
+)
 
 SIZES = ((256, 1), (256, 4), (1024, 8), (4096, 4), (4096, 64), (8192, 512))
 RING_BYTES = 256 << 20
 LAYERS = (2, 16, 29)
 
 
-def make_record(hidden_size: int, num_rows: int) -> Record:
-    """A VERIFY record of random bits."""
+def make_frames(hidden_size: int, num_rows: int) -> Frames:
+    """A VERIFY record of random bits, as the capture describes those of a step."""
     rng = np.random.default_rng(0)
-    shape = (num_rows, len(LAYERS) * hidden_size)
-    return Record(
-        key=1,
-        phase=Phase.VERIFY,
-        start=100,
-        num_prompt_tokens=50,
-        num_accepted=num_rows - 1,
-        next_token=3,
-        draft_version=1,
-        token_ids=rng.integers(1000, size=num_rows, dtype=np.int32),
-        features=rng.integers(2**16, size=shape, dtype=np.uint16),
-        teacher_start=0,
-        teacher_hidden=rng.integers(
-            2**16, size=(num_rows, hidden_size), dtype=np.uint16
+    sources = (
+        rng.integers(1000, size=num_rows, dtype=np.int32),
+        rng.integers(
+            2**16, size=(num_rows, len(LAYERS) * hidden_size), dtype=np.uint16
         ),
+        rng.integers(2**16, size=(num_rows, hidden_size), dtype=np.uint16),
+    )
+    meta = np.zeros(1, META)
+    meta["key"], meta["phase"], meta["rows"] = 1, Phase.VERIFY, num_rows
+    meta["num_accepted"], meta["flags"] = num_rows - 1, HIDDEN
+    meta["feature_width"], meta["hidden_width"] = len(LAYERS) * hidden_size, hidden_size
+    meta["dtype"], meta["format"] = DTYPE_CODES["bfloat16"], FORMAT_VERSION
+    return Frames(
+        meta,
+        np.array([[(0, source.nbytes) for source in sources]], np.int64),
+        np.zeros(1, np.bool_),
+        sources,
+        np.zeros(1, np.uint8),
     )
 
 
 def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
     """Print one line of the table."""
     spec = RingSpec("bench", hidden_size, LAYERS, 100_000, "bfloat16", "hidden", 64)
-    record = make_record(hidden_size, num_rows)
+    frames = make_frames(hidden_size, num_rows)
     writer = RingWriter.create(spec, RING_BYTES)
     reader = RingReader.attach(writer.name)
     writes: list[float] = []
     reads: list[float] = []
     clock = time.perf_counter
-    writer.try_write(record)
+    writer.write(frames)
+    writer.count(frames)
     size = writer.stats().used_bytes
     batch = max(1, min(32, RING_BYTES // 2 // size))
     end = clock() + seconds
     while clock() < end:
         for _ in range(batch):
             begin = clock()
-            written = writer.try_write(record)
+            writer.write(frames)
+            writer.count(frames)
             writes.append(clock() - begin)
-            if not written:
+            if frames.status[0]:
                 raise SystemExit(f"dropped: {writer.drops}")
         while True:
             begin = clock()

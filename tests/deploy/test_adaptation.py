@@ -12,6 +12,7 @@ import torch
 from tests.deploy.test_fast_draft import Stream
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import weights_of
+from tests.transport.samples import write_record
 from vllm_tide.deploy import fast_draft
 from vllm_tide.deploy.deployment import master_of
 from vllm_tide.deploy.fast_draft import FastStep
@@ -39,13 +40,13 @@ class Serving(Engine):
     def begin(self, *keys: int) -> None:
         for key in keys:
             self.streams.append(Stream(key, key))
-            assert self.ring.try_write(self.streams[-1].prefill())
+            assert write_record(self.ring, self.streams[-1].prefill())
 
     def go(self, rounds: int = 1, **more) -> None:
         for _ in range(rounds):
             for stream in self.streams:
                 made = replace(stream.verify(**more), draft_version=self.version)
-                assert self.ring.try_write(made)
+                assert write_record(self.ring, made)
         if more:
             self.streams = []
 

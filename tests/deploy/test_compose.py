@@ -32,17 +32,17 @@ UID = next(
 
 # Of the compose specification: what these files use of it. An unknown key is an error
 # there, so it is one here.
-TOP = {"name", "services", "volumes", "configs", "secrets", "networks"}
+TOP = {"name", "services", "volumes", "configs", "networks"}
 SERVICE = {
     "build", "cap_drop", "command", "configs", "depends_on", "deploy", "devices",
     "entrypoint", "environment", "group_add", "healthcheck", "image", "init", "ipc",
-    "network_mode", "networks", "pid", "ports", "restart", "secrets", "security_opt",
+    "network_mode", "networks", "pid", "ports", "restart", "security_opt",
     "shm_size", "stop_grace_period", "volumes",
 }  # fmt: skip
 
 
 def names(entries: list[Any]) -> set[str]:
-    """Named sources of volumes, configs or secrets."""
+    """Named sources of volumes or configs."""
     found = {
         e["source"] if isinstance(e, dict) else e.partition(":")[0] for e in entries
     }
@@ -61,7 +61,7 @@ def test_only_keys_of_the_specification(file: str) -> None:
 
 
 def test_what_is_named_is_declared_and_no_more() -> None:
-    for kind in ("volumes", "configs", "secrets", "networks"):
+    for kind in ("volumes", "configs", "networks"):
         used = {n for s in SERVICES.values() for n in names(s.get(kind, []))}
         assert used - {"default"} == set(BASE[kind]), kind
     for service in SERVICES.values():
@@ -144,12 +144,7 @@ def test_prometheus_scrapes_both_and_grafana_has_the_boards() -> None:
     assert source["isDefault"] and source["url"] == "http://prometheus:9090"
 
 
-def test_admin_token_comes_from_a_file_and_becomes_the_users_own() -> None:
-    assert BASE["secrets"]["admin_token"] == {"file": "./admin.token"}
-    script = SERVICES["hold"]["entrypoint"][-1]
-    assert (
-        "install -m 0600 /run/secrets/admin_token /run/tide/run/admin.token" in script
-    )
+def test_no_file_holds_a_secret() -> None:
     text = "".join(path.read_text() for path in DEPLOY.glob("*.yaml"))
     assert not re.search(r"(token|secret)\s*[:=]\s*[0-9a-f]{16}", text, re.IGNORECASE)
 

@@ -13,6 +13,7 @@ import torch
 
 from bench.harness.server import free_port
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
+from tests.transport.samples import write_record
 from vllm_tide.deploy.deployment import master_of
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.metrics import TRAINER, samples_of
@@ -50,7 +51,7 @@ def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
                 doc.features[part].numpy(), 0,
                 doc.teacher_hidden[part].numpy(), finished=at + 10 >= 60,
             )  # fmt: skip
-            assert engine.ring.try_write(record)
+            assert write_record(engine.ring, record)
             at += 1 + accepted
             if record.finished:
                 break

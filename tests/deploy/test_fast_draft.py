@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import TOY, VOCAB, toy_trainer
+from tests.transport.samples import write_record
 from vllm_tide.deploy.fast_draft import RATES, FastStep, Gain
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train import step as steps
@@ -163,11 +164,11 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
     sidecar = attach(engine)
     base = {name: t.clone() for name, t in sidecar.trainer.live.named_tensors().items()}
     reference, stream = Reference(sidecar.trainer.live), Stream(7)
-    assert engine.ring.try_write(stream.prefill())
+    assert write_record(engine.ring, stream.prefill())
     for _ in range(50):
         before = list(stream.tokens)
         verify = stream.verify()
-        assert engine.ring.try_write(verify)
+        assert write_record(engine.ring, verify)
         until_stepped(sidecar)
         if len(before) > 256:  # what it attends to is bounded
             break
@@ -179,7 +180,7 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
         torch.testing.assert_close(tensor, reference.w[name], rtol=0, atol=1e-6)
         moved = (tensor - base[name]).abs().max()
         assert moved > 1e-4, name
-    assert engine.ring.try_write(stream.verify(finished=True))
+    assert write_record(engine.ring, stream.verify(finished=True))
     assert sidecar._tick()
     assert sidecar.fast.draft is None
     back = engine.weights.read()

@@ -129,14 +129,6 @@ def test_one_pod_shares_pids_memory_run_directory_and_user() -> None:
     }
 
 
-def test_token_becomes_a_private_file_of_the_user() -> None:
-    (pod,) = pods(ONE_POD).values()
-    script = named(pod, "token")["args"][0]
-    assert "install -m 0600 /etc/tide-admin/admin.token /run/tide/run/" in script
-    secret = next(v for v in pod["volumes"] if v["name"] == "admin")["secret"]
-    assert secret["defaultMode"] == 0o440  # the pod's group, nobody else
-
-
 @pytest.mark.parametrize("pod", ALL_PODS)
 def test_trainers_probe_is_a_command_of_ours(pod: dict[str, Any]) -> None:
     for item in pod["containers"]:

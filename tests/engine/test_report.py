@@ -47,7 +47,7 @@ def reporting(stats):
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
     tide._losses = Counter()
-    tide._reported = tide._sent_staged = tide._replaced = 0
+    tide._reported = tide._sent_staged = tide._tried = 0
     tide._unannounced, tide._draft_since, tide._group = False, 0.0, None
     tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)
     tide._leader = True

@@ -14,7 +14,6 @@ from tests.engine.test_device_stage import Engine
 from tests.transport.samples import identity
 from vllm_tide.capture import recorder
 from vllm_tide.capture.guard import Guard
-from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.ring import Collect
 
 ROWS = 9 + 4 + 1  # of a step of `Engine`
@@ -206,20 +205,6 @@ def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
     each.held.release(1)
     each.learn()
     assert each.ring.drops == {"closed": 3} and each.capture.rows == 0
-
-
-def test_a_ring_that_replaces_another_gets_what_comes_after(engine):
-    each = engine(open_=False)
-    each.write(0)
-    threading.Timer(0.2, each.held.release, (1000,)).start()
-    old, each.ring = each.ring, RingWriter.create(each.ring.spec, 1 << 18)
-    each.capture.use_ring(each.ring)
-    assert old.stats().written_rows == each.capture.rows == ROWS
-    old.close()
-    each.reader.close()
-    each.reader = RingReader.attach(each.ring.name)
-    each.write(1, learn=True)
-    assert len(each.records()) == 3 and each.ring.stats().written_records == 3
 
 
 def test_a_pause_ends_requests_behind_what_is_under_way(engine):

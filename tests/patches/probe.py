@@ -49,19 +49,25 @@ def main() -> None:
     worker = core.model_executor.driver_worker.worker
     runner = worker.model_runner
     proposer = getattr(runner, "drafter", None) or runner.speculator
-    sampler = runner.rejection_sampler
     metrics = {metric.name for metric in llm.get_metrics()}
     report = {
         "file": vllm.__file__,
         "tokens": [list(out.outputs[0].token_ids) for out in outputs],
         "tide": [
             getattr(owner, "tide", None) is None
-            for owner in (worker, runner, proposer, core.scheduler, sampler)
+            for owner in (worker, runner, proposer, core.scheduler)
         ],
         "imported": [name for name in sys.modules if name.startswith("vllm_tide")],
         "metrics": sorted(metrics),
         "hash": llm.llm_engine.vllm_config.compute_hash(),
     }
+    # Last: upstream's engine ends here. One prompt takes two steps.
+    params = SamplingParams(temperature=1, seed=1, max_tokens=24, ignore_eos=True)
+    try:
+        outputs = llm.generate(["xyz " * 24, "the end"], params, use_tqdm=False)
+        report["seeded"] = [len(out.outputs[0].token_ids) for out in outputs]
+    except RuntimeError as error:
+        report["seeded"] = str(error)
     print("REPORT " + json.dumps(report), flush=True)
 
 

@@ -39,8 +39,8 @@ def kernels() -> Any:
     return cpu_triton_utils
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-@pytest.mark.parametrize("counts", [[1, 3, 2], [0, 4, 0], [0, 0], [5], [1] * 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+@pytest.mark.parametrize("counts", [[1, 3, 2], [0, 4, 0], [0, 0]])
 @pytest.mark.parametrize("replace", [(0, 0), (0, 1), (2, 7)])
 def test_expand_equals_a_reference(
     kernels: Any, dtype: Any, counts: list[int], replace: tuple[int, int]
@@ -172,15 +172,3 @@ def test_speculation_does_not_change_what_is_sampled(
         b = [tokens[position] for tokens in speculative]
         # Fixed seeds: a pass today is a pass tomorrow. 12 comparisons in all.
         assert chi_square_p(a, b) > 1e-4, (SAMPLING[number], position)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_speculation_keeps_the_variety_of_samples(samples: list[Any]) -> None:
-    plain, speculative = samples[0]
-    for position in range(4):
-        distinct = [len({t[position] for t in side[:128]}) for side in samples[0]]
-        assert distinct[1] > 0.7 * distinct[0] > 20, (position, distinct)
-    # The joint distribution as well: whole continuations hardly ever repeat.
-    joint = [len({tuple(t) for t in side}) for side in (plain, speculative)]
-    assert joint[1] > 0.9 * joint[0]

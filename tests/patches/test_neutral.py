@@ -61,9 +61,8 @@ def test_outputs_are_upstreams_token_for_token(reports):
 
 
 def test_worker_patches_leave_everything_none(reports):
-    """The rejection sampler's too: a seed then works as upstream."""
     _, patched = reports
-    assert patched["tide"] == [True] * 5
+    assert patched["tide"] == [True] * 4
 
 
 def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, case):
@@ -71,8 +70,14 @@ def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, c
     upstream, _ = reports
     patched = run_probe(case | {"runner": "v2"}, None)
     assert patched["tokens"] == upstream["tokens"]
-    assert patched["tide"] == [True] * 5
+    assert patched["tide"] == [True] * 4
     assert patched["imported"] == []
+
+
+def test_seeded_request_with_a_prompt_of_two_steps_is_served_on_a_cpu(reports):
+    upstream, patched = reports
+    assert "does not use offset" in upstream["seeded"]
+    assert patched["seeded"] == [24, 24]
 
 
 def test_capture_patch_never_imports_the_package(reports):

@@ -19,6 +19,7 @@ import pytest
 import fetch_vllm
 from tests.patches.world import LINES, World
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FETCH = """
 import sys
@@ -160,17 +161,6 @@ def test_rebase_names_the_files_of_a_conflict_and_goes_on(world: Checkout) -> No
     assert said[-3] == "edit-number-0: applies"
     assert said[-2].startswith("edit-number-1: conflict in vllm/b.py")
     assert world.committed() == before
-
-
-def test_rebase_names_what_is_no_longer_python(world: Checkout) -> None:
-    for package in (world.package, world.newer / "vllm"):
-        (package / "c.py").write_text("if True:\n    pass\n")
-    shutil.rmtree(world.site.parent / "pristine")
-    world.write_series({"c.py": {2: "added\n"}})
-    world.pack()
-    code, said = world.run("rebase", "0.33.0")
-    assert code == 1
-    assert "vllm/c.py: no longer Python" in said
 
 
 def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes, digest: str) -> None:

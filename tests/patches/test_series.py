@@ -32,6 +32,7 @@ def test_series_applies_cleanly_to_the_installed_vllm() -> None:
     assert cli.main(["patch", "check"]) == 0
 
 
+@pytest.mark.slow
 def test_patch_command_imports_neither_torch_nor_vllm_nor_numpy() -> None:
     code = (
         "import sys; from vllm_tide.cli.main import main; main(['patch', 'check']);"

@@ -82,6 +82,7 @@ def test_an_unpatched_vllm_names_the_command(tmp_path):
     assert foreign[0] == 2 and SENTENCE not in foreign[1]
 
 
+@pytest.mark.slow
 def test_the_plugin_imports_nothing_heavy_and_does_nothing_without_arguments():
     code = (
         "import sys; from vllm_tide.engine.unpatched import announce; announce();"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from copy import copy
 from pathlib import Path
 
 from vllm_tide import patching
@@ -54,6 +55,14 @@ class World:
         guard = self.patches.parent / "tests" / "test_it.py"
         guard.parent.mkdir()
         guard.write_text("")
+
+    def copied(self, folder: Path) -> World:
+        """The same in another folder."""
+        shutil.copytree(self.site.parent, folder, dirs_exist_ok=True)
+        other = copy(self)
+        other.site, other.package = folder / "site", folder / "site" / "vllm"
+        other.patches = folder / "project" / "patches"
+        return other
 
     def write_series(self, *edits: dict[str, dict[int, str]]) -> None:
         """Writes one patch per edit ({file: {line: text}}) and the manifest."""

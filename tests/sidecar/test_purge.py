@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.transport.samples import body_of, make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec, write_record
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.cli import trainer as command
 from vllm_tide.transport import purge, spool_writer
@@ -165,7 +165,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     engine = ToyEngine(tmp_path, "e1", tenant_key_id=key_id(before))
     store = open_store(str(tmp_path / "spool"))
     record = replace(make_record(engine.spec, 1), tenant=tenant)
-    assert engine.ring.try_write(record)
+    assert write_record(engine.ring, record)
     relay = engine.relay(store)
     relay.tick()
     relay._writer.flush()
@@ -222,7 +222,7 @@ def served(tmp_path, name="e1"):
     store = open_store(str(tmp_path / "spool"))
     for tenant in (7, 255, 8, 255):
         record = replace(make_record(engine.spec, tenant), tenant=tenant)
-        assert engine.ring.try_write(record)
+        assert write_record(engine.ring, record)
     return engine, engine.relay(store), store
 
 

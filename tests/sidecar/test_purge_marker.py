@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import make_record, make_spec, write_record
 from tests.transport.spool_toys import ToyEngine
 from vllm_tide.config import SpoolConfig
 from vllm_tide.sidecar.report import StatusCollector
@@ -70,7 +70,7 @@ def plant(engine: Engine, requests: int, finished: bool = True) -> None:
             np.full((size, hidden), VALUE, np.float32), finished=finished,
             tenant=TENANT,
         )  # fmt: skip
-        assert engine.ring.try_write(record)
+        assert write_record(engine.ring, record)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_no_byte_of_a_spool_is_left(tmp_path, monkeypatch):
         made.serve(range(2))
         record = make_record(made.spec, 9, len(MARKER))
         record = replace(record, tenant=TENANT, token_ids=np.asarray(MARKER, np.int32))
-        assert made.ring.try_write(record)
+        assert write_record(made.ring, record)
 
     serve()
     assert in_ring(made.ring) == 1
@@ -220,13 +220,13 @@ def test_the_ring_holds_nothing_that_was_read_or_passed_over():
     ring = RingWriter.create(spec, 1 << 14)
     reader = RingReader.attach(ring.name)
     for lap in range(60):  # several laps, pads at the end among them
-        assert ring.try_write(make_record(spec, lap, 3 + lap % 7))
+        assert write_record(ring, make_record(spec, lap, 3 + lap % 7))
         if lap % 3:
             assert content(ring) > 0
             while reader.read() is not None:
                 pass
             assert content(ring) == 0
-    assert ring.try_write(make_record(spec, 1))
+    assert write_record(ring, make_record(spec, 1))
     damaged = bytes(byte ^ 1 for byte in ring._segment.buf[DATA_AT:])
     ring._segment.buf[DATA_AT:] = damaged
     begin, size = reader._tail, reader.stats().used_bytes

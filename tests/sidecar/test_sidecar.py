@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from vllm_tide.config import ConfigError
+from tests.transport.samples import write_record
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.sidecar.loop import Sidecar
 from vllm_tide.train.assemble import VERIFY
@@ -105,7 +105,7 @@ class Engine:
                     doc.features[part].numpy(), 0,
                     doc.teacher_hidden[part].numpy(), finished=lo == 25,
                 )  # fmt: skip
-                assert self.ring.try_write(record)
+                assert write_record(self.ring, record)
 
     def status(self) -> dict:
         return json.loads((self.run_dir / "trainer-test.json").read_text())
@@ -147,40 +147,25 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
 
 
-def test_a_newer_servers_knob_does_not_end_an_older_trainer(engine):
-    tide = {"train": {**KNOBS, "later": 1}, "dream": {}}
-    engine.manifest = replace(engine.manifest, tide=tide)
-    engine.announce()
-    with pytest.raises(ConfigError, match="unknown key"):
-        attach(engine)
-    engine.manifest = replace(engine.manifest, version="99.0")
-    engine.announce()
-    sidecar = attach(engine)
-    assert sidecar.config.batch_tokens == KNOBS["batch_tokens"]
-    sidecar.feeds.close()
-
-
-def test_hostile_values_are_counted_and_end_no_training(engine):
+def test_values_that_no_target_gives_end_no_training(engine):
     doc = TOY.document(3, 5, 3, 1)
     plain = Record(
         1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(),
         doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
     )  # fmt: skip
-    for number, token in enumerate((-(2**31), -7, -1, VOCAB, 2**31 - 1)):
-        ids = np.full(5, token, np.int32)
-        assert engine.ring.try_write(replace(plain, key=number, token_ids=ids))
-    assert engine.ring.try_write(replace(plain, key=5, start=2**63 - 2))
-    for number, value in enumerate((np.nan, np.inf, 1e38), 6):
+    ids = np.full(5, VOCAB, np.int32)
+    assert write_record(engine.ring, replace(plain, token_ids=ids))
+    for number, value in enumerate((np.nan, np.inf), 2):
         rows = np.full_like(plain.features, value)
-        assert engine.ring.try_write(replace(plain, key=number, features=rows))
+        assert write_record(engine.ring, replace(plain, key=number, features=rows))
     engine.serve(60)
     sidecar = attach(engine)
     assert sidecar.run(once=True) == "stopped"
     status = engine.status()
-    assert status["rows_skipped"]["hostile_values"] == 9 * 5
-    assert status["rows_read"] == 60 * 30
-    assert status["published_version"] == 1
-    assert not sidecar.trainer.skipped["unusable_batch"]
+    assert status["rows_skipped"]["token_out_of_range"] == 5
+    assert sidecar.trainer.skipped["unusable_batch"]
+    draft = sidecar.trainer.snapshot()
+    assert all(bool(t.isfinite().all()) for t in draft.values())
 
 
 def test_restarted_trainer_goes_on_from_its_last_publication(engine):

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from tests.transport.samples import identity, make_record, make_spec
+from tests.transport.samples import identity, make_record, make_spec, write_record
 from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsWriter
 
 SPEC = make_spec("topk", hidden_size=16, topk=4)
@@ -43,7 +43,7 @@ def produce():
     print(writer.name, flush=True)
     number = 0
     while time.monotonic() < _DEADLINE:
-        if writer.try_write(record_of(number % NUM_RECORDS)):
+        if write_record(writer, record_of(number % NUM_RECORDS)):
             number += 1
         elif number % 16 == 0:
             writer.heartbeat()

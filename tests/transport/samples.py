@@ -4,9 +4,18 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from vllm_tide import _shm
 from vllm_tide.transport import Phase, Record, RingSpec
-from vllm_tide.transport.record import encode
+from vllm_tide.transport.record import (
+    DTYPE_CODES,
+    FINISHED,
+    FORMAT_VERSION,
+    HIDDEN,
+    MEMORY,
+    META,
+    SAMPLED,
+    TOPK,
+    Frames,
+)
 
 SHAPES = {"hidden": (True, False), "topk": (False, True)}
 
@@ -83,12 +92,70 @@ def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
     )
 
 
+def parts_of(record, feature_dtype):
+    """Its fixed part, and its arrays in the order of a body."""
+    teacher = (
+        record.teacher_hidden,
+        record.teacher_topk_ids,
+        record.teacher_topk_logprobs,
+        record.teacher_tail_logprob,
+    )
+    hidden, topk, *_ = teacher
+    meta = np.zeros(1, META)
+    for name in META.names:
+        if hasattr(record, name):
+            meta[name] = getattr(record, name)
+    meta["rows"], meta["feature_width"] = record.features.shape
+    meta["hidden_width"] = 0 if hidden is None else hidden.shape[1]
+    meta["topk"] = 0 if topk is None else topk.shape[1]
+    meta["dtype"], meta["format"] = DTYPE_CODES[feature_dtype], FORMAT_VERSION
+    meta["flags"] = (
+        FINISHED * record.finished
+        | HIDDEN * (hidden is not None)
+        | TOPK * (topk is not None)
+        | SAMPLED * record.sampled
+        | MEMORY * record.memory
+    )
+    arrays = record.token_ids, record.features, *teacher
+    return meta, [np.ascontiguousarray(part) for part in arrays if part is not None]
+
+
 def body_of(record, spec=None):
     """Its bytes, as a ring has them."""
-    parts, size = encode(record, (spec or make_spec()).feature_dtype)
-    body = np.empty(size, np.uint8)
-    _shm.gather(body, 0, parts)
-    return body
+    meta, arrays = parts_of(record, (spec or make_spec()).feature_dtype)
+    body = b"".join(
+        part.tobytes().ljust(-(-part.nbytes // 8) * 8, b"\0")
+        for part in (meta, *arrays)
+    )
+    return np.frombuffer(body, np.uint8).copy()
+
+
+def frames_of(records, feature_dtype="bfloat16", follows=None):
+    """Records with the same arrays, to be written at once."""
+    held = [parts_of(record, feature_dtype) for record in records]
+    n, spans, sources = len(records), [], []
+    for column in zip(*(arrays for _, arrays in held), strict=True):
+        at, sizes = 0, []
+        for part in column:
+            sizes.append((at, part.nbytes))
+            at += part.nbytes
+        spans.append(sizes)
+        sources.append(np.concatenate([part.ravel() for part in column]))
+    return Frames(
+        np.concatenate([meta for meta, _ in held]),
+        np.array(spans, np.int64).swapaxes(0, 1).copy(),
+        np.array([False] * n if follows is None else follows),
+        tuple(sources),
+        np.zeros(n, np.uint8),
+    )
+
+
+def write_record(ring, record):
+    """Write one record; False if it was dropped, which is counted."""
+    frames = frames_of([record], ring.spec.feature_dtype)
+    ring.write(frames)
+    ring.count(frames)
+    return not frames.status[0]
 
 
 def identity(record):

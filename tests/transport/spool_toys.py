@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.transport.samples import body_of, make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec, write_record
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
 from vllm_tide.transport.identity import identity_of
@@ -91,7 +91,7 @@ class ToyEngine:
 
     def serve(self, seeds, num_rows=4):
         for seed in seeds:
-            assert self.ring.try_write(make_record(self.spec, seed, num_rows))
+            assert write_record(self.ring, make_record(self.spec, seed, num_rows))
 
     def relay(self, store, config=CONFIG):
         return Relay(self.manifest, self.run_dir, store, config)
@@ -106,6 +106,17 @@ class ToyEngine:
     def close(self):
         self.ring.close()
         self.weights.close()
+
+
+def settle(relay, seconds=0.03):
+    """Let the relay's storage work come due (a shard after 10 ms), and do it all."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        relay._next_poll = 0.0
+        if relay.tick():
+            end = time.monotonic() + seconds
+    relay._next_poll = 0.0
+    relay.tick()
 
 
 def head_tensors(value):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.transport.feed_toys import (
@@ -16,13 +14,9 @@ from tests.transport.feed_toys import (
     publish,
     rows,
 )
-from tests.transport.samples import make_metadata_only, make_record, make_spec
+from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.feed import hostile
-from vllm_tide.transport.feeds import (
-    TURN_ROWS,
-    Feeds,
-)
+from vllm_tide.transport.feeds import TURN_ROWS, Feeds
 from vllm_tide.transport.ring import Collect
 
 # Fair shares
@@ -55,15 +49,6 @@ def test_what_an_engine_does_not_use_the_others_get():
     found = rows(feeds.read(limit=10_000, max_rows=5000))
     assert found["idle"] == 30
     assert 4970 <= found["busy"] <= 5000 + 10
-
-
-def test_everything_is_read_whatever_the_size_of_its_records():
-    a, b = FakeFeed("a", [3] * 100), FakeFeed("b", [9000, 1])
-    feeds, _ = feeds_of(a, b)
-    found = dict(feeds.read(limit=10_000))
-    assert len(found["a"]) == 100
-    assert len(found["b"]) == 2
-    assert feeds.read() == []
 
 
 def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
@@ -161,107 +146,6 @@ def test_who_joins_later_is_told_what_is_collected():
     assert (a.collect, b.collect) == (Collect.METADATA, Collect.METADATA)
     feeds.set_collect(Collect.FULL)
     assert (a.collect, b.collect) == (Collect.FULL, Collect.FULL)
-
-
-# Values
-
-
-def _with(field, *place, value):
-    def spoil(record):
-        array = getattr(record, field).copy()
-        array[place] = value
-        return replace(record, **{field: array})
-
-    return spoil
-
-
-BF16_NAN, BF16_INF, BF16_1E38 = 0x7FC0, 0xFF80, 0x7E96
-HOSTILE = {
-    "id -2^31": _with("token_ids", 0, value=-(2**31)),
-    "id -1": _with("token_ids", 0, value=-1),
-    "id -7": _with("token_ids", 1, value=-7),
-    "id V": _with("token_ids", 3, value=100),
-    "next V": lambda r: replace(r, next_token=100),
-    "next -2": lambda r: replace(r, next_token=-2),
-    "start": lambda r: replace(r, start=2**63 - 2),
-    "start -1": lambda r: replace(r, start=-1),
-    "prompt": lambda r: replace(r, num_prompt_tokens=2**62),
-    "nan": _with("features", 2, 5, value=BF16_NAN),
-    "inf": _with("features", 2, 5, value=BF16_INF),
-    "1e38": _with("features", 2, 5, value=BF16_1E38),
-    "-1e38": _with("teacher_hidden", 1, 0, value=BF16_1E38 | 0x8000),
-    "top V": _with("teacher_topk_ids", 1, 2, value=100),
-    "top -1": _with("teacher_topk_ids", 1, 2, value=-1),
-    "top nan": _with("teacher_topk_logprobs", 0, 0, value=np.nan),
-    "top -inf": _with("teacher_topk_logprobs", 0, 2, value=-np.inf),
-    "tail nan": _with("teacher_tail_logprob", 0, value=np.nan),
-    "tail 5": _with("teacher_tail_logprob", 0, value=5.0),
-}
-
-
-def _record(spec, seed):
-    return replace(make_record(spec, seed), num_accepted=1, finished=False)
-
-
-@pytest.mark.parametrize("what", HOSTILE)
-def test_values_that_no_engine_computes_are_hostile(what):
-    spec = make_spec("topk" if what.startswith(("top", "tail")) else "hidden")
-    assert hostile(HOSTILE[what](_record(spec, 1)), spec, spec.vocab_size)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_values_that_an_engine_computes_are_not(teacher, dtype):
-    spec = make_spec(teacher, dtype)
-    for seed in range(50):
-        record = make_record(spec, seed, num_rows=seed % 5, teacher_start=0)
-        assert not hostile(record, spec, spec.vocab_size)
-        assert not hostile(make_metadata_only(spec, seed), spec, spec.vocab_size)
-    # vLLM pads a short draft: what was computed there is never used
-    padded = _with("token_ids", 3, value=-1)(_record(spec, 1))
-    large = replace(padded, features=padded.features.copy())
-    large.features[3] = BF16_NAN if dtype == "bfloat16" else np.nan
-    assert not hostile(large, spec, spec.vocab_size)
-
-
-def test_an_engine_whose_values_are_hostile_is_left_out_until_it_joins_anew(caplog):
-    a, b = FakeFeed("a"), FakeFeed("b", [4] * 100)
-    a.spec = b.spec = make_spec("hidden", "float32")
-    spoil = _with("features", 0, 0, value=np.nan)
-    good = [_record(a.spec, n) for n in range(10)]
-    a.queue.extend([*good, *(spoil(_record(a.spec, n)) for n in range(16))])
-    feeds, _ = feeds_of(a, b)
-    found = dict(feeds.read(limit=10_000))
-    assert len(found["a"]) == 10
-    assert len(found["b"]) == 100
-    assert feeds.rejected == {"hostile_values": 16 * 4}
-    a.queue.extend([spoil(good[0]), *good])
-    assert feeds.read()[0][1] == good  # this batch is the last
-    a.queue.extend(good)
-    assert feeds.read() == [("a", [])]
-    assert feeds.ids == ["b", "a"]
-    said = [r.getMessage() for r in caplog.records if "left out" in r.message]
-    assert len(said) == 1
-    assert "17 of its records" in said[0]
-    a.fail = "alive"
-    feeds.poll()
-    a.fail = ""
-    feeds._retry_at.clear()
-    assert look(feeds).joined == ("a",)
-    a.queue.extend(good)
-    assert dict(feeds.read())["a"] == good
-
-
-def test_now_and_then_a_hostile_record_does_not_end_a_long_service():
-    a = FakeFeed("a")
-    feeds, _ = feeds_of(a)
-    bad = replace(make_metadata_only(a.spec, 1), next_token=-5)
-    for _ in range(20):
-        a.queue.extend([bad, *[make_metadata_only(a.spec, 1)] * 4200])
-        assert sum(len(r) for _, r in feeds.read(5000)) == 4200
-        a.queue.append(make_metadata_only(a.spec, 1))
-        feeds.read()
-    assert feeds.rejected["hostile_values"] == 20 * 4
 
 
 def test_an_engine_that_sends_rows_of_another_shape_does_not_join():

@@ -24,6 +24,7 @@ from tests.transport.spool_toys import (
     ToyEngine,
     head_tensors,
     make_models,
+    settle,
 )
 from vllm_tide.transport import TransportError, publication
 from vllm_tide.transport.feed import RingFeed, RunDirSource
@@ -33,6 +34,7 @@ from vllm_tide.transport.feeds import (
     open_feeds,
 )
 from vllm_tide.transport.ring import Collect
+from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_store import open_store
 
@@ -108,6 +110,32 @@ def test_an_engine_without_capture_is_refused_in_a_sentence(toys):
         RingFeed(engine.manifest)
 
 
+@pytest.mark.parametrize("segment", ["ring", "weights"])
+def test_an_engine_whose_memory_was_cut_short_is_dropped(toys, segment):
+    engine = toys("a")
+    feeds = open_feeds(engine.run_dir)
+    feeds.poll()
+    os.truncate(f"{SHM_DIR}/{getattr(engine, segment).name}", 0)
+    feeds.heartbeat()
+    assert feeds.ids == []
+    assert "restart its server" in feeds.poll().left["a"]
+    feeds.close()
+
+
+def test_versions_that_an_engine_refused_are_passed_over(toys):
+    """Also one that nobody published: its number was damage."""
+    engine = toys("a")
+    feed = RingFeed(engine.manifest)
+    for version in (1, 2):
+        feed.publish(head_tensors(version), version=version, parent_version=0, meta={})
+    engine.weights.report(1, 2, "norm")
+    assert feed.latest().version == 1
+    engine.weights.report(1, 7, "sha256")
+    feed.feedback()
+    assert feed.latest_version == 7
+    feed.close()
+
+
 def test_only_the_engine_asked_for_is_attached(toys, tmp_path):
     toys("a", tmp_path / "host")
     b = toys("b", tmp_path / "host")
@@ -130,10 +158,7 @@ def spooled(toys, tmp_path):
         relay = engine.relay(store, CONFIG)
 
         def step():
-            end = time.monotonic() + 0.03  # a shard is closed after 10 ms
-            while time.monotonic() < end:
-                relay._next_poll = 0.0
-                relay.tick()
+            settle(relay)
 
         step()
         return SimpleNamespace(engine=engine, relay=relay, store=store, step=step)
@@ -324,30 +349,6 @@ def until(check, what):
     while not check():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
-
-
-def test_engines_of_a_spool_join_through_its_own_thread(spooled, tmp_path):
-    s = spooled("a")
-    feeds = Feeds([SpoolSource(str(tmp_path / "spool"))])
-
-    def joined():
-        s.step()  # the relay goes on saying that it lives
-        return look(feeds).joined or feeds.ids
-
-    until(joined, "a does not join")
-    want = serve_in(s.engine, range(3))
-    got = []
-
-    def read():
-        s.step()
-        feeds.heartbeat()
-        got.extend(identity(r) for _, records in feeds.read() for r in records)
-        return len(got) == 3
-
-    until(read, "records do not come")
-    assert got == want
-    feeds.close()
-    s.relay.close()
 
 
 def test_a_pipe_in_a_spool_stops_nobody(spooled, tmp_path):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -61,10 +61,3 @@ def test_a_file_that_is_missing_or_refuses_is_no_error(tmp_path, expected):
     assert niced(tmp_path / "missing")[0] == expected
     assert not (tmp_path / "missing").exists()
     assert niced(tmp_path)[0] == expected  # a folder
-
-
-def test_linux_takes_the_niceness_of_a_session_where_it_has_one(expected):
-    nice, group = niced()
-    assert nice == expected
-    if said := re.fullmatch(r"/autogroup-\d+ nice (-?\d+)\s*", group):
-        assert int(said[1]) == expected

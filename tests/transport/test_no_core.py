@@ -49,6 +49,7 @@ def test_shared_memory_is_left_out_of_cores_on_both_sides():
     made.close()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_crashes_leaves_no_core(tmp_path):
     done = subprocess.Popen(
         [sys.executable, "-c", CRASH],
@@ -80,6 +81,7 @@ def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
             command._run(argparse.Namespace())
 
 
+@pytest.mark.slow
 def test_trainer_and_relay_are_killed_before_the_engine():
     code = (
         "from vllm_tide.transport.process import become_sidecar\n"

@@ -7,9 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.transport.samples import identity, make_metadata_only, make_record, make_spec
+from tests.transport.samples import (
+    identity,
+    make_metadata_only,
+    make_record,
+    make_spec,
+    write_record,
+)
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
-from vllm_tide.transport.process import HEARTBEAT_TIMEOUT_NS
+from vllm_tide.transport.process import (
+    HEARTBEAT_TIMEOUT_NS,
+    Holder,
+    pid_namespace,
+    start_time,
+)
 from vllm_tide.transport.ring import Collect, Word
 from vllm_tide.transport.shm import SHM_DIR
 
@@ -25,7 +36,7 @@ def test_every_kind_of_record_comes_back_to_the_bit(
     for num_rows in (0, 1, 2, 3, 17):
         for teacher_start in {0, max(num_rows - 1, 0), num_rows}:
             record = make_record(spec, num_rows, num_rows, phase, teacher_start)
-            assert writer.try_write(record), writer.drops
+            assert write_record(writer, record), writer.drops
             assert identity(reader.read()) == identity(record)
     assert reader.read() is None
 
@@ -42,7 +53,7 @@ def test_metadata_only_records_come_back_to_the_bit_among_others(
         light = make_metadata_only(spec, num_rows, num_rows, phase)
         full = make_record(spec, num_rows, num_rows, phase)
         for sent in (light, full):
-            assert writer.try_write(sent), writer.drops
+            assert write_record(writer, sent), writer.drops
             got = reader.read()
             assert identity(got) == identity(sent)
             assert got.metadata_only is (sent is light)
@@ -52,16 +63,8 @@ def test_metadata_only_records_come_back_to_the_bit_among_others(
 def test_a_metadata_only_record_takes_no_room_for_features(ring_pair):
     spec = make_spec("hidden", hidden_size=4096)
     writer, _ = ring_pair(spec, 1 << 20)
-    assert writer.try_write(make_metadata_only(spec, 1, 4))
+    assert write_record(writer, make_metadata_only(spec, 1, 4))
     assert writer.stats().used_bytes <= 192
-
-
-def test_a_metadata_only_record_with_a_teacher_is_invalid(ring_pair):
-    spec = make_spec()
-    writer, _ = ring_pair(spec)
-    record = make_record(spec)
-    assert not writer.try_write(replace(record, features=record.features[:, :0]))
-    assert writer.drops["invalid"] == 1
 
 
 def test_a_teacher_may_be_left_out(ring_pair):
@@ -75,37 +78,18 @@ def test_a_teacher_may_be_left_out(ring_pair):
             teacher_topk_logprobs=None,
             teacher_tail_logprob=None,
         )
-        assert writer.try_write(bare)
+        assert write_record(writer, bare)
         assert identity(reader.read()) == identity(bare)
-
-
-def test_values_that_are_not_numbers_are_carried(ring_pair):
-    spec = make_spec("hidden", "float32")
-    writer, reader = ring_pair(spec)
-    record = make_record(spec)
-    record.features[:] = np.nan
-    record.teacher_hidden[:] = -np.inf
-    assert writer.try_write(record)
-    assert np.isnan(reader.read().features).all()
-
-
-def test_arrays_that_are_not_contiguous_are_written_right(ring_pair):
-    spec = make_spec()
-    writer, reader = ring_pair(spec)
-    record = make_record(spec)
-    strided = replace(record, features=np.asfortranarray(record.features))
-    assert writer.try_write(strided)
-    assert (reader.read().features == record.features).all()
 
 
 def test_what_was_read_is_private_to_the_caller(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec, 1024)
-    writer.try_write(make_record(spec, 1))
+    write_record(writer, make_record(spec, 1))
     first = reader.read()
     before = identity(first)
     for seed in range(50):
-        writer.try_write(make_record(spec, seed))
+        write_record(writer, make_record(spec, seed))
         reader.read()
     assert identity(first) == before
 
@@ -114,7 +98,7 @@ def test_full_ring_drops_newest_and_counts_it(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec, 4096)
     sent = [make_record(spec, seed) for seed in range(20)]
-    taken = [record for record in sent if writer.try_write(record)]
+    taken = [record for record in sent if write_record(writer, record)]
     assert 0 < len(taken) < len(sent)
     assert taken == sent[: len(taken)]
     stats = writer.stats()
@@ -128,15 +112,15 @@ def test_full_ring_drops_newest_and_counts_it(ring_pair):
     assert got == [identity(record) for record in taken]
     assert reader.read() is None
     assert writer.stats().used_bytes == 0
-    assert writer.try_write(sent[0])
+    assert write_record(writer, sent[0])
 
 
 def test_a_record_larger_than_the_ring_is_dropped_and_counted(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec, 512)
-    assert not writer.try_write(make_record(spec, num_rows=64))
+    assert not write_record(writer, make_record(spec, num_rows=64))
     assert writer.drops["too_large"] == 1
-    assert writer.try_write(make_record(spec, num_rows=1))
+    assert write_record(writer, make_record(spec, num_rows=1))
     assert reader.read() is not None
 
 
@@ -145,16 +129,16 @@ def test_the_largest_record_fits_wherever_the_cursor_stands(ring_pair):
     small = make_record(spec, num_rows=1)
     large = make_record(spec, num_rows=20)
     writer, reader = ring_pair(spec, 1 << 16)
-    writer.try_write(large)
+    write_record(writer, large)
     capacity = writer.stats().used_bytes
     writer, reader = ring_pair(spec, capacity)
     for _ in range(30):
-        assert writer.try_write(small)
+        assert write_record(writer, small)
         assert reader.read() is not None
         # The first try may find too little room before the end of the ring; it
         # leaves a pad there, and the next has the whole ring.
         for _ in range(2):
-            if writer.try_write(large):
+            if write_record(writer, large):
                 break
             assert reader.read() is None
         else:
@@ -162,52 +146,31 @@ def test_the_largest_record_fits_wherever_the_cursor_stands(ring_pair):
         assert identity(reader.read()) == identity(large)
 
 
-def test_wrap_around_keeps_order_and_bits(ring_pair):
-    spec = make_spec()
-    writer, reader = ring_pair(spec, 3000)
-    for seed in range(500):
-        record = make_record(spec, seed, num_rows=seed % 7)
-        while not writer.try_write(record):
-            assert reader.read() is not None
-        if seed % 3 == 0:
-            reader.read()
-    assert writer.stats().corrupt_records == 0
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"key": -1},
-        {"key": "a"},
-        {"tenant": -1},
-        {"tenant": 2**64},
-        {"tenant": None},
         {"phase": 2},
         {"phase": Phase.PREFILL, "num_accepted": 0},
         {"num_accepted": 4},
         {"num_accepted": -1},
-        {"next_token": 2**63},
         {"teacher_start": 1},
         {"teacher_start": 5},
-        {"teacher_start": None},
-        {"token_ids": np.zeros(4, np.int64)},
-        {"token_ids": np.zeros((4, 1), np.int32)},
-        {"token_ids": None},
+        {"cost": float("nan")},
+        {"verify_chance": 1.5},
         {"features": np.zeros((4, 23), np.uint16)},
-        {"features": np.zeros((3, 24), np.uint16)},
+        {"features": np.zeros((4, 0), np.uint16)},
         {"features": np.zeros((4, 24), np.float32)},
-        {"features": [[1]]},
         {"teacher_hidden": np.zeros((4, 9), np.uint16)},
         {"teacher_topk_ids": np.zeros((4, 3), np.int32)},
     ],
 )
-def test_a_record_that_contradicts_itself_is_dropped_and_counted(ring_pair, change):
+def test_a_record_that_contradicts_itself_is_skipped_and_counted(ring_pair, change):
     spec = make_spec()
     writer, reader = ring_pair(spec)
-    assert not writer.try_write(replace(make_record(spec), **change))
-    assert writer.stats().dropped_records == writer.drops["invalid"] == 1
-    assert writer.try_write(make_record(spec))
-    assert reader.read() is not None
+    for sent in (replace(make_record(spec), **change), make_record(spec, 1)):
+        assert write_record(writer, sent)
+    assert identity(reader.read()) == identity(make_record(spec, 1))
+    assert reader.stats().corrupt_records == 1
 
 
 def test_the_spec_travels_in_the_header(ring_pair):
@@ -236,11 +199,12 @@ def test_a_second_live_consumer_is_refused_by_pid(ring_pair):
         RingReader.attach(writer.name)
 
 
+@pytest.mark.slow
 def test_the_claim_of_a_dead_consumer_is_taken_over_where_it_stopped():
     spec = make_spec()
     writer = RingWriter.create(spec, 1 << 16)
     for seed in range(3):
-        assert writer.try_write(make_record(spec, seed))
+        assert write_record(writer, make_record(spec, seed))
     code = (
         "import os, signal\n"
         "from vllm_tide.transport import RingReader\n"
@@ -267,54 +231,38 @@ def test_a_consumer_without_heartbeat_for_ten_seconds_is_not_alive(ring_pair):
     assert writer.stats().consumer_alive
 
 
-def test_a_consumer_that_lost_its_claim_stops_reading(ring_pair):
+def test_a_consumer_that_lost_its_claim_neither_reads_nor_asks(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     parent = os.getppid()  # alive, and not us
-    from vllm_tide.transport.process import Holder, pid_namespace, start_time
-
     other = Holder(parent, start_time(parent), pid_namespace())
     reader._segment.store(Word.CONSUMER, other.word)
     reader.heartbeat()
-    writer.try_write(make_record(spec))
-    assert reader.read() is None
+    reader.set_collect(Collect.METADATA)
+    write_record(writer, make_record(spec))
+    assert writer.collect and reader.read() is None
     reader._segment.store(Word.CONSUMER, 0)
     reader.heartbeat()
-    assert reader.read() is not None
+    assert not writer.collect and reader.read() is not None
 
 
 def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
-    reader.set_collect(Collect.METADATA)
-    assert writer.wish is Collect.METADATA and not writer.collect
-    reader.close()
-    assert writer.wish is Collect.METADATA
-    reader = RingReader.attach(writer.name)
-    assert writer.collect  # a new consumer wants rows
-    reader.set_collect(Collect.METADATA)
+    for wanted, again in (
+        (Collect.METADATA, Collect.FULL),  # a new consumer wants rows
+        (Collect.NOTHING, Collect.NOTHING),  # but a pause outlives who said so
+    ):
+        reader.set_collect(wanted)
+        assert writer.wish is wanted and not writer.collect
+        reader.close()
+        assert writer.wish is wanted
+        reader = RingReader.attach(writer.name)
+        reader.heartbeat()
+        assert writer.wish is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
     reader.close()
-
-
-def test_a_pause_outlives_the_consumer_that_said_so(ring_pair):
-    writer, reader = ring_pair(make_spec())
-    reader.set_collect(Collect.NOTHING)
-    reader.close()
-    reader = RingReader.attach(writer.name)
-    reader.heartbeat()
-    assert writer.wish is Collect.NOTHING
-    reader.set_collect(Collect.FULL)
-    assert writer.wish is Collect.FULL
-    reader.close()
-
-
-def test_rows_are_collected_before_the_first_consumer():
-    writer = RingWriter.create(make_spec(), 4096)
-    assert writer.collect
-    writer.close()
-    assert not writer.collect
 
 
 def test_in_doubt_nothing_leaves(ring_pair):
@@ -326,27 +274,12 @@ def test_in_doubt_nothing_leaves(ring_pair):
         assert writer.wish is wanted
 
 
-def test_a_consumer_that_lost_its_claim_says_nothing(ring_pair):
-    writer, reader = ring_pair(make_spec())
-    parent = os.getppid()  # alive, and not us
-    from vllm_tide.transport.process import Holder, pid_namespace, start_time
-
-    other = Holder(parent, start_time(parent), pid_namespace())
-    reader._segment.store(Word.CONSUMER, other.word)
-    reader.heartbeat()
-    reader.set_collect(Collect.METADATA)
-    assert writer.collect
-    reader._segment.store(Word.CONSUMER, 0)
-    reader.heartbeat()
-    assert not writer.collect
-
-
 def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
-    writer.try_write(make_record(spec))
+    write_record(writer, make_record(spec))
     os.truncate(f"{SHM_DIR}/{writer.name}", 0)
-    assert not writer.try_write(make_record(spec))
+    assert not write_record(writer, make_record(spec))
     writer.heartbeat()
     reader.heartbeat()
     reader.set_collect(Collect.FULL)
@@ -355,7 +288,7 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     assert writer.drops["truncated"] == writer.stats().dropped_records == 1
     assert not writer.stats().consumer_alive and not reader.stats().consumer_alive
     os.truncate(f"{SHM_DIR}/{writer.name}", 1 << 20)
-    assert not writer.try_write(make_record(spec))
+    assert not write_record(writer, make_record(spec))
 
 
 def test_a_closed_ring_drops_and_counts(ring_pair):
@@ -363,7 +296,7 @@ def test_a_closed_ring_drops_and_counts(ring_pair):
     writer, reader = ring_pair(spec)
     writer.close()
     writer.close()
-    assert not writer.try_write(make_record(spec))
+    assert not write_record(writer, make_record(spec))
     writer.heartbeat()
     assert writer.drops["closed"] == writer.stats().dropped_records == 1
     reader.close()
@@ -384,7 +317,7 @@ def test_a_ring_closed_by_another_thread_under_our_hands_raises_nothing(
     assert not writer.collect
     writer.heartbeat()
     writer.stats()
-    assert not writer.try_write(make_record(spec))
+    assert not write_record(writer, make_record(spec))
     assert writer.stats().dropped_records == 1
 
 
@@ -392,7 +325,7 @@ def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     os.unlink(f"{SHM_DIR}/{writer.name}")
-    assert writer.try_write(make_record(spec))
+    assert write_record(writer, make_record(spec))
     assert reader.read() is not None
     with pytest.raises(TransportError, match="cannot open"):
         RingReader.attach(writer.name)
@@ -405,10 +338,10 @@ def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
     spec = make_spec()
     writer, reader = ring_pair(spec)
     reader._segment.store(Word.TAIL, tail)
-    assert not writer.try_write(make_record(spec))
+    assert not write_record(writer, make_record(spec))
     assert writer.drops["cursor"] == 1
     assert reader.read() is None
-    assert writer.try_write(make_record(spec))
+    assert write_record(writer, make_record(spec))
     assert reader.read() is not None
 
 
@@ -416,7 +349,7 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
     spec = make_spec()
     writer, reader = ring_pair(spec)
     for seed in range(4):
-        writer.try_write(make_record(spec, seed))
+        write_record(writer, make_record(spec, seed))
     length = writer.stats().used_bytes // 4
     buf = reader._segment.buf
     buf[8192 + 200] ^= 1  # body of the first

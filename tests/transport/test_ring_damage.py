@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.transport.samples import identity, make_record, make_spec
-from vllm_tide import _shm
-from vllm_tide.transport.record import RecordError, decode, encode
+from tests.transport.samples import (
+    body_of,
+    identity,
+    make_record,
+    make_spec,
+    write_record,
+)
+from vllm_tide.transport.record import RecordError, decode
 from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Word, pack_frame
 from vllm_tide.transport.shm import DATA_AT
 
@@ -16,7 +21,7 @@ def write(writer, *seeds):
     """Write records; the length of a frame (all are alike)."""
     before = writer.stats().used_bytes
     for seed in seeds:
-        assert writer.try_write(make_record(SPEC, seed))
+        assert write_record(writer, make_record(SPEC, seed))
     return (writer.stats().used_bytes - before) // len(seeds)
 
 
@@ -67,7 +72,7 @@ def test_a_tail_that_goes_back_stops_writing(ring_pair):
     assert drain(reader) == [1, 2, 3]
     write(writer, 4)  # the writer has seen the tail behind record 3
     reader._segment.store(Word.TAIL, length)
-    assert not writer.try_write(make_record(SPEC, 5))
+    assert not write_record(writer, make_record(SPEC, 5))
     assert writer.drops["cursor"] == 1
     assert drain(reader) == [4]
     write(writer, 6)
@@ -82,28 +87,23 @@ def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
     reader._segment.store(Word.HEAD, head)
     assert drain(reader) == []
     assert reader.stats().corrupt_records == 1
-    writer.try_write(make_record(SPEC, 4))  # stores the head
+    write_record(writer, make_record(SPEC, 4))  # stores the head
     assert drain(reader) in ([], [4], [2, 3, 4])  # none comes twice
     write(writer, 5)
     assert drain(reader) == [5]
 
 
 def test_bytes_after_the_last_array_are_an_error():
-    parts, size = encode(make_record(SPEC), SPEC.feature_dtype)
-    body = np.zeros(size + 8, np.uint8)
-    _shm.gather(body, 0, parts)
-    assert identity(decode(body[:size].data)) == identity(make_record(SPEC))
+    body = body_of(make_record(SPEC))
+    assert identity(decode(body.data)) == identity(make_record(SPEC))
     with pytest.raises(RecordError, match="left over"):
-        decode(body.data)
+        decode(np.append(body, np.zeros(8, np.uint8)).data)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 4])
 def test_a_record_of_format_1_is_refused_with_a_sentence(num_rows):
     # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
-    parts, size = encode(make_record(SPEC, 0, num_rows), SPEC.feature_dtype)
-    body = np.zeros(size, np.uint8)
-    _shm.gather(body, 0, parts)
-    older = np.delete(body, np.s_[72:80])
+    older = np.delete(body_of(make_record(SPEC, 0, num_rows)), np.s_[72:80])
     older[71] = 0
     with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
         decode(older.data)

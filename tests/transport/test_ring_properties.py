@@ -3,11 +3,17 @@
 import os
 from collections import deque
 
-import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.transport.samples import identity, make_metadata_only, make_record, make_spec
+from tests.transport.samples import (
+    body_of,
+    identity,
+    make_metadata_only,
+    make_record,
+    make_spec,
+    write_record,
+)
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
 from vllm_tide.transport.record import META_BYTES, RecordError, decode
 from vllm_tide.transport.ring import Word
@@ -64,7 +70,7 @@ def test_any_interleaving_behaves_as_a_bounded_queue(capacity, steps):
     with Pair(capacity) as pair:
         for action, value in steps:
             if action == "write":
-                if pair.writer.try_write(RECORDS[value]):
+                if write_record(pair.writer, RECORDS[value]):
                     queue.append(IDENTITIES[value])
                 else:
                     dropped += 1
@@ -116,7 +122,7 @@ def test_damage_anywhere_never_raises_and_never_makes_up_a_record(capacity, step
     with Pair(capacity) as pair:
         for action, value in steps:
             if action == "write":
-                pair.writer.try_write(RECORDS[value])
+                write_record(pair.writer, RECORDS[value])
             elif action == "read":
                 for _ in range(value):
                     got = pair.reader.read()
@@ -149,17 +155,17 @@ def test_records_flow_again_after_one_damage(steps, at, data):
     with Pair(4096) as pair:
         for action, value in steps:
             if action == "write":
-                pair.writer.try_write(RECORDS[value])
+                write_record(pair.writer, RECORDS[value])
             else:
                 pair.reader.read()
         if not PAGE_BYTES + 8 * 64 <= at < PAGE_BYTES + 11 * 64:
             pair.buf[at : at + len(data)] = data[: len(pair.buf) - at]
         while (got := pair.reader.read()) is not None:
             assert identity(got) in KNOWN
-        pair.writer.try_write(RECORDS[7])
+        write_record(pair.writer, RECORDS[7])
         while (got := pair.reader.read()) is not None:
             assert identity(got) in KNOWN
-        assert pair.writer.try_write(RECORDS[7]), pair.writer.drops
+        assert write_record(pair.writer, RECORDS[7]), pair.writer.drops
         assert identity(pair.reader.read()) == IDENTITIES[7]
 
 
@@ -171,7 +177,7 @@ def test_truncation_at_any_time_is_survived_by_both_ends(steps, size):
             if at == len(steps) // 2:
                 os.truncate(pair.path, size)
             if action == "write":
-                written = pair.writer.try_write(RECORDS[value])
+                written = write_record(pair.writer, RECORDS[value])
                 assert not (written and at >= len(steps) // 2)
             elif action == "read":
                 got = pair.reader.read()
@@ -184,15 +190,6 @@ def test_truncation_at_any_time_is_survived_by_both_ends(steps, size):
 
 
 @normal
-@given(data=st.binary(max_size=400))
-def test_decoding_any_bytes_gives_a_record_or_a_record_error(data):
-    try:
-        decode(memoryview(data))
-    except RecordError:
-        return
-
-
-@normal
 @given(
     seed=st.integers(0, len(RECORDS) - 1),
     at=st.integers(0, META_BYTES - 1),
@@ -202,12 +199,8 @@ def test_decoding_any_bytes_gives_a_record_or_a_record_error(data):
 def test_decoding_a_damaged_record_gives_a_record_or_a_record_error(
     seed, at, value, cut
 ):
-    from vllm_tide import _shm
-    from vllm_tide.transport.record import encode
-
-    parts, size = encode(RECORDS[seed], SPEC.feature_dtype)
-    body = np.zeros(size, np.uint8)
-    _shm.gather(body, 0, parts)
+    body = body_of(RECORDS[seed], SPEC)
+    size = len(body)
     assert identity(decode(memoryview(body))) == IDENTITIES[seed]
     body[at] = value
     for view in (memoryview(body), memoryview(body)[: max(size - cut, 0)]):

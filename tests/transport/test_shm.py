@@ -2,6 +2,7 @@ import os
 import stat
 import subprocess
 import sys
+import uuid
 
 import numpy as np
 import pytest
@@ -102,9 +103,10 @@ def test_a_segment_is_allocated_and_not_sparse(segment):
 
 
 def test_memory_that_is_not_there_is_an_error_at_creation():
+    role = uuid.uuid4().hex
     with pytest.raises(TransportError, match="shm-size"):
-        Segment.create("test", MAGIC, 1, {}, 1 << 50)
-    assert not [n for n in os.listdir(SHM_DIR) if n.startswith("vllm_tide_test_")]
+        Segment.create(role, MAGIC, 1, {}, 1 << 50)
+    assert not [name for name in os.listdir(SHM_DIR) if role in name]
 
 
 def test_close_unlinks_once_and_attached_ends_do_not(segment):
@@ -116,6 +118,7 @@ def test_close_unlinks_once_and_attached_ends_do_not(segment):
     assert not os.path.exists(f"{SHM_DIR}/{segment.name}")
 
 
+@pytest.mark.slow
 def test_an_owner_that_exits_normally_unlinks():
     code = (
         "from vllm_tide.transport.shm import Segment\n"
@@ -163,6 +166,7 @@ def test_every_damaged_byte_of_the_header_is_noticed():
     assert Header.decode(page[:-1]) is None
 
 
+@pytest.mark.slow
 def test_a_dead_or_zombie_process_is_not_alive():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     holder = Holder(child.pid, start_time(child.pid) or 0, Holder.me().namespace)

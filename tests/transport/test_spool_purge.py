@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.transport.samples import body_of, make_record, make_spec
+from tests.transport.samples import body_of, make_record, make_spec, write_record
 from tests.transport.spool_toys import CONFIG, ToyEngine
 from vllm_tide.transport import TransportError, spool_writer
 from vllm_tide.transport.purge import Keeper, answers, ask, live_keepers
@@ -181,14 +181,14 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
     caplog.set_level(logging.INFO)
     relay = engine.relay(store)
     for seed, tenant in enumerate([7, 8]):
-        assert engine.ring.try_write(of_tenant(seed, tenant))
+        assert write_record(engine.ring, of_tenant(seed, tenant))
     relay.tick()  # now they are in the open shard
     assert live_keepers(engine.run_dir) == {Keeper("relay", os.getpid())}
     request = ask(engine.run_dir, 7)
     relay._next_poll = 0.0
     relay._drain = lambda: 0  # what comes before the purge stays in the ring
     for seed, tenant in enumerate([7, 9, 7]):
-        assert engine.ring.try_write(of_tenant(seed, tenant))
+        assert write_record(engine.ring, of_tenant(seed, tenant))
     relay.tick()
     counts = {Keeper("relay", os.getpid()): {"records": 3}}
     assert answers(engine.run_dir, request) == counts
@@ -203,7 +203,7 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
 def test_a_request_from_before_its_start_is_answered_before_anything_is_written(
     store, engine
 ):
-    assert engine.ring.try_write(of_tenant(1, 7))
+    assert write_record(engine.ring, of_tenant(1, 7))
     request = ask(engine.run_dir, None)
     relay = engine.relay(store)
     relay.tick()
@@ -215,7 +215,7 @@ def test_a_request_from_before_its_start_is_answered_before_anything_is_written(
 
 def test_a_relay_that_ends_answers_first(store, engine):
     relay = engine.relay(store)
-    assert engine.ring.try_write(of_tenant(1, 7))
+    assert write_record(engine.ring, of_tenant(1, 7))
     request = ask(engine.run_dir, 7)
     relay.stop()
     relay.run()

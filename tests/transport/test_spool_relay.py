@@ -76,19 +76,6 @@ def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(
     assert seeds_in(store)[state.last_shard][0] == 0
 
 
-def test_a_ring_that_is_never_empty_does_not_keep_a_relay_from_ending(
-    store, engine, monkeypatch
-):
-    monkeypatch.setattr("vllm_tide.transport.spool_relay._EMPTY_LIMIT_S", 0.05)
-    relay = engine.relay(store)
-    record, read = make_record(SPEC, 1), []
-    relay._reader.take = lambda: read.append(1) or body_of(record)
-    relay.stop()
-    assert relay.run() == "stopped"
-    assert len(seeds_in(store)[1]) == len(read)
-    assert not EngineFolder(store, "e1").read_state().running
-
-
 def test_the_last_word_is_said_although_the_rows_cannot_be_written(
     store, engine, monkeypatch
 ):
@@ -216,6 +203,7 @@ def take_over(engine, holder):
         segment.store(word + 2, time.monotonic_ns())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_relay_that_lost_its_claim_writes_nothing_more(
     store, engine, other, monkeypatch, asked

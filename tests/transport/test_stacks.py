@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, signal
 from vllm_tide.transport.process import show_stacks_on_signal
@@ -18,6 +20,7 @@ print("goes on")
 """
 
 
+@pytest.mark.slow
 def test_a_signal_shows_the_stacks_and_ends_nothing():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

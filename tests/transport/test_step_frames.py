@@ -12,7 +12,7 @@ from tests.transport.step_rows import expected, request_rows, step_rows
 from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.step import end_records, lay_out
 from vllm_tide.transport import Phase
-from vllm_tide.transport.record import FEATURE_DTYPES, META, META_BYTES, Status, encode
+from vllm_tide.transport.record import FEATURE_DTYPES, Status
 
 H, LAYERS, TOPK, VOCAB = 4, (1, 2), 3, 100
 
@@ -135,23 +135,6 @@ def test_an_end_record_has_no_rows_and_the_rings_widths(ring_pair, teacher):
             finished=True, sampled=False, concurrency=0, cost=1.0, verify_chance=1.0,
         )  # fmt: skip
         assert identity(record) == identity(want)
-
-
-def test_a_meta_described_at_once_has_the_bytes_of_one_alone():
-    """Every field: one that lay elsewhere would be read as another."""
-    assert META.itemsize == META_BYTES
-    for seed in range(20):
-        record = make_record(make_spec("topk"), seed)
-        (alone, *_), _ = encode(record, "bfloat16")
-        at_once = np.zeros(1, META)
-        for name in META.names:
-            if hasattr(record, name):
-                at_once[name] = getattr(record, name)
-        at_once["rows"], at_once["feature_width"] = record.features.shape
-        at_once["topk"], at_once["format"] = 3, 5
-        at_once["flags"] = record.finished | 4 | 8 * record.sampled
-        at_once["flags"] |= 16 * record.memory
-        assert at_once.tobytes() == alone
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,6 @@ class Recorder:
     def wish(self) -> Collect:
         return Collect.NOTHING if self.off else self._ring.wish
 
-    def use_ring(self, ring: RingWriter) -> None:
-        """Write to another ring from now on: the one before was cut short."""
-        self._drain()  # it counts what it drops until it is closed
-        self._ring = ring
-
     def close(self) -> None:
         """Write what is under way, for some seconds at most; nothing is written after.
 

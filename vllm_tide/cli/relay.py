@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     prepared = False
     while True:
         manifest = _find(run_dir, args.engine, wait=args.wait)
-        config = parse_tide(manifest.tide, manifest.version)
+        config = parse_tide(manifest.tide)
         url = args.spool or config.spool.url
         if url is None:
             said = f"is not set for engine {manifest.engine_id}; give --spool URL."

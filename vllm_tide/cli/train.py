@@ -97,7 +97,7 @@ def _lead(
         feeds = _find(args, run_dir, spool, ranks)
         assert feeds.reference is not None  # noqa: S101 - what _find waited for
         manifest = feeds.reference.manifest
-        config = override or parse_tide(manifest.tide, manifest.version)
+        config = override or parse_tide(manifest.tide)
         if not prepared:  # niceness adds up: once per process
             prepare_process(config.train, manifest.engine_id, pin=ranks is None)
             chosen = config.train

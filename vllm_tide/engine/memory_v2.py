@@ -75,8 +75,9 @@ class MemoryV2:
         Returns:
             The last two, without verdicts on the memory's tokens.
         """
-        given = slots, sampled, num_sampled, rejected
-        self._contain("memory_grade", self._grade, *given)
+        self._contain(
+            "memory_grade", self._grade, slots, sampled, num_sampled, rejected
+        )
         if self._graded != self._steps:
             return num_sampled, rejected
         seen = self._table.seen[:, : len(slots)]
@@ -93,8 +94,9 @@ class MemoryV2:
             drafts: int64 [n, K], of which `depth` were drafted.
         """
         if self._graded == self._steps:
-            given = batch, num_sampled, drafts, depth
-            self._contain("memory_propose", self._propose, *given)
+            self._contain(
+                "memory_propose", self._propose, batch, num_sampled, drafts, depth
+            )
 
     def first_tokens(self, drafts: Tensor) -> Tensor:
         """First tokens of the step's drafts, for `told`: int64 [>= n, 1].
@@ -121,8 +123,14 @@ class MemoryV2:
     def _grade(
         self, slots: Tensor, sampled: Tensor, num_sampled: Tensor, rejected: Tensor
     ) -> None:
-        lengths = self._states.total_len.gpu, self._states.prefill_len.gpu
-        self._table.grade(slots, sampled, num_sampled, rejected, *lengths)
+        self._table.grade(
+            slots,
+            sampled,
+            num_sampled,
+            rejected,
+            self._states.total_len.gpu,
+            self._states.prefill_len.gpu,
+        )
         self._graded = self._steps
 
     def _propose(
@@ -151,10 +159,10 @@ class MemoryV2:
         one = table.first.new_zeros(1)
         drafts = table.first.new_zeros(1, table.most)
         none = table.known.new_zeros(1)
-        lengths = states.total_len.gpu, states.prefill_len.gpu
-        table.grade(one, drafts, none, none, *lengths)
+        total_len = states.total_len.gpu
+        table.grade(one, drafts, none, none, total_len, states.prefill_len.gpu)
         confidence = None
         if self._speculator.acceptance_estimator is not None:
             confidence = self._speculator.draft_token_confidence_probs
         texts = states.all_token_ids.gpu
-        table.choose(one, none, lengths[0], texts, 1, drafts, 0, confidence)
+        table.choose(one, none, total_len, texts, 1, drafts, 0, confidence)

@@ -20,7 +20,6 @@ from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
-from vllm_tide.engine.server_log import MetricsLine
 from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
@@ -93,7 +92,6 @@ class SchedulerTide:
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
-        self._line = MetricsLine(longest)
         # Hash of each cached block by its id when the live draft was ordered.
         self._old: dict[int, Any] = {}
         self._verified: Counter[str] = Counter()
@@ -163,8 +161,9 @@ class SchedulerTide:
         if self._step is None:
             self._count(prefix, length, drafts, accepted)
             return
-        found = request.request_id, prefix, length, drafts, accepted
-        self._waiting.setdefault(self._step, []).append(found)
+        self._waiting.setdefault(self._step, []).append(
+            (request.request_id, prefix, length, drafts, accepted)
+        )
 
     def _count(self, prefix: str, length: int, drafts: int, accepted: int) -> None:
         self._verified[prefix] += drafts
@@ -173,9 +172,9 @@ class SchedulerTide:
 
     def _settle(self, step: int, memory: Sequence[str]) -> None:
         """A step has landed: its drafts were the draft's but for these requests'."""
-        for name, *found in self._waiting.pop(step, ()):
+        for name, prefix, length, drafts, accepted in self._waiting.pop(step, ()):
             if name not in memory:
-                self._count(*found)  # type: ignore[arg-type]
+                self._count(prefix, length, drafts, accepted)
 
     def draft_depth(self, most: int) -> int:
         """Draft steps of the step that is being scheduled.
@@ -238,7 +237,6 @@ class SchedulerTide:
             self._swap_seconds = []
             for steps in self._steps:
                 steps.clear()
-            self._line.observe(stats)
             stats = increments(stats, self._counted)
         return stats
 

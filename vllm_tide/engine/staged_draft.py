@@ -309,11 +309,6 @@ class Stager:
             target=self._watch, name="vllm-tide-stage", daemon=True
         )
 
-    def use_segment(self, segment: WeightsSegment) -> None:
-        """Watch another segment from now on; its versions begin anew."""
-        self._segment = segment
-        self._seen = 0
-
     def start(self) -> None:
         self._thread.start()
 

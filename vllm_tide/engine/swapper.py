@@ -85,12 +85,6 @@ class Swapper:
         self._last_seconds = 0.0
         self._tracing = open_tracing("engine")
 
-    def use_segment(self, segment: WeightsSegment) -> None:
-        """Watch another segment from now on: the one before was cut short."""
-        self._segment = segment
-        self.stager.use_segment(segment)
-        self.report()
-
     def ready_version(self) -> int:
         """Version that is staged and may be ordered, or 0."""
         return self.stager.staged_version

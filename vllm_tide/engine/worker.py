@@ -55,8 +55,8 @@ FEATURE_DTYPE = "bfloat16"
 which float16 has not."""
 
 REPORT_SECONDS = 0.5
-REPLACE_SECONDS = 2.0
-"""Between two attempts to replace a segment that something cut short (s)."""
+RETRY_SECONDS = 2.0
+"""Between two attempts to announce the engine (s)."""
 
 
 def make_worker(worker: Any) -> WorkerTide[Any] | None:
@@ -117,14 +117,12 @@ class WorkerTide(Generic[C]):
         self._ring: RingWriter | None = None
         self._segment: WeightsSegment | None = None
         self._trainer: TrainerProcess | None = None
-        self._reported = self._replaced = 0.0
+        self._reported = self._tried = 0.0
         self._sent_staged = 0
-        self._weights_bytes = 0  # of a slot; read off the checkpoint once
         self._unannounced, self._not_announced = False, ""
         self._collecting = True
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
-        self._lost_drops: Counter[str] = Counter()  # of rings that were replaced
         self.capture: Capture | None = None
         self._tenant_key_id = ""
         self.swapper: Swapper | None = None
@@ -141,7 +139,7 @@ class WorkerTide(Generic[C]):
             self._open_control(worker)
         if room:
             self._unannounced = True
-            self._replace_lost(time.monotonic())
+            self._announce_again(time.monotonic())
             say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
@@ -177,7 +175,7 @@ class WorkerTide(Generic[C]):
             self._closing.set()
             self._guard.always("close", self.capture.close)
         if self._trainer is not None:
-            self._trainer.ask()  # first: a segment that is lost is replaced, to it
+            self._trainer.ask()
         for segment in (self._ring, self._segment):
             if segment is not None:
                 segment.unlink()
@@ -265,57 +263,42 @@ class WorkerTide(Generic[C]):
         return RingWriter.create(spec, capture.ring_mib * MIB)
 
     def _create_weights(self) -> WeightsSegment:
-        if not self._weights_bytes:
-            held = checkpoint_tensors(self._facts.draft_path).values()
-            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-            # Twice: a trainer may publish fp32 where the checkpoint is bf16.
-            self._weights_bytes = 2 * size + MIB
-        return WeightsSegment.create(self._weights_bytes)
+        held = checkpoint_tensors(self._facts.draft_path).values()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        # Twice: a trainer may publish fp32 where the checkpoint is bf16.
+        return WeightsSegment.create(2 * size + MIB)
 
-    def _replace_lost(self, now: float) -> None:
-        """Replace lost segments, and announce the new ones, or a vanished manifest.
+    def _check_segments(self) -> None:
+        """Count a segment that was cut short or removed, once; serving goes on.
 
-        The trainer sees it in the manifest. Several ranks would have to agree on a new
-        weights segment at one step; with them it stays lost until a restart.
+        Its ends stop using memory that is gone by themselves.
         """
-        ring = self._ring is not None and self._ring.lost
-        weights = self._segment is not None and self._segment.lost
-        weights = weights and self._group is None
+        for reason, segment in (
+            ("ring_lost", self._ring),
+            ("weights_lost", self._segment),
+        ):
+            if segment is not None and segment.lost and not self._losses[reason]:
+                self._losses[reason] = 1
+                logger.error(
+                    "vllm_tide: segment %s was cut short or removed: this server may "
+                    "learn nothing more; restart it.",
+                    segment.name,
+                )
+
+    def _announce_again(self, now: float) -> None:
+        """Announce the engine where that failed, or its manifest vanished."""
         removed = self._manifest is not None and not self._manifest.exists()
-        self._unannounced = self._unannounced or ring or weights or removed
-        if not self._unannounced or now - self._replaced < REPLACE_SECONDS:
+        self._unannounced = self._unannounced or removed
+        if not self._unannounced or now - self._tried < RETRY_SECONDS:
             return
-        self._replaced = now
+        self._tried = now
         try:
-            if ring:
-                self._replace_ring()
-            if weights:
-                self._replace_weights()
             self._announce()
             self._unannounced = False
         except (TransportError, OSError) as error:
             if (why := str(error)) != self._not_announced:
                 self._not_announced = why
                 logger.error("vllm_tide: not announced, tried again: %s", why)
-
-    def _replace_ring(self) -> None:
-        assert self._ring is not None and self.capture is not None  # noqa: S101
-        made, old = self._create_ring(), self._ring
-        if not self._collecting:  # a pause holds until somebody reads the new one
-            made.ask_nothing()
-        self._ring = made
-        self.capture.use_ring(made)
-        self._lost_drops += old.dropped_rows
-        self._losses["ring_lost"] += 1
-        old.close()
-
-    def _replace_weights(self) -> None:
-        assert self._segment is not None and self.swapper is not None  # noqa: S101
-        made, old = self._create_weights(), self._segment
-        self._segment = made
-        self.swapper.use_segment(made)
-        self._losses["weights_lost"] += 1
-        old.close()
 
     def _open_swap(self, worker: Any, cores: set[int]) -> None:
         from vllm.distributed import get_tp_group
@@ -346,7 +329,7 @@ class WorkerTide(Generic[C]):
             self._tell_pause(ring)
 
     def _tell_pause(self, ring: RingWriter) -> None:
-        if ring.lost or ring.collect == self._collecting:
+        if not ring.intact or ring.collect == self._collecting:
             return
         self._collecting = not self._collecting
         logger.info(
@@ -400,7 +383,8 @@ class WorkerTide(Generic[C]):
         if staged == self._sent_staged and now - self._reported < REPORT_SECONDS:
             return None
         self._reported, self._sent_staged = now, staged
-        self._guard.run("replace", self._replace_lost, now)
+        self._guard.run("segments", self._check_segments)
+        self._guard.run("announce", self._announce_again, now)
         report: dict[str, Any] = {
             "staged": staged,
             "faults": dict(self._faults()),
@@ -434,7 +418,7 @@ class WorkerTide(Generic[C]):
     def _capture_report(self, capture: Capture, ring: RingWriter) -> dict[str, Any]:
         stats = ring.stats()
         dropped = {"ring_full": 0, **dict.fromkeys(OVERLOAD, 0), **capture.dropped}
-        for reason, rows in (ring.dropped_rows + self._lost_drops).items():
+        for reason, rows in ring.dropped_rows.items():
             dropped[f"ring_{reason}"] = rows
         return {
             "rows": capture.rows,

@@ -16,7 +16,6 @@ import torch
 from vllm_tide.capture.step import Step
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.control_v1 import ControlV1
-from vllm_tide.engine.seeded import SeededSampling
 from vllm_tide.engine.trainer_process import use_one_blas_thread
 from vllm_tide.engine.worker import WorkerTide
 
@@ -26,15 +25,12 @@ class WorkerTideV1(WorkerTide[ControlV1]):
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
-        self._seeded: SeededSampling | None = None
-        self._drafts: dict[str, list[int]] = {}  # verified by the step
         super().__init__(worker, config)
 
     def attach(self) -> None:
         """Let the seams of the runner and its proposer see this object."""
         runner = self._worker.model_runner
         runner.tide = runner.drafter.tide = self
-        runner.rejection_sampler.tide = self._seeded = SeededSampling(runner)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Between two steps: install an ordered draft, forget ended requests."""
@@ -43,12 +39,6 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         self._between_steps(scheduler_output.tide)
         self._forget(tuple(scheduler_output.finished_req_ids))
         self._take_requests(scheduler_output)
-
-    def on_logits(self, logits: torch.Tensor | None) -> None:
-        """Seam: the target's raw logits, before sampling."""
-        if self._seeded is not None:
-            self._seeded.begin(self._drafts)
-        super().on_logits(logits)
 
     def plan_draft(
         self,
@@ -82,8 +72,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         Recurrent layers read their state at an offset that only the speculative path
         applies, so with them every step goes through it.
         """
-        self._drafts = scheduler_output.scheduled_spec_decode_tokens
-        return self._recurrent or bool(self._drafts)
+        return self._recurrent or bool(scheduler_output.scheduled_spec_decode_tokens)
 
     def on_draft_logits(self, logits: torch.Tensor) -> None:
         """Seam: the draft's logits of one draft step."""

@@ -100,7 +100,7 @@ class Sidecar:
             raise ValueError("no engine has joined")
         self.feeds, self.manifest = feeds, feed.manifest
         self._run_dir = run_dir
-        self.tide = config or parse_tide(self.manifest.tide, self.manifest.version)
+        self.tide = config or parse_tide(self.manifest.tide)
         self.config = self.tide.train
         self.config = with_share(self.config, self.manifest.gpu_uuid)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
@@ -365,7 +365,6 @@ class Sidecar:
                 "would give a draft that serves badly."
             )
         self._target_path, self._draft_path = target_path, draft_path
-        self.feeds.vocab_size = target.vocab_size
         stepper: Stepper
         if ranks is None:
             stepper = OneRank(draft, target, self.config)
@@ -423,7 +422,7 @@ class Sidecar:
             return
         status = self.status
         status.copy_from(self)
-        status.rows_skipped = self.trainer.rows_skipped | self.feeds.rejected
+        status.rows_skipped = self.trainer.rows_skipped
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on
         status.schedule = schedule

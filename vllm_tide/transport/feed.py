@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.publication import Publication, TensorInput
-from vllm_tide.transport.record import Phase, Record, RingSpec
+from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     group_of,
@@ -30,61 +26,7 @@ from vllm_tide.transport.weights import (
     WeightsWriter,
 )
 
-_FAR = 1 << 40
-"""No request is as long (tokens)."""
-# Bits of the largest magnitude that a row may hold: what is larger, infinite or no
-# number has larger ones. 1e9, whose square a sum can take.
-_LARGEST = {"bfloat16": 0x4E6E, "float32": 0x4E6E6B28}
-
-
-def hostile(record: Record, spec: RingSpec, vocab_size: int) -> bool:
-    """True if a record holds what no engine computes and training cannot bear."""
-    ids, count = record.token_ids, record.num_rows
-    if not count:
-        return False
-    committed = count if record.phase == Phase.PREFILL else record.num_accepted + 1
-    if ids.min() < 0:  # vLLM pads a short draft, and from there nothing is used
-        count = int(np.argmax(ids < 0))
-    taught = slice(max(count - record.teacher_start, 0))
-    hidden = record.teacher_hidden
-    places = record.start, record.num_prompt_tokens
-    if (
-        count < committed
-        or not (min(places) >= 0 and max(places) < _FAR)
-        or not -1 <= record.next_token < vocab_size
-        or ids[:count].max() >= vocab_size
-        or _too_large(record.features[:count], spec)
-        or (hidden is not None and _too_large(hidden[taught], spec))
-    ):
-        return True
-    top, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
-    tail = record.teacher_tail_logprob
-    if top is None or logprobs is None or tail is None or not top[taught].size:
-        return False
-    return not (
-        top[taught].min() >= 0
-        and top[taught].max() < vocab_size
-        and logprobs[taught].min() > -1e9  # False also where one is no number
-        and logprobs[taught].max() <= 1
-        and tail[taught].max() <= 1
-    )
-
-
-def _too_large(rows: np.ndarray, spec: RingSpec) -> bool:
-    size, largest = rows.dtype.itemsize, _LARGEST[spec.feature_dtype]
-    negative = 1 << (8 * size - 1)
-    return bool(rows.size) and bool(
-        rows.view(f"i{size}").max() > largest
-        or rows.view(f"u{size}").max() > negative | largest
-    )
-
-
 logger = logging.getLogger("vllm_tide.train")
-
-LOST_S = 30.0
-"""After this (s) without a replacement for a lost segment the log says so."""
-LOOK_S = 0.5
-"""Interval at which its manifest is read meanwhile (s)."""
 
 _SPEC = ("hidden_size", "vocab_size", "feature_dtype", "teacher", "aux_layer_ids")
 
@@ -96,23 +38,11 @@ class RingFeed:
     storage is lost for good; what merely is not there yet is None, zero or empty.
     `SpoolFeed` offers the same; `spec` is what an engine's records have in common.
 
-    Args:
-        announced: Gives what it announces now; an engine whose segment was cut short
-            replaces it.
-
     Raises:
         TransportError: A segment cannot be attached, or is not as announced.
     """
 
-    def __init__(
-        self,
-        manifest: EngineManifest,
-        announced: Callable[[], EngineManifest | None] = lambda: None,
-    ) -> None:
-        self._announced = announced
-        self._told = WeightsFeedback(0, 0, "", True, 0.0)
-        self._lost_at = self._looked = 0.0
-        self._collect = Collect.FULL
+    def __init__(self, manifest: EngineManifest) -> None:
         self.id = manifest.engine_id
         self.manifest = manifest
         for name, knob in (("ring", "capture"), ("weights", "swap")):
@@ -151,12 +81,12 @@ class RingFeed:
     def latest_version(self) -> int:
         """Newest draft sent to it; 0 if none was.
 
-        Numbers that the engine has seen are not given again: it looks at each once, and
-        one in a segment that is lost has a number too.
+        Numbers that the engine has seen are not given again: it looks at each once.
         """
         told = self._told
-        versions = (told.installed_version, told.refused_version)
-        return max(self._writer.latest_version, *versions)
+        return max(
+            self._writer.latest_version, told.installed_version, told.refused_version
+        )
 
     def models(self) -> tuple[Path, Path]:
         """The engine's own directories."""
@@ -178,20 +108,12 @@ class RingFeed:
             rows += max(record.num_rows, 1)
         return records
 
-    def heartbeat(self) -> bool:
-        """Say that the trainer lives; call it at least once a second.
-
-        True once if what was published last is lost and has to be sent again: an engine
-        that replaced a segment is followed.
-
-        One that idles replaces it with its next step, so it is never given up.
-        """
-        resend = False
-        if self._reader.lost or self._writer.lost:
-            resend = self._follow(time.monotonic())
+    def heartbeat(self) -> None:
+        """Say that the trainer lives; call it at least once a second."""
+        if not (self._reader.intact and self._writer.intact):
+            raise TransportError("its shared memory was cut short: restart its server")
         self._reader.heartbeat()
         self._writer.heartbeat()
-        return resend
 
     def alive(self) -> bool:
         """True if the engine lives, or left records that were not read yet."""
@@ -202,9 +124,8 @@ class RingFeed:
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        """Feedback of the engine; the last known where the segment was cut short."""
-        with contextlib.suppress(TransportError):
-            self._told = self._writer.feedback()
+        """Feedback of the engine."""
+        self._told = self._writer.feedback()
         return self._told
 
     def publish(
@@ -241,7 +162,6 @@ class RingFeed:
 
     def set_collect(self, wanted: Collect) -> None:
         """Ask the engine for full rows, for metadata-only records, or for nothing."""
-        self._collect = wanted
         self._reader.set_collect(wanted)
 
     def purge(self, tenant: int | None = None) -> int:
@@ -261,48 +181,6 @@ class RingFeed:
         """Let the engine go. Idempotent, never raises."""
         self._reader.close()
         self._writer.close()
-
-    def _follow(self, now: float) -> bool:
-        """Attach to the segments that replace lost ones, once they are announced.
-
-        Returns:
-            Whether the weights segment is another now, with nothing in it.
-        """
-        if now - self._looked < LOOK_S:
-            return False
-        self._looked = now
-        self._lost_at = self._lost_at or now
-        another = False
-        manifest = self._announced()
-        if manifest is not None:
-            try:
-                another = self._attach_again(manifest)
-            except TransportError as error:  # it, too, is damaged: wait for the next
-                logger.warning("engine %s: %s", self.id, error)
-        if not (self._reader.lost or self._writer.lost):
-            self._lost_at = 0.0
-            logger.info("engine %s replaced a segment that was lost", self.id)
-        elif now - self._lost_at > LOST_S:
-            self._lost_at = now
-            logger.warning(
-                "a segment of engine %s is lost; it makes another with its next step, "
-                "or, with tensor parallelism, when it is restarted",
-                self.id,
-            )
-        return another
-
-    def _attach_again(self, manifest: EngineManifest) -> bool:
-        if self._reader.lost and manifest.ring != self._reader.name:
-            reader = RingReader.attach(manifest.ring)
-            reader.set_collect(self._collect)
-            self._reader.close()
-            self._reader, self.manifest = reader, manifest
-        if self._writer.lost and manifest.weights != self._writer.name:
-            writer = WeightsWriter.attach(manifest.weights)
-            self._writer.close()
-            self._writer, self.manifest = writer, manifest
-            return True
-        return False
 
 
 class RunDirSource:
@@ -331,13 +209,8 @@ class RunDirSource:
         return self._identities[engine_id]
 
     def open(self, engine_id: str) -> RingFeed:
-        """Attach to an engine; None while that goes on: ask again."""
-
-        def announced() -> EngineManifest | None:
-            found = read_manifests(self._run_dir)
-            return next((m for m in found if m.engine_id == engine_id), None)
-
-        return RingFeed(self._manifests[engine_id], announced)
+        """Attach to an engine."""
+        return RingFeed(self._manifests[engine_id])
 
     def gone(self, engine_id: str) -> None:
         """An engine killed outright could not unlink its segments."""

@@ -157,13 +157,12 @@ class SpoolFeed:
             self._purges.append(tenant)
             return sum(_forget(shard.records, tenant) for shard in self._queue)
 
-    def heartbeat(self) -> bool:
+    def heartbeat(self) -> None:
         if self._lost:
             raise TransportError(self._lost)
         self._beat = time.monotonic()
         if self._thread is None and not self._closing.is_set():
             self.poll()
-        return False
 
     def alive(self) -> bool:
         if self._queue:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_tide.transport.feed import RunDirSource, hostile
+from vllm_tide.transport.feed import RunDirSource
 from vllm_tide.transport.feed_spool import Feed, Source, SpoolSource
 from vllm_tide.transport.identity import difference
 from vllm_tide.transport.publication import Publication, TensorInput
@@ -39,9 +39,6 @@ LOOK_S = 1.0
 """How often engines are looked for (s)."""
 RETRY_S = 10.0
 """An engine that could not be attached is tried again after this (s)."""
-
-MAX_HOSTILE, HOSTILE_WINDOW = 16, 4096
-"""More hostile records than this, of so many, and an engine's are left out."""
 
 _Result = TypeVar("_Result")
 
@@ -81,8 +78,6 @@ class _Draft:
 class _Member:
     feed: Feed
     source: Source
-    taken: int = 0  # records, lately
-    hostile: int = 0  # of these
 
 
 class Feeds:
@@ -94,8 +89,6 @@ class Feeds:
     Attributes:
         refused: Sentences about engines that are live and cannot join.
         failed_publications: Drafts that could not be sent, over all engines.
-        rejected: Rows thrown away for their values, see `feed.hostile`.
-        vocab_size: The target's, where it is known better than an engine tells it.
         opening: Whether an engine that was found may join at the next look.
         tenant_keys: Ids of keys that name tenants of engines here, now or before.
         found_fast: `latest` met a fast draft, which another trainer has left.
@@ -124,8 +117,6 @@ class Feeds:
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
         self.opening = False
-        self.rejected: Counter[str] = Counter()
-        self.vocab_size = 1 << 31
         self.tenant_keys: set[str] = set()
 
     def __len__(self) -> int:
@@ -173,7 +164,6 @@ class Feeds:
 
         While engines have more than is asked for, each sends `TURN_ROWS` a turn and at
         most one record beyond; the next call goes on with the engine whose turn it is.
-        Records with hostile values are left out, at last their engine.
         """
         found: dict[str, list[Record]] = {}
         waiting, rows = set(self._turns), 0
@@ -194,16 +184,12 @@ class Feeds:
             found.setdefault(name, []).extend(records)
             if size < asked:  # it has no more
                 waiting.discard(name)
-        return [
-            (name, self._sane(name, taken)) for name, taken in found.items() if taken
-        ]
+        return [(name, taken) for name, taken in found.items() if taken]
 
     def heartbeat(self) -> None:
-        """Say to every engine that the trainer lives; send again what got lost."""
+        """Say to every engine that the trainer lives."""
         for member in list(self._members.values()):
-            lost = self._try(member, member.feed.heartbeat)
-            if lost and self._draft is not None:
-                self._send(member, self._draft)
+            self._try(member, member.feed.heartbeat)
 
     def set_collect(self, wanted: Collect) -> None:
         """Ask every engine, and those that join later."""
@@ -379,29 +365,6 @@ class Feeds:
         self._members.clear()
         self._turns.clear()
 
-    def _sane(self, engine_id: str, records: list[Record]) -> list[Record]:
-        member, spec = self._members.get(engine_id), self._spec
-        if member is None or spec is None:  # lost meanwhile
-            return []
-        size = min(spec.vocab_size, self.vocab_size)
-        out = member.hostile > MAX_HOSTILE
-        good = [r for r in records if not (out or hostile(r, spec, size))]
-        member.taken += len(records)
-        if len(good) == len(records):
-            if member.taken > HOSTILE_WINDOW:
-                member.taken = member.hostile = 0
-            return good
-        self.rejected["hostile_values"] += _rows(records) - _rows(good)
-        member.hostile += len(records) - len(good)
-        if member.hostile > MAX_HOSTILE and not out:
-            logger.error(
-                "engine %s: %d of its records hold tokens or numbers that no target "
-                "gives: all are left out until it joins anew",
-                engine_id,
-                member.hostile,
-            )
-        return good
-
     def _may_join(self, engine_id: str, now: float) -> bool:
         if engine_id in self._members or engine_id in self._barred:
             return False
@@ -488,10 +451,6 @@ class Feeds:
             "engine %s is dropped: %s; %d left", engine_id, why, len(self._members)
         )
         member.feed.close()
-
-
-def _rows(records: list[Record]) -> int:
-    return sum(max(record.num_rows, 1) for record in records)
 
 
 def open_feeds(

@@ -14,7 +14,6 @@ is the format; format 1 had a 0 there)::
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, get_args
@@ -35,11 +34,6 @@ FEATURE_DTYPES: dict[str, np.dtype] = {
 _I32 = np.dtype(np.int32)
 _F32 = np.dtype(np.float32)
 
-# key, draft_version, start, num_prompt_tokens, next_token, num_accepted, rows,
-# (4 bytes of padding), feature_width, teacher_start, hidden_width, topk, phase, flags,
-# dtype, format, tenant, concurrency, cost, verify_chance, (4 bytes of padding)
-_META = struct.Struct("<QQqqqiI4xIIIIBBBBQIff4x")
-META_BYTES = _META.size
 _FIELDS = """key:u8 draft_version:u8 start:i8 num_prompt_tokens:i8 next_token:i8
 num_accepted:i4 rows:u4 padding:u4 feature_width:u4 teacher_start:u4 hidden_width:u4
 topk:u4 phase:u1 flags:u1 dtype:u1 format:u1 tenant:u8 concurrency:u4 cost:f4
@@ -50,7 +44,8 @@ META = np.dtype(
         for name, _, kind in (f.partition(":") for f in _FIELDS.split())
     ]
 )
-"""The same, to describe many records at once."""
+"""The fixed part of a record."""
+META_BYTES = META.itemsize
 _FORMAT_AT = 71
 DTYPE_CODES = {"bfloat16": 0, "float32": 2}  # 1 was float16
 _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
@@ -260,74 +255,6 @@ class Frames:
         self.status[self.status == Status.WRITTEN] = why
 
 
-def encode(
-    record: Record, feature_dtype: str
-) -> tuple[tuple[bytes | np.ndarray, ...], int]:
-    """Describe the body of a record without copying its arrays.
-
-    Args:
-        record: Its arrays should be C-contiguous; one that is not is copied first.
-
-    Returns:
-        The parts to gather one after another at 8-byte steps, and their size (bytes).
-
-    Raises:
-        RecordError: If shapes, types or counts contradict each other.
-        TypeError, AttributeError, struct.error: If a field is of a wrong kind.
-    """
-    n = _rows(record.token_ids, _I32)
-    dtype = FEATURE_DTYPES[feature_dtype]
-    width = _width(record.features, n, dtype)
-    _check_counts(record.phase, n, record.num_accepted, record.teacher_start)
-    teacher_rows = n - record.teacher_start
-    flags = FINISHED * record.finished | SAMPLED * record.sampled
-    flags |= MEMORY * record.memory
-    hidden_width = topk = 0
-    arrays = [record.token_ids, record.features]
-    if record.teacher_hidden is not None:
-        flags |= HIDDEN
-        hidden_width = _width(record.teacher_hidden, teacher_rows, dtype)
-        arrays.append(record.teacher_hidden)
-    ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
-    tail = record.teacher_tail_logprob
-    if ids is not None and logprobs is not None and tail is not None:
-        flags |= TOPK
-        topk = _width(ids, teacher_rows, _I32)
-        same = _width(logprobs, teacher_rows, _F32) == topk
-        if not same or _rows(tail, _F32) != teacher_rows:
-            raise RecordError("the parts of the top-k teacher differ in shape")
-        arrays += [ids, logprobs, tail]
-    elif ids is not None or logprobs is not None or tail is not None:
-        raise RecordError("the top-k teacher is incomplete")
-    meta = _META.pack(
-        record.key,
-        record.draft_version,
-        record.start,
-        record.num_prompt_tokens,
-        record.next_token,
-        record.num_accepted,
-        n,
-        width,
-        record.teacher_start,
-        hidden_width,
-        topk,
-        record.phase,
-        flags,
-        DTYPE_CODES[feature_dtype],
-        FORMAT_VERSION,
-        record.tenant,
-        record.concurrency,
-        record.cost,
-        record.verify_chance,
-    )
-    parts: list[bytes | np.ndarray] = [meta]
-    size = META_BYTES
-    for array in arrays:
-        parts.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        size += -(-array.nbytes // _ALIGN) * _ALIGN
-    return tuple(parts), size
-
-
 def decode(body: memoryview) -> Record:
     """Read a record; its arrays are views of `body`, which must stay unchanged.
 
@@ -344,9 +271,10 @@ def decode(body: memoryview) -> Record:
         )
     if len(body) < META_BYTES:
         raise RecordError("shorter than its fixed part")
-    (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n,
+    fixed = np.frombuffer(body, META, 1).item()
+    (key, draft_version, start, num_prompt_tokens, next_token, num_accepted, n, _,
      width, teacher_start, hidden_width, topk, phase, flags, code, _, tenant,
-     concurrency, cost, verify_chance) = _META.unpack_from(body)  # fmt: skip
+     concurrency, cost, verify_chance, _) = fixed  # fmt: skip
     if flags & ~_ALL_FLAGS or code not in _DTYPE_NAMES:
         raise RecordError("unknown flags or feature type")
     if not (0.0 <= cost < math.inf and 0.0 <= verify_chance <= 1.0):
@@ -384,20 +312,6 @@ def decode(body: memoryview) -> Record:
 def tenant_of(body: np.ndarray) -> int:
     """Tenant of a record's bytes."""
     return int(np.frombuffer(body, META, 1)["tenant"][0])
-
-
-def _rows(array: np.ndarray, dtype: np.dtype) -> int:
-    if array.ndim != 1 or array.dtype != dtype:
-        raise RecordError(f"expected {dtype} [n], not {array.dtype} {array.shape}")
-    return len(array)
-
-
-def _width(array: np.ndarray, rows: int, dtype: np.dtype) -> int:
-    if array.ndim != 2 or array.dtype != dtype or array.shape[0] != rows:
-        raise RecordError(
-            f"expected {dtype} [{rows}, w], not {array.dtype} {array.shape}"
-        )
-    return int(array.shape[1])
 
 
 def _check_counts(phase: int, n: int, num_accepted: int, teacher_start: int) -> None:

@@ -27,7 +27,6 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from vllm_tide.config import package_version
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.shm import (
     NAME_PREFIX,
@@ -80,7 +79,6 @@ class EngineManifest:
     draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
     tenant_key_id: str = ""  # of the key that its tenants' ids follow from
     gpu_uuid: str = ""  # of the GPU that it serves on
-    version: str = field(default_factory=package_version)  # of who wrote it, or empty
 
     def owner_alive(self) -> bool | None:
         """True if the engine lives; None where its pid cannot be looked up.
@@ -395,7 +393,7 @@ def manifest_from(data: Any) -> EngineManifest:
         TypeError, ValueError: If a field is absent, of another type,
             or out of every range.
     """
-    manifest = TypeAdapter(EngineManifest).validate_python({"version": "", **data})
+    manifest = TypeAdapter(EngineManifest).validate_python(data)
     if not _ENGINE_ID.fullmatch(manifest.engine_id):
         raise ValueError("engine_id of an engine's manifest is no name")
     return manifest

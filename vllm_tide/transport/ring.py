@@ -28,14 +28,12 @@ from vllm_tide import _shm
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
-    META,
     Frames,
     Record,
     RecordError,
     RingSpec,
     Status,
     decode,
-    encode,
 )
 from vllm_tide.transport.shm import (
     DATA_AT,
@@ -159,8 +157,8 @@ def frame_at(buf: memoryview, capacity: int, position: int, head: int) -> Frame 
     return Frame(kind, length, body, crc) if sound else None
 
 
-# What a record of wrong kinds can raise while it is encoded.
-_INVALID = (TypeError, ValueError, AttributeError, BufferError, struct.error)
+# What arrays of wrong kinds can raise while they are written.
+_INVALID = (TypeError, ValueError, AttributeError, BufferError)
 
 
 class RingWriter:
@@ -205,29 +203,6 @@ class RingWriter:
         fields = asdict(spec)
         segment = Segment.create("ring", MAGIC, FORMAT_VERSION, fields, capacity)
         return cls(segment, spec)
-
-    def try_write(self, record: Record) -> bool:
-        """Append a record, or drop and count it. Never blocks, never raises."""
-        num_rows = 0
-        try:
-            num_rows = len(record.token_ids)
-            parts, _ = encode(record, self.spec.feature_dtype)
-            self.spec.check(record)
-        except _INVALID:
-            self._count(self._unusable() or "invalid", 1, num_rows)
-            return False
-        meta, *arrays = parts
-        sources = tuple(np.asarray(array) for array in arrays)
-        frames = Frames(
-            np.frombuffer(meta, META),
-            np.array([[(0, array.nbytes) for array in sources]], np.int64),
-            np.zeros(1, np.bool_),
-            sources,
-            np.zeros(1, np.uint8),
-        )
-        self.write(frames)
-        self.count(frames)
-        return not frames.status[0]
 
     def write(self, frames: Frames) -> None:
         """Append records, or set why not as their status. Nothing is counted."""
@@ -278,8 +253,13 @@ class RingWriter:
 
     @property
     def lost(self) -> bool:
-        """True if the ring was cut short or nobody can join it: it needs another."""
+        """True if the ring was cut short, or its name is gone: nobody can join it."""
         return self._unusable() == "truncated" or self._segment.lost()
+
+    @property
+    def intact(self) -> bool:
+        """True while the ring can be written."""
+        return not self._unusable()
 
     @property
     def wish(self) -> Collect:
@@ -292,10 +272,6 @@ class RingWriter:
             return Collect.METADATA
         return Collect(word) if word in (1, 2) else Collect.NOTHING
 
-    def ask_nothing(self) -> None:
-        """Be as the consumer left the ring before: it says otherwise once it joins."""
-        self._segment.store(Word.COLLECT, Collect.NOTHING)
-
     @property
     def collect(self) -> bool:
         """True if the consumer wants full rows now."""
@@ -306,11 +282,16 @@ class RingWriter:
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 return ring_stats(self._segment.load, self.capacity)
-        counts = (
-            *(self._written_records, self._written_rows),
-            *(self.drops.total(), self.dropped_rows.total()),
+        return RingStats(
+            self.capacity,
+            0,
+            self._written_records,
+            self._written_rows,
+            self.drops.total(),
+            self.dropped_rows.total(),
+            0,
+            False,
         )
-        return RingStats(self.capacity, 0, *counts, 0, False)
 
     def unlink(self) -> None:
         """Take the name away; see :meth:`Segment.unlink`."""
@@ -458,9 +439,9 @@ class RingReader:
             self._segment.store(Word.COLLECT, int(wanted))
 
     @property
-    def lost(self) -> bool:
-        """True if the ring was cut short or lost its name."""
-        return self._segment.closed or self._segment.lost()
+    def intact(self) -> bool:
+        """False if the ring was cut short."""
+        return self._segment.intact()
 
     def producer_alive(self) -> bool:
         """True if the engine that owns the ring lives."""

@@ -26,7 +26,6 @@ from vllm_tide.transport.purge import (
 from vllm_tide.transport.record import tenant_of
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
-    read_manifests,
     reclaim_orphans,
 )
 from vllm_tide.transport.ring import Collect, RingReader
@@ -119,15 +118,9 @@ class Relay:
         return "engine_gone" if gone else "stopped"
 
     def _gone(self) -> bool:
-        """True if the engine died, or announces another segment for a lost one."""
-        names = self._reader.name, self._weights.name
-        return not self._reader.producer_alive() or (
-            self._lost()
-            and all((m.ring, m.weights) != names for m in read_manifests(self._run_dir))
-        )
-
-    def _lost(self) -> bool:
-        return self._reader.lost or self._weights.lost
+        """True if the engine died, or its shared memory was cut short."""
+        intact = self._reader.intact and self._weights.intact
+        return not (intact and self._reader.producer_alive())
 
     def tick(self) -> int:
         """One round; the number of records taken from the ring.
@@ -317,9 +310,7 @@ class Relay:
         self._writer.flush()
 
     def _say_ended(self) -> None:
-        # Of a lost segment the next relay is on its way: no trainer is to drop it.
-        again = self._lost() and self._reader.producer_alive()
-        self._say(running=again and not self._stopping)
+        self._say(running=False)
 
     def _storage_works(self, *steps: Callable[[], None]) -> bool:
         """Take each step, whether the one before failed or not; whether none did."""

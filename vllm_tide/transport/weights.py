@@ -131,7 +131,7 @@ class WeightsSegment:
 
     @property
     def lost(self) -> bool:
-        """True if it was cut short or nobody can join it: it needs another."""
+        """True if it was cut short, or its name is gone: nobody can join it."""
         return self._segment.lost()
 
     @classmethod
@@ -285,9 +285,9 @@ class WeightsWriter:
         self._last_published = segment.load(_Word.LATEST)
 
     @property
-    def lost(self) -> bool:
-        """True if the segment was cut short or lost its name."""
-        return not self._segment.intact() or self._segment.lost()
+    def intact(self) -> bool:
+        """False if the segment was cut short."""
+        return self._segment.intact()
 
     @classmethod
     def attach(cls, name: str) -> WeightsWriter:
