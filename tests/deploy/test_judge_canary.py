@@ -1,13 +1,13 @@
 """The canary and the schedule on simulated serving, under both kinds of control.
 
-`scripts/bench/judge_canary.py` in small: real policies, real canary, known truth.
+`scripts/bench/judges.py` in small: real policies, real canary, known truth.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.bench.judge_canary import Loop, Truth, rows, trial
+from scripts.bench.judges import Loop, Truth, canary_rows, trial
 from vllm_tide.config import ScheduleConfig
 from vllm_tide.deploy.schedule import Schedule
 from vllm_tide.deploy.served import ServedRequest
@@ -20,7 +20,9 @@ BOTH = pytest.mark.parametrize("policy", ["static", "adaspec"])
 def test_a_slower_draft_is_rolled_back_and_an_equal_one_is_not(policy):
     """At commit 9d3d4e7 a loss of 16% under `adaspec` was rolled back 0 of 5 times."""
     # Trials end as soon as they may, some with luck: the mean needs many of them.
-    same, some, much = rows(policies=(policy,), batches=(64,), trials=12, quiet=80)
+    same, some, much = canary_rows(
+        policies=(policy,), batches=(64,), trials=12, quiet=80
+    )
     assert same["rolled_back"] == 0
     assert abs(same["change_mean"]) < 0.015
     assert some["rolled_back"] >= 11 and some["requests_max"] <= 48

@@ -8,7 +8,7 @@ import pytest
 
 from tests.top.page_server import serve_page
 from tests.top.samples import page_text, write_status
-from tests.transport.samples import make_record, make_spec
+from tests.transport.samples import make_record, make_spec, write_record
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.top import collect
 from vllm_tide.top.collect import (
@@ -115,7 +115,7 @@ def segment():
 
 def test_a_ring_is_read_without_claiming_it(ring):
     for seed in range(400):
-        ring.try_write(make_record(make_spec(), seed))
+        write_record(ring, make_record(make_spec(), seed))
     stats = peek_ring(ring.name)
     assert stats == ring.stats()
     assert stats.dropped_rows > 0
@@ -157,7 +157,7 @@ def test_missing_foreign_and_damaged_segments_are_none(ring, segment):
 
 def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, segment):
     for seed in range(5):
-        ring.try_write(make_record(make_spec(), seed))
+        write_record(ring, make_record(make_spec(), seed))
     names = {"ring": ring.name, "weights": segment.name}
     write_manifest(tmp_path, make_manifest("b", created_unix=2.0, **names))
     write_manifest(tmp_path, make_manifest("a", pid_start=1, created_unix=1.0))

@@ -86,8 +86,6 @@ REFERENCES: dict[str, Callable[[Rows], Tensor]] = {
     "forward_kl": lambda r: kl(r.p_hat, r.q),
     "reverse_kl": lambda r: kl(r.q, r.p_hat),
     "next_token": lambda r: -r.q_label.log(),
-    "tv": lambda r: 0.5 * (r.true_p - r.q).abs().sum(-1) + 0.5 * (1 - r.true_p.sum(-1)),
-    "nla": lambda r: -acceptance(r).log(),
     "lk_hybrid": lk_hybrid,
     "discard": discard,
 }

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts.bench import judge_gate
+from scripts.bench import judges
+from tests.train.gains import SHAPES, TIED
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -83,10 +84,10 @@ def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
 @pytest.mark.parametrize("spread", [0.15, 0.6])
 def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
     runs = 100
-    useless = judge_gate.row(0.0, runs, 0, spread=spread)
+    useless = judges.gate_row(0.0, runs, 0, spread=spread)
     # One in twenty, and three standard deviations of that count.
     assert useless["published"] <= 0.05 * runs + 3 * (0.05 * 0.95 * runs) ** 0.5
-    better = judge_gate.row(2 * spread, runs, 0, spread=spread)
+    better = judges.gate_row(2 * spread, runs, 0, spread=spread)
     assert better["published"] == runs
     assert better["requests_p50"] <= 40
 
@@ -94,7 +95,7 @@ def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_gate_keeps_what_it_promises(seed):
-    found = judge_gate.rows(seed)
+    found = judges.gate_rows(seed)
     by_gain = {row["true_gain"]: row for row in reversed(found)}
     assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
     tenth = by_gain[0.1]
@@ -104,10 +105,10 @@ def test_the_gate_keeps_what_it_promises(seed):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("shape", [*judge_gate.SHAPES, *judge_gate.TIED])
+@pytest.mark.parametrize("shape", [*SHAPES, *TIED])
 def test_no_shape_of_gains_fools_the_gate(shape):
     for spread in (0.15, 0.6):
-        row = judge_gate.row(0.0, 200, 3, spread=spread, shape=shape)
+        row = judges.gate_row(0.0, 200, 3, spread=spread, shape=shape)
         assert row["published"] <= 0.08 * row["runs"], row  # 0.05 and its error
 
 
@@ -117,7 +118,7 @@ def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_bette
 ):
     found = []
     for seed in range(seeds):
-        evidence, rng = judge_gate.Evidence(), random.Random(seed)
+        evidence, rng = Evidence(), random.Random(seed)
         for _ in range(200):
             evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
         requests = evidence.requests
@@ -129,7 +130,7 @@ def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_bette
 
 def test_a_dropped_candidate_never_leaves_more_evidence():
     for gains in ([0.5] * 20, [-0.5] * 20, [0.0] * 5, []):
-        evidence = judge_gate.Evidence()
+        evidence = Evidence()
         evidence.add(gains)
         left = evidence.dropped()
         assert left.wealth == pytest.approx(min(1.0, evidence.wealth))
@@ -137,7 +138,7 @@ def test_a_dropped_candidate_never_leaves_more_evidence():
 
 
 def test_gains_of_nothing_and_without_end_stay_numbers():
-    evidence = judge_gate.Evidence()
+    evidence = Evidence()
     evidence.add([0.0] * 20_000)
     assert evidence.wealth == pytest.approx(1.0)
     evidence.add([2.0] * 20_000)
@@ -202,7 +203,7 @@ def test_evidence_survives_a_checkpoint(tmp_path):
 
 
 PROVEN = {"running": 40.0, "total": 5.0, "weight": 20.0, "requests": 60}
-NOTHING = judge_gate.pair_of({})
+NOTHING = judges.pair_of({})
 
 
 # ------------------------------------------------------------------------ no number
@@ -224,7 +225,7 @@ def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
 
 
 def test_a_candidate_that_is_no_number_is_harmful():
-    worse, live = judge_gate.pair_of(dict.fromkeys(range(9), 0.1)), NOTHING
+    worse, live = judges.pair_of(dict.fromkeys(range(9), 0.1)), NOTHING
     for row in worse.new.requests.values():
         row[1:] = [float("nan")] * len(FORMS)
     found = judge(1, 0.0, live, worse, TrainConfig(), "served", Evidence(**PROVEN))
@@ -288,6 +289,6 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
 
 def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
     """It is dropped: what would be published is the live draft itself."""
-    worse = judge_gate.pair_of(dict.fromkeys(range(20), -0.2))
+    worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
     found = judge(1, 0.0, NOTHING, worse, TrainConfig(), "served", Evidence(**PROVEN))
     assert found.harmful and not found.publish

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from scripts.bench.loss_check import CASES, differences, make_problem
+from tests.train.loss_references import CASES, differences, make_problem
 from vllm_tide.config import ConfigError, TrainConfig
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.loss_terms import FLOOR, LossMix, Outcomes, combine

@@ -137,7 +137,8 @@ class Trainer:
         """Store documents; mark rows whose best token the draft cannot say."""
         vocab = self.draft.vocab
         for sample in samples:
-            if int(sample.tokens.max()) >= self.target.vocab_size:
+            lowest, highest = int(sample.tokens.min()), int(sample.tokens.max())
+            if lowest < 0 or highest >= self.target.vocab_size:
                 self.skipped["token_out_of_range"] += sample.num_tokens
                 continue
             if self.vocabulary is not None:
