@@ -125,7 +125,7 @@ class TrainConfig(_Section):
         "branches, which are trained on only when it is named.",
         min_length=1,
     )
-    attention: Literal["auto", "packed", "flex", "xformers", "reference"] = Field(
+    attention: Literal["auto", "packed", "flex", "xformers"] = Field(
         "auto",
         description="Attention of the trainer: `packed` is our own and runs anywhere; "
         "`flex` is Torch's FlexAttention, `xformers` its block-diagonal biases.",

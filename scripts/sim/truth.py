@@ -83,6 +83,5 @@ def _scaled(model: ForwardModel, factor: float) -> ForwardModel:
         model,
         seconds=tuple(value * factor for value in model.seconds),
         alpha=model.alpha * factor,
-        pairs=model.pairs * factor,
         extra=tuple(value * factor for value in model.extra),
     )

@@ -1,13 +1,11 @@
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.toys import logits, sigmoid
-from vllm_tide.control.calibration import NODES, Calibration, RequestOffsets
+from vllm_tide.control.calibration import Calibration, RequestOffsets
+from vllm_tide.control.history import History
 
 
 def teach(calibration, rng, rounds, truth, n=64, position=0, sampled=0):
@@ -126,38 +124,17 @@ def test_one_requests_unusual_acceptance_is_learnt():
     assert not offsets.value.any()
 
 
-@pytest.mark.parametrize(("centre", "spread"), [(5.0, 1.0), (7.0, 1.0), (9.0, 0.1)])
-@pytest.mark.parametrize("kind", [0, 1])
-def test_saturated_confidences_that_are_wrong_do_not_make_the_fit_diverge(
-    centre, spread, kind
-):
-    rng = np.random.default_rng(7)
-    calibration = Calibration(7)
-    for _ in range(100):
-        z = rng.normal(centre, spread, 64)
-        kinds = np.full(64, kind)
-        seen, logit = logits(calibration, 1, sigmoid(z), kinds)
-        accepted = (rng.random(64) < 0.05).astype(float)
-        calibration.learn(np.zeros(64, int), kinds, seen, sigmoid(logit), accepted)
-        assert np.abs(calibration._line[kind, 0]) < 16.5
-        assert np.isfinite(calibration._table).all()
-    found = predicted(calibration, np.array([centre]), sampled=kind)
-    assert found[0] == pytest.approx(0.05, abs=0.05)
-
-
 confidences = st.sampled_from([0.0, 1e-30, 0.5, 0.999, 1.0 - 1e-9, 1.0, float("nan")])
 phase = st.tuples(confidences, st.floats(0.0, 1.0), st.integers(2, 40))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     k=st.integers(1, 8),
     phases=st.lists(phase, min_size=1, max_size=4),
     seed=st.integers(0, 3),
 )
 def test_every_table_and_forecast_stays_finite(k, phases, seed):
-    from vllm_tide.control.history import History
-
     rng = np.random.default_rng(seed)
     calibration, history, n = Calibration(k), History(k, 32), 32
     slots = np.arange(n)
@@ -175,63 +152,47 @@ def test_every_table_and_forecast_stays_finite(k, phases, seed):
             calibration.learn(at, kind, *own, accepted, rng.choice([1.0, 500.0], n))
             history.learn(slots, logit, sigmoid(logit), np.ones((k, n), bool))
         history.refresh()
-        assert np.isfinite(calibration._table).all()
-        assert np.abs(calibration._table).max() <= 12.0
         assert 0.0 <= calibration.error() <= 1.0
         for table in (history.sets, history.gains, *history.gained):
             assert np.isfinite(table).all()
         assert (history.survival > -1e-9).all()
-        assert np.isfinite(history.expected()).all()
     calibration.forget(0.2)
-    assert np.isfinite(calibration._table).all()
+    for kind in (0, 1):
+        chance = predicted(calibration, np.linspace(-9.0, 9.0, 37), sampled=kind)
+        assert (chance > 0.0).all() and (chance < 1.0).all()
 
 
-def judge():
-    path = Path(__file__).parents[2] / "scripts/bench/judge_calibration.py"
-    spec = importlib.util.spec_from_file_location("judge_calibration", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("requests", [32, 128])
-@pytest.mark.parametrize("confidence", [0.99, 0.9999, 1.0])
-def test_the_next_good_draft_is_used_after_one_that_was_sure_and_wrong(
-    confidence, requests
+@pytest.mark.parametrize("centre, spread", [(5.0, 1.0), (9.0, 0.1)])
+def test_saturated_confidences_that_are_wrong_do_not_make_the_fit_diverge(
+    centre, spread
 ):
-    module = judge()
-    module.REQUESTS, module.GOOD_ROUNDS = requests, 800
-    assert module.finite(confidence, 0.05, seed=1)
-    assert module.recovers(confidence, 0.05, seed=1)
-
-
-def test_log_odds_are_those_of_numpy_for_any_confidence():
-    rng, k, nodes = np.random.default_rng(0), 3, len(NODES)
-    calibration = Calibration(k)
-    calibration._table = rng.normal(size=2 * k * nodes)
-    calibration._rise = rng.normal(size=2 * k * nodes)
-    odd = [np.nan, 0.0, 1.0, 1e-9, -1.0, np.inf]
-    confidence = np.concatenate([rng.random(200), odd]).astype(np.float32)
-    sampled = rng.integers(0, 2, len(confidence))
-    held = np.fmin(np.fmax(confidence.astype(float), 1e-4), 1.0 - 1e-4)
-    z = np.log(held / (1.0 - held))
-    at = np.clip((z - NODES[0]) / (NODES[1] - NODES[0]), 0.0, nodes - 1 - 1e-9)
-    for step in range(1, k + 1):
-        cell = (sampled * k + step - 1) * nodes + at.astype(int)
-        wanted = calibration._table[cell] + at % 1.0 * calibration._rise[cell]
-        found = logits(calibration, step, confidence, sampled)
-        np.testing.assert_allclose(found[0], z, rtol=1e-12)
-        np.testing.assert_allclose(found[1], wanted, rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="table_of has"):
-        logits(calibration, 1, confidence, sampled[1:])
+    """And the next draft, whose confidences are right, is believed again."""
+    rng, n = np.random.default_rng(7), 64
+    calibration, kind = Calibration(7), np.zeros(n, np.int64)
+    for wrong, rounds in ((True, 100), (False, 300)):
+        for _ in range(rounds):
+            z = rng.normal(centre if wrong else 1.0, spread if wrong else 1.5, n)
+            seen, logit = logits(calibration, 1, sigmoid(z), kind)
+            chance = 0.05 if wrong else sigmoid(z)
+            accepted = (rng.random(n) < chance).astype(float)
+            calibration.learn(kind, kind, seen, sigmoid(logit), accepted)
+        if wrong:
+            assert predicted(calibration, np.array([centre])) == pytest.approx(
+                0.05, abs=0.05
+            )
+            calibration.forget(0.2)
+    z = np.array([0.0, 1.0, 2.0])
+    assert np.abs(predicted(calibration, z) - sigmoid(z)).max() < 0.1
 
 
 def test_labels_that_wait_are_gone_with_the_draft_they_are_of():
-    calibration, one = Calibration(3), np.ones(1)
-    calibration.learn(np.zeros(1, np.int64), np.zeros(1, np.int64), one, 0.5 * one, one)
-    calibration.forget(0.2)
-    n = 64
-    zero, ones = np.zeros(n, np.int64), np.ones(n)
-    calibration.learn(zero, zero, ones, 0.5 * ones, 0.0 * ones)
-    assert calibration._counts[0].sum() == pytest.approx(n)
-    assert calibration._counts[1].sum() == 0.0
+    found, one = [], np.ones(1)
+    for waiting in (False, True):
+        calibration, zero = Calibration(3), np.zeros(1, np.int64)
+        if waiting:
+            for _ in range(5):
+                calibration.learn(zero, zero, one, 0.5 * one, one)
+        calibration.forget(0.2)
+        teach(calibration, np.random.default_rng(0), 1, lambda z: z - 1.0)
+        found.append(predicted(calibration, np.array([0.0, 1.0, 2.0])))
+    assert (found[0] == found[1]).all()

@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 
 from sim.published import table_model
-from vllm_tide.control.online_time import KNOTS, CurveShape, OnlineTime, RoundSample
+from vllm_tide.control.online_time import CurveShape, OnlineTime, RoundSample
 
 
 def test_nothing_learnt_changes_nothing():
     np.testing.assert_array_equal(CurveShape().factors(1, 5000), 1.0)
-    assert list(KNOTS) == sorted(set(KNOTS))
 
 
 def test_a_size_learns_its_own_factor_and_forgets_it_unseen():
@@ -21,23 +20,6 @@ def test_a_size_learns_its_own_factor_and_forgets_it_unseen():
     for _ in range(3000):
         shape.learn(16, 1.0)
     assert before < 0.95 * shape.factor(4)
-
-
-def test_one_strange_round_is_not_believed():
-    shape = CurveShape()
-    for _ in range(50):
-        shape.learn(24, 1.0)
-    shape.learn(24, 100.0)
-    assert shape.factor(24) == pytest.approx(1.0, abs=0.01)
-
-
-def test_what_all_sizes_share_is_left_to_the_curves_own_factors():
-    shape = CurveShape()
-    for _ in range(500):
-        for rows in (4, 16, 64):
-            shape.learn(rows, 1.3 if shape.factor(4) < 1.3 else 1.0)
-    common = float(np.average(shape.level, weights=shape.weight))
-    assert abs(common) < 0.2
 
 
 def test_a_size_that_was_never_seen_is_like_those_near_it():
@@ -91,7 +73,7 @@ def test_a_size_is_learnt_from_a_few_rounds():
     assert shape.factor(48) < 0.82
 
 
-@pytest.mark.parametrize("rows", [1, KNOTS[-1], 10 * KNOTS[-1]])
+@pytest.mark.parametrize("rows", [1, 12_288, 122_880])
 def test_ends_of_the_range(rows):
     shape = CurveShape()
     for _ in range(30):

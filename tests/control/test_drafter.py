@@ -71,12 +71,11 @@ def best_value(depths, costs, step, bar):
     return best
 
 
-@pytest.mark.parametrize("barred", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("n", "barred"), [(1, False), (2, True)])
 def test_stop_equals_brute_force_when_predictions_are_exact(n, barred):
     rng = np.random.default_rng(n + 10 * barred)
     k, checked, looked_past = 4, 0, 0
-    while checked < 120:
+    while checked < 60:
         ahead = rng.integers(1, 6, k)
         drafted = rng.integers(1, 9, (k, n))
         step = int(rng.integers(1, k))
@@ -100,29 +99,6 @@ def test_stop_equals_brute_force_when_predictions_are_exact(n, barred):
             assert go == (max(values[1:]) > values[0])
             looked_past += go and values[1] < values[0]
     assert looked_past > 0  # some decisions hung on a length beyond the next
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_forecast_equals_brute_force_when_predictions_are_exact(n):
-    rng = np.random.default_rng(n)
-    k = 4
-    for _ in range(60):
-        bins = rng.integers(1, 9, k)
-        batch = batch_of(n, k)
-        model = stairs_model(rng, rng.uniform(0.01, 0.3))
-        costs = RoundCosts(model, batch, k)
-        drafter = Drafter(certain_history(k, n, bins))
-        forecast = drafter.begin(batch.slots, batch.room, costs)
-        # All requests are alike, so sets are whole positions.
-        survival = np.exp(-GRID_STEP * np.cumsum(bins))
-        best = max(
-            n * (1 + survival[:v].sum()) / (costs.target[n * v] + costs.draft[s])
-            for s in range(1, k + 1)
-            for v in range(1, s + 1)
-        )
-        found = forecast.tokens / forecast.seconds
-        assert found == pytest.approx(best, rel=1e-6)
-        assert forecast.free == pytest.approx(best, rel=1e-6)
 
 
 def test_limit_bounds_the_forecast_and_the_stop():
@@ -215,13 +191,12 @@ def best_ahead(history, drafter, costs, step, room, bar):
     return values[0], max(values[1:])
 
 
-@pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize(("n", "limited"), [(1, False), (5, True), (40, False)])
 def test_it_goes_on_where_a_longer_length_is_worth_more(n, limited):
     rng = np.random.default_rng(n)
     k, found = 7, []
     history = taught(rng, k, n)
-    for turn in range(150):
+    for turn in range(60):
         batch = batch_of(n, k)
         batch.room[:] = rng.integers(0 if n > 1 else 1, k + 1, n)
         most = int(batch.room.max())

@@ -6,7 +6,6 @@ from vllm_tide.control.fit import (
     fit_forward,
     held_out,
     nonnegative,
-    robust_nonnegative,
     shape_of,
 )
 from vllm_tide.control.online_time import RoundSample
@@ -84,23 +83,6 @@ def test_nonnegative_least_squares_against_scipy():
         np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
-def test_nonnegative_bears_a_column_of_zeros_and_a_repeated_one():
-    design = np.array([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0], [3.0, 3.0, 0.0]])
-    found = nonnegative(design, np.array([2.0, 4.0, 6.0]))
-    np.testing.assert_allclose(design @ found, [2.0, 4.0, 6.0], rtol=1e-6)
-
-
-def test_huber_ignores_rounds_that_took_far_too_long():
-    rng = np.random.default_rng(1)
-    rows = rng.integers(1, 200, 400)
-    design = np.column_stack([np.ones(400), rows])
-    seconds = design @ np.array([5e-3, 2e-4]) * (1 + 0.01 * rng.standard_normal(400))
-    late = rng.random(400) < 0.2
-    seconds[late] *= rng.uniform(2, 30, int(late.sum()))
-    found = robust_nonnegative(design, seconds)
-    np.testing.assert_allclose(found, [5e-3, 2e-4], rtol=0.03)
-
-
 def test_exact_rounds_give_the_coefficients_back():
     model, report = fit(rounds(np.random.default_rng(2)))
     assert report.r2 > 0.9999
@@ -125,7 +107,7 @@ def test_prices_of_query_lengths_are_not_made_up_of_a_few_rounds():
     """A quick profile on a busy machine, whose kernels have none."""
     truth = ForwardModel((1, 512), (0.02, 0.5), 2e-7)
     sizes, contexts = (1, 2, 4, 8, 16, 32, 48), (377, 60, 250)
-    for seed in range(40):
+    for seed in range(4):
         rng = np.random.default_rng(seed)
         shapes = [
             (n, n * contexts[i % 3], round(share * 7 * n))
@@ -157,14 +139,6 @@ def test_staircase_of_graph_sizes_is_fitted():
     np.testing.assert_allclose(
         found.token_cost(tokens), truth.token_cost(tokens), rtol=1e-3
     )
-
-
-def test_costs_never_fall_with_more_tokens():
-    rng = np.random.default_rng(5)
-    rows = rng.integers(1, 300, 200)
-    zero = np.zeros(200)
-    model = fit_forward(rows, zero, zero, 1e-3 * rng.uniform(0.5, 1.5, 200))
-    assert np.all(np.diff(model.seconds) >= 0)
 
 
 def test_held_out_shapes_are_whole_shapes_and_never_the_ends():

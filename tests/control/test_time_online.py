@@ -1,11 +1,10 @@
 import dataclasses
-import timeit
 
 import numpy as np
 import pytest
 
 from tests.control.test_time_fit import TRUTH, sample
-from vllm_tide.control.online_time import Factors, OnlineTime
+from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 
@@ -43,10 +42,8 @@ def shapes(rng, count):
 
 
 def feed(online, truth, rng, count, noise=0.02, outliers=0.0):
-    return [
+    for shape in shapes(rng, count):
         online.observe(sample(truth, shape, rng, noise, outliers))
-        for shape in shapes(rng, count)
-    ]
 
 
 def round_of(model):
@@ -71,10 +68,9 @@ def test_before_any_round_it_is_the_profile():
 def test_wrong_profile_is_corrected():
     truth = scaled(TRUTH, target=1.4, draft=0.7)
     online, rng = OnlineTime(TRUTH), np.random.default_rng(0)
-    errors = feed(online, truth, rng, 200)
+    feed(online, truth, rng, 200)
     assert round_of(online.model) == pytest.approx(round_of(truth), rel=0.03)
-    of_the_profile = np.median([profile for _, profile in errors])
-    assert online.error < 0.03 < 0.15 < of_the_profile
+    assert online.error < 0.03
 
 
 def test_drift_is_followed():
@@ -82,14 +78,6 @@ def test_drift_is_followed():
     for factor in np.linspace(1.0, 2.0, 20):
         feed(online, scaled(TRUTH, target=factor, draft=factor), rng, 40)
     assert round_of(online.model) == pytest.approx(2 * round_of(TRUTH), rel=0.06)
-
-
-def test_sudden_lasting_change_is_followed():
-    online, rng = OnlineTime(TRUTH), np.random.default_rng(2)
-    feed(online, TRUTH, rng, 500)
-    truth = scaled(TRUTH, target=3.0, draft=3.0)
-    feed(online, truth, rng, 400)
-    assert round_of(online.model) == pytest.approx(round_of(truth), rel=0.1)
 
 
 def test_single_strange_rounds_move_little():
@@ -114,14 +102,6 @@ def test_context_and_tokens_are_told_apart():
     online = OnlineTime(TRUTH)
     feed(online, slow_context, np.random.default_rng(4), 600, noise=0.01)
     np.testing.assert_allclose(online.model.target.value[:2], [1.0, 2.0], rtol=0.05)
-
-
-def test_host_time_unknown_to_the_profile_is_learnt():
-    bare = dataclasses.replace(TRUTH, host=0.0, host_per_request=0.0)
-    online = OnlineTime(bare)
-    feed(online, scaled(TRUTH, host=2e-3), np.random.default_rng(5), 200)
-    expected = scaled(TRUTH, host=2e-3).overhead(10)
-    assert online.model.overhead(10) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_time_per_pass_that_no_profile_knows_is_learnt():
@@ -152,24 +132,9 @@ def test_unmeasured_parts_change_nothing():
     online = OnlineTime(TRUTH)
     blank = sample(TRUTH, (4, 400, 0, 0, 0, 0), np.random.default_rng(6))
     nan = float("nan")
-    errors = online.observe(dataclasses.replace(blank, target_s=nan, host_s=nan))
-    assert np.isnan(errors).all()
+    online.observe(dataclasses.replace(blank, target_s=nan, host_s=nan))
+    assert np.isnan(online.error)
     assert round_of(online.model) == pytest.approx(round_of(TRUTH))
-
-
-def test_idle_factors_do_not_drift_or_explode():
-    factors = Factors((1.0, 1.0, 0.0), 0.99)
-    rng = np.random.default_rng(7)
-    for _ in range(5000):  # nothing ever excites the second component
-        factors.observe((1e-2, 0.0, 0.0), 1e-2 * (1 + 0.02 * rng.normal()))
-    assert factors.value[1] == 1.0
-    factors.observe((1e-2, 1e-2, 0.0), 2.5e-2)
-    assert 0.5 < factors.value[1] < 2.0
-
-
-def test_forgetting_is_checked():
-    with pytest.raises(ValueError, match="forgetting"):
-        OnlineTime(TRUTH, forgetting=0.0)
 
 
 def test_zero_cost_parts_are_borne():
@@ -177,9 +142,3 @@ def test_zero_cost_parts_are_borne():
     online = OnlineTime(TimeModel(TRUTH.target, nothing, nothing))
     feed(online, TRUTH, np.random.default_rng(8), 20)
     assert np.isfinite(round_of(online.model))
-
-
-def test_curves_cost_microseconds():
-    model = OnlineTime(TRUTH).model
-    runs = timeit.repeat(lambda: model.target_curve(64, 20_000, 448), number=200)
-    assert min(runs) / 200 < 200e-6  # some 10 us on an idle core

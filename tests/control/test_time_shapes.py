@@ -46,15 +46,3 @@ def test_full_has_more_contexts_per_size_and_all_lengths():
 def test_all_sizes_come_in_each_round():
     sizes = [group.requests for group in groups(CPU, quick=False)]
     assert sizes[:7] == batch_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
-
-
-def test_no_group_where_nothing_fits():
-    assert not list(groups(dataclasses.replace(CPU, length=0), quick=True))
-
-
-def test_a_thinned_group_keeps_its_ends():
-    group = next(iter(groups(CPU, quick=False)))
-    thin = group.thinned()
-    assert thin.rows < group.rows
-    assert thin.steps[0] == group.steps[0]
-    assert thin.steps[-1] == group.steps[-1]

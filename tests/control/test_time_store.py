@@ -11,7 +11,6 @@ from vllm_tide.control.profile_store import (
     ProfileMismatch,
     default_path,
     load,
-    profile_key,
     save,
 )
 
@@ -47,13 +46,7 @@ def test_mismatch_names_what_differs(tmp_path, report):
     assert message.endswith(".")
 
 
-def test_tuples_of_facts_are_lists_once_stored(tmp_path, report):
-    path = tmp_path / "profile.json"
-    save(path, TRUTH, FACTS | {"graph_sizes": (1, 2)}, report)
-    load(path, FACTS | {"graph_sizes": (1, 2)})
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "null", "nan"])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "null"])
 def test_other_files_are_refused_in_a_sentence(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -67,17 +60,6 @@ def test_other_format_is_refused(tmp_path, report):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(ProfileError, match="format 99"):
         load(path)
-
-
-def test_missing_file_is_the_systems_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "none.json")
-
-
-def test_key_depends_on_facts_alone():
-    assert profile_key(FACTS) == profile_key(dict(reversed(FACTS.items())))
-    assert profile_key(FACTS) != profile_key(FACTS | {"threads": 3})
-    assert len(profile_key(FACTS)) == 64
 
 
 def test_default_path_follows_the_cache_variable(monkeypatch, tmp_path):

@@ -29,38 +29,6 @@ class _Cache:
         return torch.einsum("hs,shd->hd", p, v)
 
 
-@torch.no_grad()
-def rollout(
-    draft: Eagle3Draft,
-    tokens: Tensor,
-    features: Tensor,
-    row: int,
-    num_steps: int,
-    *,
-    start: int = 0,
-    greedy: bool = False,
-) -> tuple[Tensor, list[int]]:
-    """Draft `num_steps` tokens after committed row `row`.
-
-    Args:
-        draft: The draft; computed in fp32.
-        tokens: int64 [S], S > row + 1.
-        features: [S, A*H].
-        row: Last row whose feature is known; token row + 1 is the last sampled token.
-        num_steps: Steps, the prefill included.
-        start: Position of row 0.
-        greedy: Feed back the draft's own argmax instead of `tokens` (serving proper).
-
-    Returns:
-        Logits fp32 [num_steps, V_d], and the argmax target ids.
-    """
-    w = draft.compute_weights(torch.float32)
-    logits = rollout_logits(
-        draft, w, tokens, features, row, num_steps, start=start, greedy=greedy
-    )
-    return logits, [_target_id(draft, x) for x in logits]
-
-
 def rollout_logits(
     draft: Eagle3Draft,
     w: Weights,
@@ -70,22 +38,19 @@ def rollout_logits(
     num_steps: int,
     *,
     start: int = 0,
-    greedy: bool = False,
 ) -> Tensor:
-    """The differentiable part of `rollout`, in the dtype of the weights.
+    """Draft `num_steps` tokens after committed row `row`; differentiable.
 
     Args:
-        draft: The draft.
         w: From `Eagle3Draft.compute_weights`.
-        tokens: As in `rollout`, and so all others.
-        features: As in `rollout`.
-        row: As in `rollout`.
-        num_steps: As in `rollout`.
-        start: As in `rollout`.
-        greedy: As in `rollout`.
+        tokens: int64 [S], S > row + 1.
+        features: [S, A*H].
+        row: Last row whose feature is known; token row + 1 is the last sampled token.
+        num_steps: Steps, the prefill included.
+        start: Position of row 0.
 
     Returns:
-        Logits [num_steps, V_d].
+        Logits [num_steps, V_d] in the dtype of the weights.
     """
     cache = _Cache()
     hidden = draft.combine(features[: row + 1].to(w["fc.weight"].dtype), w)
@@ -94,14 +59,10 @@ def rollout_logits(
         h, logits = _one_row(draft, w, cache, int(tokens[t + 1]), hidden[t], start + t)
     out = [logits]
     for i in range(1, num_steps):
-        token = _target_id(draft, logits) if greedy else int(tokens[row + 1 + i])
+        token = int(tokens[row + 1 + i])
         h, logits = _one_row(draft, w, cache, token, h, start + row + i)
         out.append(logits)
     return torch.stack(out)
-
-
-def _target_id(draft: Eagle3Draft, logits: Tensor) -> int:
-    return int(draft.vocab.target_ids[logits.argmax()])
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.draft import fake_xformers
-from vllm_tide.draft.attention import (
-    attention_backend,
-    packed_attention,
-    reference_attention,
-)
+from vllm_tide.draft.attention import attention_backend, packed_attention
 from vllm_tide.draft.attention_gpu import flex_attention, xformers_attention
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
@@ -23,15 +19,17 @@ DOCS = [0, 5, 6, 13]
 TRUNK = RowLayout(DOCS, [13], [], [])
 # two branches at one anchor, one at the first row of its document, one row alone
 BRANCHES = RowLayout(DOCS, [13, 16, 18, 19, 23], [3, 3, 5, 11], [0, 0, 1, 2])
+SOME = [2, 4, 7, 9, 11, 14, 15, 17, 18, 20, 22]
 CASES = [
     (TRUNK, list(range(13))),
     (TRUNK, [3, 4, 6, 9, 12]),
     (TRUNK, [7]),
     (BRANCHES, list(range(23))),
-    (BRANCHES, [2, 4, 7, 9, 11, 14, 15, 17, 18, 20, 22]),
+    (BRANCHES, SOME),
     (BRANCHES, [14, 22]),
     (BRANCHES, [0, 1, 12]),
 ]
+nightly = pytest.mark.nightly
 
 
 def seen_by_the_text(layout: RowLayout, row: int, key: int) -> bool:
@@ -103,72 +101,26 @@ def check(attend, layout: RowLayout, active: list[int], diagonals: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("diagonals", [0, 1, 3])
-@pytest.mark.parametrize("layout, active", CASES)
-@pytest.mark.parametrize("attend", [packed_attention, reference_attention])
-def test_attention_equals_the_text(attend, layout, active, diagonals) -> None:
-    check(attend, layout, active, diagonals)
+def every(*diagonals: int) -> pytest.MarkDecorator:
+    """Two cases, and all others at night: layout, active rows, diagonals."""
+    fast = [(TRUNK, [3, 4, 6, 9, 12], 0), (BRANCHES, SOME, diagonals[-1])]
+    more = [(*case, j) for case in CASES for j in diagonals]
+    rest = [pytest.param(*case, marks=nightly) for case in more if case not in fast]
+    return pytest.mark.parametrize("layout, active, diagonals", fast + rest)
 
 
-@pytest.mark.parametrize("diagonals", [0, 2])
-@pytest.mark.parametrize("layout, active", CASES)
+@every(0, 1, 3)
+def test_packed_attention_equals_the_text(layout, active, diagonals) -> None:
+    check(packed_attention, layout, active, diagonals)
+
+
+@every(0, 2)
 @pytest.mark.parametrize("rounding", [0, 5])
 @pytest.mark.usefixtures("xformers")
 def test_xformers_attention_equals_the_text(
     rounding, layout, active, diagonals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_xformers, "rounding", rounding)
-    check(xformers_attention, layout, active, diagonals)
-
-
-class PlainOperator:
-    """An operator of xformers on a CPU: its inputs, its mask, our arithmetic."""
-
-    VARLEN_LSE_PACKED = True
-    NAME = "plain"
-
-    def __init__(self, common: ModuleType) -> None:
-        self.common = common
-
-    def scores(self, inp) -> Tensor:
-        query, key = inp.query[0], inp.key[0]
-        shape = (1, 1, len(query), len(key))
-        mask = inp.attn_bias.materialize(shape)[0, 0].to(query)
-        return torch.einsum("qhd,khd->hqk", query, key) * inp.scale_float + mask
-
-    def apply(self, *args, needs_gradient: bool = True):
-        if len(args) == 1:
-            s = self.scores(args[0])
-            out = torch.einsum("hqk,khd->qhd", s.softmax(-1), args[0].value[0])[None]
-            return out, self.common.Context(lse=s.logsumexp(-1)[None], out=out)
-        context, inp, grad = args
-        query, key, value = inp.query, inp.key, inp.value
-        p = (self.scores(inp) - context.lse[0, :, :, None]).exp()
-        delta = (grad * context.out).sum(-1)[0].T
-        gp = torch.einsum("qhd,khd->hqk", grad[0], value[0])
-        gs = p * (gp - delta[..., None]) * inp.scale_float
-        return self.common.Gradients(
-            dq=torch.einsum("hqk,khd->qhd", gs, key[0])[None],
-            dk=torch.einsum("hqk,qhd->khd", gs, query[0])[None],
-            dv=torch.einsum("hqk,qhd->khd", p, grad[0])[None],
-        )
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real xformers with an operator for a CPU, which it has none for."""
-    fmha = pytest.importorskip("xformers.ops.fmha")
-    operator = PlainOperator(fmha.common)
-    monkeypatch.setattr(fmha, "_dispatch_fw", lambda inp, needs_gradient: operator)
-    monkeypatch.setattr(fmha, "_dispatch_bw", lambda inp, varlen_lse_packed: operator)
-
-
-@pytest.mark.parametrize("diagonals", [0, 2])
-@pytest.mark.parametrize("layout, active", CASES)
-@pytest.mark.usefixtures("installed")
-def test_xformers_own_masks_and_checks_equal_the_text(
-    layout, active, diagonals
-) -> None:
     check(xformers_attention, layout, active, diagonals)
 
 
@@ -196,8 +148,7 @@ def test_flex_attention_equals_the_text(layout, active, diagonals) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("name", ["flex", "xformers"])
-@pytest.mark.parametrize("layout, active", CASES)
-@pytest.mark.parametrize("diagonals", [0, 1, 3])
+@every(0, 1, 3)
 def test_accelerated_attention_equals_the_text(name, layout, active, diagonals) -> None:
     """Values and gradients on the device, in fp32 where there are kernels of it."""
     dtype, atol = torch.float32, 5e-3  # TF32 in the kernels

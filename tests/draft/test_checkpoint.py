@@ -23,7 +23,6 @@ from vllm_tide.draft import (
     save_draft,
 )
 from vllm_tide.draft.checkpoint import build_draft
-from vllm_tide.draft.config import Rope
 
 TOY = ToyTarget()
 
@@ -47,42 +46,6 @@ def test_saved_draft_loads_bit_identically(tmp_path, dtype):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
-
-
-@pytest.mark.parametrize(
-    "rope", [Rope(), Rope(5e5, "linear", 2.0), Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)]
-)
-def test_config_round_trip(rope):
-    shape = config(rope=rope, norm_output=True, norm_before_residual=True)
-    again = Eagle3Config.from_json(shape.to_json())
-    assert again.rope.inverse_frequencies(8) == rope.inverse_frequencies(8)
-    assert again.norm_output and again.norm_before_residual
-
-
-def test_speculators_names_load_and_are_published_back(tmp_path):
-    draft = _pruned()
-    tensors = {
-        name.replace("midlayer.", "layers.0."): t
-        for name, t in export_tensors(draft, torch.float32).items()
-    }
-    shape = draft.config
-    layer = shape.to_json()
-    for name in ("architectures", "eagle_aux_hidden_state_layer_ids", "fc_norm"):
-        layer.pop(name)
-    raw = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": 40,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "transformer_layer_config": layer,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, tmp_path / "model.safetensors")
-    again = load_draft(tmp_path, TOY.rows)
-    published = export_tensors(again, stored_names=True)
-    assert published.keys() == tensors.keys()
-    assert all(torch.equal(published[n], tensors[n]) for n in tensors)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +128,3 @@ def test_vocabulary_maps_are_inverse(kept):
     again = VocabMap.from_d2t(vocab.d2t, 100)
     assert torch.equal(again.target_ids, ids)
     again.check_t2d(vocab.t2d)
-
-
-def test_missing_directory_is_one_sentence(tmp_path):
-    with pytest.raises(DraftError, match="config.json"):
-        load_draft(tmp_path / "none", TOY.rows)
-    with pytest.raises(DraftError, match="config.json"):
-        TargetRows.load(tmp_path)

@@ -90,18 +90,6 @@ def test_no_change_is_no_tensor_and_the_base_bit_by_bit(base):
     assert delta.fingerprint(made) == delta.fingerprint(base)
 
 
-def test_a_chain_of_changes_does_not_drift(base):
-    """Each is of the base: what was served in between leaves nothing behind."""
-    held, fast = masters(base), masters(base)
-    for seed in range(20):
-        fast = fast | {"fc.weight": fast["fc.weight"] + product(2, seed=seed)}
-        served = delta.apply(base, delta.factors(held, fast))
-    want = fast["fc.weight"].to(base["fc.weight"].dtype)
-    torch.testing.assert_close(served["fc.weight"], want, rtol=2**-7, atol=1e-3)
-    back = delta.apply(base, delta.factors(held, masters(base)))
-    assert torch.equal(back["fc.weight"], base["fc.weight"])
-
-
 def test_the_fingerprint_is_of_names_values_and_types(base):
     name = delta.fingerprint(base)
     assert name == delta.fingerprint(dict(reversed(base.items())))
@@ -112,14 +100,6 @@ def test_the_fingerprint_is_of_names_values_and_types(base):
     others = [base | {key: value} for key, value in other.items()]
     others.append({n: t for n, t in base.items() if n != "small.weight"})
     assert name not in {delta.fingerprint(tensors) for tensors in others}
-
-
-def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
-    reads = []
-    held = delta.Base(lambda: reads.append(1) or base)
-    assert not reads
-    assert held.fingerprint == delta.fingerprint(base) and held.tensors is base
-    assert len(reads) == 1
 
 
 @pytest.mark.parametrize(
@@ -146,11 +126,8 @@ def test_no_change_is_made_of_drafts_that_do_not_fit(base, wrong, said):
         ({"norm.weight": torch.full((COLUMNS,), torch.nan)}, "norm.weight has NaN"),
         ({"fc.weight.u": None}, "fc.weight has one factor and not the other"),
         ({"fc.weight.u": torch.ones(COLUMNS, 4)}, "factors .224, 4. and .4, 224. of"),
-        ({"fc.weight.v": torch.ones(5, COLUMNS)}, "do not make .160, 224."),
-        ({"fc.weight.v": torch.ones(4)}, "do not make .160, 224."),
         ({"fc.weight.v": torch.full((4, COLUMNS), 1e38)}, "fc.weight has NaN or inf"),
         ({"extra": torch.ones(3)}, "extra belongs to nothing of the base"),
-        ({"extra.u": torch.ones(3, 3)}, "extra.u belongs to nothing of the base"),
         ({"d2t.u": torch.ones(ROWS, 1), "d2t.v": torch.ones(1, 1)}, "of d2t do not"),
     ],
 )

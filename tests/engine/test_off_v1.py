@@ -24,7 +24,7 @@ class Off(Engine):
         monkeypatch.setattr(control_v1, "time", clock)
         settings = ControlSettings(k_max=K, min_gain=10.0, probe_share=0.0)
         time = FixedTime(published("Llama-3.3-70B"))
-        self.policy = control.policy = AdaSpecPolicy(settings, time, control._slo)
+        self.policy = control.policy = AdaSpecPolicy(settings, time)
         self.forecasts, begin = 0, self.policy.drafter.begin
         self.new = 0
 

@@ -22,10 +22,15 @@ def parts(n, rows, width, depth, cut):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
-    ("n", "rows", "width", "depth"),
-    [(1, 1, 1, 1), (3, 11, 4, 3), (5, 2500, 1, 3), (40, 64, 6, 5)],
+    ("n", "rows", "width", "depth", "cut"),
+    [
+        (3, 11, 4, 3, True),
+        (5, 2500, 1, 3, False),
+        pytest.param(1, 1, 1, 1, False, marks=pytest.mark.nightly),
+        pytest.param(40, 64, 6, 5, False, marks=pytest.mark.nightly),
+        pytest.param(40, 64, 6, 5, True, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
     given = parts(n, rows, width, depth, cut)

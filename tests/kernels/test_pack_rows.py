@@ -38,9 +38,21 @@ def packed(monkeypatch, features, rows, stored, room=0):
     return ours
 
 
+SOME = [(0, 0), (0, 1), (2, 0)]  # places in DTYPES; the others at night
+PAIRS = [
+    pytest.param(
+        DTYPES[given],
+        DTYPES[stored],
+        marks=() if (given, stored) in SOME else pytest.mark.nightly,
+        id=f"{name_of(DTYPES[given])}-{name_of(DTYPES[stored])}",
+    )
+    for given in range(3)
+    for stored in range(3)
+]
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("stored", DTYPES, ids=name_of)
-@pytest.mark.parametrize("given", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("given", "stored"), PAIRS)
 def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
     features = inputs(9, 77, given)
     out = packed(monkeypatch, features, range(9), stored, room=2)
@@ -49,18 +61,20 @@ def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("rows", [[0], [8], [1, 2, 5, 8], [3, 3, 0], []])
-def test_only_the_rows_that_are_named_are_packed(monkeypatch, rows):
+def test_only_the_rows_that_are_named_are_packed(monkeypatch):
     features = inputs(9, 40, torch.bfloat16)
-    out = packed(monkeypatch, features, rows, torch.bfloat16, room=1)
-    assert torch.equal(out[:-1], torch.cat([f[rows] for f in features], -1))
-    assert out[-1].eq(7).all()
+    for rows in ([1, 2, 5, 8], [3, 3, 0], []):
+        with monkeypatch.context() as patch:
+            out = packed(patch, features, rows, torch.bfloat16, room=1)
+        assert torch.equal(out[:-1], torch.cat([f[rows] for f in features], -1))
+        assert out[-1].eq(7).all()
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("hidden", [1, 16, 1024, 1025])
-def test_any_width(monkeypatch, hidden):
-    packed(monkeypatch, inputs(2, hidden, torch.bfloat16), [0, 1], torch.bfloat16)
+def test_any_width(monkeypatch):
+    for hidden in (1, 1024, 1025):
+        with monkeypatch.context() as patch:
+            packed(patch, inputs(2, hidden, torch.bfloat16), [0, 1], torch.bfloat16)
 
 
 @pytest.mark.interpreted
@@ -81,11 +95,9 @@ def test_nan_stays_nan_in_every_dtype(monkeypatch):
     [
         ({"features": 2}, "three layers"),
         ({"hidden": 9}, "a layer must be"),
-        ({"dtype": torch.float64}, "one dtype"),
         ({"rows": torch.arange(4, dtype=torch.int32)}, "do not fit"),
         ({"rows": torch.ones(2, 1)}, "rows must be"),
         ({"out": torch.empty(3, 24, dtype=torch.float64)}, "out must be"),
-        ({"out": torch.empty(24, 3).T}, "out must be"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -32,23 +32,12 @@ def test_each_step_fills_its_column_for_its_rows():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [VOCAB, VOCAB // 3])
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [(torch.bfloat16, VOCAB), (torch.float32, VOCAB // 3)]
+)
 def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
     sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
     monkeypatch.setattr(torch, "softmax", None)
     wanted = kept(sureness, dtype, vocab=vocab)
     torch.testing.assert_close(sureness.table, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.interpreted
-def test_the_kernel_works_in_the_memory_that_it_was_given():
-    sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
-    work = sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
-    where = work.logprobs.data_ptr()
-    logits = torch.randn(REQS, VOCAB)
-    assert sureness._highest(logits).data_ptr() == where
-    assert sureness._highest(logits[:2]).data_ptr() == where
-    assert sureness._highest(logits[:, :9]).data_ptr() != where
-    assert torch.isnan(sureness._highest(torch.full((1, VOCAB), torch.nan))).all()

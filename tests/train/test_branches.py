@@ -160,17 +160,6 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
 
 
-def test_reference_attention_gives_the_same_draft() -> None:
-    draft, batch = make_draft(), pack(make_samples())
-    plan = plan_rows(batch, STEPS)
-    for a, b in zip(
-        run(draft, batch, plan, torch.float64, "packed"),
-        run(draft, batch, plan, torch.float64, "reference"),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def test_branches_train_where_no_trunk_row_does() -> None:
     draft, samples = make_draft(), make_samples()
     batch = pack([replace(s, has_teacher=s.has_teacher & False) for s in samples])

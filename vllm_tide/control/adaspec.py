@@ -27,7 +27,6 @@ from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
 from vllm_tide.control.drafter import Drafter
 from vllm_tide.control.gate import AgainstPlain, Gate
 from vllm_tide.control.history import History
-from vllm_tide.control.slo import SloBook
 from vllm_tide.control.verifier import select
 
 _REFRESH_ROUNDS = 16
@@ -118,7 +117,6 @@ class AdaSpecPolicy:
 
     Args:
         time: Time model, refined by what `observe` is given.
-        book: The SLO book that the caller fills `Batch.limit` from, for `stats`.
 
     Attributes:
         verify_chance: float64 [n], of what `choose` chose: the chance with which the
@@ -126,12 +124,9 @@ class AdaSpecPolicy:
         remembered: bool [n], where `choose` chose the memory's; None if it has none.
     """
 
-    def __init__(
-        self, settings: ControlSettings, time: Times, book: SloBook | None = None
-    ) -> None:
+    def __init__(self, settings: ControlSettings, time: Times) -> None:
         self._settings = settings
         self._time = time
-        self._book = book
         k, capacity = settings.k_max, settings.max_requests
         self.calibration = Calibration(k)
         self.offsets = RequestOffsets(capacity)
@@ -249,11 +244,18 @@ class AdaSpecPolicy:
         batch, costs = self._batch, self._costs
         assert batch is not None  # noqa: S101 (protocol: plan comes first)
         self._step = step
-        given = self._values, step, confidence, self._sampled, self._offset
-        self.calibration.predict(*given)
-        rooms = batch.room, self._room
-        survival, bar = self._survival, self._bar
-        return self.drafter.go_on(step, self._values, survival, *rooms, costs, bar)
+        self.calibration.predict(
+            self._values, step, confidence, self._sampled, self._offset
+        )
+        return self.drafter.go_on(
+            step=step,
+            values=self._values,
+            survival=self._survival,
+            room=batch.room,
+            wanted=self._room,
+            costs=costs,
+            bar=self._bar,
+        )
 
     def choose(self) -> np.ndarray:
         """int64 [n], tokens of each request to verify, of what `remembered` says."""
@@ -313,7 +315,8 @@ class AdaSpecPolicy:
         if outcome.sample is not None and timed:
             self._time.observe(outcome.sample)
         if outcome.probe is not None and len(outcome.probe[0]):
-            self._observe_probe(*outcome.probe)
+            slots, confidence, hit = outcome.probe
+            self._observe_probe(slots, confidence, hit)
         if prefilled := bool(self._fresh[outcome.slots].any()):
             self._fresh[outcome.slots[outcome.emitted > 0]] = False
         batch = self._batch
@@ -360,7 +363,7 @@ class AdaSpecPolicy:
     def stats(self) -> dict[str, Any]:
         record = self.gate.drafting if self.gate.on else self.gate.plain
         return {
-            **totals(self._count, self._off, self._lengths, self._book),
+            **totals(self._count, self._off, self._lengths),
             "predicted_step_s": self._seconds[0],
             "measured_step_s": self._seconds[1],
             "time_error": self._time.error,
@@ -452,14 +455,18 @@ class AdaSpecPolicy:
             self.history.refresh()
 
     def _learn(self, lesson: _Lesson) -> None:
-        given = lesson.values, lesson.survival, lesson.steps, lesson.answers
         (position, row), (z, chance, hit), predicted = self.offsets.judge(
-            lesson.slots, *given
+            lesson.slots,
+            lesson.values,
+            lesson.survival,
+            lesson.steps,
+            lesson.answers,
         )
         rows, _, accepted = lesson.answers
         self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
         if len(row):
-            weight = Exploration.weight(position, row, *lesson.explored)
+            wanted, chance_drawn = lesson.explored
+            weight = Exploration.weight(position, row, wanted, chance_drawn)
             kind = lesson.sampled[row]
             self.calibration.learn(position, kind, z, chance, hit, weight)
 

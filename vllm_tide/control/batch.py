@@ -15,7 +15,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm_tide.control.online_time import RoundSample
-    from vllm_tide.control.slo import SloBook
 
 
 @dataclass(slots=True)
@@ -177,13 +176,11 @@ _COUNTS = (
 
 
 def totals(
-    count: Counter[str], off: Counter[str], lengths: np.ndarray, book: SloBook | None
+    count: Counter[str], off: Counter[str], lengths: np.ndarray
 ) -> dict[str, Any]:
     """The part of a policy's `stats` that only counts."""
     return {
         **{name: count[name] for name in _COUNTS},
         "off_rounds": dict(off),
         "length_hist": lengths.tolist(),
-        "slo_met": book.met if book else 0,
-        "slo_missed": book.missed if book else 0,
     }

@@ -87,10 +87,21 @@ class Calibration:
             sampled: int64 [n], 1 where temperature is above zero, else 0.
             offset: float64 [n], of the requests, in log-odds of acceptance.
         """
-        nodes, given = len(NODES), np.ascontiguousarray(confidence, np.float64)
-        who = given, sampled, offset, self._table, self._rise
-        line = float(NODES[0]), 1.0 / _STEP, _LEAST
-        table_chances(values, step, *who, nodes, self.k_max * nodes, *line)
+        nodes = len(NODES)
+        table_chances(
+            values,
+            step,
+            np.ascontiguousarray(confidence, np.float64),
+            sampled,
+            offset,
+            self._table,
+            self._rise,
+            nodes,
+            self.k_max * nodes,
+            float(NODES[0]),
+            1.0 / _STEP,
+            _LEAST,
+        )
 
     def learn(
         self,
@@ -300,8 +311,9 @@ class RequestOffsets:
         """
         size = steps * len(slots)
         where, labels = np.empty((2, size), np.int64), np.empty((3, size))
-        who, *told = (np.ascontiguousarray(a, np.int64) for a in (slots, *answers))
-        rows, verified, accepted = told
+        rows, verified, accepted = (
+            np.ascontiguousarray(answer, np.int64) for answer in answers
+        )
         count, tokens = judge(
             values,
             survival,
@@ -309,7 +321,7 @@ class RequestOffsets:
             rows,
             verified,
             accepted,
-            who,
+            np.ascontiguousarray(slots, np.int64),
             self.value,
             self._precision,
             self._KEEP,

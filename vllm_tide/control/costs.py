@@ -6,12 +6,11 @@ The time model is asked once per round; every decision of the round reads the ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from vllm_tide.control.batch import Batch
-from vllm_tide.control.online_time import OnlineTime, RefinedTime
+from vllm_tide.control.online_time import OnlineTime, RefinedTime, RoundSample
 from vllm_tide.control.time_model import TimeModel
 
 STAY_ROUNDS = 32
@@ -180,9 +179,9 @@ class KeptPassTimes:
         """Relative error of predictions; nan before the first measurement."""
         return self._times.error
 
-    def observe(self, sample: Any) -> object:
+    def observe(self, sample: RoundSample) -> None:
         """Learn from one measured `RoundSample`."""
-        return self._times.observe(sample)
+        self._times.observe(sample)
 
 
 TimeSource = TimeModel | RefinedTime | KeptPass

@@ -65,6 +65,7 @@ class Drafter:
             room: int64 [n], most draft tokens of each request.
         """
         n, history = len(slots), self._history
+        place, mean, keep = history.levels()
         self._drafted.fill(0.0)
         self._depth = np.zeros(n)
         self._both, self._share = np.empty(2 * n, np.int64), np.empty(2 * n)
@@ -78,7 +79,9 @@ class Drafter:
             self._both,
             self._share,
             slots,
-            *history.levels(),
+            place,
+            mean,
+            keep,
             room,
             history.sets,
             history.k_max,

@@ -121,9 +121,9 @@ def report_on(
     """Errors of a model on rounds it was fitted to and on rounds it was not."""
     parts = {}
     for name in ("target", "draft_first", "draft_next", "host"):
-        pairs = [_part_pairs(model, group, name) for group in (fitted, unseen)]
-        if len(pairs[0][0]):
-            parts[name] = _part_report(*pairs)
+        seen = _part_pairs(model, fitted, name)
+        if len(seen[0]):
+            parts[name] = _part_report(seen, _part_pairs(model, unseen, name))
     whole = _part_report(
         _part_pairs(model, fitted, None), _part_pairs(model, unseen, None)
     )
@@ -147,7 +147,7 @@ def fit_forward(
         seconds: [samples] measured.
         query: [samples] rows per request; None: one each.
     """
-    rows = ForwardModel((1,), (0.0,), 0.0, 0.0, sizes).padded(tokens)
+    rows = ForwardModel((1,), (0.0,), 0.0, sizes=sizes).padded(tokens)
     knots = _knots(rows)
     ramps = _ramps(rows, knots)
     queries = np.ones(1)

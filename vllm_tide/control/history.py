@@ -68,11 +68,9 @@ class History:
             gained over positions s+1..j, j = s+1..K.
     """
 
-    def __init__(
-        self, k_max: int, capacity: int, half_life_tokens: float = HALF_LIFE_TOKENS
-    ) -> None:
+    def __init__(self, k_max: int, capacity: int) -> None:
         self.k_max = k_max
-        self._knobs = np.array([half_life_tokens, *_FILTER])
+        self._knobs = np.array([HALF_LIFE_TOKENS, *_FILTER])
         self.mean = _START
         self._level = np.full(capacity, _START)
         self._place = np.full(capacity, _place(_START))
@@ -112,12 +110,6 @@ class History:
         below, above = self.gains[low, last], self.gains[low + 1, last]
         return np.where(length > 0, below + (at - low) * (above - below), 0.0)
 
-    def expected(self) -> np.ndarray:
-        """Mean conditional acceptance of positions 1..K at the workload's level."""
-        survival = self.survival @ CHANCE
-        mixed = [np.interp(self.mean, CENTRES, column) for column in survival.T]
-        return np.asarray(np.divide(mixed, [1.0, *mixed[:-1]]))
-
     def learn(
         self,
         slots: np.ndarray,
@@ -134,10 +126,21 @@ class History:
             drafted: bool [s, n], False where a request had no such token of use.
         """
         _, _, keep = self.levels()
-        given = slots, logits, chance, drafted
-        kept = self._level, self._place, self._variance, self._fall, self._counts
-        knobs = self.mean, keep, self._knobs
-        self.mean, learnt = learn_levels(*given, *kept, CHANCE, *knobs)
+        self.mean, learnt = learn_levels(
+            slots,
+            logits,
+            chance,
+            drafted,
+            self._level,
+            self._place,
+            self._variance,
+            self._fall,
+            self._counts,
+            CHANCE,
+            self.mean,
+            keep,
+            self._knobs,
+        )
         if learnt:
             self._idle = 0
 

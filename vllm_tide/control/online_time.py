@@ -46,6 +46,7 @@ _FORWARD_LIMITS = ((0.05, 20.0), (0.05, 20.0), _FREE)
 _UNIT = 1e-3
 _REQUEST_UNIT = 1e-4
 _KEPT_ERRORS = 256
+_FORGETTING = 0.995  # weight of the past per round: some 200 rounds are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +83,14 @@ class Factors:
     """Factors on a cost's three components, by robust recursive least squares.
 
     Plain numbers, not arrays: it runs up to four times in every round.
-
-    Args:
-        forgetting: Weight of the past per observation.
     """
 
     def __init__(
         self,
         initial: Triple,
-        forgetting: float,
         limits: tuple[tuple[float, float], ...] = _FORWARD_LIMITS,
     ) -> None:
-        self.value = self.initial = initial
-        self._forgetting = forgetting
+        self.value = initial
         self._limits = limits
         # The symmetric covariance's upper triangle: xx xy xz yy yz zz.
         self._covariance = _OPEN
@@ -133,7 +129,7 @@ class Factors:
         x = _dot((xx, xy, xz), share)
         y = _dot((xy, yy, yz), share)
         z = _dot((xz, yz, zz), share)
-        noise = self._forgetting * self._spread**2 / weight
+        noise = _FORGETTING * self._spread**2 / weight
         scale = 1.0 / (noise + _dot((x, y, z), share))
         step = scale * residual
         old, (first, second, third) = self.value, self._limits
@@ -143,7 +139,7 @@ class Factors:
             min(max(old[2] + z * step, third[0]), third[1]),
         )
         xx, yy, zz = xx - x * x * scale, yy - y * y * scale, zz - z * z * scale
-        grow = min(1.0 / self._forgetting, _MOST_VARIANCE / (xx + yy + zz))
+        grow = min(1.0 / _FORGETTING, _MOST_VARIANCE / (xx + yy + zz))
         self._covariance = (
             grow * xx,
             grow * (xy - x * y * scale),
@@ -164,14 +160,14 @@ class RefinedTime:
     Its methods take and return what those of `TimeModel` do.
     """
 
-    def __init__(self, profile: TimeModel, forgetting: float) -> None:
+    def __init__(self, profile: TimeModel) -> None:
         self.profile = profile
         once = (1.0, 1.0, 0.0)
-        self.target = Factors(once, forgetting)
-        self.draft_first = Factors(once, forgetting)
-        self.draft_next = Factors(once, forgetting)
+        self.target = Factors(once)
+        self.draft_first = Factors(once)
+        self.draft_next = Factors(once)
         known = profile.host / _UNIT, profile.host_per_request / _REQUEST_UNIT, 0.0
-        self.host = Factors(known, forgetting, (_FREE, _FREE, _FREE))
+        self.host = Factors(known, (_FREE, _FREE, _FREE))
         self.shape = CurveShape()
 
     def learnt(self) -> Learnt:
@@ -244,18 +240,13 @@ def host_parts(requests: int, asked: bool = False) -> Triple:
 class OnlineTime:
     """A profile and what serving teaches about it.
 
-    Args:
-        forgetting: Weight of the past per round; 0.995 remembers some 200 rounds.
-
     Attributes:
         model: The refined model; the same object for good, its factors move.
     """
 
-    def __init__(self, profile: TimeModel, forgetting: float = 0.995) -> None:
-        if not 0.5 < forgetting <= 1.0:
-            raise ValueError(f"forgetting must be in (0.5, 1], not {forgetting}")
+    def __init__(self, profile: TimeModel) -> None:
         self.profile = profile
-        self.model = RefinedTime(profile, forgetting)
+        self.model = RefinedTime(profile)
         self._errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
 
     @property
@@ -266,31 +257,22 @@ class OnlineTime:
         """
         return float(np.median(self._errors)) if self._errors else NAN
 
-    def observe(self, sample: RoundSample) -> tuple[float, float]:
-        """Refine the model by one measured round.
-
-        Returns:
-            Relative errors of the prediction before this update, refined and of the
-            profile alone, over what was measured of the round; nan if nothing was.
-        """
-        refined = unrefined = measured = 0.0
+    def observe(self, sample: RoundSample) -> None:
+        """Refine the model by one measured round."""
+        predicted = measured = 0.0
         shape, rows = self.model.shape, sample.requests + sample.verified
         for factors, parts, seconds in self._measurements(sample):
             bent = 1.0
             if factors is self.model.target:
                 bent = shape.factor(rows + sample.prefill)
-            refined += factors.predict(parts) * bent
-            unrefined += _dot(factors.initial, parts)
+            predicted += factors.predict(parts) * bent
             measured += seconds
             factors.observe(parts, seconds / bent)
             if factors is self.model.target and seconds > 0.0:
                 usual = max(factors.predict(parts), _LEAST)
                 shape.learn(rows + sample.prefill, seconds / usual)
-        if measured <= 0.0:
-            return NAN, NAN
-        errors = abs(refined / measured - 1.0), abs(unrefined / measured - 1.0)
-        self._errors.append(errors[0])
-        return errors
+        if measured > 0.0:
+            self._errors.append(abs(predicted / measured - 1.0))
 
     def _measurements(self, sample: RoundSample) -> list[tuple[Factors, Triple, float]]:
         """The parts of the round that were measured: factors, components, seconds."""

@@ -16,7 +16,6 @@ from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 from vllm_tide.control.batch import Batch, Outcome, Plan, Proposals, totals
 from vllm_tide.control.calibration import HALF_LIFE_TOKENS
 from vllm_tide.control.costs import Times
-from vllm_tide.control.slo import SloBook
 
 __all__ = [
     "AdaSpecPolicy",
@@ -40,15 +39,11 @@ class _Baseline:
     Args:
         k_max: Most draft tokens.
         time: Time model to keep refined, for its error; None: none.
-        book: SLO book whose counts `stats` reports.
     """
 
-    def __init__(
-        self, k_max: int, time: Times | None = None, book: SloBook | None = None
-    ) -> None:
+    def __init__(self, k_max: int, time: Times | None = None) -> None:
         self._k = k_max
         self._time = time
-        self._book = book
         self._room = np.zeros(0, np.int64)
         self._memory: Proposals | None = None
         self.remembered: np.ndarray | None = None
@@ -114,7 +109,7 @@ class _Baseline:
         nan = float("nan")
         unknown = "predicted_step_s", "measured_step_s", "calibration_error"
         return {
-            **totals(self._count, self._off, self._lengths, self._book),
+            **totals(self._count, self._off, self._lengths),
             **dict.fromkeys((*unknown, "throughput_ratio"), nan),
             "time_error": nan if self._time is None else self._time.error,
             "plain_seconds": 0.0,
@@ -155,8 +150,8 @@ class TideGatePolicy(_Baseline):
     Its `time` is what the gate predicts with.
     """
 
-    def __init__(self, k: int, time: Times, book: SloBook | None = None) -> None:
-        super().__init__(k, time, book)
+    def __init__(self, k: int, time: Times) -> None:
+        super().__init__(k, time)
         self._source = time
         self._accepted = 20.0 * _TIDE_START
         self._tried = 20.0
@@ -207,29 +202,20 @@ class TideGatePolicy(_Baseline):
         return "no_gain"
 
 
-def make_policy(
-    name: str, settings: ControlSettings, time: Times, book: SloBook | None = None
-) -> Policy:
-    """The policy of that name.
+def make_policy(name: str, settings: ControlSettings, time: Times) -> Policy:
+    """The policy of that name that predicts times.
 
     Args:
-        settings: Knobs; `k_max` is the length of "static" and "tide_gate".
-        book: SLO book that the caller keeps, for `stats`.
+        settings: Knobs; `k_max` is the length of "tide_gate".
 
     Raises:
         ValueError: For an unknown name.
     """
     k = settings.k_max
     if name == "adaspec":
-        return AdaSpecPolicy(settings, time, book)
+        return AdaSpecPolicy(settings, time)
     if name == "threshold":
-        return ThresholdPolicy(k, time, book)
+        return ThresholdPolicy(k, time)
     if name == "tide_gate":
-        return TideGatePolicy(k, time, book)
-    if name == "static":
-        return StaticPolicy(k, time, book)
-    if name.startswith("static") and name[6:].isdigit():
-        return StaticPolicy(int(name[6:]), time, book)
-    raise ValueError(
-        f"unknown policy {name!r}: adaspec, static, threshold or tide_gate"
-    )
+        return TideGatePolicy(k, time)
+    raise ValueError(f"unknown policy {name!r}: adaspec, threshold or tide_gate")

@@ -45,7 +45,7 @@ _DENSE = 8192
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """Seconds of one forward: `token_cost(N_batch) + alpha N_context + pairs N_pairs`.
+    """Seconds of one forward: `token_cost(N_batch) + alpha N_context`.
 
     AdaSpec eq. 2 with a piecewise-linear token part.
 
@@ -56,7 +56,6 @@ class ForwardModel:
             first value below the first one.
         alpha: Seconds per context token: the sum over requests of the tokens already
             in the KV cache, each read once per request (multi-query verification).
-        pairs: Seconds per (query token x context token) pair.
         queries: Ascending query lengths (rows of one request), for `extra`.
         extra: Seconds per context token beyond `alpha` at each of them, linear between
             and constant outside. A kernel may be tuned for one query: on CPU, reading a
@@ -70,7 +69,6 @@ class ForwardModel:
     knots: tuple[int, ...]
     seconds: tuple[float, ...]
     alpha: float
-    pairs: float = 0.0
     sizes: tuple[int, ...] = ()
     queries: tuple[float, ...] = ()
     extra: tuple[float, ...] = ()
@@ -86,8 +84,7 @@ class ForwardModel:
             raise ValueError(f"knots must ascend from at least 1: {knots}")
         if len(self.queries) != len(self.extra):
             raise ValueError("a forward model needs one extra for each query length")
-        rest = (self.alpha, self.pairs, self.rounding, *self.extra)
-        numbers = np.array([*seconds, *rest])
+        numbers = np.array([*seconds, self.alpha, self.rounding, *self.extra])
         if not np.isfinite(numbers).all() or (numbers < 0).any():
             raise ValueError("costs must be finite and not negative")
         if any(a > b for a, b in zip(seconds, seconds[1:], strict=False)):
@@ -133,7 +130,7 @@ class ForwardModel:
             context: Tokens in the KV cache, summed over the requests.
             query: Mean query length: rows per request, any shape.
         """
-        cost = self.alpha + self.pairs * query
+        cost: np.ndarray | float = self.alpha
         if self.queries:
             first = isinstance(query, float) and query <= self.queries[0]
             more = (
@@ -144,10 +141,9 @@ class ForwardModel:
             cost = cost + more
         return cost * (context + self.rounding * requests)
 
-    def forward(self, tokens: int, context: float, pairs: float = 0.0) -> float:
+    def forward(self, tokens: int, context: float) -> float:
         """Seconds of one forward with one query per request, `extra` left out."""
-        cost = float(self.token_cost(tokens))
-        return cost + self.alpha * context + self.pairs * pairs
+        return float(self.token_cost(tokens)) + self.alpha * context
 
     def padded(self, tokens: np.ndarray) -> np.ndarray:
         """Rows that really run: int64, rounded up to a CUDA-graph size."""
@@ -232,7 +228,7 @@ class TimeModel:
         """
         model = self.target
         tokens = model.token_costs(requests + prefill, most + 1)
-        if not (model.pairs or model.queries):
+        if not model.queries:
             return tokens, model.context_cost(requests, context)
         query = 1.0 + np.arange(most + 1) / max(requests, 1)
         return tokens, model.context_cost(requests, context, query)
@@ -259,7 +255,7 @@ class TimeModel:
         """
         model = self.draft_next
         # Pass j reads what the j passes before it appended: the sum over 1..count.
-        grown = (model.alpha + model.pairs) * requests * 0.5
+        grown = model.alpha * requests * 0.5
         each = float(model.context_cost(requests, context))
         return float(model.token_cost(requests)), each + grown, grown
 

@@ -63,5 +63,7 @@ def select(
     lengths = np.empty(survival.shape[1], np.int64)
     order = np.sort(survival, axis=None)  # ascending by SIMD
     worth = nan if bar is None else bar
-    found = best_set(order, survival, plain_tokens, seconds, limit, worth, lengths)
-    return Choice(lengths, *found)
+    total, tokens, spent = best_set(
+        order, survival, plain_tokens, seconds, limit, worth, lengths
+    )
+    return Choice(lengths, total, tokens, spent)

@@ -5,8 +5,8 @@ to its own keys of steps 1..i (the diagonals), under one softmax. Cost R^2 + iR.
 of a branch sees the trunk before its anchor and its branch up to itself instead of
 rows 0..t; what each row sees is `RowLayout.spans`.
 
-`packed_attention` runs anywhere; `reference_attention` is the plain form. Others are in
-`attention_gpu`; `attention_backend` chooses.
+`packed_attention` runs anywhere. Others are in `attention_gpu`; `attention_backend`
+chooses.
 
 Shapes: R step-0 rows, Q query rows (a sorted subset), j diagonals, n_h query heads,
 n_kv key heads, g = n_h / n_kv, d head dimension.
@@ -256,33 +256,6 @@ def packed_attention(
     return out
 
 
-def reference_attention(
-    q: Tensor,
-    k0: Tensor,
-    v0: Tensor,
-    kd: Tensor | None,
-    vd: Tensor | None,
-    active: Tensor,
-    layout: RowLayout,
-) -> Tensor:
-    """The same by one dense mask over (j + 1) * R keys; slow, arguments as above."""
-    rows, group = k0.shape[0], q.shape[1] // k0.shape[1]
-    every = torch.arange(rows, device=q.device)
-    keys, values = [k0], [v0]
-    own = every[None, :] == active[:, None]
-    allow = [_seen(active, every, *layout.spans(active))]
-    if kd is not None and vd is not None:
-        for k, v in zip(kd, vd, strict=True):
-            keys.append(torch.zeros_like(k0).index_copy(0, active, k))
-            values.append(torch.zeros_like(v0).index_copy(0, active, v))
-            allow.append(own)
-    k = torch.cat(keys).repeat_interleave(group, 1)
-    v = torch.cat(values).repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~torch.cat(allow, 1), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-
-
 Attention = Callable[..., Tensor]
 """Arguments and result as those of `packed_attention`."""
 
@@ -300,12 +273,9 @@ def attention_backend(name: str, device: str) -> Attention:
         name = "flex" if device == "cuda" else "packed"
     if name == "packed":
         return packed_attention
-    if name == "reference":
-        return reference_attention
     if name not in ("flex", "xformers"):
         raise DraftError(
-            f"tide.train.attention is {name!r}; use auto, packed, flex, xformers or "
-            "reference."
+            f"tide.train.attention is {name!r}; use auto, packed, flex or xformers."
         )
     if device != "cuda":
         raise DraftError(

@@ -120,14 +120,14 @@ def apply(
     on = next(iter(base.values())).device if base else torch.device("cpu")
     left = {name: tensor.to(on) for name, tensor in factors.items()}
     for name, old in base.items():
-        pair = left.pop(f"{name}.u", None), left.pop(f"{name}.v", None)
+        u, v = left.pop(f"{name}.u", None), left.pop(f"{name}.v", None)
         whole = left.pop(name, None)
         if whole is not None:
             _check_shape(name, old, whole)
             new = whole
-        elif pair[0] is not None and pair[1] is not None:
-            new = _added(name, old, *pair)
-        elif pair != (None, None):
+        elif u is not None and v is not None:
+            new = _added(name, old, u, v)
+        elif u is not None or v is not None:
             raise DraftError(f"draft change: {name} has one factor and not the other.")
         else:
             continue

@@ -170,7 +170,7 @@ def fresh_directory(
         _drop_abandoned(root)
         staged = Path(tempfile.mkdtemp(dir=root, prefix=".building-"))  # mode 0700
         try:
-            _write(staged, build_fresh(target_dir, settings, dtype), settings)
+            _write(staged, build_fresh(target_dir, settings, dtype))
             try:
                 staged.rename(folder)
             except OSError:
@@ -205,7 +205,7 @@ def _fingerprint(
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
 
 
-def _write(folder: Path, draft: Eagle3Draft, settings: FreshConfig) -> None:
+def _write(folder: Path, draft: Eagle3Draft) -> None:
     tensors = export_tensors(draft)
     mark = {MARK: {"format": FORMAT, "seed": SEED}}
     write_checkpoint(folder, hf_config(draft.config, tensors) | mark, tensors)

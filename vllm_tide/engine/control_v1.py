@@ -145,8 +145,9 @@ class ControlV1(Control):
             return self.agree(0)
         row, rows, start, num_rows = self._rows(num)
         if self._memory is not None:
-            given = slots, sampled_token_ids.numpy()
-            self._recalled = self._contain("memory", self._recall, *given)
+            self._recalled = self._contain(
+                "memory", self._recall, slots=slots, sampled=sampled_token_ids.numpy()
+            )
         spec = scheduler_output.scheduled_spec_decode_tokens
         rests = self._recalled is None and not spec  # one may have waited with drafts
         if rests and self._rests_on(slots, num_rows > num, now):
@@ -157,7 +158,16 @@ class ControlV1(Control):
             self._timed = self._rested <= 1 or bool(self.on_round)
             context = int(start.sum()) if self._timed else 0
             self.timer.planned(num, context, 0, num_rows - num)
-            self._keep(aux_hidden_states, slots, row, rows, start, num_rows)
+            self._contain(
+                "keep",
+                self._backlog.keep,
+                aux_hidden_states,
+                slots,
+                row,
+                rows,
+                start,
+                num_rows,
+            )
             return self.agree(0)
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
@@ -175,8 +185,17 @@ class ControlV1(Control):
         self._decoding = start, rows - drafts, judged
         code = self.num_speculative_tokens if self.start is None else 0
         if self.leader:
-            facts = slots, start + count, emitted, own, accepted, num_rows, now
-            decided = self._contain("plan", self._decide, *facts)
+            decided = self._contain(
+                "plan",
+                self._decide,
+                slots=slots,
+                context=start + count,
+                emitted=emitted,
+                drafts=own,
+                accepted=accepted,
+                num_rows=num_rows,
+                now=now,
+            )
             code = code if decided is None else decided
         code = self.agree(code)
         if code > 0:
@@ -194,10 +213,26 @@ class ControlV1(Control):
             self._asked = code
             return code
         self._off_size, self._asked_at = num, now
-        self._keep(aux_hidden_states, slots, row, count, start, num_rows)
+        self._contain(
+            "keep",
+            self._backlog.keep,
+            aux_hidden_states,
+            slots,
+            row,
+            count,
+            start,
+            num_rows,
+        )
         if code == _PROBE:
-            seen = slots, emitted, sampled_token_ids, start + count, attention
-            self._contain("probe", self._probe, *seen)
+            self._contain(
+                "probe",
+                self._probe,
+                slots=slots,
+                emitted=emitted,
+                sampled_token_ids=sampled_token_ids,
+                context=start + count,
+                attention=attention,
+            )
         return 0
 
     def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
@@ -221,9 +256,6 @@ class ControlV1(Control):
             self.policy.leave_out(slots, now - self._asked_at)
         self._asked_at = now
         return True
-
-    def _keep(self, *step: Any) -> None:
-        self._contain("keep", self._backlog.keep, *step)
 
     def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """First row, rows and first position of each request; rows of the step."""
@@ -331,8 +363,15 @@ class ControlV1(Control):
         self.explored |= self._contain("choose", explored, policy, req_ids) or {}
         made = draft_token_ids
         if self._memory is not None:
-            given = policy, req_ids, lengths, draft_token_ids
-            made = self._contain("memory", self._replace, *given) or made
+            replaced = self._contain(
+                "memory",
+                self._replace,
+                policy=policy,
+                req_ids=req_ids,
+                lengths=lengths,
+                drafts=draft_token_ids,
+            )
+            made = replaced or made
         return [
             tokens[:length]
             for tokens, length in zip(made, lengths.tolist(), strict=True)
@@ -414,8 +453,13 @@ class ControlV1(Control):
             return 1.0
         start, rows, verified = self._decoding
         decoding = start[rows == 1]
-        shape = len(decoding), int(decoding.sum()), verified
-        return step_cost(self.times.model, *shape, self._steps)
+        return step_cost(
+            self.times.model,
+            requests=len(decoding),
+            context=int(decoding.sum()),
+            verified=verified,
+            steps=self._steps,
+        )
 
     def _start_again(self, now: float) -> bool:
         self._rests, self._sample = Counter(), None
@@ -448,8 +492,9 @@ class ControlV1(Control):
         table, requests = self._table, self._runner.requests
         for req_id in [name for name in req_ids if name not in table.slot_of]:
             state = requests[req_id]
-            facts = state.num_prompt_tokens, state.sampling_params
-            slot = self._admit(req_id, set(req_ids), *facts)
+            slot = self._admit(
+                req_id, set(req_ids), state.num_prompt_tokens, state.sampling_params
+            )
             self._backlog.forget(slot)
             if self._memory is not None:
                 self._memory.begin(slot)

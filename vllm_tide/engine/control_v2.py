@@ -162,7 +162,8 @@ class ControlV2(Control):
                 continue
             waiting = self._preempted & table.slot_of.keys()
             staying = table.slot_of.keys() - waiting if waiting else running
-            self._admit(req_id, set(staying), *self._facts[req_id])
+            num_prompt_tokens, params = self._facts[req_id]
+            self._admit(req_id, set(staying), num_prompt_tokens, params)
 
     def end(self, req_ids: Sequence[str]) -> None:
         self._contain("", self._forget, req_ids)
@@ -346,9 +347,14 @@ class ControlV2(Control):
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
             verified = int(step.real_drafts.sum())
-            # Upstream runs the draft's first pass in every step.
-            shape = int(np.count_nonzero(decoding)), read, verified
-            step.cost = step_cost(self.times.model, *shape, max(step.steps, 1))
+            step.cost = step_cost(
+                self.times.model,
+                requests=int(np.count_nonzero(decoding)),
+                context=read,
+                verified=verified,
+                # Upstream runs the draft's first pass in every step.
+                steps=max(step.steps, 1),
+            )
         self._verified += int(drafts.sum())
         self._accepted += int(accepted.sum())
         self._by_depth[step.steps] += 1

@@ -295,10 +295,12 @@ class Control:
         here = [place[int(probed[i])] for i in found]
         return probed[found], confidence[found], token[found] == newest[here]
 
-    def _contain(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
+    def _contain(
+        self, where: str, call: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
         """Run a part that only the draft's quality depends on; None after a fault."""
         try:
-            return call(*args)
+            return call(*args, **named)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._lose(where, error)
             return None

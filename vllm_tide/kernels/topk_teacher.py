@@ -258,11 +258,20 @@ def topk_teacher(
     block = _block(vocab)
     splits = cdiv(vocab, block)
     keys, tops, sums = workspace.keys, workspace.tops, workspace.sums
-    source, shape = (logits, logits.stride(0), vocab), {"num_warps": _num_warps(block)}
+    stride, warps = logits.stride(0), _num_warps(block)
     groups = _groups(vocab, k)
     firsts = keys if k == 1 else workspace.groups  # of one token the group is the list
     _split_kernel[(rows, splits)](
-        *source, firsts, tops, sums, splits, BLOCK=block, GROUPS=groups, **shape
+        logits,
+        stride,
+        vocab,
+        firsts,
+        tops,
+        sums,
+        splits,
+        BLOCK=block,
+        GROUPS=groups,
+        num_warps=warps,
     )
     if k > 1:
         count = splits * groups
@@ -276,7 +285,16 @@ def topk_teacher(
             num_warps=_num_warps(together),
         )
         _list_kernel[(rows, splits)](
-            *source, workspace.floors, keys, k, splits, BLOCK=block, MOST=MAX_K, **shape
+            logits,
+            stride,
+            vocab,
+            workspace.floors,
+            keys,
+            k,
+            splits,
+            BLOCK=block,
+            MOST=MAX_K,
+            num_warps=warps,
         )
     candidates = power_of_two(splits * k)
     _merge_kernel[(rows,)](
