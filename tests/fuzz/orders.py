@@ -16,12 +16,12 @@ from unittest import mock
 
 from fastapi import FastAPI
 from hypothesis import strategies as st
+from vllm_tide.engine.endpoint import read_token
 
 from tests.fuzz.attempt import Parser, shape
 from tests.fuzz.damage import damaged, json_or_bytes
 from tests.fuzz.files import Folder, kept
 from vllm_tide.engine import endpoint
-from vllm_tide.engine.endpoint import read_token
 from vllm_tide.transport.admin import AdminSocket, send
 from vllm_tide.transport.shm import TransportError
 

@@ -49,8 +49,9 @@ def test_numbers_that_are_no_json_are_nothing(stranger):
 @pytest.mark.parametrize("answer", [{"ok": True, "text": "\ud800"}, {"ok": False}])
 def test_text_that_is_no_utf8_is_passed_on(answer):
     pytest.importorskip("fastapi")
-    from tests.fuzz.orders import app, request
     from vllm_tide.engine.endpoint import PREFIX
+
+    from tests.fuzz.orders import app, request
 
     headers = [(b"authorization", b"Bearer " + app()[1].encode())]
     given = {"method": "GET", "path": f"{PREFIX}/status", "headers": headers}
@@ -60,8 +61,9 @@ def test_text_that_is_no_utf8_is_passed_on(answer):
 
 def test_an_answer_that_cannot_be_written_is_an_error_and_no_crash():
     pytest.importorskip("fastapi")
-    from tests.fuzz.orders import app, request
     from vllm_tide.engine.endpoint import PREFIX
+
+    from tests.fuzz.orders import app, request
 
     deep = {"ok": True}
     for _ in range(100_000):
