@@ -13,18 +13,7 @@ from vllm_tide.top.collect import parse_page
 Reading = dict[str, float]
 GIVEN_UP = "requests given up"
 """Not a metric of vLLM, which counts no aborted request: see :func:`given_up`."""
-_STATUS = (
-    "rollbacks",
-    "refused_versions",
-    "published_version",
-    "installed_version",
-    "publications",
-    "rows_read",
-    "failed_writes",
-    "requests",
-    "pid",
-    "hostile_values",
-)
+_STATUS = ("rollbacks", "published_version", "rows_read", "failed_writes")
 
 
 def read_metrics(text: str) -> Reading:
@@ -65,8 +54,6 @@ def read_status(run_dir: Path) -> Reading:
             status = json.loads(path.read_text(encoding="utf-8"))
             if status["updated_unix"] > newest.get("updated_unix", 0.0):
                 newest = status
-    if newest:
-        newest["hostile_values"] = newest.get("rows_skipped", {}).get("hostile_values")
     return {f"trainer:{k}": float(newest.get(k) or 0) for k in _STATUS if newest}
 
 

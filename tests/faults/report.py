@@ -75,14 +75,3 @@ def write(path: Path, document: Mapping[str, Any], rows: Sequence[Row]) -> None:
     body = ",\n".join(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
-
-
-def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The document of an earlier run and its rows.
-
-    Raises:
-        OSError, ValueError: It cannot be read.
-    """
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [Row(**row, moved=0.0) for row in document.pop("rows")]
-    return document, rows

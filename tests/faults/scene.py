@@ -145,11 +145,6 @@ class Scene:
         """Where server and trainer meet."""
         return self.places.run_dir
 
-    @property
-    def spool(self) -> Path:
-        """A spool that the trainer looks into, and no relay writes to."""
-        return self.places.work / "spool"
-
     def struck(self) -> None:
         """The fault happens now: recovery is timed from here."""
         self.struck_at = time.monotonic()
@@ -199,7 +194,6 @@ class Scene:
             "tests.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
-        command += ["--spool", str(self.spool)]
         # Without this the trainer was seen to begin with the affinity {0}, the core of
         # the engine, and to starve there. How this thread came to that is not known.
         os.sched_setaffinity(0, self.other_cpus)

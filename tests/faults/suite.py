@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.harness.client import make_session
 from bench.harness.common import ServerError
 
-from . import disk, heads, memory, processes, requests, spool, starts
+from . import heads, memory, processes, requests
 from .counters import total
 from .fault import Fault
 from .leaks import LeakWatch, left_behind
@@ -25,9 +25,6 @@ FAULTS: tuple[Fault, ...] = (
     *memory.FAULTS,
     *heads.FAULTS,
     *requests.FAULTS,
-    *disk.FAULTS,
-    *spool.FAULTS,
-    *starts.FAULTS,
 )
 STRIKE_S = 300.0
 """Longest time from a fault to recovery (s), a new server's start included."""
@@ -56,6 +53,8 @@ class Row:
 def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]:
     """The faults to inject: every kind once, as far as they go, then by weight.
 
+    Of the first round the lasting ones are last: the last fault needs no restart.
+
     Args:
         count: How many.
         seed: Of the order; a longer plan begins as a shorter one does.
@@ -63,6 +62,7 @@ def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]
     """
     rng = random.Random(seed)  # noqa: S311 - not cryptographic
     first = rng.sample(list(faults), len(faults))
+    first.sort(key=lambda fault: fault.lasting)
     more = rng.choices(faults, [f.weight for f in faults], k=max(0, count - len(first)))
     return [*first, *more][:count]
 
@@ -76,10 +76,9 @@ class Suite:
         seed: Of everything random.
 
     Attributes:
-        rows: One for each fault so far.
         load: Its tallies.
         leaks: Of every process.
-        clean: Whether the server stopped without force at the end.
+        problems: What went wrong outside a fault.
     """
 
     def __init__(
@@ -91,11 +90,9 @@ class Suite:
         self._places, self._known = places, known
         self._seed = seed
         self._rng = random.Random(f"times:{seed}")  # noqa: S311 - not cryptographic
-        self.rows: list[Row] = []
         self.leaks = LeakWatch()
         self.load: Load | None = None
         self.problems: list[str] = []
-        self.clean = False
 
     async def run(
         self, faults: Sequence[Fault], on_row: Callable[[Row], None], minutes: float
@@ -108,7 +105,7 @@ class Suite:
             minutes: Begin none after this time.
 
         Raises:
-            ServerError: The first server does not start.
+            ServerError: A server does not start.
         """
         until = time.monotonic() + 60 * minutes
         async with make_session() as session:
@@ -120,14 +117,14 @@ class Suite:
                 busy = asyncio.create_task(load.run())
                 try:
                     await scene.trainer_reads()
-                    for fault in faults:
+                    for number, fault in enumerate(faults, 1):
                         if time.monotonic() > until:
                             break
                         row = await self._inject(scene, fault)
-                        self.rows.append(row)
                         on_row(row)
-                        if not await self._mend(scene, row):
-                            break
+                        damaged = fault.lasting or row.outcome != OK
+                        if damaged and number < len(faults):
+                            await self._restart(scene)
                 finally:
                     busy.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -135,12 +132,10 @@ class Suite:
             except NotRecovered as error:
                 self.problems.append(str(error))
             finally:
-                self.clean = await scene.stop()
+                await self._stop(scene)
             left = left_behind(scene.segments.made, set())
             if left:
                 self.problems.append(f"segments left after the end: {', '.join(left)}")
-            if not self.clean:
-                self.problems.append("the server or the trainer had to be killed")
 
     async def _inject(self, scene: Scene, fault: Fault) -> Row:
         rng, load = self._rng, scene.load
@@ -189,21 +184,14 @@ class Suite:
         found.append(self.leaks.look("trainer", scene.trainer))
         return "; ".join(filter(None, found))
 
-    async def _mend(self, scene: Scene, row: Row) -> bool:
-        """After harm: start anew, so that the next fault is judged alone.
-
-        Returns:
-            Whether the scene stands.
-        """
-        if row.outcome == OK:
-            return True
-        try:
-            await scene.stop()
-            await scene.start_server()
-            scene.start_trainer()
-            await scene.trainer_reads()
-        except (ServerError, NotRecovered) as error:
-            self.problems.append(f"no new start: {error}")
-            return False
+    async def _restart(self, scene: Scene) -> None:
+        """Start anew, so that the next fault is judged alone."""
+        await self._stop(scene)
+        await scene.start_server()
+        scene.start_trainer()
+        await scene.trainer_reads()
         scene.load.take_problems()
-        return True
+
+    async def _stop(self, scene: Scene) -> None:
+        if not await scene.stop():
+            self.problems.append("the server or the trainer had to be killed")

@@ -46,20 +46,19 @@ def run_dir() -> Path:
 kept: list[Folder] = []
 
 
-def read_run_dir(text: bytes) -> str:
+def read_run_dir(text: bytes) -> None:
     path = run_dir() / "engine-e1.json"
     path.write_bytes(text)
     ((_, found),) = inspect_manifests(run_dir())
-    live = read_manifests(run_dir())
+    read_manifests(run_dir())
     if found is not None:
         json.dumps(found.tide)
         Path(found.draft_path).exists()
         assert all(type(layer) is int for layer in found.aux_layer_ids)
     path.unlink()
-    return f"{found is not None} {len(live)}"
 
 
-def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> str:
+def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
     request, answer, trainer, relay, name = given
     folder = run_dir()
     files = {
@@ -76,11 +75,10 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> str:
     for one in found:
         assert one.tenant is None or 0 <= one.tenant < 2**64
     assert "keep" in [one.id for one in found], "a request was removed with another"
-    answered = purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
-    keepers = purge.live_keepers(folder)
+    purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
+    purge.live_keepers(folder)
     for path in folder.iterdir():
         path.unlink()
-    return f"{len(found)} requests, {len(answered)} answers, {len(keepers)} keepers"
 
 
 @functools.cache
@@ -120,12 +118,11 @@ def seal(text: bytes, digest: Any) -> bytes:
     return text
 
 
-def read_checkpoint(text: bytes) -> str:
+def read_checkpoint(text: bytes) -> None:
     draft, path, _ = checkpoint_scene()
     (path / "state.json").write_bytes(text)
     state, count = checkpoint.verify(path, draft)
     assert state.steps >= 0 and count >= 0
-    return "a checkpoint"
 
 
 @functools.cache
@@ -154,14 +151,13 @@ def stored(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return seal(text, checkpoint.digest_of) if draw(st.integers(0, 4)) else text, data
 
 
-def read_stored(given: tuple[bytes, bytes]) -> str:
+def read_stored(given: tuple[bytes, bytes]) -> None:
     store, path, _, _ = head_scene()
     path.with_suffix(".json").write_bytes(given[0])
     path.write_bytes(given[1])
     for head in store.drafts():
         assert isinstance(head.version, int)
     read_draft(path)
-    return "a head"
 
 
 def parsers() -> list[Parser]:
@@ -175,13 +171,11 @@ def parsers() -> list[Parser]:
     holder = {"pid": ME.pid, "start": ME.start, "namespace": ME.namespace}
     relays = json_or_bytes({**holder, "updated_unix": now})
     names = st.sampled_from(("0f", "x y", "²"))
+    manifests = json_or_bytes(MANIFEST, mine)
+    purges = st.tuples(requests, answers, trainers, relays, names)
     return [
-        Parser("rendezvous", "transport.rendezvous", json_or_bytes(MANIFEST, mine),
-               read_run_dir, (TransportError,)),
-        Parser("purge", "transport.purge",
-               st.tuples(requests, answers, trainers, relays, names), read_purges),
-        Parser("checkpoint", "train.checkpoint", states(), read_checkpoint,
-               (DraftError,)),
-        Parser("head_store", "deploy.store", stored(), read_stored,
-               (DraftRefused,)),
-    ]  # fmt: skip
+        Parser("rendezvous", manifests, read_run_dir, (TransportError,)),
+        Parser("purge", purges, read_purges),
+        Parser("checkpoint", states(), read_checkpoint, (DraftError,)),
+        Parser("head_store", stored(), read_stored, (DraftRefused,)),
+    ]
