@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from bench.harness.common import BenchError, environment
@@ -15,7 +15,7 @@ from bench.harness.common import BenchError, environment
 from .command import add_places, run_command, say_since
 from .fault import Fault
 from .reference import Known
-from .report import by_kind, table, write
+from .report import by_kind, markdown, write
 from .scene import Places
 from .suite import FAULTS, OK, Row, Suite, plan
 
@@ -30,10 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--count", type=int, default=500, help="faults (500)")
     p.add_argument(
         "--kinds", help="only these, comma-separated; " + ", ".join(_kinds())
-    )
-    p.add_argument("--without", default="", help="all but these, comma-separated")
-    p.add_argument(
-        "--minutes", type=float, default=1e9, help="begin no fault after this time"
     )
     add_places(p)
     return p
@@ -50,15 +46,11 @@ def _chosen(args: argparse.Namespace) -> list[Fault]:
         BenchError: One of them does not exist.
     """
     wanted = args.kinds.split(",") if args.kinds else _kinds()
-    without = args.without.split(",") if args.without else []
-    for option, names in (("--kinds", wanted), ("--without", without)):
-        unknown = [name for name in names if name not in _kinds()]
-        if unknown:
+    for name in wanted:
+        if name not in _kinds():
             known = ", ".join(_kinds())
-            raise BenchError(
-                f"{option}: {unknown[0]!r} is no fault; give one of {known}"
-            )
-    return [f for f in FAULTS if f.kind in wanted and f.kind not in without]
+            raise BenchError(f"--kinds: {name!r} is no fault; give one of {known}")
+    return [fault for fault in FAULTS if fault.kind in wanted]
 
 
 def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> int:
@@ -72,18 +64,13 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
         place = f"{len(rows)}/{len(faults)}"
         say(f"{place} {row.kind}: {row.outcome}, {row.recovery_s:.1f} s")
         if args.json is not None:
-            write(args.json, _document(args, suite, rows), rows)
+            write(args.json, _document(args, suite, rows), "rows", [*map(asdict, rows)])
 
-    # The engine has the first core for itself.
-    cpus = sorted(os.sched_getaffinity(0))
-    try:
-        asyncio.run(suite.run(faults, on_row, args.minutes))
-    finally:
-        os.sched_setaffinity(0, cpus)
+    asyncio.run(suite.run(faults, on_row))
     document = _document(args, suite, rows)
     if args.json is not None:
-        write(args.json, document, rows)
-    print(table(document["kinds"]))
+        write(args.json, document, "rows", [*map(asdict, rows)])
+    print("\n".join(markdown(document["kinds"])))
     for problem in document["problems"]:
         print(f"problem: {problem}")
     print(
@@ -107,7 +94,6 @@ def _document(
         "unanswered": dict(load.excused) if load else {},
         "problems": suite.problems,
         "kinds": by_kind(rows),
-        "processes": suite.leaks.report()[-40:],
         "environment": environment({}),
     }
 

@@ -155,9 +155,9 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
         await scene.good_head()
     # A head that it publishes now would have the number that is forged here.
     with trainer_stopped(scene):
-        refused = await _refusals(scene)
+        before = total(await scene.reading(), REFUSED)
         _forge_version(scene, rng, name)
-        await _refused(scene, refused)
+        await scene.until("a refusal", lambda r: total(r, REFUSED) > before)
     await scene.good_head()
 
 
@@ -176,38 +176,6 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
     scene.struck()
     poke(name, starts[1 - slot], bytes(body))
     set_word(name, _LATEST, latest + 1)
-
-
-async def garbage_version(scene: Scene, rng: random.Random) -> None:
-    """The number of the newest version is one that nobody published."""
-    with trainer_stopped(scene):
-        refused = await _refusals(scene)
-        scene.struck()
-        name = scene.manifest().weights
-        set_word(name, _LATEST, word(name, _LATEST) + rng.randrange(1, 1 << 32))
-        await _refused(scene, refused)
-    await scene.good_head()
-
-
-async def older_version(scene: Scene, rng: random.Random) -> None:
-    """The newest version is one that is older than what was served."""
-    name = scene.manifest().weights
-    while word(name, _LATEST) < 2:
-        await scene.good_head()
-    with trainer_stopped(scene):
-        refused = await _refusals(scene)
-        scene.struck()
-        set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
-        await _refused(scene, refused)
-    await scene.good_head()
-
-
-async def _refusals(scene: Scene) -> float:
-    return total(await scene.reading(), REFUSED)
-
-
-async def _refused(scene: Scene, before: float) -> None:
-    await scene.until("a refusal", lambda r: total(r, REFUSED) > before)
 
 
 async def rows_flow(scene: Scene) -> None:
@@ -234,8 +202,6 @@ FAULTS = (
         uncounted="the word's owner stores it again, which the suite reads there",
     ),
     Fault("damage_weights", damage_weights, REFUSED),
-    Fault("garbage_version", garbage_version, REFUSED),
-    Fault("older_version", older_version, REFUSED),
     Fault("shrink_ring", shrink_ring, RING_LOST, 0.2, lasting=True),
     Fault("shrink_weights", shrink_weights, WEIGHTS_LOST, 0.2, lasting=True),
 )

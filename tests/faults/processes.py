@@ -144,6 +144,12 @@ FAULTS = (
     Fault("kill_trainer", kill_trainer, TRAINER_ALIVE, weight=0.5, gauge=True),
     Fault("stop_heartbeat", stop_heartbeat, TRAINER_ALIVE, gauge=True),
     Fault("hang_engine", hang_engine, GENERATED, gauge=True),
-    Fault("kill_server", kill_server, "event:left", weight=0.2),
+    Fault(
+        "kill_server",
+        kill_server,
+        None,
+        weight=0.2,
+        uncounted="its counters are gone; the next server has to be read and to answer",
+    ),
     Fault("fill_disk", fill_disk, FAILED_WRITES),
 )

@@ -23,14 +23,8 @@ from bench.harness.server import ServerOptions, VllmServer
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 from vllm_tide.transport.ring import peek_ring
 
-from .counters import (
-    GIVEN_UP,
-    EventCounts,
-    Reading,
-    given_up,
-    read_metrics,
-    read_status,
-)
+from .counters import Reading, read_metrics, read_status
+from .leaks import left_behind
 from .load import Load
 from .segments import RunSegments
 from .trainer import order
@@ -121,12 +115,10 @@ class Scene:
         self._knobs, self._env = knobs, env
         cpus = sorted(os.sched_getaffinity(0))
         self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
-        self._events = EventCounts(places.run_dir)
         self._server: VllmServer | None = None
         self._trainer: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.segments = RunSegments()
-        self._given_up = 0.0
         self.struck_at = 0.0
 
     @property
@@ -176,7 +168,7 @@ class Scene:
                 extra_env=self._env,
             )
         )
-        self._server, self._given_up = server, 0.0  # its metrics begin anew
+        self._server = server
         server.__enter__()
         await asyncio.to_thread(server.wait_ready, lambda _: None)
         server.processes()
@@ -263,8 +255,7 @@ class Scene:
 
     async def reading(self) -> Reading:
         """Everything that counts; without a server its metrics are absent."""
-        found = read_status(self.run_dir) | self._events.read()
-        found["event:broken"] = float(self._events.broken)
+        found = read_status(self.run_dir)
         if self.load.url is None:
             return found
         for manifest in read_manifests(self.run_dir)[-1:]:
@@ -278,9 +269,6 @@ class Scene:
                 self.load.url + "/metrics", timeout=timeout
             ) as response:
                 found |= read_metrics(await response.text())
-        # Too few at times, never too many: the most seen so far is the count.
-        self._given_up = max(self._given_up, given_up(found))
-        found[GIVEN_UP] = self._given_up
         return found
 
     async def until(
@@ -334,7 +322,7 @@ async def serving(
 
     Raises:
         ServerError: The server does not start.
-        NotRecovered: The trainer does not, or the end needed force.
+        NotRecovered: The trainer does not, the end needed force, or segments are left.
     """
     async with make_session() as session:
         made = Scene(places, session, load(session), **scene)
@@ -353,3 +341,5 @@ async def serving(
             os.sched_setaffinity(0, cpus)
         if not clean:
             raise NotRecovered("the server or the trainer had to be killed")
+        if left := left_behind(made.segments.made, set()):
+            raise NotRecovered(f"segments left after the end: {', '.join(left)}")
