@@ -1,25 +1,18 @@
-"""Files of a run directory and of a trainer's state directory."""
+"""Files of a run directory."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from tests.fuzz.attempt import Parser
-from tests.fuzz.damage import damaged, damaged_json, json_or_bytes
+from tests.fuzz.damage import json_or_bytes
 from tests.fuzz.spool import MANIFEST
-from tests.train.toys import ToyTarget
-from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
-from vllm_tide.draft import DraftError
-from vllm_tide.train import checkpoint
 from vllm_tide.transport import purge
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import PurgeInbox
@@ -81,85 +74,6 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
         path.unlink()
 
 
-@functools.cache
-def checkpoint_scene() -> tuple[Any, Path, dict[str, Any]]:
-    """A draft, and a checkpoint of it whose tensors are two small files."""
-    draft = ToyTarget().draft(0)
-    kept.append(folder := Folder())
-    path = folder.path / "checkpoint-00000001"
-    path.mkdir()
-    (path / "a.safetensors").write_bytes(b"a")
-    state = checkpoint.TrainState(steps=3, extra={"live": "x"})
-    document = {
-        "format": checkpoint.FORMAT,
-        "draft": checkpoint.draft_fingerprint(draft),
-        "optimizer_steps": 2,
-        "files": {"a.safetensors": checkpoint._measure(path / "a.safetensors")},
-        "state": checkpoint.asdict(state),
-    }
-    return draft, path, document
-
-
-@st.composite
-def states(draw: st.DrawFn) -> bytes:
-    """A state file; sealed anew where it still is a JSON object."""
-    _, _, document = checkpoint_scene()
-    text = draw(json_or_bytes(document))
-    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 3)) else text
-
-
-def seal(text: bytes, digest: Any) -> bytes:
-    try:
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return json.dumps({**value, "self_sha256": digest(value)}).encode()
-    except (ValueError, RecursionError):
-        pass
-    return text
-
-
-def read_checkpoint(text: bytes) -> None:
-    draft, path, _ = checkpoint_scene()
-    (path / "state.json").write_bytes(text)
-    state, count = checkpoint.verify(path, draft)
-    assert state.steps >= 0 and count >= 0
-
-
-@functools.cache
-def head_scene() -> tuple[DraftStore, Path, dict[str, Any], bytes]:
-    kept.append(folder := Folder())
-    store = DraftStore(folder.path / "heads", "f" * 64)
-    path = store.put({"fc": torch.zeros(2, 3), "n": torch.zeros(4).bfloat16()}, 3)
-    manifest = json.loads(path.with_suffix(".json").read_bytes())
-    del manifest["self_sha256"]
-    return store, path, manifest, path.read_bytes()
-
-
-@st.composite
-def stored(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Manifest and tensors; the manifest mostly sealed over the tensors."""
-    _, _, manifest, whole = head_scene()
-    length = int.from_bytes(whole[:8], "little")
-    data = draw(damaged([whole]))
-    if draw(st.booleans()):
-        text = draw(damaged_json([json.loads(whole[8 : 8 + length])]))
-        data = len(text).to_bytes(8, "little") + text + whole[8 + length :]
-    digest = hashlib.sha256(data).hexdigest()
-    text = json.dumps({**manifest, "size": len(data), "sha256": digest}).encode()
-    if draw(st.integers(0, 2)) == 0:
-        text = draw(json_or_bytes(json.loads(text)))
-    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 4)) else text, data
-
-
-def read_stored(given: tuple[bytes, bytes]) -> None:
-    store, path, _, _ = head_scene()
-    path.with_suffix(".json").write_bytes(given[0])
-    path.write_bytes(given[1])
-    for head in store.drafts():
-        assert isinstance(head.version, int)
-    read_draft(path)
-
-
 def parsers() -> list[Parser]:
     """Those of files."""
     now = time.time()
@@ -176,6 +90,4 @@ def parsers() -> list[Parser]:
     return [
         Parser("rendezvous", manifests, read_run_dir, (TransportError,)),
         Parser("purge", purges, read_purges),
-        Parser("checkpoint", states(), read_checkpoint, (DraftError,)),
-        Parser("head_store", stored(), read_stored, (DraftRefused,)),
     ]

@@ -1,4 +1,4 @@
-"""What lies in a spool: shards, states, heads, models and their manifests."""
+"""What lies in a spool: shards, states, heads and their manifests."""
 
 from __future__ import annotations
 
@@ -20,16 +20,8 @@ from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import body_of, make_record
 from vllm_tide import _shm
 from vllm_tide.transport import publication
-from vllm_tide.transport.identity import (
-    draft_fingerprint,
-    read_header,
-    read_tensor,
-    target_fingerprint,
-)
-from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
-    EngineEntry,
     EngineFolder,
     EngineState,
     ReaderState,
@@ -51,12 +43,10 @@ MANIFEST = {
     "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
     "shared": ["lm_head.weight"], "pid_namespace": 4,
 }  # fmt: skip
-ROWS = hashlib.sha256(b"{}").hexdigest()  # a target of no files
 ENGINE = {
     "format": 2, "manifest": MANIFEST, "spec": FIELDS,
     "identity": {"target": "abc", "draft": "def"},
 }  # fmt: skip
-ENTRY = EngineEntry(EngineManifest(**MANIFEST), SPEC, {"target": "abc", "rows": ROWS})
 
 
 @functools.cache
@@ -145,38 +135,6 @@ def read_words(given: tuple[bytes, bytes, bytes]) -> None:
         json.dumps(asdict(entry.manifest))
 
 
-def safetensors_file(header: bytes, data: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + data
-
-
-MODEL = {
-    "model.embed_tokens.weight":
-        {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
-    "lm_head.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [32, 64]},
-    "d2t": {"dtype": "I64", "shape": [1], "data_offsets": [64, 72]},
-}  # fmt: skip
-
-
-def model_files() -> st.SearchStrategy[bytes]:
-    whole = safetensors_file(json.dumps(MODEL).encode(), bytes(72))
-    odd = damaged_json([MODEL]).map(lambda text: safetensors_file(text, bytes(72)))
-    return st.one_of(damaged([whole]), odd)
-
-
-def read_model(given: tuple[bytes, bytes]) -> None:
-    _, path = folder()
-    path = path / "draft"
-    (path / "config.json").write_bytes(given[0])
-    (path / "m.safetensors").write_bytes(given[1])
-    try:
-        header, begin = read_header(path / "m.safetensors")
-        for entry in header.values():
-            assert len(read_tensor(path / "m.safetensors", entry, begin)) <= 72
-        draft_fingerprint(path)
-    finally:
-        target_fingerprint(path)
-
-
 @st.composite
 def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """Entry and body of draft 7."""
@@ -205,7 +163,6 @@ def parsers() -> list[Parser]:
         ("²²²²²²²²²²²²-1.safetensors", "000000000001-\0.safetensors", "\ud800")
     ).map(lambda name: json.dumps({**SHARD[0], "file": name}).encode())
     reader = json_or_bytes(asdict(ReaderState(instance="a:1:2:3")))
-    config = json_or_bytes({"hidden_size": 2, "_name_or_path": "x"})
     shard = shards().flatmap(
         lambda pair: st.tuples(st.one_of(still, state), *map(st.just, pair))
     )
@@ -215,6 +172,5 @@ def parsers() -> list[Parser]:
     return [
         Parser("spool_reader", shard, read_shards, refused),
         Parser("spool_words", words, read_words, refused),
-        Parser("identity", st.tuples(config, model_files()), read_model, refused),
         Parser("spool_drafts", drafts(), read_drafts, refused),
     ]

@@ -4,12 +4,15 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import asdict
 
 import pytest
+import torch
 
-from tests.fuzz import files, spool
+from tests.fuzz import spool
 from tests.fuzz.memory import SPEC
-from vllm_tide.deploy.store import DraftRefused, read_draft
+from tests.train.toys import ToyTarget
+from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.transport import TransportError, purge
@@ -19,8 +22,18 @@ from vllm_tide.transport.identity import (
     target_fingerprint,
 )
 from vllm_tide.transport.purge import PurgeInbox
-from vllm_tide.transport.rendezvous import MAX_BYTES, inspect_manifests
-from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
+from vllm_tide.transport.rendezvous import (
+    MAX_BYTES,
+    EngineManifest,
+    inspect_manifests,
+)
+from vllm_tide.transport.spool import (
+    DRAFTS,
+    EngineEntry,
+    EngineFolder,
+    EngineState,
+    parse_json,
+)
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import (
     SpoolReader,
@@ -114,13 +127,16 @@ def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
 def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
     folder, where = engine
     (where / "state.json").write_bytes(b"kept")
-    targets = tmp_path / "spool/targets" / spool.ROWS
+    rows = hashlib.sha256(b"{}").hexdigest()  # a target of no files
+    targets = tmp_path / "spool/targets" / rows
     targets.mkdir(parents=True)
     (targets / "files.json").write_text("{}")
     listed = {name: hashlib.sha256(b"kept").hexdigest()}
     (where / "draft/files.json").write_text(json.dumps(listed))
+    manifest, identity = EngineManifest(**spool.MANIFEST), {"target": "a", "rows": rows}
+    entry = EngineEntry(manifest, SPEC, identity)
     with pytest.raises(TransportError, match="is damaged"):
-        local_models(folder, spool.ENTRY, tmp_path / "cache")
+        local_models(folder, entry, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("version", [2**63, True, -1])
@@ -178,17 +194,35 @@ def test_a_pipe_or_a_file_without_end_in_a_run_directory_is_passed_over(tmp_path
     assert PurgeInbox(tmp_path).pending() == []
 
 
-def checkpoint_of(change):
-    """Verify a checkpoint whose state file was changed and sealed anew."""
-    draft, path, document = files.checkpoint_scene()
-    value = change(json.loads(json.dumps(document)))
-    text = files.seal(json.dumps(value).encode(), checkpoint.digest_of)
-    (path / "state.json").write_bytes(text)
-    return checkpoint.verify(path, draft)
+@pytest.fixture
+def checkpoint_of(tmp_path):
+    """Verifies a checkpoint whose state file was changed and sealed anew."""
+    draft, path = ToyTarget().draft(0), tmp_path / "checkpoint-00000001"
+    path.mkdir()
+    (path / "a.safetensors").write_bytes(b"a")
+    document = {
+        "format": checkpoint.FORMAT,
+        "draft": checkpoint.draft_fingerprint(draft),
+        "optimizer_steps": 2,
+        "files": {"a.safetensors": checkpoint._measure(path / "a.safetensors")},
+        "state": asdict(checkpoint.TrainState(steps=3, extra={"live": "x"})),
+    }
+
+    def verify(change=lambda document: document, harm=lambda text: text):
+        text = harm(sealed(change(json.loads(json.dumps(document)))))
+        (path / "state.json").write_text(text)
+        return checkpoint.verify(path, draft)
+
+    return verify
 
 
-def test_a_checkpoint_that_lacks_a_part_or_has_another_type_is_refused():
-    assert checkpoint_of(lambda document: document)[0].steps == 3
+def sealed(document):
+    """JSON with a right checksum, whatever it says."""
+    return json.dumps(document | {"self_sha256": checkpoint.digest_of(document)})
+
+
+def test_a_checkpoint_that_lacks_a_part_or_has_another_type_is_refused(checkpoint_of):
+    assert checkpoint_of()[0].steps == 3
     for change in ({"steps": "3"}, {"steps": -1}, {"extra": []}, {"cycle_step": 1}):
         with pytest.raises(DraftError):
             checkpoint_of(lambda d, c=change: d | {"state": d["state"] | c})
@@ -197,23 +231,20 @@ def test_a_checkpoint_that_lacks_a_part_or_has_another_type_is_refused():
             checkpoint_of(lambda d, n=name: {k: v for k, v in d.items() if k != n})
 
 
-def test_a_flipped_digit_in_a_checkpoints_state_is_damage():
-    draft, path, _ = files.checkpoint_scene()
-    checkpoint_of(lambda document: document)
-    text = (path / "state.json").read_text()
-    (path / "state.json").write_text(text.replace('"steps": 3', '"steps": 7'))
+def test_a_flipped_digit_in_a_checkpoints_state_is_damage(checkpoint_of):
     with pytest.raises(DraftError, match="damaged"):
-        checkpoint.verify(path, draft)
-    (path / "state.json").write_text(DEEP)
+        checkpoint_of(harm=lambda text: text.replace('"steps": 3', '"steps": 7'))
     with pytest.raises(DraftError):
-        checkpoint.verify(path, draft)
+        checkpoint_of(harm=lambda _: DEEP)
 
 
 @pytest.mark.timeout(10)
 def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
-    _, path, manifest, _ = files.head_scene()
-    text = json.dumps({**manifest, "size": float("inf")}).encode()
-    path.with_suffix(".json").write_bytes(files.seal(text, checkpoint.digest_of))
+    path = DraftStore(tmp_path / "heads", "f" * 64).put({"fc": torch.zeros(2, 3)}, 3)
+    manifest = json.loads(path.with_suffix(".json").read_bytes())
+    del manifest["self_sha256"]
+    text = sealed(manifest | {"size": float("inf")})
+    path.with_suffix(".json").write_text(text)
     with pytest.raises(DraftRefused, match="OverflowError"):
         read_draft(path)
     os.mkfifo(tmp_path / "x.json", 0o600)

@@ -10,8 +10,8 @@ from tests.fuzz.attempt import attempt
 
 PARSERS = {
     "memory": ("record", "ring", "weights", "publication"),
-    "spool": ("spool_reader", "spool_words", "identity", "spool_drafts"),
-    "files": ("rendezvous", "purge", "checkpoint", "head_store"),
+    "spool": ("spool_reader", "spool_words", "spool_drafts"),
+    "files": ("rendezvous", "purge"),
     "orders": ("admin_server", "admin_client"),
 }
 EXAMPLES = int(os.environ.get("TIDE_FUZZ_EXAMPLES", "1000"))
