@@ -37,6 +37,7 @@ NUM_TOKENS = 48
 TIDE = {
     "capture": {"ring_mib": 32},
     "train": {
+        "nice": 1,  # at 10 it needs cores that are idle
         "min_new_tokens": 600,
         "steps_per_cycle": 10,
         "batch_tokens": 512,
@@ -179,24 +180,25 @@ def what_the_trainer_does(server: VllmServer) -> str:
     return "\n".join(said)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_outputs_are_the_targets_while_drafts_are_learnt_and_swapped(server, right):
     run_dir, began = run_dir_of(server), time.time()
     (manifest,) = read_manifests(run_dir)
     assert parse_tide(manifest.tide).control.policy == "adaspec"
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1200
     swaps = 0.0
     with ThreadPoolExecutor(4) as pool:
         while swaps < 2 and time.monotonic() < deadline:
             answers = list(pool.map(lambda p: complete(server.url, p), PROMPTS))
             assert answers == right  # whichever draft was live
             swaps = metrics(server.url)["vllm_tide:swaps_total"]
+            time.sleep(1.0)  # cores for the trainer
         seen = metrics(server.url)
         assert swaps >= 2, f"{server.log_tail()}\n{what_the_trainer_does(server)}"
         assert list(pool.map(lambda p: complete(server.url, p), PROMPTS)) == right
     (trainer,) = trainers(server)
     assert os.sched_getaffinity(trainer.pid) <= set(server.options.other_cpus)
-    assert trainer.nice() == min(19, os.nice(0) + 10)
+    assert trainer.nice() == min(19, os.nice(0) + 1)
     status = json.loads(next(run_dir.glob("trainer-*.json")).read_text())
     assert status["published_version"] >= 2
     assert status["model_name"] == "demo"  # as the server's own metrics say
