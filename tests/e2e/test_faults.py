@@ -19,7 +19,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_fault_is_recovered_from(tmp_path):
     path = tmp_path / "faults.json"
     command = [sys.executable, "-m", "tests.faults", "--json", str(path)]

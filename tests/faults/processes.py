@@ -22,7 +22,7 @@ FAILED_WRITES = "trainer:failed_writes"
 GENERATED = "vllm:generation_tokens_total"
 ON_THEIR_WAY_S = 0.2
 """Time (s) for the API server to count what the engine sent before it stood still."""
-GONE_S = 40.0
+GONE_S = 120.0
 """A server whose engine was killed has to end by itself in this time (s)."""
 
 

@@ -34,6 +34,8 @@ POLL_S = 0.1
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 """Longest start of a trainer (s), on a machine that does other things too."""
+STOP_S = 120.0
+"""Longest end of a server or a trainer (s), there too."""
 KV_BYTES = 9 << 20
 """KV cache (bytes): the steady load fits, a burst of long requests does not."""
 MAX_MODEL_LEN = 320
@@ -242,12 +244,12 @@ class Scene:
         self.load.url = None
         clean = True
         if self._server is not None:
-            clean = await asyncio.to_thread(self._server.stop)
+            clean = await asyncio.to_thread(self._server.stop, STOP_S)
             self._server = None
         if self._trainer is not None and self._trainer.poll() is None:
             self._trainer.terminate()
             try:
-                await asyncio.to_thread(self._trainer.wait, 20)
+                await asyncio.to_thread(self._trainer.wait, STOP_S)
             except subprocess.TimeoutExpired:
                 clean = False
                 self.kill_trainer()
@@ -272,7 +274,7 @@ class Scene:
         return found
 
     async def until(
-        self, what: str, check: Callable[[Reading], bool], timeout_s: float = 40.0
+        self, what: str, check: Callable[[Reading], bool], timeout_s: float = 120.0
     ) -> Reading:
         """Wait for a reading.
 

@@ -26,9 +26,9 @@ FAULTS: tuple[Fault, ...] = (
     *heads.FAULTS,
     *requests.FAULTS,
 )
-STRIKE_S = 300.0
+STRIKE_S = 900.0
 """Longest time from a fault to recovery (s), a new server's start included."""
-COUNTED_S = 6.0
+COUNTED_S = 30.0
 """A counter has to move in this time after recovery (s)."""
 WAIT_S = 0.3
 """Longest time between two faults (s)."""
