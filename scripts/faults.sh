@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Injects faults into a real server and a real trainer under load.
 #
-#   scripts/faults.sh --count 500 --json faults.json [--seed N] [--kinds A,B] [--resume]
+#   scripts/faults.sh --count 500 --json faults.json [--seed N] [--kinds A,B]
 #
 # One row per fault in the JSON: kind, outcome, recovery_s. --help says the rest.
 # Environment: TIDE_VENV (default: .venv in the checkout).

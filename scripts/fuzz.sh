@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Gives damaged bytes to every parser that reads what another process wrote.
 #
-#   scripts/fuzz.sh --seconds 300 --json fuzz.json [--parser NAME] [--seed N]
+#   scripts/fuzz.sh [EXAMPLES] [PYTEST ARGUMENTS]
 #
-# One row per parser in the JSON; exit status 1 if anything was found. Needs no GPU and
-# no server. A finding names the seed of its round: --parser NAME --seed N gives the
-# same inputs again. Environment: TIDE_VENV (default: .venv in the checkout).
+# EXAMPLES inputs for each parser (20000); `-k ring` takes one parser,
+# `--hypothesis-seed N` gives the same inputs again. Fails with the smallest input that
+# was found. Needs no GPU and no server. Environment: TIDE_VENV (default: .venv in the
+# checkout).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,4 +17,6 @@ python=${TIDE_VENV:-$here/.venv}/bin/python
     exit 2
 }
 cd "$here"
-exec "$python" -m tests.fuzz "$@"
+export TIDE_FUZZ_EXAMPLES=20000
+[[ ${1:-} =~ ^[0-9]+$ ]] && TIDE_FUZZ_EXAMPLES=$1 && shift
+exec "$python" -m pytest -q -m nightly tests/fuzz/test_fuzz.py "$@"

@@ -1,4 +1,4 @@
-"""The fault suite in small: every kind of fault that starts no other server, once."""
+"""A real server and trainer, hurt in the twelve ways that matter most, once each."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.suite import FAULTS
-
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
-STARTS_A_SERVER = ("kill_server", "full_run_dir")
+KINDS = (
+    "kill_trainer", "kill_server", "hang_engine", "fill_disk",
+    "fill_ring", "damage_ring", "shrink_ring", "damage_weights",
+    "head_nan", "head_shape", "head_permuted", "malformed_xargs",
+)  # fmt: skip
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_fault_is_recovered_from(tmp_path):
-    kinds = [fault.kind for fault in FAULTS]
-    apart = [kind for kind in kinds if kind in STARTS_A_SERVER]
-    kinds = [kind for kind in kinds if kind not in apart]
     path = tmp_path / "faults.json"
     command = [sys.executable, "-m", "tests.faults", "--json", str(path)]
-    command += ["--count", str(len(kinds)), "--without", ",".join(apart)]
+    command += ["--count", str(len(KINDS)), "--kinds", ",".join(KINDS)]
     done = subprocess.run(
         [*command, "--work", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     result = json.loads(path.read_text())
-    assert sorted(row["kind"] for row in result["rows"]) == sorted(kinds)
+    assert sorted(row["kind"] for row in result["rows"]) == sorted(KINDS)
     assert {row["outcome"] for row in result["rows"]} == {"ok"}
     assert result["right_answers"] > 50
-    assert not result["unanswered"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from bench.harness.common import BenchError, environment
@@ -16,7 +15,7 @@ from bench.harness.common import BenchError, environment
 from .command import add_places, run_command, say_since
 from .fault import Fault
 from .reference import Known
-from .report import by_kind, read_rows, table, write
+from .report import by_kind, markdown, write
 from .scene import Places
 from .suite import FAULTS, OK, Row, Suite, plan
 
@@ -31,13 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--count", type=int, default=500, help="faults (500)")
     p.add_argument(
         "--kinds", help="only these, comma-separated; " + ", ".join(_kinds())
-    )
-    p.add_argument("--without", default="", help="all but these, comma-separated")
-    p.add_argument(
-        "--minutes", type=float, default=1e9, help="begin no fault after this time"
-    )
-    p.add_argument(
-        "--resume", action="store_true", help="go on with the run that is in --json"
     )
     add_places(p)
     return p
@@ -54,73 +46,54 @@ def _chosen(args: argparse.Namespace) -> list[Fault]:
         BenchError: One of them does not exist.
     """
     wanted = args.kinds.split(",") if args.kinds else _kinds()
-    without = args.without.split(",") if args.without else []
-    for option, names in (("--kinds", wanted), ("--without", without)):
-        unknown = [name for name in names if name not in _kinds()]
-        if unknown:
+    for name in wanted:
+        if name not in _kinds():
             known = ", ".join(_kinds())
-            raise BenchError(
-                f"{option}: {unknown[0]!r} is no fault; give one of {known}"
-            )
-    return [f for f in FAULTS if f.kind in wanted and f.kind not in without]
+            raise BenchError(f"--kinds: {name!r} is no fault; give one of {known}")
+    return [fault for fault in FAULTS if fault.kind in wanted]
 
 
 def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> int:
     faults = plan(args.count, args.seed, _chosen(args))
-    earlier: dict[str, Any] = {}
     rows: list[Row] = []
-    if args.resume and args.json is not None and args.json.exists():
-        earlier, rows = read_rows(args.json)
-        if [r.kind for r in rows] != [f.kind for f in faults[: len(rows)]]:
-            raise BenchError(
-                f"--resume: {args.json} is of another plan; use its --seed"
-            )
-    done, say = len(rows), say_since(time.monotonic())
-    suite = Suite(places, known, args.seed + done)
+    say = say_since(time.monotonic())
+    suite = Suite(places, known, args.seed)
 
     def on_row(row: Row) -> None:
         rows.append(row)
         place = f"{len(rows)}/{len(faults)}"
         say(f"{place} {row.kind}: {row.outcome}, {row.recovery_s:.1f} s")
         if args.json is not None:
-            write(args.json, _document(args, suite, rows, earlier), rows)
+            write(args.json, _document(args, suite, rows), "rows", [*map(asdict, rows)])
 
-    # The engine has the first core for itself.
-    cpus = sorted(os.sched_getaffinity(0))
-    try:
-        asyncio.run(suite.run(faults[done:], on_row, args.minutes))
-    finally:
-        os.sched_setaffinity(0, cpus)
-    document = _document(args, suite, rows, earlier)
+    asyncio.run(suite.run(faults, on_row))
+    document = _document(args, suite, rows)
     if args.json is not None:
-        write(args.json, document, rows)
-    print(table(document["kinds"]))
+        write(args.json, document, "rows", [*map(asdict, rows)])
+    print("\n".join(markdown(document["kinds"])))
     for problem in document["problems"]:
         print(f"problem: {problem}")
-    bad = [row for row in rows if row.outcome != OK]
     print(
-        f"{len(rows)} faults, {len(bad)} with harm; {document['right_answers']} right "
-        f"answers, {sum(document['unanswered'].values())} unanswered by killed servers"
+        f"{len(rows)} faults, {document['harm']} with harm; "
+        f"{document['right_answers']} right answers, "
+        f"{sum(document['unanswered'].values())} unanswered by stopped servers"
     )
-    return int(bool(bad or document["problems"]))
+    return int(bool(document["harm"] or document["problems"]))
 
 
 def _document(
-    args: argparse.Namespace, suite: Suite, rows: list[Row], earlier: dict[str, Any]
+    args: argparse.Namespace, suite: Suite, rows: list[Row]
 ) -> dict[str, Any]:
     load = suite.load
-    unanswered = Counter(earlier.get("unanswered", {}))
-    unanswered.update(load.excused if load is not None else {})
     return {
         "what": "faults injected into a real server and trainer under load",
         "count": len(rows),
         "seed": args.seed,
         "harm": sum(row.outcome != OK for row in rows),
-        "right_answers": earlier.get("right_answers", 0) + (load.right if load else 0),
-        "unanswered": dict(unanswered),
-        "problems": earlier.get("problems", []) + suite.problems,
+        "right_answers": load.right if load else 0,
+        "unanswered": dict(load.excused) if load else {},
+        "problems": suite.problems,
         "kinds": by_kind(rows),
-        "processes": (earlier.get("processes", []) + suite.leaks.report())[-40:],
         "environment": environment({}),
     }
 

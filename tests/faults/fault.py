@@ -24,6 +24,8 @@ class Fault:
         weight: How often it is drawn, against the others.
         gauge: Whether the counter is such a gauge.
         uncounted: Why nothing counts it, and what shows it instead.
+        lasting: Whether a part of the server stays off until a restart. The suite
+            injects such a fault late and restarts the server after it.
     """
 
     kind: str
@@ -32,3 +34,4 @@ class Fault:
     weight: float = 1.0
     gauge: bool = False
     uncounted: str = ""
+    lasting: bool = False

@@ -57,7 +57,7 @@ async def permuted_head(scene: Scene, rng: random.Random) -> None:
         return made >= UNUSED_TOKENS and drafted < UNUSED_SHARE * made
 
     try:
-        after = await scene.until("a rollback, or a draft unused,", over, 60.0)
+        after = await scene.until("a rollback, or a draft unused,", over, 180.0)
         if taken_back(after):
             good = after["trainer:published_version"]
             await scene.until("the head before", lambda r: r.get(VERSION, 0) >= good)

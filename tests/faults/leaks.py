@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 
@@ -50,8 +49,7 @@ class LeakWatch:
 
     def __init__(self, warm_s: float = 180.0) -> None:
         self._warm_s = warm_s
-        self._first: dict[tuple[int, float], tuple[str, Usage]] = {}
-        self._last: dict[tuple[int, float], Usage] = {}
+        self._first: dict[tuple[int, float], Usage] = {}
 
     def look(self, role: str, process: psutil.Process) -> str:
         """Look at a process.
@@ -64,21 +62,13 @@ class LeakWatch:
             return ""
         key = (process.pid, process.create_time())
         if time.time() - key[1] < self._warm_s:
-            self._first[key] = (role, now)
-        _, first = self._first.setdefault(key, (role, now))
-        self._last[key] = now
+            self._first[key] = now
+        first = self._first.setdefault(key, now)
         if now.fds > first.fds + MORE_FDS:
             return f"{role} has {now.fds} file descriptors, {first.fds} at first"
         if now.rss_mib > first.rss_mib * (1 + MORE_SHARE) + MORE_MIB:
             return f"{role} has {now.rss_mib} MiB, {first.rss_mib} at first"
         return ""
-
-    def report(self) -> list[dict[str, Any]]:
-        """Each process when it was warm, and at the last look."""
-        return [
-            {"role": role, "first": asdict(first), "last": asdict(self._last[key])}
-            for key, (role, first) in self._first.items()
-        ]
 
 
 def left_behind(made: Set[str], in_use: Set[str]) -> list[str]:

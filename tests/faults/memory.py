@@ -9,17 +9,21 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from vllm_tide.transport.rendezvous import read_manifests
 from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, SHM_DIR, WORDS_AT
 from vllm_tide.transport.weights import BLOB_AT, SLOT_HEAD
 
-from .counters import Reading
+from .counters import Reading, total
 from .fault import Fault
-from .scene import Scene
+from .scene import NotRecovered, Scene
+from .trainer import AGAIN, order
 
 _LATEST, _SEQUENCE = 0, 1  # words of a weights segment
 DAMAGED_BYTES = 4096
+ROWS, SWAPS = "vllm_tide:captured_rows_total", "vllm_tide:swaps_total"
+REFUSED = "vllm_tide:refused_drafts_total"
+RING_LOST = "vllm_tide:faults_total{ring_lost}"
+WEIGHTS_LOST = "vllm_tide:faults_total{weights_lost}"
 
 
 def poke(name: str, at: int, data: bytes) -> None:
@@ -108,48 +112,40 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
     await rows_flow(scene)
 
 
-async def unlink_segments(scene: Scene, rng: random.Random) -> None:
-    """Both names vanish, and at times the manifest: nobody new could join."""
-    manifest = scene.manifest()
-    scene.struck()
-    for name in (manifest.ring, manifest.weights):
-        os.unlink(f"{SHM_DIR}/{name}")
-    if rng.random() < 0.5:
-        (scene.run_dir / f"engine-{manifest.engine_id}.json").unlink()
-    await _another(scene, manifest.ring, manifest.weights)
-    await rows_flow(scene)
-    await scene.good_head()
-
-
 async def shrink_ring(scene: Scene, rng: random.Random) -> None:
-    """The ring loses its end, or all of it."""
-    await _shrink(scene, rng, scene.manifest().ring)
-    await rows_flow(scene)
+    """The ring loses its end, or all of it: nothing is captured until a restart."""
+    await _shrink(scene, rng, scene.manifest().ring, RING_LOST)
+    rows = await _settled(scene, ROWS)
+    if await _settled(scene, ROWS) != rows:
+        raise NotRecovered("rows were captured without a ring")
 
 
 async def shrink_weights(scene: Scene, rng: random.Random) -> None:
-    """The weights segment loses its end, or all of it."""
-    await _shrink(scene, rng, scene.manifest().weights)
-    await scene.good_head()
+    """The weights segment loses its end, or all of it: no swap until a restart."""
+    await _shrink(scene, rng, scene.manifest().weights, WEIGHTS_LOST)
+    swaps = await _settled(scene, SWAPS)
+    path = order(scene.run_dir, AGAIN, 0)
+    try:
+        if await _settled(scene, SWAPS) != swaps:
+            raise NotRecovered("a draft was swapped in without a weights segment")
+    finally:
+        path.unlink(missing_ok=True)
 
 
-async def _shrink(scene: Scene, rng: random.Random, name: str) -> None:
+async def _shrink(scene: Scene, rng: random.Random, name: str, counter: str) -> None:
     path = f"{SHM_DIR}/{name}"
     size = os.stat(path).st_size
+    before = (await scene.reading()).get(counter, 0)
     scene.struck()
     os.truncate(path, rng.choice((0, rng.randrange(size))))
-    await _another(scene, name)
+    await scene.until("a counted loss", lambda r: r.get(counter, 0) > before)
 
 
-async def _another(scene: Scene, *names: str) -> None:
-    """The engine announces other segments than these."""
-
-    def announced(_: object) -> bool:
-        told = read_manifests(scene.run_dir)[-1:]
-        return bool(told) and not {told[0].ring, told[0].weights} & set(names)
-
-    await scene.until("another segment", announced)
-    scene.note_segments()
+async def _settled(scene: Scene, counter: str) -> float:
+    """A counter once what is in flight has ended and a later request was right."""
+    if wrong := await scene.load.settle():
+        raise NotRecovered(wrong)
+    return (await scene.reading()).get(counter, 0)
 
 
 async def damage_weights(scene: Scene, rng: random.Random) -> None:
@@ -159,9 +155,9 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
         await scene.good_head()
     # A head that it publishes now would have the number that is forged here.
     with trainer_stopped(scene):
-        refused = await _refusals(scene)
+        before = total(await scene.reading(), REFUSED)
         _forge_version(scene, rng, name)
-        await _refused(scene, refused)
+        await scene.until("a refusal", lambda r: total(r, REFUSED) > before)
     await scene.good_head()
 
 
@@ -182,44 +178,6 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
     set_word(name, _LATEST, latest + 1)
 
 
-async def garbage_version(scene: Scene, rng: random.Random) -> None:
-    """The number of the newest version is one that nobody published."""
-    with trainer_stopped(scene):
-        refused = await _refusals(scene)
-        scene.struck()
-        name = scene.manifest().weights
-        set_word(name, _LATEST, word(name, _LATEST) + rng.randrange(1, 1 << 32))
-        await _refused(scene, refused)
-    await scene.good_head()
-
-
-async def older_version(scene: Scene, rng: random.Random) -> None:
-    """The newest version is one that is older than what was served."""
-    name = scene.manifest().weights
-    while word(name, _LATEST) < 2:
-        await scene.good_head()
-    with trainer_stopped(scene):
-        refused = await _refusals(scene)
-        scene.struck()
-        set_word(name, _LATEST, rng.randrange(1, word(name, _LATEST)))
-        await _refused(scene, refused)
-    await scene.good_head()
-
-
-REFUSED = "vllm_tide:refused_drafts_total"
-
-
-async def _refusals(scene: Scene) -> float:
-    return sum(v for k, v in (await scene.reading()).items() if k.startswith(REFUSED))
-
-
-async def _refused(scene: Scene, before: float) -> None:
-    await scene.until(
-        "a refusal",
-        lambda r: sum(v for k, v in r.items() if k.startswith(REFUSED)) > before,
-    )
-
-
 async def rows_flow(scene: Scene) -> None:
     """Rows are written and read again."""
     least = await scene.reading()
@@ -230,7 +188,7 @@ async def rows_flow(scene: Scene) -> None:
         least[key] = min(least.get(key, 0), value)
         return value > least[key]
 
-    for key in ("vllm_tide:captured_rows_total", "trainer:rows_read"):
+    for key in (ROWS, "trainer:rows_read"):
         await scene.until(key, partial(grew, key=key))
 
 
@@ -243,10 +201,7 @@ FAULTS = (
         None,
         uncounted="the word's owner stores it again, which the suite reads there",
     ),
-    Fault("unlink_segments", unlink_segments, "vllm_tide:faults_total{weights_lost}"),
-    Fault("shrink_ring", shrink_ring, "vllm_tide:faults_total{ring_lost}"),
-    Fault("shrink_weights", shrink_weights, "vllm_tide:faults_total{weights_lost}"),
     Fault("damage_weights", damage_weights, REFUSED),
-    Fault("garbage_version", garbage_version, REFUSED),
-    Fault("older_version", older_version, REFUSED),
+    Fault("shrink_ring", shrink_ring, RING_LOST, 0.2, lasting=True),
+    Fault("shrink_weights", shrink_weights, WEIGHTS_LOST, 0.2, lasting=True),
 )

@@ -1,4 +1,4 @@
-"""Processes that die, hang or lose their clock."""
+"""Processes that die, hang, lose their clock or their disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from .counters import Reading
 from .fault import Fault
 from .memory import poke
 from .scene import TRAINER_ALIVE, NotRecovered, Scene
+from .trainer import AGAIN, order
 
+FAILED_WRITES = "trainer:failed_writes"
 GENERATED = "vllm:generation_tokens_total"
 ON_THEIR_WAY_S = 0.2
 """Time (s) for the API server to count what the engine sent before it stood still."""
-GONE_S = 40.0
+GONE_S = 120.0
 """A server whose engine was killed has to end by itself in this time (s)."""
 
 
@@ -105,9 +107,49 @@ async def kill_server(scene: Scene, rng: random.Random) -> None:
     await scene.trainer_reads()
 
 
+async def fill_disk(scene: Scene, rng: random.Random) -> None:
+    """The trainer's writes fail, some after a few bytes; then there is room again.
+
+    As a limit on its files (RLIMIT_FSIZE): that needs no rights and hurts nobody else.
+    A write over it fails in the middle, as one on a full disk does.
+    """
+    trainer = scene.trainer
+    before = await scene.reading()
+    # The log of the live engine, which may not be there yet: those of servers that were
+    # killed may be longer, and room for one of them would be room for everything.
+    log = scene.run_dir / f"events-{scene.manifest().engine_id}.jsonl"
+    size = log.stat().st_size if log.exists() else 0
+    scene.struck()
+    limit = size + rng.randrange(200) if rng.random() < 0.7 else 0
+    trainer.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
+    paths = [order(scene.run_dir, AGAIN, 0) for _ in range(3)]
+    try:
+        await scene.until(
+            "carried out orders", lambda _: not any(path.exists() for path in paths)
+        )
+    finally:
+        trainer.rlimit(
+            psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
+        )
+        for path in paths:
+            path.unlink(missing_ok=True)
+    await scene.until(
+        "a counted write",
+        lambda r: r.get(FAILED_WRITES, 0) > before.get(FAILED_WRITES, 0),
+    )
+    await scene.good_head()
+
+
 FAULTS = (
     Fault("kill_trainer", kill_trainer, TRAINER_ALIVE, weight=0.5, gauge=True),
     Fault("stop_heartbeat", stop_heartbeat, TRAINER_ALIVE, gauge=True),
     Fault("hang_engine", hang_engine, GENERATED, gauge=True),
-    Fault("kill_server", kill_server, "event:left", weight=0.2),
+    Fault(
+        "kill_server",
+        kill_server,
+        None,
+        weight=0.2,
+        uncounted="its counters are gone; the next server has to be read and to answer",
+    ),
+    Fault("fill_disk", fill_disk, FAILED_WRITES),
 )

@@ -1,4 +1,4 @@
-"""The JSON of a run, and the table at its end."""
+"""The JSON of a run, and its table."""
 
 from __future__ import annotations
 
@@ -31,58 +31,32 @@ def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     }
 
 
-def table(kinds: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line for each kind."""
-    lines = [f"{'fault':18}{'ok':>9}{'p50 s':>8}{'max s':>8}  counted by"]
-    for kind, found in kinds.items():
-        ok = f"{found['ok']}/{found['count']}"
-        lines.append(
-            f"{kind:18}{ok:>9}{found['recovery_s_p50']:>8.2f}"
-            f"{found['recovery_s_max']:>8.2f}  {found['counter'] or _why(found)}"
-        )
-    return "\n".join(lines)
-
-
 def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The same as lines of a Markdown table."""
+    """Lines of a Markdown table, one for each kind."""
     lines = [
         "| fault | recovered | recovery p50 / max (s) | counted by |",
         "| --- | --- | --- | --- |",
     ]
     for kind, found in kinds.items():
+        counter = f"`{found['counter']}`"
+        if not found["counter"]:
+            counter = f"nothing: {found['uncounted']}"
         lines.append(
             f"| `{kind}` | {found['ok']} of {found['count']} | "
             f"{found['recovery_s_p50']:.1f} / {found['recovery_s_max']:.1f} | "
-            + (f"`{found['counter']}` |" if found["counter"] else f"{_why(found)} |")
+            f"{counter} |"
         )
     return lines
 
 
-def _why(found: Mapping[str, Any]) -> str:
-    return f"nothing: {found['uncounted']}"
-
-
-def write(path: Path, document: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Write the document with its rows, one a line."""
+def write(
+    path: Path,
+    document: Mapping[str, Any],
+    name: str,
+    rows: Sequence[Mapping[str, object]],
+) -> None:
+    """Write a document and its rows, one a line, under a name."""
     head = json.dumps(document, indent=1)[:-2]
-    lines = [
-        json.dumps(
-            {"kind": r.kind, "outcome": r.outcome, "recovery_s": r.recovery_s},
-            separators=(",", ":"),
-        )
-        for r in rows
-    ]
-    body = ",\n".join(lines)
+    body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
-
-
-def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The document of an earlier run and its rows.
-
-    Raises:
-        OSError, ValueError: It cannot be read.
-    """
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [Row(**row, moved=0.0) for row in document.pop("rows")]
-    return document, rows
+    path.write_text(f'{head},\n "{name}": [\n{body}\n ]\n}}\n', encoding="utf-8")

@@ -23,14 +23,8 @@ from bench.harness.server import ServerOptions, VllmServer
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 from vllm_tide.transport.ring import peek_ring
 
-from .counters import (
-    GIVEN_UP,
-    EventCounts,
-    Reading,
-    given_up,
-    read_metrics,
-    read_status,
-)
+from .counters import Reading, read_metrics, read_status
+from .leaks import left_behind
 from .load import Load
 from .segments import RunSegments
 from .trainer import order
@@ -40,6 +34,8 @@ POLL_S = 0.1
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 """Longest start of a trainer (s), on a machine that does other things too."""
+STOP_S = 120.0
+"""Longest end of a server or a trainer (s), there too."""
 KV_BYTES = 9 << 20
 """KV cache (bytes): the steady load fits, a burst of long requests does not."""
 MAX_MODEL_LEN = 320
@@ -121,12 +117,10 @@ class Scene:
         self._knobs, self._env = knobs, env
         cpus = sorted(os.sched_getaffinity(0))
         self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
-        self._events = EventCounts(places.run_dir)
         self._server: VllmServer | None = None
         self._trainer: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.segments = RunSegments()
-        self._given_up = 0.0
         self.struck_at = 0.0
 
     @property
@@ -144,11 +138,6 @@ class Scene:
     def run_dir(self) -> Path:
         """Where server and trainer meet."""
         return self.places.run_dir
-
-    @property
-    def spool(self) -> Path:
-        """A spool that the trainer looks into, and no relay writes to."""
-        return self.places.work / "spool"
 
     def struck(self) -> None:
         """The fault happens now: recovery is timed from here."""
@@ -181,7 +170,7 @@ class Scene:
                 extra_env=self._env,
             )
         )
-        self._server, self._given_up = server, 0.0  # its metrics begin anew
+        self._server = server
         server.__enter__()
         await asyncio.to_thread(server.wait_ready, lambda _: None)
         server.processes()
@@ -199,7 +188,6 @@ class Scene:
             "tests.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
-        command += ["--spool", str(self.spool)]
         # Without this the trainer was seen to begin with the affinity {0}, the core of
         # the engine, and to starve there. How this thread came to that is not known.
         os.sched_setaffinity(0, self.other_cpus)
@@ -256,12 +244,12 @@ class Scene:
         self.load.url = None
         clean = True
         if self._server is not None:
-            clean = await asyncio.to_thread(self._server.stop)
+            clean = await asyncio.to_thread(self._server.stop, STOP_S)
             self._server = None
         if self._trainer is not None and self._trainer.poll() is None:
             self._trainer.terminate()
             try:
-                await asyncio.to_thread(self._trainer.wait, 20)
+                await asyncio.to_thread(self._trainer.wait, STOP_S)
             except subprocess.TimeoutExpired:
                 clean = False
                 self.kill_trainer()
@@ -269,8 +257,7 @@ class Scene:
 
     async def reading(self) -> Reading:
         """Everything that counts; without a server its metrics are absent."""
-        found = read_status(self.run_dir) | self._events.read()
-        found["event:broken"] = float(self._events.broken)
+        found = read_status(self.run_dir)
         if self.load.url is None:
             return found
         for manifest in read_manifests(self.run_dir)[-1:]:
@@ -284,13 +271,10 @@ class Scene:
                 self.load.url + "/metrics", timeout=timeout
             ) as response:
                 found |= read_metrics(await response.text())
-        # Too few at times, never too many: the most seen so far is the count.
-        self._given_up = max(self._given_up, given_up(found))
-        found[GIVEN_UP] = self._given_up
         return found
 
     async def until(
-        self, what: str, check: Callable[[Reading], bool], timeout_s: float = 40.0
+        self, what: str, check: Callable[[Reading], bool], timeout_s: float = 120.0
     ) -> Reading:
         """Wait for a reading.
 
@@ -340,7 +324,7 @@ async def serving(
 
     Raises:
         ServerError: The server does not start.
-        NotRecovered: The trainer does not, or the end needed force.
+        NotRecovered: The trainer does not, the end needed force, or segments are left.
     """
     async with make_session() as session:
         made = Scene(places, session, load(session), **scene)
@@ -359,3 +343,5 @@ async def serving(
             os.sched_setaffinity(0, cpus)
         if not clean:
             raise NotRecovered("the server or the trainer had to be killed")
+        if left := left_behind(made.segments.made, set()):
+            raise NotRecovered(f"segments left after the end: {', '.join(left)}")

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.harness.client import make_session
+import aiohttp
+
 from bench.harness.common import environment
 
 from .command import add_places, run_command, say_since
 from .flat import CRITERION, grown, growth
-from .leaks import left_behind, usage_of
+from .leaks import usage_of
 from .load import Load
 from .reference import Known
-from .scene import NotRecovered, Places, Scene
+from .report import write
+from .scene import NotRecovered, Places, Scene, serving
 from .trainer import AGAIN, order
 
 TOKENS = (24, 24)
@@ -51,32 +50,23 @@ async def soak(
         ServerError: The server does not start.
     """
     problems: list[str] = []
-    async with make_session() as session:
-        load = Load(session, known, args.seed, args.clients, TOKENS)
-        scene = Scene(places, session, load)
-        try:
-            await scene.start_server()
-            scene.start_trainer()
-            tasks = [asyncio.create_task(load.run())]
+    loads: list[Load] = []
+
+    def load(session: aiohttp.ClientSession) -> Load:
+        loads.append(Load(session, known, args.seed, args.clients, TOKENS))
+        return loads[0]
+
+    try:
+        async with serving(places, load) as scene:
+            swaps = asyncio.create_task(_swap(scene, args.swap_s))
             try:
-                await scene.trainer_reads()
-                tasks.append(asyncio.create_task(_swap(scene, args.swap_s)))
                 for _ in range(args.minutes):
-                    on_minute(await _minute(scene, load))
-                    problems += load.take_problems()
+                    on_minute(await _minute(scene))
+                    problems += scene.load.take_problems()
             finally:
-                for task in tasks:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
-        except NotRecovered as error:
-            problems += [*load.take_problems(), str(error)]
-        finally:
-            if not await scene.stop():
-                problems.append("the server or the trainer had to be killed")
-        left = left_behind(scene.segments.made, set())
-        if left:
-            problems.append(f"segments left after the end: {', '.join(left)}")
+                swaps.cancel()
+    except NotRecovered as error:
+        problems += [*loads[0].take_problems(), str(error)]
     return problems
 
 
@@ -87,7 +77,8 @@ async def _swap(scene: Scene, period_s: float) -> None:
         await asyncio.sleep(period_s)
 
 
-async def _minute(scene: Scene, load: Load) -> dict[str, float]:
+async def _minute(scene: Scene) -> dict[str, float]:
+    load = scene.load
     began, right = time.monotonic(), load.right
     before = await scene.reading()
     load.latencies.clear()
@@ -137,11 +128,7 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
         say(f"minute {len(minutes)}/{args.minutes}: {said}")
         _write(args, minutes, ["cut off before its end"])  # if it is
 
-    cpus = sorted(os.sched_getaffinity(0))
-    try:
-        problems = asyncio.run(soak(places, known, args, on_minute))
-    finally:
-        os.sched_setaffinity(0, cpus)
+    problems = asyncio.run(soak(places, known, args, on_minute))
     problems += grown(minutes)
     if not growth(minutes):
         problems.append("too short for a verdict: give --minutes 4 or more")
@@ -169,20 +156,10 @@ def _write(
         "first_and_last": growth(minutes),
         "swaps": sum(m["swaps"] for m in minutes),
         "right_answers": sum(m["right"] for m in minutes),
-        "settings": {
-            "minutes": args.minutes,
-            "swap_s": args.swap_s,
-            "clients": args.clients,
-            "output_tokens": TOKENS[0],
-        },
+        "settings": {k: vars(args)[k] for k in ("minutes", "swap_s", "clients")},
         "environment": environment({}),
     }
-    text = json.dumps(document, indent=1)[:-2]
-    rows = ",\n".join(json.dumps(m, separators=(",", ":")) for m in minutes)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(
-        f'{text},\n "per_minute": [\n{rows}\n ]\n}}\n', encoding="utf-8"
-    )
+    write(args.json, document, "per_minute", minutes)
 
 
 def main() -> int:

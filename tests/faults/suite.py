@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.harness.client import make_session
+import aiohttp
+
 from bench.harness.common import ServerError
 
-from . import disk, heads, memory, processes, requests, spool, starts
+from . import heads, memory, processes, requests
 from .counters import total
 from .fault import Fault
 from .leaks import LeakWatch, left_behind
 from .load import Load
 from .reference import Known
-from .scene import NotRecovered, Places, Scene
+from .scene import NotRecovered, Places, Scene, serving
 
 FAULTS: tuple[Fault, ...] = (
     *processes.FAULTS,
     *memory.FAULTS,
     *heads.FAULTS,
     *requests.FAULTS,
-    *disk.FAULTS,
-    *spool.FAULTS,
-    *starts.FAULTS,
 )
-STRIKE_S = 300.0
+STRIKE_S = 900.0
 """Longest time from a fault to recovery (s), a new server's start included."""
-COUNTED_S = 6.0
+COUNTED_S = 30.0
 """A counter has to move in this time after recovery (s)."""
+WAIT_S = 0.3
+"""Longest time between two faults (s)."""
 OK = "ok"
 
 
@@ -44,17 +43,17 @@ class Row:
         kind: Its name.
         outcome: `ok`, or a sentence.
         recovery_s: From the fault until all works again (s).
-        moved: How much the fault's counter moved; 0 where nothing counts it.
     """
 
     kind: str
     outcome: str
     recovery_s: float
-    moved: float
 
 
 def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]:
     """The faults to inject: every kind once, as far as they go, then by weight.
+
+    Of the first round the lasting ones are last: the last fault needs no restart.
 
     Args:
         count: How many.
@@ -63,6 +62,7 @@ def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]
     """
     rng = random.Random(seed)  # noqa: S311 - not cryptographic
     first = rng.sample(list(faults), len(faults))
+    first.sort(key=lambda fault: fault.lasting)
     more = rng.choices(faults, [f.weight for f in faults], k=max(0, count - len(first)))
     return [*first, *more][:count]
 
@@ -76,76 +76,48 @@ class Suite:
         seed: Of everything random.
 
     Attributes:
-        rows: One for each fault so far.
         load: Its tallies.
         leaks: Of every process.
-        clean: Whether the server stopped without force at the end.
+        problems: What went wrong outside a fault.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        known: Sequence[Known],
-        seed: int,
-    ) -> None:
+    def __init__(self, places: Places, known: Sequence[Known], seed: int) -> None:
         self._places, self._known = places, known
         self._seed = seed
         self._rng = random.Random(f"times:{seed}")  # noqa: S311 - not cryptographic
-        self.rows: list[Row] = []
         self.leaks = LeakWatch()
         self.load: Load | None = None
         self.problems: list[str] = []
-        self.clean = False
 
-    async def run(
-        self, faults: Sequence[Fault], on_row: Callable[[Row], None], minutes: float
-    ) -> None:
+    async def run(self, faults: Sequence[Fault], on_row: Callable[[Row], None]) -> None:
         """Inject them all.
 
         Args:
             faults: In this order.
             on_row: Told of each outcome.
-            minutes: Begin none after this time.
 
         Raises:
-            ServerError: The first server does not start.
+            ServerError: A server does not start.
         """
-        until = time.monotonic() + 60 * minutes
-        async with make_session() as session:
-            load = self.load = Load(session, self._known, self._seed)
-            scene = Scene(self._places, session, load)
-            try:
-                await scene.start_server()
-                scene.start_trainer()
-                busy = asyncio.create_task(load.run())
-                try:
-                    await scene.trainer_reads()
-                    for fault in faults:
-                        if time.monotonic() > until:
-                            break
-                        row = await self._inject(scene, fault)
-                        self.rows.append(row)
-                        on_row(row)
-                        if not await self._mend(scene, row):
-                            break
-                finally:
-                    busy.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await busy
-            except NotRecovered as error:
-                self.problems.append(str(error))
-            finally:
-                self.clean = await scene.stop()
-            left = left_behind(scene.segments.made, set())
-            if left:
-                self.problems.append(f"segments left after the end: {', '.join(left)}")
-            if not self.clean:
-                self.problems.append("the server or the trainer had to be killed")
+        try:
+            async with serving(self._places, self._new_load) as scene:
+                for number, fault in enumerate(faults, 1):
+                    row = await self._inject(scene, fault)
+                    on_row(row)
+                    damaged = fault.lasting or row.outcome != OK
+                    if damaged and number < len(faults):
+                        await self._restart(scene)
+        except NotRecovered as error:
+            self.problems.append(str(error))
+
+    def _new_load(self, session: aiohttp.ClientSession) -> Load:
+        self.load = Load(session, self._known, self._seed)
+        return self.load
 
     async def _inject(self, scene: Scene, fault: Fault) -> Row:
         rng, load = self._rng, scene.load
         strike_rng = random.Random(rng.getrandbits(64))  # noqa: S311
-        await asyncio.sleep(rng.uniform(0.0, 0.3))
+        await asyncio.sleep(rng.uniform(0.0, WAIT_S))
         before = await scene.reading()
         scene.struck()
         outcome = ""
@@ -160,24 +132,21 @@ class Suite:
             outcome = f"the next server did not start: {str(error).splitlines()[0]}"
         seconds = time.monotonic() - scene.struck_at
         outcome = outcome or await load.settle()
-        moved = 1.0 if fault.gauge else 0.0
         if not outcome and not fault.gauge and fault.counter is not None:
-            moved, outcome = await self._counted(scene, fault.counter, before)
+            outcome = await self._uncounted(scene, fault.counter, before)
         outcome = "; ".join([outcome] * bool(outcome) + load.take_problems())
         outcome = outcome or self._leaks(scene)
-        return Row(fault.kind, outcome or OK, round(seconds, 2), moved)
+        return Row(fault.kind, outcome or OK, round(seconds, 2))
 
-    async def _counted(
+    async def _uncounted(
         self, scene: Scene, counter: str, before: dict[str, float]
-    ) -> tuple[float, str]:
+    ) -> str:
         start = total(before, counter)
         try:
-            now = await scene.until(
-                counter, lambda r: total(r, counter) != start, COUNTED_S
-            )
+            await scene.until(counter, lambda r: total(r, counter) != start, COUNTED_S)
         except NotRecovered:
-            return 0.0, f"{counter} did not move"
-        return total(now, counter) - start, ""
+            return f"{counter} did not move"
+        return ""
 
     def _leaks(self, scene: Scene) -> str:
         scene.note_segments()
@@ -189,21 +158,11 @@ class Suite:
         found.append(self.leaks.look("trainer", scene.trainer))
         return "; ".join(filter(None, found))
 
-    async def _mend(self, scene: Scene, row: Row) -> bool:
-        """After harm: start anew, so that the next fault is judged alone.
-
-        Returns:
-            Whether the scene stands.
-        """
-        if row.outcome == OK:
-            return True
-        try:
-            await scene.stop()
-            await scene.start_server()
-            scene.start_trainer()
-            await scene.trainer_reads()
-        except (ServerError, NotRecovered) as error:
-            self.problems.append(f"no new start: {error}")
-            return False
+    async def _restart(self, scene: Scene) -> None:
+        """Start anew, so that the next fault is judged alone."""
+        if not await scene.stop():
+            self.problems.append("the server or the trainer had to be killed")
+        await scene.start_server()
+        scene.start_trainer()
+        await scene.trainer_reads()
         scene.load.take_problems()
-        return True

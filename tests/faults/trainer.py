@@ -36,7 +36,6 @@ SURENESS = {"whole": 1.0, "sure": 8.0, "unsure": 0.125}
 much. Like `SWAPPED` heads the trainer does not know that they are served."""
 SWAPPED = "swapped"
 """Passed on: permuted."""
-LOOK, LOOK_FILE = "look", "look.json"  # the order's number is the tenant
 POISON = "poison"
 """Nothing is published: the candidate in the trainer's memory becomes NaN."""
 
@@ -92,12 +91,6 @@ class OrderedSidecar(loop.Sidecar):
         trainer, deployment = self.trainer, self.deployment
         if what in OFFERED:
             return self._offer(what, seed)
-        if what == LOOK:
-            held = [s for s in trainer.buffer.holdout if s.tenant == seed]
-            found = trainer.evaluate(trainer.live, None, held)
-            told = found.num_rows, found.acceptance(), found.standard_error()
-            (self._run_dir / LOOK_FILE).write_text(json.dumps(told), encoding="utf-8")
-            return True
         if what == POISON:
             trainer.draft.take(planted(trainer.snapshot(), Plant(what, NAN), seed))
             return True

@@ -1,25 +1,18 @@
-"""Files of a run directory and of a trainer's state directory."""
+"""Files of a run directory."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from tests.fuzz.attempt import Parser
-from tests.fuzz.damage import damaged, damaged_json, json_or_bytes
+from tests.fuzz.damage import json_or_bytes
 from tests.fuzz.spool import MANIFEST
-from tests.train.toys import ToyTarget
-from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
-from vllm_tide.draft import DraftError
-from vllm_tide.train import checkpoint
 from vllm_tide.transport import purge
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import PurgeInbox
@@ -46,20 +39,19 @@ def run_dir() -> Path:
 kept: list[Folder] = []
 
 
-def read_run_dir(text: bytes) -> str:
+def read_run_dir(text: bytes) -> None:
     path = run_dir() / "engine-e1.json"
     path.write_bytes(text)
     ((_, found),) = inspect_manifests(run_dir())
-    live = read_manifests(run_dir())
+    read_manifests(run_dir())
     if found is not None:
         json.dumps(found.tide)
         Path(found.draft_path).exists()
         assert all(type(layer) is int for layer in found.aux_layer_ids)
     path.unlink()
-    return f"{found is not None} {len(live)}"
 
 
-def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> str:
+def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
     request, answer, trainer, relay, name = given
     folder = run_dir()
     files = {
@@ -76,92 +68,10 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> str:
     for one in found:
         assert one.tenant is None or 0 <= one.tenant < 2**64
     assert "keep" in [one.id for one in found], "a request was removed with another"
-    answered = purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
-    keepers = purge.live_keepers(folder)
+    purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
+    purge.live_keepers(folder)
     for path in folder.iterdir():
         path.unlink()
-    return f"{len(found)} requests, {len(answered)} answers, {len(keepers)} keepers"
-
-
-@functools.cache
-def checkpoint_scene() -> tuple[Any, Path, dict[str, Any]]:
-    """A draft, and a checkpoint of it whose tensors are two small files."""
-    draft = ToyTarget().draft(0)
-    kept.append(folder := Folder())
-    path = folder.path / "checkpoint-00000001"
-    path.mkdir()
-    (path / "a.safetensors").write_bytes(b"a")
-    state = checkpoint.TrainState(steps=3, extra={"live": "x"})
-    document = {
-        "format": checkpoint.FORMAT,
-        "draft": checkpoint.draft_fingerprint(draft),
-        "optimizer_steps": 2,
-        "files": {"a.safetensors": checkpoint._measure(path / "a.safetensors")},
-        "state": checkpoint.asdict(state),
-    }
-    return draft, path, document
-
-
-@st.composite
-def states(draw: st.DrawFn) -> bytes:
-    """A state file; sealed anew where it still is a JSON object."""
-    _, _, document = checkpoint_scene()
-    text = draw(json_or_bytes(document))
-    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 3)) else text
-
-
-def seal(text: bytes, digest: Any) -> bytes:
-    try:
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return json.dumps({**value, "self_sha256": digest(value)}).encode()
-    except (ValueError, RecursionError):
-        pass
-    return text
-
-
-def read_checkpoint(text: bytes) -> str:
-    draft, path, _ = checkpoint_scene()
-    (path / "state.json").write_bytes(text)
-    state, count = checkpoint.verify(path, draft)
-    assert state.steps >= 0 and count >= 0
-    return "a checkpoint"
-
-
-@functools.cache
-def head_scene() -> tuple[DraftStore, Path, dict[str, Any], bytes]:
-    kept.append(folder := Folder())
-    store = DraftStore(folder.path / "heads", "f" * 64)
-    path = store.put({"fc": torch.zeros(2, 3), "n": torch.zeros(4).bfloat16()}, 3)
-    manifest = json.loads(path.with_suffix(".json").read_bytes())
-    del manifest["self_sha256"]
-    return store, path, manifest, path.read_bytes()
-
-
-@st.composite
-def stored(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Manifest and tensors; the manifest mostly sealed over the tensors."""
-    _, _, manifest, whole = head_scene()
-    length = int.from_bytes(whole[:8], "little")
-    data = draw(damaged([whole]))
-    if draw(st.booleans()):
-        text = draw(damaged_json([json.loads(whole[8 : 8 + length])]))
-        data = len(text).to_bytes(8, "little") + text + whole[8 + length :]
-    digest = hashlib.sha256(data).hexdigest()
-    text = json.dumps({**manifest, "size": len(data), "sha256": digest}).encode()
-    if draw(st.integers(0, 2)) == 0:
-        text = draw(json_or_bytes(json.loads(text)))
-    return seal(text, checkpoint.digest_of) if draw(st.integers(0, 4)) else text, data
-
-
-def read_stored(given: tuple[bytes, bytes]) -> str:
-    store, path, _, _ = head_scene()
-    path.with_suffix(".json").write_bytes(given[0])
-    path.write_bytes(given[1])
-    for head in store.drafts():
-        assert isinstance(head.version, int)
-    read_draft(path)
-    return "a head"
 
 
 def parsers() -> list[Parser]:
@@ -175,13 +85,9 @@ def parsers() -> list[Parser]:
     holder = {"pid": ME.pid, "start": ME.start, "namespace": ME.namespace}
     relays = json_or_bytes({**holder, "updated_unix": now})
     names = st.sampled_from(("0f", "x y", "²"))
+    manifests = json_or_bytes(MANIFEST, mine)
+    purges = st.tuples(requests, answers, trainers, relays, names)
     return [
-        Parser("rendezvous", "transport.rendezvous", json_or_bytes(MANIFEST, mine),
-               read_run_dir, (TransportError,)),
-        Parser("purge", "transport.purge",
-               st.tuples(requests, answers, trainers, relays, names), read_purges),
-        Parser("checkpoint", "train.checkpoint", states(), read_checkpoint,
-               (DraftError,)),
-        Parser("head_store", "deploy.store", stored(), read_stored,
-               (DraftRefused,)),
-    ]  # fmt: skip
+        Parser("rendezvous", manifests, read_run_dir, (TransportError,)),
+        Parser("purge", purges, read_purges),
+    ]

@@ -1,11 +1,10 @@
-"""What lies in shared memory: headers, rings, weights segments, and the extension."""
+"""What lies in shared memory: records, rings and weights segments."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import os
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.attempt import Parser
 from tests.fuzz.damage import damaged, damaged_json, edges
-from tests.transport.samples import make_metadata_only, make_record, make_spec
+from tests.transport.samples import body_of, make_metadata_only, make_record, make_spec
 from vllm_tide import _shm
 from vllm_tide.transport import (
     RingReader,
@@ -26,37 +25,14 @@ from vllm_tide.transport import (
     shm,
 )
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.record import (
-    _META,
-    FORMAT_VERSION,
-    RecordError,
-    RingSpec,
-    decode,
-    encode,
-)
-from vllm_tide.transport.ring import (
-    FRAME_BYTES,
-    MAGIC,
-    RECORD,
-    frame_at,
-    pack_frame,
-    peek_ring,
-)
-from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, Header, orphaned
+from vllm_tide.transport.record import FORMAT_VERSION, META, Frames, RecordError, decode
+from vllm_tide.transport.ring import FRAME_BYTES, MAGIC, RECORD, pack_frame, peek_ring
+from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, orphaned
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 from vllm_tide.transport.weights import peek_weights
 
 SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
 FIELDS = {**SPEC.__dict__, "aux_layer_ids": [1, 2]}
-ODD_NAMES = (
-    "", "x", "vllm_tide_", "vllm_tide_a/b", "vllm_tide_\0", "vllm_tide_\ud800",
-    "vllm_tide_" + "x" * 300, "../vllm_tide_x", "vllm_tide_ring_0",
-)  # fmt: skip
-FUNCTIONS = (
-    "load", "store", "fetch_add", "compare_exchange", "crc32c", "fd_size",
-    "crc32c_table", "gather", "write_frames", "shm_create", "shm_open", "shm_unlink",
-)  # fmt: skip
-DESCRIPTORS: list[int] = []  # of the call that is made
 TENSORS = {
     "fc.weight": ("float32", (2, 3), np.arange(6, dtype=np.float32)),
     "norm": ("bfloat16", (4,), np.arange(4, dtype=np.uint16)),
@@ -67,31 +43,36 @@ TENSORS = {
 def body(seed: int) -> bytes:
     """Bytes of a record."""
     make = make_metadata_only if seed % 3 == 2 else make_record
-    parts, size = encode(make(SPEC, seed, num_rows=seed % 5), SPEC.feature_dtype)
-    data = bytearray(size)
-    _shm.gather(data, 0, parts)
-    return bytes(data)
+    return body_of(make(SPEC, seed, num_rows=seed % 5), SPEC).tobytes()
 
 
 BODIES = [body(seed) for seed in range(9)]
 
 
-def frame_length(size: int) -> int:
-    return -(-(FRAME_BYTES + size) // LINE_BYTES) * LINE_BYTES
+def write(ring: RingWriter, data: bytes) -> None:
+    """Append the bytes of a record to a ring."""
+    arrays = np.frombuffer(data, np.uint8)[META.itemsize :]
+    frames = Frames(
+        np.frombuffer(data[: META.itemsize], META),
+        np.array([[(0, len(arrays))]], np.int64),
+        np.zeros(1, np.bool_),
+        (arrays,),
+        np.zeros(1, np.uint8),
+    )
+    ring.write(frames)
+    ring.count(frames)
 
 
 @st.composite
 def meta_bodies(draw: st.DrawFn) -> bytes:
     """A record whose fixed part has fields of any size, before bytes of any kind."""
-    kinds = "QQqqqiIIIIIBBBBQI"
-    bits = {"Q": 64, "q": 63, "i": 31, "I": 32, "B": 8}
-    small = st.integers(0, 9)
-    fields = [
-        draw(st.one_of(small, edges.map(lambda v, b=bits[k]: v % 2**b))) for k in kinds
-    ]
-    fields[14] = FORMAT_VERSION  # the format, or nothing else would be looked at
-    floats = draw(st.floats(width=32)), draw(st.floats(width=32))
-    return _META.pack(*fields, *floats) + draw(st.binary(max_size=200))
+    meta = np.frombuffer(
+        bytearray(draw(st.sampled_from(BODIES))[: META.itemsize]), META
+    )
+    whole = [name for name in META.names if META[name].kind in "iu"]
+    for name in draw(st.lists(st.sampled_from(whole), max_size=6)):
+        meta[name] = np.uint64(draw(edges)).astype(META[name])
+    return meta.tobytes() + draw(st.binary(max_size=200))
 
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
@@ -105,55 +86,21 @@ def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
     return ((head + crc).ljust(shm._SPEC_AT, b"\0") + spec).ljust(PAGE_BYTES, b"\0")
 
 
-def pages(magic: bytes, spec: dict[str, Any], size: int) -> st.SearchStrategy[bytes]:
-    """Page 0, damaged, or whole and saying odd things."""
-    good = sealed(magic, 1, size, json.dumps(spec).encode())
+def pages(
+    magic: bytes, version: int, spec: dict[str, Any], size: int
+) -> st.SearchStrategy[bytes | None]:
+    """Page 0: as it is, damaged, or whole and saying odd things."""
+    good = sealed(magic, version, size, json.dumps(spec).encode())
     sizes = st.one_of(st.just(size), edges, st.integers(DATA_AT - 1, size))
-    versions = st.sampled_from((1, 1, 1, 2, 2, 2, 7))
+    versions = st.sampled_from((version, version, version, 1, version + 1))
     odd = st.builds(sealed, st.just(magic), versions, sizes, damaged_json([spec]))
-    return st.one_of(damaged([good]), odd)
+    return st.one_of(st.none(), st.none(), damaged([good]), odd)
 
 
-def read_header(page: bytes) -> str:
-    found = Header.decode(page)
-    if found is None:
-        return "nothing"
-    assert found.size_bytes >= 0
-    return "a header"
-
-
-def read_record(data: bytes) -> str:
+def read_record(data: bytes) -> None:
     record = decode(memoryview(data))
     held = sum(v.nbytes for v in (record.token_ids, record.features))
     assert held <= len(data) and record.num_rows == len(record.features)
-    return "a record"
-
-
-def read_frames(given: tuple[bytes, int, int]) -> str:
-    memory, position, ahead = given
-    head = position + ahead
-    capacity = len(memory) // LINE_BYTES * LINE_BYTES
-    if not capacity:
-        return "no room"
-    buf = memoryview(bytes(DATA_AT) + memory[:capacity])
-    position, head = (n // LINE_BYTES * LINE_BYTES for n in (position, head))
-    head = min(head, position + capacity)
-    if position >= head:
-        return "empty"
-    frame = frame_at(buf, capacity, position, head)
-    if frame is None:
-        return "no frame"
-    assert frame.length <= capacity and frame.body < frame.length
-    return "a frame"
-
-
-def read_spec(text: bytes) -> str:
-    fields = json.loads(text)
-    if not isinstance(fields, dict):  # the header's reader refuses it
-        return "no object"
-    spec = RingSpec.from_fields(fields)
-    assert type(spec.hidden_size) is int
-    return "a spec"
 
 
 @st.composite
@@ -172,7 +119,8 @@ def wounds(draw: st.DrawFn, size: int, frames: bool) -> list[tuple[int, bytes]]:
             offset = draw(st.integers(0, size - DATA_AT - 1)) // 64 * 64
             content = draw(st.one_of(meta_bodies(), damaged(BODIES)))
             content += bytes(-len(content) % 8)
-            length = draw(st.sampled_from((frame_length(len(content)), 64, 128)))
+            whole = -(-(FRAME_BYTES + len(content)) // LINE_BYTES) * LINE_BYTES
+            length = draw(st.sampled_from((whole, 64, 128)))
             crc = _shm.crc32c(content)
             frame = pack_frame(RECORD, offset, length, len(content), crc)
             made.append((DATA_AT + offset, frame + content))
@@ -199,11 +147,11 @@ class Memory:
 def ring_scene() -> tuple[RingWriter, Memory]:
     writer = RingWriter.create(SPEC, 4096)
     for seed in range(6):
-        writer.try_write(make_record(SPEC, seed, num_rows=seed % 3))
+        write(writer, BODIES[seed])
     return writer, Memory(writer._segment)
 
 
-def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
+def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
     writer, memory = ring_scene()
     memory.harm(*given)
     peek_ring(writer.name)
@@ -219,13 +167,12 @@ def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
         reader.producer_alive()
         stats = reader.stats()
         assert 0 <= stats.used_bytes <= stats.capacity_bytes
-        writer.try_write(make_metadata_only(SPEC, 2, num_rows=2))
+        write(writer, BODIES[2])
         writer.heartbeat()
         writer.stats()
         reader.read()
     finally:
         reader.close()
-    return f"{count} records, damage {stats.corrupt_records > 0}"
 
 
 @functools.cache
@@ -239,7 +186,7 @@ def weights_scene() -> tuple[WeightsSegment, Memory]:
     return segment, Memory(segment._segment)
 
 
-def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
+def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
     owner, memory = weights_scene()
     memory.harm(*given)
     peek_weights(owner.name)
@@ -259,7 +206,7 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> str:
         finally:
             trainer.close()
         memory.harm(*given)
-        return f"version {min(engine.read().version, 3)}"
+        engine.read()
     finally:
         engine.close()
 
@@ -282,121 +229,28 @@ def publications(draw: st.DrawFn) -> publication.DraftBlob:
     return publication.DraftBlob(3, hashlib.sha256(data).digest(), data)
 
 
-def read_publication(blob: publication.DraftBlob) -> str:
+def read_publication(blob: publication.DraftBlob) -> None:
     found = publication.decode(blob)
     sizes = [len(item.data) for item in found.tensors.values()]
     assert max(sizes, default=0) <= len(blob.data)
-    return "a publication"
-
-
-def peek_anything(name: str) -> str:
-    assert peek_ring(name) is None and peek_weights(name) is None
-    RingReader.attach(name)
-    return "a ring"
-
-
-def _part(draw: st.DrawFn) -> Any:
-    data = bytearray(draw(st.binary(max_size=200)))
-    array = np.frombuffer(bytes(data), np.uint8)
-    odd = (data, bytes(data), memoryview(data)[::2], array[::3], None, 3, "text")
-    return odd[draw(st.integers(0, len(odd) - 1))]
-
-
-@st.composite
-def frames_calls(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Arrays that fit each other but for one, if for any, and say anything."""
-    count, sources = draw(st.integers(0, 4)), draw(st.integers(0, 3))
-    lines = draw(st.integers(1, 16))
-    near = st.one_of(st.integers(-9, 40), edges.map(lambda v: v % 2**63))
-    spans = [draw(near) for _ in range(count * sources * 2)]
-    words = st.sampled_from((0, 0, 0, 64, 128, 1024, 8, 2**63, 2**64 - 64))
-    memory = np.zeros(DATA_AT + 64 * lines, np.uint8)
-    memory[PAGE_BYTES + 6 * LINE_BYTES :][:8] = np.frombuffer(
-        draw(words).to_bytes(8, "little"), np.uint8
-    )
-    descriptor = os.memfd_create("ring")
-    os.truncate(descriptor, len(memory))
-    DESCRIPTORS.append(descriptor)
-    made: list[Any] = [
-        memory, descriptor, np.array([draw(words), draw(words)], np.uint64),
-        draw(st.binary(min_size=96 * count, max_size=96 * count)),
-        np.array(spans, np.int64), np.zeros(count, np.bool_),
-        np.zeros(count, np.uint8),
-        tuple(draw(st.binary(max_size=40)) for _ in range(sources)),
-    ]  # fmt: skip
-    if draw(st.booleans()):
-        made[draw(st.integers(0, len(made) - 1))] = _part(draw)
-    return tuple(made)
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
-    """A function of the extension and arguments that need not fit it."""
-    name = draw(st.sampled_from(FUNCTIONS))
-    number = st.one_of(edges, st.integers(-9, 300), st.just(2**70), st.none())
-    if name.startswith("shm_"):
-        path = draw(st.sampled_from((*ODD_NAMES, "/", "/a/b", None, 3)))
-        sizes = st.sampled_from((-1, 0, -(2**63), 2**63, 2**70, None))
-        return name, (path, draw(sizes)) if name == "shm_create" else (path,)
-    if name == "fd_size":
-        return name, (draw(number),)
-    if name == "write_frames":
-        return name, draw(frames_calls())
-    arguments: list[Any] = [_part(draw)]
-    if name == "gather":
-        arguments.append(draw(number))
-        arguments.append(tuple(_part(draw) for _ in range(draw(st.integers(0, 4)))))
-    else:
-        arguments += [draw(number) for _ in range(draw(st.integers(0, 3)))]
-    return name, tuple(arguments[: draw(st.integers(3, 4))])
-
-
-def call(given: tuple[str, tuple[Any, ...]]) -> str:
-    name, arguments = given
-    try:
-        result = getattr(_shm, name)(*arguments)
-    finally:
-        while DESCRIPTORS:
-            os.close(DESCRIPTORS.pop())
-    return f"{name} {type(result).__name__}"
 
 
 def parsers() -> list[Parser]:
     """Those of shared memory."""
     ring_size = DATA_AT + 4096
     weights_size = DATA_AT + 2 * 8192
-    frames = [
-        pack_frame(RECORD, 0, frame_length(len(b)), len(b), _shm.crc32c(b)) + b
-        for b in BODIES
-    ]
     ring = st.tuples(
-        st.one_of(st.none(), st.none(), pages(MAGIC, FIELDS, ring_size)),
+        pages(MAGIC, FORMAT_VERSION, FIELDS, ring_size),
         wounds(ring_size, frames=True),
     )
     weights = st.tuples(
-        st.one_of(st.none(), st.none(), pages(WEIGHTS_MAGIC, {}, weights_size)),
+        pages(WEIGHTS_MAGIC, publication.FORMAT_VERSION, {}, weights_size),
         wounds(weights_size, frames=False),
     )
-    spots = st.tuples(
-        damaged(frames), st.sampled_from((0, 0, 64, 4096)), st.integers(0, 1024)
-    )
-    bad_call = (TypeError, ValueError, OverflowError, BufferError, OSError)
+    records = st.one_of(damaged(BODIES), meta_bodies())
     return [
-        Parser("header", "transport.shm", pages(MAGIC, FIELDS, ring_size),
-               read_header),
-        Parser("ring_frames", "transport.ring",
-               spots, read_frames),
-        Parser("ring_spec", "transport.record", damaged_json([FIELDS]), read_spec,
-               (ValueError, TypeError, KeyError, RecursionError)),
-        Parser("record", "transport.record", st.one_of(damaged(BODIES), meta_bodies()),
-               read_record, (RecordError,)),
-        Parser("ring", "transport.ring", ring, read_ring, (TransportError,)),
-        Parser("weights", "transport.weights", weights, read_weights,
-               (TransportError,)),
-        Parser("publication", "transport.publication", publications(),
-               read_publication, (WeightsRefused,)),
-        Parser("peek", "transport.shm",
-               st.one_of(st.sampled_from(ODD_NAMES), st.text(max_size=20)),
-               peek_anything, (TransportError,)),
-        Parser("extension", "_shm (csrc)", calls(), call, bad_call),
-    ]  # fmt: skip
+        Parser("record", records, read_record, (RecordError,)),
+        Parser("ring", ring, read_ring, (TransportError,)),
+        Parser("weights", weights, read_weights, (TransportError,)),
+        Parser("publication", publications(), read_publication, (WeightsRefused,)),
+    ]

@@ -1,11 +1,10 @@
-"""What lies in a spool: shards, states, heads, models and their manifests."""
+"""What lies in a spool: shards, states, heads and their manifests."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import shutil
 import struct
 import tempfile
 from dataclasses import asdict
@@ -21,30 +20,16 @@ from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import body_of, make_record
 from vllm_tide import _shm
 from vllm_tide.transport import publication
-from vllm_tide.transport.identity import (
-    draft_fingerprint,
-    read_header,
-    read_tensor,
-    target_fingerprint,
-)
-from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
-    EngineEntry,
     EngineFolder,
     EngineState,
     ReaderState,
     instance_gone,
 )
-from vllm_tide.transport.spool_models import (
-    _target_files,
-    local_models,
-)
 from vllm_tide.transport.spool_shard import (
     ShardBuilder,
-    ShardDamaged,
     SpoolReader,
-    read_shard,
 )
 from vllm_tide.transport.spool_store import LocalStore
 from vllm_tide.transport.spool_writer import manifest_name
@@ -58,12 +43,10 @@ MANIFEST = {
     "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
     "shared": ["lm_head.weight"], "pid_namespace": 4,
 }  # fmt: skip
-ROWS = hashlib.sha256(b"{}").hexdigest()  # a target of no files
 ENGINE = {
     "format": 2, "manifest": MANIFEST, "spec": FIELDS,
     "identity": {"target": "abc", "draft": "def"},
 }  # fmt: skip
-ENTRY = EngineEntry(EngineManifest(**MANIFEST), SPEC, {"target": "abc", "rows": ROWS})
 
 
 @functools.cache
@@ -124,17 +107,7 @@ def shards(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return draw(damaged_json([manifest])), body
 
 
-def read_a_shard(given: tuple[bytes, bytes]) -> str:
-    text, body = given
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError):
-        return "no JSON"  # `EngineFolder.read_json` says so
-    records, unfit = read_shard(manifest, body, SPEC)
-    return f"{min(len(records), 4)} records, {min(unfit, 4)} unfit"
-
-
-def read_shards(given: tuple[bytes, bytes, bytes]) -> str:
+def read_shards(given: tuple[bytes, bytes, bytes]) -> None:
     where, path = folder()
     state_text, text, body = given
     (path / "state.json").write_bytes(state_text)
@@ -142,87 +115,24 @@ def read_shards(given: tuple[bytes, bytes, bytes]) -> str:
     (path / "records/000000000001-12.safetensors").write_bytes(body)
     state = where.read_state()
     if state is None:
-        return "no state"
+        return
     reader = SpoolReader(where, SPEC)
-    shards = [reader.fetch(state) for _ in range(5)]
-    skipped = {name: count for name, count in reader.skipped.items() if count}
-    return f"{sum(s is not None for s in shards)} shards, {sorted(skipped)}"
+    for _ in range(5):
+        reader.fetch(state)
 
 
-def read_words(given: tuple[bytes, bytes, bytes]) -> str:
+def read_words(given: tuple[bytes, bytes, bytes]) -> None:
     where, path = folder()
     for name, text in zip(
         ("engine.json", "state.json", "readers/r.json"), given, strict=True
     ):
         (path / name).write_bytes(text)
-    state, readers = where.read_state(), where.read_readers()
-    for reader in readers.values():
+    where.read_state()
+    for reader in where.read_readers().values():
         instance_gone(reader.instance)
     entry = where.read_engine()
     if entry is not None:
         json.dumps(asdict(entry.manifest))
-    return f"{entry is not None} {state is not None} {len(readers)}"
-
-
-def safetensors_file(header: bytes, data: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + data
-
-
-MODEL = {
-    "model.embed_tokens.weight":
-        {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
-    "lm_head.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [32, 64]},
-    "d2t": {"dtype": "I64", "shape": [1], "data_offsets": [64, 72]},
-}  # fmt: skip
-
-
-def model_files() -> st.SearchStrategy[bytes]:
-    whole = safetensors_file(json.dumps(MODEL).encode(), bytes(72))
-    odd = damaged_json([MODEL]).map(lambda text: safetensors_file(text, bytes(72)))
-    return st.one_of(damaged([whole]), odd)
-
-
-def read_model(given: tuple[bytes, bytes]) -> str:
-    _, path = folder()
-    path = path / "draft"
-    (path / "config.json").write_bytes(given[0])
-    (path / "m.safetensors").write_bytes(given[1])
-    draft = ""
-    try:
-        header, begin = read_header(path / "m.safetensors")
-        for entry in header.values():
-            assert len(read_tensor(path / "m.safetensors", entry, begin)) <= 72
-        _target_files(path)
-        draft = draft_fingerprint(path)
-    except TransportError as error:
-        target_fingerprint(path)
-        raise error
-    return f"a model {len(draft)} {len(target_fingerprint(path))}"
-
-
-@st.composite
-def model_lists(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    data = draw(st.binary(max_size=40))
-    odd = ("m.safetensors", "../e1/state.json", "..", "", "a/b", "*", "a\0")
-    names = st.one_of(st.just("m.safetensors"), st.sampled_from(odd))
-    listed = {draw(names): hashlib.sha256(data).hexdigest()}
-    whole = st.just(json.dumps(listed).encode())
-    return draw(st.one_of(whole, json_or_bytes(listed))), data
-
-
-def read_models(given: tuple[bytes, bytes]) -> str:
-    where, path = folder()
-    (path / "draft/files.json").write_bytes(given[0])
-    (path / "draft/m.safetensors").write_bytes(given[1])
-    root = path.parent.parent
-    (root / "targets" / ROWS).mkdir(parents=True, exist_ok=True)
-    (root / "targets" / ROWS / "files.json").write_bytes(b"{}")
-    cache = root / "cache"
-    shutil.rmtree(cache, ignore_errors=True)
-    _, draft = local_models(where, ENTRY, cache)
-    names = sorted(file.name for file in draft.iterdir())
-    assert draft.parent == cache and all(file.is_file() for file in draft.iterdir())
-    return f"{len(names)} files"
 
 
 @st.composite
@@ -236,14 +146,13 @@ def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return draw(st.one_of(whole, whole, json_or_bytes(entry))), body
 
 
-def read_drafts(given: tuple[bytes, bytes]) -> str:
+def read_drafts(given: tuple[bytes, bytes]) -> None:
     where, path = folder()
     for name, data in zip(("latest.json", f"{7:012d}.safetensors"), given, strict=True):
         (path / "heads" / name).write_bytes(data)
     struct.pack("<Q", where.latest_draft())
     found = publication.decode(where.read_draft())
     publication.encode(found.tensors, 7, 6, {})
-    return "a draft"
 
 
 def parsers() -> list[Parser]:
@@ -254,23 +163,14 @@ def parsers() -> list[Parser]:
         ("²²²²²²²²²²²²-1.safetensors", "000000000001-\0.safetensors", "\ud800")
     ).map(lambda name: json.dumps({**SHARD[0], "file": name}).encode())
     reader = json_or_bytes(asdict(ReaderState(instance="a:1:2:3")))
-    config = json_or_bytes({"hidden_size": 2, "_name_or_path": "x"})
+    shard = shards().flatmap(
+        lambda pair: st.tuples(st.one_of(still, state), *map(st.just, pair))
+    )
+    shard |= st.tuples(still, renamed, st.just(SHARD[1]))
+    words = st.tuples(json_or_bytes(ENGINE), state, reader)
     refused = (TransportError,)
     return [
-        Parser("spool_shard", "transport.spool_shard", shards(), read_a_shard,
-               (ShardDamaged,)),
-        Parser("spool_reader", "transport.spool_shard",
-               st.one_of(
-                   shards().flatmap(
-                       lambda pair: st.tuples(st.one_of(still, state),
-                                              st.just(pair[0]), st.just(pair[1]))),
-                   st.tuples(still, renamed, st.just(SHARD[1]))),
-               read_shards, refused),
-        Parser("spool_words", "transport.spool",
-               st.tuples(json_or_bytes(ENGINE), state, reader), read_words, refused),
-        Parser("identity", "transport.identity",
-               st.tuples(config, model_files()), read_model, refused),
-        Parser("spool_models", "transport.spool_models", model_lists(), read_models,
-               refused),
-        Parser("spool_drafts", "transport.spool", drafts(), read_drafts, refused),
-    ]  # fmt: skip
+        Parser("spool_reader", shard, read_shards, refused),
+        Parser("spool_words", words, read_words, refused),
+        Parser("spool_drafts", drafts(), read_drafts, refused),
+    ]

@@ -4,12 +4,15 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import asdict
 
 import pytest
+import torch
 
-from tests.fuzz import files, spool
+from tests.fuzz import spool
 from tests.fuzz.memory import SPEC
-from vllm_tide.deploy.store import DraftRefused, read_draft
+from tests.train.toys import ToyTarget
+from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.transport import TransportError, purge
@@ -19,8 +22,18 @@ from vllm_tide.transport.identity import (
     target_fingerprint,
 )
 from vllm_tide.transport.purge import PurgeInbox
-from vllm_tide.transport.rendezvous import MAX_BYTES, inspect_manifests
-from vllm_tide.transport.spool import DRAFTS, EngineFolder, EngineState, parse_json
+from vllm_tide.transport.rendezvous import (
+    MAX_BYTES,
+    EngineManifest,
+    inspect_manifests,
+)
+from vllm_tide.transport.spool import (
+    DRAFTS,
+    EngineEntry,
+    EngineFolder,
+    EngineState,
+    parse_json,
+)
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import (
     SpoolReader,
@@ -78,18 +91,11 @@ def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(eng
     assert reader.skipped["damaged"] == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', '{"unix": []}', "3"],
-)  # fmt: skip
-def test_a_state_of_other_types_is_none(engine, text):
+def test_a_state_of_other_types_or_of_absurd_size_is_none(engine):
     folder, where = engine
-    (where / "state.json").write_text(text)
-    assert folder.read_state() is None
-
-
-def test_a_word_of_absurd_size_is_none(engine):
-    folder, where = engine
+    for text in ('{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', "3"):
+        (where / "state.json").write_text(text)
+        assert folder.read_state() is None
     with open(where / "state.json", "wb") as file:
         file.truncate(1 << 36)
     assert folder.read_state() is None
@@ -98,8 +104,7 @@ def test_a_word_of_absurd_size_is_none(engine):
 
 @pytest.mark.parametrize(
     "header",
-    ["[]", "3", '{"d2t": 3}', '{"d2t": {}}',
-     '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1e15]}}',
+    ["3", '{"d2t": {}}',
      '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [0, 1000000000000000]}}',
      '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [8, 0]}}',
      '{"\\ud800": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}'],
@@ -113,69 +118,63 @@ def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
         draft_fingerprint(tmp_path)
     with pytest.raises(TransportError, match="no safetensors file"):
         read_header(tmp_path / "m.safetensors")
-
-
-def test_a_configuration_nested_without_end_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(TransportError, match="not valid JSON"):
         target_fingerprint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../state.json", "..", "", "a\0b", "a/b", "/etc/x"])
+@pytest.mark.parametrize("name", ["../state.json", "..", "a\0b", "/etc/x"])
 def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
     folder, where = engine
     (where / "state.json").write_bytes(b"kept")
-    targets = tmp_path / "spool/targets" / spool.ROWS
+    rows = hashlib.sha256(b"{}").hexdigest()  # a target of no files
+    targets = tmp_path / "spool/targets" / rows
     targets.mkdir(parents=True)
     (targets / "files.json").write_text("{}")
     listed = {name: hashlib.sha256(b"kept").hexdigest()}
     (where / "draft/files.json").write_text(json.dumps(listed))
+    manifest, identity = EngineManifest(**spool.MANIFEST), {"target": "a", "rows": rows}
+    entry = EngineEntry(manifest, SPEC, identity)
     with pytest.raises(TransportError, match="is damaged"):
-        local_models(folder, spool.ENTRY, tmp_path / "cache")
+        local_models(folder, entry, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("version", [2**63, 10**30, True, 1.5, -1])
+@pytest.mark.parametrize("version", [2**63, True, -1])
 def test_a_head_that_no_version_names_is_none(engine, version):
     folder, where = engine
     (where / DRAFTS / "latest.json").write_text(json.dumps({"version": version}))
     assert folder.latest_draft() == 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"tenant": null, "asked_unix_s": ' + HUGE + "}",
-     '{"tenant": "-1", "asked_unix_s": 1}',
-     '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
-     DEEP, "3", " " * (MAX_BYTES + 1)],
-)  # fmt: skip
-def test_what_is_no_purge_request_stops_no_keeper(tmp_path, text):
-    (tmp_path / "purge-0.json").write_text(text)
-    assert PurgeInbox(tmp_path).pending() == []
+def test_words_of_purges_and_keepers_that_say_nothing_are_passed_over(tmp_path):
+    for text in (
+        '{"tenant": null, "asked_unix_s": ' + HUGE + "}",
+        '{"tenant": "-1", "asked_unix_s": 1}',
+        '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
+        '{"kind": "x", "pid": 1e999, "counts": {}}',
+        '{"kind": "x", "pid": 1, "counts": 3}',
+        '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
+        '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}',
+        *(DEEP, "3", " " * (MAX_BYTES + 1)),
+    ):
+        for name in ("purge-0", "purged-0-1", "trainer-e1", "relay-e1-7"):
+            (tmp_path / f"{name}.json").write_text(text)
+        assert PurgeInbox(tmp_path).pending() == []
+        assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
+        assert purge.live_keepers(tmp_path) == set()
 
 
-@pytest.mark.parametrize(
-    "text", [DEEP, "3", '{"kind": "x", "pid": 1e999, "counts": {}}',
-             '{"kind": "x", "pid": 1, "counts": 3}']
-)  # fmt: skip
-def test_an_answer_that_is_none_is_passed_over(tmp_path, text):
-    (tmp_path / "purged-0-1.json").write_text(text)
-    assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
-
-
-@pytest.mark.parametrize(
-    "text", [DEEP, "3", '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
-             '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}']
-)  # fmt: skip
-def test_a_keeper_that_says_nothing_is_nobody(tmp_path, text):
-    for name in ("trainer-e1.json", "relay-e1-7.json"):
-        (tmp_path / name).write_text(text)
-    assert purge.live_keepers(tmp_path) == set()
+def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
+    asked = '{"tenant": null, "asked_unix_s": %s}'
+    (tmp_path / "purge-*.json").write_text(asked % 1)
+    (tmp_path / "purge-0.json").write_text(asked % time.time())
+    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"engine_id": 3}, {"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"},
-     {"tide": []}, {"aux_layer_ids": [1.5]}, {"shared": "x"}],
+    [{"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"}, {"tide": []},
+     {"aux_layer_ids": [1.5]}],
 )  # fmt: skip
 def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
     path = tmp_path / "engine-e1.json"
@@ -195,57 +194,59 @@ def test_a_pipe_or_a_file_without_end_in_a_run_directory_is_passed_over(tmp_path
     assert PurgeInbox(tmp_path).pending() == []
 
 
-def checkpoint_of(change):
-    """Verify a checkpoint whose state file was changed and sealed anew."""
-    draft, path, document = files.checkpoint_scene()
-    value = change(json.loads(json.dumps(document)))
-    text = files.seal(json.dumps(value).encode(), checkpoint.digest_of)
-    (path / "state.json").write_bytes(text)
-    return checkpoint.verify(path, draft)
+@pytest.fixture
+def checkpoint_of(tmp_path):
+    """Verifies a checkpoint whose state file was changed and sealed anew."""
+    draft, path = ToyTarget().draft(0), tmp_path / "checkpoint-00000001"
+    path.mkdir()
+    (path / "a.safetensors").write_bytes(b"a")
+    document = {
+        "format": checkpoint.FORMAT,
+        "draft": checkpoint.draft_fingerprint(draft),
+        "optimizer_steps": 2,
+        "files": {"a.safetensors": checkpoint._measure(path / "a.safetensors")},
+        "state": asdict(checkpoint.TrainState(steps=3, extra={"live": "x"})),
+    }
+
+    def verify(change=lambda document: document, harm=lambda text: text):
+        text = harm(sealed(change(json.loads(json.dumps(document)))))
+        (path / "state.json").write_text(text)
+        return checkpoint.verify(path, draft)
+
+    return verify
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"steps": "3"}, {"steps": -1}, {"extra": []}, {"cycle_step": 1}],
-)  # fmt: skip
-def test_a_checkpoint_of_other_types_is_refused(change):
-    assert checkpoint_of(lambda document: document)[0].steps == 3
-    with pytest.raises(DraftError):
-        checkpoint_of(lambda d: {**d, "state": {**d["state"], **change}})
+def sealed(document):
+    """JSON with a right checksum, whatever it says."""
+    return json.dumps(document | {"self_sha256": checkpoint.digest_of(document)})
 
 
-@pytest.mark.parametrize("name", ["draft", "optimizer_steps", "files", "state"])
-def test_a_checkpoint_that_lacks_a_part_is_refused(name):
-    with pytest.raises(DraftError):
-        checkpoint_of(lambda d: {k: v for k, v in d.items() if k != name})
+def test_a_checkpoint_that_lacks_a_part_or_has_another_type_is_refused(checkpoint_of):
+    assert checkpoint_of()[0].steps == 3
+    for change in ({"steps": "3"}, {"steps": -1}, {"extra": []}, {"cycle_step": 1}):
+        with pytest.raises(DraftError):
+            checkpoint_of(lambda d, c=change: d | {"state": d["state"] | c})
+    for name in ("draft", "optimizer_steps", "files", "state"):
+        with pytest.raises(DraftError):
+            checkpoint_of(lambda d, n=name: {k: v for k, v in d.items() if k != n})
 
 
-def test_a_flipped_digit_in_a_checkpoints_state_is_damage():
-    draft, path, _ = files.checkpoint_scene()
-    checkpoint_of(lambda document: document)
-    text = (path / "state.json").read_text()
-    (path / "state.json").write_text(text.replace('"steps": 3', '"steps": 7'))
+def test_a_flipped_digit_in_a_checkpoints_state_is_damage(checkpoint_of):
     with pytest.raises(DraftError, match="damaged"):
-        checkpoint.verify(path, draft)
-    (path / "state.json").write_text(DEEP)
+        checkpoint_of(harm=lambda text: text.replace('"steps": 3', '"steps": 7'))
     with pytest.raises(DraftError):
-        checkpoint.verify(path, draft)
+        checkpoint_of(harm=lambda _: DEEP)
 
 
 @pytest.mark.timeout(10)
 def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
-    _, path, manifest, _ = files.head_scene()
-    text = json.dumps({**manifest, "size": float("inf")}).encode()
-    path.with_suffix(".json").write_bytes(files.seal(text, checkpoint.digest_of))
+    path = DraftStore(tmp_path / "heads", "f" * 64).put({"fc": torch.zeros(2, 3)}, 3)
+    manifest = json.loads(path.with_suffix(".json").read_bytes())
+    del manifest["self_sha256"]
+    text = sealed(manifest | {"size": float("inf")})
+    path.with_suffix(".json").write_text(text)
     with pytest.raises(DraftRefused, match="OverflowError"):
         read_draft(path)
     os.mkfifo(tmp_path / "x.json", 0o600)
     with pytest.raises(DraftRefused, match="no plain file"):
         read_draft(tmp_path / "x.json")
-
-
-def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
-    asked = '{"tenant": null, "asked_unix_s": %s}'
-    (tmp_path / "purge-*.json").write_text(asked % 1)
-    (tmp_path / "purge-0.json").write_text(asked % time.time())
-    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]

@@ -1,29 +1,52 @@
-"""A few of the inputs that scripts/fuzz.sh gives to every parser, always the same."""
+"""Readers of what another process wrote read damaged bytes, or refuse them."""
+
+import importlib
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.fuzz.attempt import attempt
-from tests.fuzz.every import ALL, parser_named
 
-few = settings(
-    max_examples=15,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+PARSERS = {
+    "memory": ("record", "ring", "weights", "publication"),
+    "spool": ("spool_reader", "spool_words", "spool_drafts"),
+    "files": ("rendezvous", "purge"),
+    "orders": ("admin_server", "admin_client"),
+}
+EXAMPLES = int(os.environ.get("TIDE_FUZZ_EXAMPLES", "1000"))
+by_name = pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, names in PARSERS.items() for name in names],
+    ids=lambda value: value,
 )
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_damaged_bytes_are_read_or_refused_as_documented(name):
-    if name == "http_admin":
-        pytest.importorskip("fastapi")
-    parser = parser_named(name)
+def give(module, name, max_examples, derandomize):
+    parsers = importlib.import_module(f"tests.fuzz.{module}").parsers()
+    (parser,) = (found for found in parsers if found.name == name)
 
-    @few
+    @settings(
+        max_examples=max_examples,
+        derandomize=derandomize,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(parser.inputs)
     def one(value):
         attempt(parser, value)
 
     one()
+
+
+@by_name
+def test_damaged_bytes_are_read_or_refused_as_documented(module, name):
+    give(module, name, 15, derandomize=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@by_name
+def test_many_damaged_bytes_are_read_or_refused_as_documented(module, name):
+    give(module, name, EXAMPLES, derandomize=False)
