@@ -123,7 +123,7 @@ if [ $tier = nightly ]; then
     step "nightly tests on servers" tests nightly_alone "nightly and alone"
     step "500 faults" scripts/faults.sh --count 500 --json "$scratch/faults.json"
     step "soak" scripts/soak.sh --minutes 20 --json "$scratch/soak.json"
-    step "fuzz" scripts/fuzz.sh --seconds 300
+    step "fuzz" scripts/fuzz.sh 5000
     seconds=$SECONDS
 fi
 if [ $tier = nightly ] || { [ $tier = all ] && patches_changed; }; then
