@@ -14,7 +14,6 @@ from tests.engine.test_device_stage import Engine
 from tests.transport.samples import identity
 from vllm_tide.capture import recorder
 from vllm_tide.capture.guard import Guard
-from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.ring import Collect
 
 ROWS = 9 + 4 + 1  # of a step of `Engine`
@@ -144,14 +143,6 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert not each.capture._cut
 
 
-def test_metadata_only_records_end_with_a_hole_as_well(engine):
-    each = engine()
-    each.capture._cut.add(1)
-    each.reader.set_collect(Collect.METADATA)
-    each.write(learn=True)
-    assert sorted(each.seeds()) == [0, 2]
-
-
 def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     each, guard = engine(), Guard("capture")
     write = each.ring.write
@@ -174,19 +165,6 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     assert len(each.capture._stage._free) == 3
 
 
-def test_a_thread_that_is_behind_gets_no_more(engine, monkeypatch):
-    monkeypatch.setattr(recorder, "BACKLOG", 5)
-    each = engine(open_=False)
-    each.reader.set_collect(Collect.METADATA)
-    for _ in range(8):
-        each.write()
-    assert each.capture.dropped["behind"] == 3 * ROWS
-    each.held.release(5)
-    each.learn()
-    assert len(each.records()) == 5 * 3
-    assert each.capture.dropped["ids_only"] == 5 * ROWS
-
-
 def test_what_is_under_way_is_written_before_the_end(engine):
     each = engine(open_=False)
     each.write(), each.capture.forget("ab")
@@ -206,20 +184,6 @@ def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
     each.held.release(1)
     each.learn()
     assert each.ring.drops == {"closed": 3} and each.capture.rows == 0
-
-
-def test_a_ring_that_replaces_another_gets_what_comes_after(engine):
-    each = engine(open_=False)
-    each.write(0)
-    threading.Timer(0.2, each.held.release, (1000,)).start()
-    old, each.ring = each.ring, RingWriter.create(each.ring.spec, 1 << 18)
-    each.capture.use_ring(each.ring)
-    assert old.stats().written_rows == each.capture.rows == ROWS
-    old.close()
-    each.reader.close()
-    each.reader = RingReader.attach(each.ring.name)
-    each.write(1, learn=True)
-    assert len(each.records()) == 3 and each.ring.stats().written_records == 3
 
 
 def test_a_pause_ends_requests_behind_what_is_under_way(engine):
