@@ -1,13 +1,25 @@
-"""Runs real vLLM offline with TIDE and a scenario; the test process reads the ring.
+"""Runs real vLLM offline with TIDE; the test process reads the ring.
 
-Argument: JSON case. Prints `READY run_dir` once the engine announced itself, waits for
-a line on standard input, generates, prints `REPORT {...}`, waits again, exits.
+Argument: JSON case. Prints `READY` once the engine announced itself. Then each line of
+standard input is a work: its prompts are generated, and `REPORT {...}` is printed.
+`null` ends it. Counters in a report are of its work alone, faults of all works.
+
+Case, besides what `LLM` takes: `runner`, `constants` (dotted names of modules to
+values), `curves` (adaptive verification at these costs), `steered` (works set the
+policy), `log` (vLLM's log is written).
+
+Work: `prompts`, and perhaps `params`, `extra`, `salts`; `forget` (no prefix and no KV
+of an earlier work is found), `script` (policy of a steered engine, see `policy_of`),
+`garbage` (the memory proposes random tokens), `keep_memory` (its record of an earlier
+work stays), `curves`, `seed`, `seeds` (one of each
+request).
 """
 
 import json
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -30,24 +42,267 @@ def by_label(name: str, label: str) -> dict[str, float]:
     }
 
 
-def propose_garbage() -> None:
-    """Have a memory on the device that is always certain, of anything."""
-    import torch
+def grown(before: Any, after: Any) -> Any:
+    """What counters, also nested ones, have grown by, those left out that have not."""
+    if isinstance(after, dict):
+        added = {key: grown((before or {}).get(key), after[key]) for key in after}
+        return {key: value for key, value in added.items() if value not in (0, {})}
+    if isinstance(after, (int, float)) and isinstance(before, (int, float)):
+        return after - before
+    return after
 
-    from vllm_tide.kernels.ngram_memory import NgramTable
 
-    inner = NgramTable.choose
-    random = torch.Generator().manual_seed(0)
+class Server:
+    """One engine and what a test may do to it.
 
-    def choose(self, slots, num_sampled, total, texts, longest, drafts, depth, sure):
-        own = drafts[:, 0].clone()
-        inner(self, slots, num_sampled, total, texts, longest, drafts, depth, sure)
-        shape = drafts[:, :depth].shape
-        drafts[:, :depth] = torch.randint(0, 256, shape, generator=random)
-        self.first[: len(slots)] = -1 - own
-        self.whose[slots] = 1
+    Args:
+        case: See the module.
+    """
 
-    NgramTable.choose = choose
+    def __init__(self, case: dict[str, Any]) -> None:
+        from scripted import Garbage
+
+        self.case = case
+        self.v2 = case.get("runner", "v1") != "v1"
+        self.control: Any = None
+        self.garbage = Garbage()
+        if "curves" in case:
+            from v2_on_cpu import verify_adaptively
+
+            verify_adaptively(*case["curves"])
+        if "test_time" in (case.get("speculative_config") or {}).get("tide", {}):
+            self.garbage.on_v2() if self.v2 else self.garbage.on_v1()
+        if case.get("steered"):
+            self._steer()
+        from vllm import LLM
+
+        self.llm = LLM(
+            case["target"],
+            speculative_config=case["speculative_config"],
+            enforce_eager=case.get("eager", True),
+            dtype=case.get("dtype", "float32"),
+            max_model_len=256,
+            disable_log_stats=False,
+            **case.get("engine", {}),
+        )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.executor = core.model_executor
+        # With several ranks the workers are processes of their own.
+        driver = getattr(self.executor, "driver_worker", None)
+        self.worker = None if driver is None else driver.worker
+        self.tide = getattr(self.worker, "tide", None)
+        self.watch = Watch(self)
+        self.counts = self._counts()
+
+    def _steer(self) -> None:
+        from scripted import Scripted
+
+        import vllm_tide.engine.policy_start as policy_start
+
+        def start(worker: Any, control: Any, *_: Any, **__: Any) -> None:
+            control.policy = Scripted([[0, 0, 0]])
+
+        policy_start.start_policy = policy_start.start_predicting = start
+
+    def work(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Do one work; its report."""
+        from vllm import SamplingParams
+
+        self._prepare(work)
+        none = [None] * len(work["prompts"])
+        params = [
+            SamplingParams(
+                **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},
+                extra_args=extra,
+                seed=seed,
+            )
+            for extra, seed in zip(
+                work.get("extra", none), work.get("seeds", none), strict=True
+            )
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+        for prompt, salt in zip(prompts, work.get("salts", ()), strict=False):
+            if salt is not None:
+                prompt["cache_salt"] = salt
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
+        report |= self.watch.report()
+        self._land()
+        before, self.counts = self.counts, self._counts()
+        counts = {
+            name: grown(before.get(name), now) for name, now in self.counts.items()
+        }
+        return report | counts | self._state()
+
+    def _prepare(self, work: dict[str, Any]) -> None:
+        if work.get("forget"):
+            assert self.llm.reset_prefix_cache()
+            if self.worker is not None:
+                for cache in self.worker.model_runner.kv_caches:
+                    cache.zero_()
+        if "seed" in work:
+            import torch
+
+            torch.manual_seed(work["seed"])
+        if "curves" in work:
+            self.tide._verification.set_cost_curves(*work["curves"])
+        self.garbage.on = work.get("garbage", False)
+        steered = self.case.get("steered") or "curves" in self.case
+        if steered and self.tide is not None:  # else without speculation
+            from scripted import policy_of
+
+            self.control = self.tide.control
+            most = self.control.num_speculative_tokens
+            if "script" in work or "curves" not in self.case:
+                script = work.get("script", [[most, most, 0]])
+                self.control.policy = policy_of(script, self.control)
+            if not work.get("keep_memory"):
+                self._forget_memory()
+            for _ in range(most if self.v2 else 0):
+                # How deep the first step drafts was decided by an earlier policy, and
+                # a depth grows by one a step.
+                if self.control.depth < most:
+                    self._land()
+        self.watch.begin(len(work["prompts"]))
+
+    def _land(self) -> None:
+        """On Model Runner V2 steps under way land with the next one: a prompt's."""
+        if self.v2:
+            from vllm import SamplingParams
+
+            last = SamplingParams(max_tokens=1, extra_args={"tide_capture": False})
+            self.llm.generate({"prompt_token_ids": [1]}, last, use_tqdm=False)
+
+    def _forget_memory(self) -> None:
+        if self.v2 and self.control.memory is not None:
+            self.control.memory._table.counts.zero_()
+        elif not self.v2 and self.control._memory is not None:
+            from vllm_tide.memory.source import SourceRecord
+
+            old = self.control._memory.record
+            self.control._memory.record = SourceRecord(
+                self.control.capacity, len(old._depth)
+            )
+
+    def _counts(self) -> dict[str, Any]:
+        """Everything that only grows."""
+        counts: dict[str, Any] = {
+            "metrics": {
+                metric.name + str(sorted(metric.labels.items())): metric.value
+                for metric in self.llm.get_metrics()
+                if hasattr(metric, "value")
+            },
+            # `get_metrics` leaves out names that are not vLLM's.
+            "prefixes": by_label("prefix_verified_tokens_total", "prefix"),
+            "prefixes_accepted": by_label("prefix_accepted_tokens_total", "prefix"),
+            "contexts": by_label("step_accepted_tokens_count", "context"),
+            "contexts_accepted": by_label("step_accepted_tokens_sum", "context"),
+        }
+        tide = self.tide
+        if tide is None:
+            return counts
+        if tide.capture is not None:
+            counts["rows"] = tide.capture.rows
+            counts["dropped"] = dict(tide.capture.dropped)
+        if tide.swapper is not None:
+            counts["refused"] = dict(tide.swapper.stager.refused)
+            counts["swaps"] = tide.swapper.num_swaps
+        if tide.control is not None:
+            memory = getattr(tide.control, "_memory_count", None)
+            counts["memory"] = (
+                {} if memory is None else dict(enumerate(memory.tolist()))
+            )
+            if tide.control.policy is not None and self.v2:
+                counts["control"] = tide.control.stats()
+        return counts
+
+    def _state(self) -> dict[str, Any]:
+        """What is so now."""
+        if self.worker is None:
+            return {}
+        runner = self.worker.model_runner
+        config = self.llm.llm_engine.vllm_config
+        draft = runner.get_draft_model()
+        state: dict[str, Any] = {
+            "runner": type(runner).__module__,
+            "async": config.scheduler_config.async_scheduling,
+            "addresses": {
+                name: parameter.data_ptr()
+                for name, parameter in (
+                    () if draft is None else draft.named_parameters()
+                )
+                if parameter.numel()
+            },
+        }
+        if self.tide is not None:
+            state["faults"] = dict(self.tide._faults())
+            if self.tide.control is not None:
+                state["control_faults"] = dict(self.tide.control.faults)
+            if self.tide.swapper is not None:
+                state["version"] = self.tide.swapper.version
+        policy = getattr(self.control, "policy", None)
+        if self.control is not None:
+            state["lost"] = policy is None
+            for name in ("outcomes", "probes", "confidences"):
+                state[name] = getattr(policy, name, None)
+            state["policy"] = {} if policy is None else policy.stats()
+        return state
+
+
+class Watch:
+    """On Model Runner V1, what control does in each step of a work."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._drafts: list[dict[str, list[int]]] = []
+        self._asked = self._written = self._requests = 0
+        if server.v2 or not server.case.get("steered") or server.tide is None:
+            return
+        control, executor = server.tide.control, server.executor
+        choose, probe = control.choose, control._probe
+        ask = executor.take_draft_token_ids
+
+        def seen_choose(req_ids: list[str], tokens: Any) -> Any:
+            drafts = {}
+            if control._planned == req_ids:
+                # Requests are numbered on and on; vLLM appends a random suffix.
+                numbers = [int(req_id.split("-")[0]) for req_id in req_ids]
+                names = [str(number % self._requests) for number in numbers]
+                drafts = dict(zip(names, tokens, strict=True))
+            self._drafts.append(drafts)
+            return choose(req_ids, tokens)
+
+        def seen_probe(*args: Any, **named: Any) -> None:
+            table = server.worker.model_runner.input_batch.token_ids_cpu
+            before = table.copy()
+            probe(*args, **named)
+            self._written += int((table != before).sum())
+
+        def seen_ask() -> Any:
+            self._asked += 1
+            return ask()
+
+        control.choose, control._probe = seen_choose, seen_probe
+        executor.take_draft_token_ids = seen_ask
+
+    def begin(self, requests: int) -> None:
+        """Forget an earlier work."""
+        self._requests = requests
+        self._drafts.clear()
+        self._asked = self._written = 0
+
+    def report(self) -> dict[str, Any]:
+        """Drafts by request in each step; how often the scheduler asked for drafts; how
+        many tokens of the target's table a probe changed."""
+        control = self._server.control
+        if self._server.v2 or control is None:
+            return {}
+        return {
+            "drafts": list(self._drafts),
+            "asked": self._asked,
+            "written": self._written,
+            "holes": control._backlog.holes,
+        }
 
 
 def main() -> None:
@@ -66,102 +321,13 @@ def main() -> None:
     for name, value in case.get("constants", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(import_module(module), constant, value)
-    if "curves" in case:
-        from v2_on_cpu import verify_adaptively
-
-        verify_adaptively(*case["curves"])
-    if case.get("garbage"):
-        propose_garbage()
-    from vllm import LLM, SamplingParams
-
-    policy = None
-    if "script" in case:
-        from offline_control import Scripted
-
-        import vllm_tide.engine.policy_start as policy_start
-
-        policy = Scripted(case["script"], 0)
-
-        def start(worker, control, config, late):
-            control.policy = policy
-
-        policy_start.start_predicting = start
-
-    llm = LLM(
-        case["target"],
-        speculative_config=case["speculative_config"],
-        enforce_eager=case.get("eager", True),
-        dtype=case.get("dtype", "float32"),
-        max_model_len=256,
-        disable_log_stats=False,
-        **case.get("engine", {}),
-    )
+    server = Server(case)
     print("READY", flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         if work is None:
             break
-        if policy is not None and "script" in work:
-            policy.script, policy.round = work["script"], -1
-        if work.pop("forget", False):  # prompts served before are prefilled anew
-            assert llm.reset_prefix_cache()
-        params = [
-            SamplingParams(
-                **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},
-                extra_args=extra,
-            )
-            for extra in work.get("extra", [None] * len(work["prompts"]))
-        ]
-        prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
-        for prompt, salt in zip(prompts, work.get("salts", ()), strict=False):
-            if salt is not None:
-                prompt["cache_salt"] = salt
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        core = llm.llm_engine.engine_core.engine_core
-        # With several ranks the workers are processes of their own.
-        driver = getattr(core.model_executor, "driver_worker", None)
-        tide = None if driver is None else driver.worker.tide
-        report = {
-            "tokens": [list(out.outputs[0].token_ids) for out in outputs],
-            "metrics": {
-                metric.name + str(sorted(metric.labels.items())): metric.value
-                for metric in llm.get_metrics()
-                if hasattr(metric, "value")
-            },
-            # `get_metrics` leaves out names that are not vLLM's.
-            "prefixes": by_label("prefix_verified_tokens_total", "prefix"),
-            "prefixes_accepted": by_label("prefix_accepted_tokens_total", "prefix"),
-            "contexts": by_label("step_accepted_tokens_count", "context"),
-            "contexts_accepted": by_label("step_accepted_tokens_sum", "context"),
-        }
-        if tide is not None and tide.capture is not None:
-            report["rows"] = tide.capture.rows
-            report["dropped"] = dict(tide.capture.dropped)
-            report["faults"] = dict(tide._faults())
-        if tide is not None and tide.swapper is not None:
-            report["version"] = tide.swapper.version
-            report["refused"] = dict(tide.swapper.stager.refused)
-            report["swaps"] = tide.swapper.num_swaps
-        if "curves" in case or case.get("stats"):
-            report["control"] = tide.control.stats()
-            report["control_faults"] = dict(tide.control.faults)
-        if policy is not None:
-            report["outcomes"] = policy.outcomes
-            report["probes"] = policy.probes
-            report["control_faults"] = dict(tide.control.faults)
-        if driver is not None:
-            runner = driver.worker.model_runner
-            config = llm.llm_engine.vllm_config
-            report["runner"] = type(runner).__module__
-            report["async"] = config.scheduler_config.async_scheduling
-            draft = runner.get_draft_model()
-            parameters = () if draft is None else draft.named_parameters()
-            report["addresses"] = {
-                name: parameter.data_ptr()
-                for name, parameter in parameters
-                if parameter.numel()
-            }
-        print("REPORT " + json.dumps(report), flush=True)
+        print("REPORT " + json.dumps(server.work(work)), flush=True)
 
 
 if __name__ == "__main__":

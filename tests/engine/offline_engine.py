@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,6 @@ from tests.engine.forked import Forked
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
 
 SCRIPT = Path(__file__).with_name("offline.py")
-# "v1", "v2" or "v2-async", for tests that do not choose: the whole suite on V2 by hand.
-RUNNER = os.environ.get("TIDE_TEST_RUNNER", "v1")
 
 
 class OfflineEngine:
@@ -23,7 +20,7 @@ class OfflineEngine:
 
     def __init__(self, case: dict[str, Any]) -> None:
         """Start it and wait until its models are loaded."""
-        case = {"runner": RUNNER, **case}
+        case = {"runner": "v1", **case}
         # Closed with us. With `log` the server's log goes there.
         log = case.get("log")
         self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_tide.transport.record import Record
+from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import RingReader
 
 
@@ -33,3 +33,30 @@ def counted(records: list[Record]) -> Counter[tuple[Any, ...]]:
         (r.phase, r.start, r.num_accepted, r.next_token, tuple(r.token_ids))
         for r in records
     )
+
+
+def drafted(records: list[Record]) -> list[list[int]]:
+    """Drafted tokens, in order of generation."""
+    return [
+        record.token_ids[1:].tolist()
+        for record in records
+        if record.phase == Phase.VERIFY and record.num_rows > 1
+    ]
+
+
+def longest_drafts(records: list[Record], prompts: list[list[int]]) -> list[int]:
+    """Most drafts that a step verified, by prompt; each is prefilled in one step."""
+    longest, which = [-1] * len(prompts), {}
+    for record in records:
+        if record.phase == Phase.PREFILL:
+            which[record.key] = prompts.index(record.token_ids.tolist())
+        else:
+            place = which[record.key]
+            longest[place] = max(longest[place], record.num_rows - 1)
+    return longest
+
+
+def metric(report: dict[str, Any], name: str) -> float:
+    """What a counter of vLLM's speculation grew by in a work."""
+    start = f"vllm:spec_decode_num_{name}["
+    return sum(v for k, v in report["metrics"].items() if k.startswith(start))

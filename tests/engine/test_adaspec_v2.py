@@ -139,17 +139,6 @@ def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
 
 
 @pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
-def test_where_drafts_are_good_and_verifying_is_cheap_it_drafts_deep(
-    monkeypatch, policy
-):
-    engine = Engine(monkeypatch, FLAT, policy)
-    engine.run(200, 0.9)
-    assert engine.control.faults == {}
-    assert np.mean(engine.depths[100:]) > K - 0.5
-    assert engine.verified > 200 * REQUESTS * (K - 1) * 0.8
-
-
-@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
 def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch, policy):
     engine = Engine(monkeypatch, STEEP, policy)
     engine.run(300, 0.2)

@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from functools import partial
+from types import SimpleNamespace as Config
 from typing import Any
 
 import pytest
@@ -14,18 +15,14 @@ from pydantic_core import PydanticCustomError
 
 from tests import toys
 from tests.engine.test_arguments import refusal, target, target_dir
-from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.config import ConfigError, TideConfig, parse_tide
 
 pytestmark = pytest.mark.vllm
 
 __all__ = ["target", "target_dir"]
 
-NO_OPTION = dict.fromkeys(
-    ("lora_config", "kv_transfer_config", "weight_transfer_config")
-)
-
-
 ADAPTIVE = {"enable_adaptive_verification": True}
+ADASPEC = {"control": {"policy": "adaspec"}}
 
 
 @pytest.fixture
@@ -37,22 +34,39 @@ def gpu(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 
 
-def adaptive(tmp_path, target_dir, **control):
-    draft = tmp_path / "draft"
-    if not draft.exists():
-        toys.make_draft(draft, target_dir)
-    return {"model": str(draft), "tide": {"control": control}, **ADAPTIVE}
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory, target_dir) -> str:
+    folder = tmp_path_factory.mktemp("draft")
+    return str(toys.make_draft(folder, target_dir))
 
 
-def test_adaptive_verification_needs_v2_a_gpu_and_graphs(
-    gpu, target, target_dir, tmp_path, monkeypatch
+@pytest.fixture
+def heard():
+    """What was said at the start."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.tide")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def test_adaptive_verification_needs_v2_a_gpu_graphs_and_times(
+    gpu, target, draft, monkeypatch
 ):
     from vllm.platforms import current_platform
 
     from vllm_tide.engine.arguments import check_speculative_config
 
-    config = adaptive(tmp_path, target_dir)
+    config = {"model": draft, "tide": {}, **ADAPTIVE}
     check_speculative_config(dict(config), target)
+    limited = {"control": {"policy": "threshold", "slo_tpot_ms": 40}}
+    assert refusal(config | {"tide": limited}, target).startswith(
+        "tide.control.slo_tpot_ms: 'threshold' predicts no times"
+    )
+    limited["control"]["policy"] = "adaspec"
+    check_speculative_config(config | {"tide": limited}, target)
     eager = copy.copy(target)
     eager.enforce_eager = True
     assert refusal(dict(config), eager).startswith(
@@ -68,223 +82,66 @@ def test_adaptive_verification_needs_v2_a_gpu_and_graphs(
     assert "which a CPU has not" in said and "tide.control.verify" in said
 
 
-@pytest.mark.parametrize("policy", ["static", "threshold"])
-def test_a_limit_that_adaptive_verification_cannot_keep_is_refused(
-    gpu, policy, target, target_dir, tmp_path
-):
-    from vllm_tide.engine.arguments import check_speculative_config
-
-    limited = adaptive(tmp_path, target_dir, policy=policy, slo_tpot_ms=40)
-    assert refusal(dict(limited), target).startswith(
-        f"tide.control.slo_tpot_ms: {policy!r} predicts no times"
-    )
-    limited["enable_adaptive_verification"] = False
-    check_speculative_config(dict(limited), target)
-    timed = adaptive(tmp_path, target_dir, policy="adaspec", slo_tpot_ms=40)
-    check_speculative_config(timed, target)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (
-            {"full_graphs": False},
+            {"graphs": False},
             "enable_adaptive_verification: Adaptive verification requires full CUDA",
         ),
-        (
-            {"runner": "v1"},
-            "enable_adaptive_verification: Model Runner V1 does not support: adaptive",
-        ),
-        ({"lora": True}, "--enable-lora: tide cannot tell adapters' hidden states"),
+        ({"lora_config": object()}, "--enable-lora: tide cannot tell adapters' hidden"),
         ({"stages": 2}, "--pipeline-parallel-size: tide needs 1"),
     ],
 )
 def test_what_vllm_says_against_adaptive_verification_is_a_sentence_too(
     change, sentence, capsys, monkeypatch
 ):
+    from vllm.config import VllmConfig
+
     from vllm_tide.engine.arguments import speculative_config_argument
 
     monkeypatch.setattr(sys, "excepthook", lambda *error: print("Traceback"))
     speculative_config_argument('{"tide": {}}')
-    said = refusal_by_vllm(**change)
-    sys.excepthook(ValidationError, vllm_error(said), None)
-    seen = capsys.readouterr()
-    assert seen.err.startswith(f"error: --speculative-config: {sentence}")
-    assert seen.err.count("\n") == 1 and seen.out == ""
-    sys.excepthook(ValidationError, vllm_error("--port: no such port"), None)
-    sys.excepthook(ValueError, ValueError(said), None)
-    seen = capsys.readouterr()
-    assert seen.err == "" and seen.out == 2 * "Traceback\n"
-
-
-def refusal_by_vllm(full_graphs=True, lora=False, stages=1, runner="v2") -> str:
-    """What vLLM's own check says of such a configuration."""
-    from types import SimpleNamespace as Config
-
-    from vllm.config import VllmConfig
-
+    graphs = Config(has_full_cudagraphs=lambda: change.get("graphs", True))
     config = Config(
         speculative_config=Config(method="eagle3", **ADAPTIVE),
-        lora_config=object() if lora else None,
-        compilation_config=Config(
-            cudagraph_mode=Config(has_full_cudagraphs=lambda: full_graphs)
-        ),
-        parallel_config=Config(pipeline_parallel_size=stages),
-        _get_v1_model_runner_unsupported_features=lambda: [
-            "adaptive draft verification"
-        ],
+        lora_config=change.get("lora_config"),
+        compilation_config=Config(cudagraph_mode=graphs),
+        parallel_config=Config(pipeline_parallel_size=change.get("stages", 1)),
     )
     with pytest.raises(ValueError) as refused:
         VllmConfig._validate_adaptive_verification(config)
-        assert runner == "v1"
-        VllmConfig._validate_v1_model_runner(config)
-    return str(refused.value)
+
+    def shown(said: str) -> Any:
+        """As vLLM's configuration raises it."""
+        error = PydanticCustomError("value_error", f"Value error, {said}")
+        lines = [{"type": error, "loc": (), "input": {}}]
+        raised = ValidationError.from_exception_data("VllmConfig", lines)
+        sys.excepthook(ValidationError, raised, None)
+        return capsys.readouterr()
+
+    seen = shown(str(refused.value))
+    assert seen.err.startswith(f"error: --speculative-config: {sentence}")
+    assert seen.err.count("\n") == 1 and seen.out == ""
+    seen = shown("--port: no such port")
+    assert (seen.out, seen.err) == ("Traceback\n", "")
 
 
-def vllm_error(said: str) -> ValidationError:
-    """As vLLM's configuration raises it."""
-    refused = PydanticCustomError("value_error", f"Value error, {said}")
-    return ValidationError.from_exception_data(
-        "VllmConfig", [{"type": refused, "loc": (), "input": {}}]
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "start"),
-    [
-        ({"enable_adaptive_verification": True}, None),
-        (
-            {
-                "enable_adaptive_verification": True,
-                "tide": {"control": {"policy": "threshold", "verify": False}},
-            },
-            "tide.control.verify: false keeps every drafted token",
-        ),
-        ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction: tide"),
-        ({"tide": {"control": {"policy": "adaspec"}}}, None),
-        ({"tide": {"control": {"policy": "adaspec"}}, **ADAPTIVE}, None),
-        ({"tide": {"control": {"policy": "tide_gate"}}}, None),
-        (
-            {"draft_sample_method": "probabilistic"},
-            "draft_sample_method: with 'probabilistic' tide does not see",
-        ),
-        ({"tide": {"test_time": {"memory": "ngram"}}}, None),
-        ({"tide": {"control": {"policy": "threshold"}}}, None),
-        ({"tide": {"control": {"policy": "adaspec", "profile": "x"}}}, None),
-        ({}, None),
-    ],
-)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_tide_cannot_do_with_model_runner_v2_is_refused(
-    change, start, asynchronous, tmp_path, monkeypatch
-):
-    from types import SimpleNamespace as Config
-
-    from vllm_tide.config import ConfigError
-    from vllm_tide.engine.arguments import check_engine_config
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    off = {
-        "enable_adaptive_verification": False,
-        "use_local_argmax_reduction": False,
-        "draft_sample_method": "greedy",
-    }
-    config = Config(
-        device_config=Config(device_type="cpu"),
-        model_config=Config(is_moe=False, enable_sleep_mode=False),
-        parallel_config=Config(
-            pipeline_parallel_size=1,
-            nnodes_within_dp=1,
-            data_parallel_size=1,
-            enable_batch_sharded_sampling=None,
-        ),
-        **NO_OPTION,
-        use_v2_model_runner=True,
-        scheduler_config=Config(async_scheduling=asynchronous),
-        speculative_config=Config(**{"tide": {}, **off, **change}),
-    )
-    if start is None:
-        check_engine_config(config)
-        config.use_v2_model_runner = False
-        if not asynchronous:
-            return
-        start = "--async-scheduling: tide needs synchronous scheduling with Model"
-    with pytest.raises(ConfigError) as refused:
-        check_engine_config(config)
-    assert str(refused.value).startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "value", "said"),
-    [
-        ("", "kv_transfer_config", object(), "--kv-transfer-config: "),
-        ("", "weight_transfer_config", object(), "--weight-transfer-config: "),
-        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode: level 2"),
-        ("parallel_config", "nnodes_within_dp", 2, "--nnodes: "),
-    ],
-)
-def test_what_would_change_or_part_the_models_is_refused(part, name, value, said):
-    from vllm_tide.config import ConfigError
-    from vllm_tide.engine.arguments import check_engine_config
-
-    config = on_a_gpu()
-    setattr(getattr(config, part) if part else config, name, value)
-    with pytest.raises(ConfigError) as refused:
-        check_engine_config(config)
-    assert str(refused.value).startswith(said)
-    assert str(refused.value).count(".") == 1
-
-
-def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
-    from types import SimpleNamespace as Config
-
-    from vllm_tide.config import ConfigError
-    from vllm_tide.engine.arguments import check_engine_config
-
-    config = Config(
-        device_config=Config(device_type="cpu"),
-        model_config=Config(is_moe=True, enable_sleep_mode=False),
-        parallel_config=Config(
-            pipeline_parallel_size=1, nnodes_within_dp=1, data_parallel_size=2
-        ),
-        **NO_OPTION,
-        use_v2_model_runner=False,
-        scheduler_config=Config(async_scheduling=False),
-        speculative_config=Config(
-            tide={"control": {"policy": "adaspec"}}, enable_adaptive_verification=False
-        ),
-    )
-    with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
-        check_engine_config(config)
-    config.speculative_config.enable_adaptive_verification = True
-    with pytest.raises(ConfigError, match="^enable_adaptive_verification: a rank"):
-        check_engine_config(config)
-    config.speculative_config.enable_adaptive_verification = False
-    config.speculative_config.tide = {"test_time": {"memory": "ngram"}}
-    with pytest.raises(ConfigError, match="mixture of experts .* set it to 'off'"):
-        check_engine_config(config)
-    config.speculative_config.tide = {"control": {"min_gain": 0.1}}
-    check_engine_config(config)
-    (said,) = heard
-    assert "--data-parallel-size" in said.getMessage()
-    control = parse_tide(config.speculative_config.tide).control
-    assert (control.policy, control.min_gain) == ("static", 0.1)
-
-
-def on_a_gpu(requests=8, **speculative):
-    from types import SimpleNamespace as Config
-
+def engine_on(device: str = "cuda", requests: int = 8, **speculative: Any) -> Any:
+    """vLLM's configuration of an engine, as far as it is looked at."""
     from vllm.config import VllmConfig
 
     engine = Config(
-        device_config=Config(device_type="cuda"),
+        device_config=Config(device_type=device),
         parallel_config=Config(
             pipeline_parallel_size=1,
             nnodes_within_dp=1,
             data_parallel_size=1,
             enable_batch_sharded_sampling=None,
         ),
-        **NO_OPTION,
+        lora_config=None,
+        kv_transfer_config=None,
+        weight_transfer_config=None,
         use_v2_model_runner=True,
         aux_output_config=Config(enabled=False),
         model_config=Config(
@@ -301,6 +158,7 @@ def on_a_gpu(requests=8, **speculative):
         scheduler_config=Config(async_scheduling=True, max_num_seqs=requests),
         speculative_config=Config(
             **{
+                "tide": {},
                 "enable_adaptive_verification": False,
                 "use_local_argmax_reduction": False,
                 "draft_sample_method": "greedy",
@@ -319,29 +177,123 @@ def on_a_gpu(requests=8, **speculative):
     return engine
 
 
-def resolved(speculative: dict[str, Any], target, requests=8, **change) -> Any:
+REFUSED = [
+    (
+        "speculative_config",
+        {"tide": {"control": {"policy": "threshold", "verify": False}}, **ADAPTIVE},
+        "tide.control.verify: false keeps every drafted token",
+    ),
+    (
+        "speculative_config",
+        {"use_local_argmax_reduction": True},
+        "use_local_argmax_reduction: tide",
+    ),
+    (
+        "speculative_config",
+        {"draft_sample_method": "probabilistic"},
+        "draft_sample_method: with 'probabilistic' tide does not see",
+    ),
+    ("", {"kv_transfer_config": object()}, "--kv-transfer-config: "),
+    ("", {"weight_transfer_config": object()}, "--weight-transfer-config: "),
+    ("model_config", {"enable_sleep_mode": True}, "--enable-sleep-mode: level 2"),
+    ("parallel_config", {"nnodes_within_dp": 2}, "--nnodes: "),
+    ("", {"use_v2_model_runner": False}, "--async-scheduling: tide needs synchronous"),
+]
+
+
+@pytest.mark.parametrize(("part", "change", "start"), REFUSED)
+def test_what_tide_cannot_do_is_refused(part, change, start, tmp_path, monkeypatch):
+    from vllm_tide.engine.arguments import check_engine_config
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = engine_on("cpu")
+    check_engine_config(config)
+    config = engine_on("cpu")
+    vars(getattr(config, part) if part else config).update(change)
+    with pytest.raises(ConfigError) as refused:
+        check_engine_config(config)
+    assert str(refused.value).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ADAPTIVE,
+        {"tide": ADASPEC, **ADAPTIVE},
+        {"tide": {"control": {"policy": "tide_gate"}}},
+        {"tide": {"test_time": {"memory": "ngram"}}},
+        {"tide": {"control": {"policy": "threshold"}}},
+    ],
+)
+def test_what_tide_can_do_is_not_refused(change, tmp_path, monkeypatch):
+    from vllm_tide.engine.arguments import check_engine_config
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check_engine_config(engine_on("cpu", **change))
+
+
+def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = engine_on("cpu", tide=ADASPEC)
+    config.parallel_config.data_parallel_size = 2
+    config.use_v2_model_runner = False
+    config.scheduler_config.async_scheduling = False
+    speculative = config.speculative_config
+    with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
+        check_engine_config(config)
+    speculative.enable_adaptive_verification = True
+    with pytest.raises(ConfigError, match="^enable_adaptive_verification: a rank"):
+        check_engine_config(config)
+    speculative.enable_adaptive_verification = False
+    speculative.tide = {"test_time": {"memory": "ngram"}}
+    with pytest.raises(ConfigError, match="mixture of experts .* set it to 'off'"):
+        check_engine_config(config)
+    speculative.tide = {"control": {"min_gain": 0.1}}
+    check_engine_config(config)
+    (said,) = heard
+    assert "--data-parallel-size" in said.getMessage()
+    control = parse_tide(speculative.tide).control
+    assert (control.policy, control.min_gain) == ("static", 0.1)
+
+
+def resolved(speculative: dict[str, Any], target, **change: Any) -> Any:
     """The configuration on a GPU as every process has it, from what a user wrote."""
     from vllm_tide.engine.arguments import check_engine_config, check_speculative_config
 
     written = copy.deepcopy(speculative)
     check_speculative_config(written, target)
     check_speculative_config(written, target)  # vLLM asks twice
-    engine = on_a_gpu(requests, **{k: written[k] for k in written if k != "model"})
+    engine = engine_on(**{k: written[k] for k in written if k != "model"})
     vars(engine).update(change)
     check_engine_config(engine)
     return engine
 
 
-@pytest.fixture
-def heard():
-    """What was said at the start."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.tide")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
+def test_nothing_set_is_the_whole_product_on_a_gpu(gpu, target, draft, heard):
+    engine = resolved({"model": draft, "tide": {}}, target)
+    tide = parse_tide(engine.speculative_config.tide)
+    assert tide == TideConfig() and tide.control.policy == "adaspec"
+    assert tide.train.autostart and tide.capture.enabled and tide.deploy.canary
+    assert engine.speculative_config.enable_adaptive_verification is True
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "on"),
+    [
+        ({"control": {"verify": True}}, {}, True),
+        ({"control": {"policy": "threshold"}}, {}, False),
+        ({"preset": "learn"}, {}, False),
+        ({"control": {"verify": False}}, {}, False),
+        ({}, {"enable_adaptive_verification": False}, False),
+    ],
+)
+def test_what_the_operator_says_of_adaptive_verification_stays(
+    section, more, on, gpu, target, draft
+):
+    engine = resolved({"model": draft, "tide": section, **more}, target)
+    assert engine.speculative_config.enable_adaptive_verification is on
 
 
 class Chosen:
@@ -358,93 +310,46 @@ class Chosen:
         return False
 
 
-def control_of(engine) -> Any:
-    return parse_tide(engine.speculative_config.tide).control
-
-
-def test_nothing_set_is_the_whole_product_on_a_gpu(
-    gpu, target, target_dir, tmp_path, heard
-):
-    given = {"model": str(toys.make_draft(tmp_path / "draft", target_dir)), "tide": {}}
-    engine = resolved(given, target)
-    tide = parse_tide(engine.speculative_config.tide)
-    assert tide == TideConfig() and tide.control.policy == "adaspec"
-    assert tide.train.autostart and tide.capture.enabled and tide.deploy.canary
-    assert engine.speculative_config.enable_adaptive_verification is True
-    assert heard == []
+EAGER = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
 
 
 @pytest.mark.parametrize(
-    ("section", "more", "on"),
+    ("part", "value", "why"),
     [
-        ({"control": {"verify": True}}, {}, True),
-        ({"control": {"policy": "tide_gate"}}, {}, True),
-        ({"control": {"policy": "threshold"}}, {}, False),
-        ({"preset": "control"}, {}, True),
-        ({"preset": "learn"}, {}, False),
-        ({"control": {"verify": False}}, {}, False),
-        ({}, {"enable_adaptive_verification": False}, False),
-        ({"control": {"verify": True}}, {"enable_adaptive_verification": False}, False),
-    ],
-)
-def test_what_the_operator_says_of_adaptive_verification_stays(
-    section, more, on, gpu, target, target_dir, tmp_path
-):
-    draft = toys.make_draft(tmp_path / "draft", target_dir)
-    engine = resolved({"model": str(draft), "tide": section, **more}, target)
-    assert engine.speculative_config.enable_adaptive_verification is on
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"compilation_config": "eager"}, "requires full CUDA graphs"),
-        ({"aux_output_config": "routed"}, "enable-return-routed-experts"),
-        ({"model_config": "replay"}, "sampling distribution replay"),
-        ({"attention_config": "chosen"}, "--attention-backend FLASHY cannot do it."),
+        ("compilation_config", EAGER, "requires full CUDA graphs"),
+        ("aux_output_config", Config(enabled=True), "enable-return-routed-experts"),
+        (
+            "attention_config",
+            Config(backend=None, backend_per_kind={"full": Chosen}),
+            "--attention-backend FLASHY cannot do it.",
+        ),
     ],
 )
 def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
-    change, why, gpu, target, target_dir, tmp_path, heard
+    part, value, why, gpu, target, draft, heard
 ):
-    from types import SimpleNamespace as Config
-
-    made = {
-        "eager": Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False)),
-        "routed": Config(enabled=True),
-        "chosen": Config(backend=None, backend_per_kind={"full": Chosen}),
-        "replay": Config(
-            is_moe=True,
-            runner_type="generate",
-            return_sampling_mask=True,
-            enable_sleep_mode=False,
-        ),
-    }
-    draft = toys.make_draft(tmp_path / "draft", target_dir)
-    given = {"model": str(draft), "tide": {}}
-    engine = resolved(given, target, **{k: made[v] for k, v in change.items()})
+    engine = resolved({"model": draft, "tide": {}}, target, **{part: value})
     assert engine.speculative_config.enable_adaptive_verification is False
-    assert control_of(engine).policy == "adaspec"
+    assert parse_tide(engine.speculative_config.tide).control.policy == "adaspec"
     (said,) = heard
     assert said.levelname == "WARNING" and why in said.getMessage()
 
 
-LEFT_OUT = [
-    {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]},
-    {"disable_padded_drafter_batch": True},
-    {"parallel_drafting": True},
-]
-
-
-@pytest.mark.parametrize("extra", LEFT_OUT)
-@pytest.mark.parametrize("section", [{}, {"control": {"min_gain": 0.1}}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]},
+        {"disable_padded_drafter_batch": True},
+        {"parallel_drafting": True},
+    ],
+)
 def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
-    extra, section, target, target_dir, tmp_path, heard
+    extra, target, draft, heard
 ):
     from vllm_tide.engine.arguments import check_speculative_config
 
-    draft = toys.make_draft(tmp_path / "draft", target_dir)
-    config = {"model": str(draft), "tide": section, **extra}
+    section = {"control": {"min_gain": 0.1}}
+    config = {"model": draft, "tide": section, **extra}
     check_speculative_config(config, target)
     # In the dictionary: so scheduler, workers and trainer read the same.
     tide = parse_tide(config["tide"])
@@ -456,18 +361,12 @@ def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("requests", "table"),
-    [
-        (8, [(1, 7, 3), (8, 8, 2)]),
-        (2, [(1, 1, 3), (2, 2, 2)]),
-        (1, [(1, 1, 3)]),
-    ],
+    ("requests", "table"), [(8, [(1, 7, 3), (8, 8, 2)]), (1, [(1, 1, 3)])]
 )
 def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, table):
-    from vllm_tide.config import ConfigError
     from vllm_tide.engine.arguments import check_engine_config
 
-    config = on_a_gpu(requests, tide={"control": {"policy": "threshold"}})
+    config = engine_on("cuda", requests, tide={"control": {"policy": "threshold"}})
     speculative = config.speculative_config
     check_engine_config(config)
     assert speculative.num_speculative_tokens_per_batch_size == table

@@ -169,19 +169,6 @@ def test_a_request_longer_than_the_ring_is_not_shut_out_for_good():
     assert budget.take(SimpleNamespace(key=2, prompt=-1, rows=0), 10, 5) is not None
 
 
-def test_little_traffic_is_taken_whole_though_nobody_reads(server):
-    each = server(2)
-    each.live = each.live[:0]
-    budget = each.capture.budget
-    for number in range(20):
-        budget.look(each.ring)
-        ticket = each.capture._admit(f"new{number}", None, True)
-        assert budget.take(ticket, 100, 100) is None
-        for _ in range(10):
-            assert budget.take(ticket, K + 1, 100) is None
-        budget.end(ticket)
-
-
 def test_what_the_prefix_cache_holds_is_not_owed(server):
     """Long prompts with a common beginning: few of their rows ever come."""
     each = server(2)
@@ -217,12 +204,3 @@ def test_a_step_of_a_pause_leaves_nothing_though_it_lands_after_it(server, by_tr
     assert each.reader.read() is None
     each.step()
     assert each.take(1) > 0
-
-
-def test_who_is_ended_by_a_pause_owes_nothing_after_it(server):
-    each = server(2)
-    each.step()
-    assert each.capture.budget._admitted
-    each.capture.off = True
-    each.step()
-    assert not each.capture.budget._admitted

@@ -5,27 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
-from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.engine.offline_engine import OfflineEngine, only_manifest
-from tests.engine.records import drain
 from tests.engine.test_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
 from tests.transport.test_rendezvous import make_manifest
+from vllm_tide.capture import switch
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.cli.main import main
-from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.metrics import TideProm
 from vllm_tide.transport.rendezvous import write_manifest
-from vllm_tide.transport.ring import Collect, RingReader, RingWriter
+from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.spool import ReaderState
 from vllm_tide.transport.spool_store import open_store
-
-DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 
 
 @pytest.fixture
@@ -43,8 +37,9 @@ def until(true, seconds=60):
 
 
 def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
-    step, tmp_path, capsys, caplog
+    step, tmp_path, capsys, caplog, monkeypatch
 ):
+    monkeypatch.setattr(switch, "LOOK_S", 0.02)
     caplog.set_level(logging.INFO, "vllm.tide")
     where = ["--run-dir", str(tmp_path)]
     write_manifest(tmp_path, make_manifest())
@@ -157,60 +152,3 @@ def test_the_gauge_is_there_where_capture_is():
     for on in (True, False):
         prom.observe({"capture_on": on})
         assert value() == on
-
-
-@pytest.mark.parametrize("wish", [Collect.FULL, Collect.NOTHING])
-def test_a_ring_that_replaces_another_is_as_paused(step, wish):
-    """By a trainer of another host: no file here says so."""
-    tide = object.__new__(WorkerTide)
-    tide._ring, tide.capture = step.ring, step.capture
-    tide._collecting = True
-    tide._losses, tide._lost_drops = Counter(), Counter()
-    step.reader.set_collect(wish)
-    tide._tell_pause(step.ring)
-    step.reader.close()
-    tide._create_ring = lambda: RingWriter.create(step.ring.spec, 1 << 18)
-    tide._replace_ring()
-    step.ring = tide._ring
-    step.reader = RingReader.attach(step.ring.name)
-    assert step.capture.wish is wish
-    assert bool(step.run()) is (wish is Collect.FULL)
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("runner", ["v1", "v2", "v2-async"])
-def test_an_engine_started_with_capture_off_serves_and_captures_later(tmp_path, runner):
-    case = {
-        "target": str(DEMO / "target"),
-        "runner": runner,
-        "speculative_config": {
-            "method": "eagle3",
-            "model": str(DEMO / "draft"),
-            "num_speculative_tokens": 3,
-            "tide": {
-                "run_dir": str(tmp_path),
-                "capture": {"ring_mib": 16},
-                "train": {"autostart": False},
-                "control": {"policy": "static"},
-            },
-        },
-        "engine": {"max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 32},
-    }
-    prompts, params = [list(b"hello world"), [7]], {"max_tokens": 8}
-    where = ["--run-dir", str(tmp_path)]
-    assert main(["capture", "off", *where]) == 1  # nobody yet
-    with OfflineEngine(case) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path).ring)
-        off = engine.work(prompts, params=params)
-        assert drain(reader) == [] and off["rows"] == 0
-        assert off["dropped"]["paused"] >= 2 * 7 and not off["faults"]
-        assert main(["capture", "on", *where]) == 0
-        end = time.monotonic() + 60
-        while not (on := engine.work(prompts, params=params))["rows"]:
-            assert time.monotonic() < end
-        assert on["tokens"] == off["tokens"]
-        assert any(r.num_rows for r in drain(reader))
-        reader.set_collect(Collect.NOTHING)
-        engine.work(prompts, params=params)
-        assert [r for r in drain(reader) if r.num_rows] == []  # what had ended says so

@@ -128,12 +128,3 @@ def test_a_part_of_a_buffer_is_copied():
     buffer.zero_()
     _, found = backlog._span(1)
     assert backlog._features(found).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3
-
-
-def test_a_step_that_does_not_fit_is_a_hole():
-    runner = SimpleNamespace(dtype=torch.float32)
-    backlog = DraftBacklog(runner, 1, LAYERS, MIB // (4 * LAYERS * 2), SLOTS)
-    layer = torch.zeros(3, 1)
-    given = np.arange(2), np.array([0, 2]), np.array([2, 1]), np.zeros(2, np.int64)
-    backlog.keep([layer] * LAYERS, *given, 3)
-    assert (backlog.holes, backlog.missing.sum()) == (3, 0)

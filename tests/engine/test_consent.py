@@ -57,6 +57,10 @@ def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> 
     assert ticket.refusal == "opted_out"
 
 
+def test_who_is_not_sampled_is_not_captured() -> None:
+    assert CapturePolicy(0.0).admit(YES, supported=True).refusal == "not_sampled"
+
+
 def test_a_request_that_caps_its_drafts_is_known() -> None:
     """Three of them with no drafts at all had a good draft rolled back."""
     admit = CapturePolicy(1.0).admit

@@ -86,12 +86,6 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
 SURE, UNSURE = [0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.3, 0.9]
 
 
-def test_before_anything_landed_the_length_is_static():
-    control = begun()
-    assert control.depth == K
-    assert control.choose(["a"], [[-1] * K]) == [[-1] * K]
-
-
 def test_a_sure_draft_goes_one_step_deeper_each_time_and_no_deeper_than_k():
     control = begun()
     for steps, then in ((1, 2), (2, 3), (3, 4), (4, 4)):
@@ -259,22 +253,6 @@ def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
     assert slots_of(control) == {"b", "c"}
 
 
-def test_a_request_that_lost_its_slot_gets_one_when_it_runs_again():
-    control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
-    control.policy = ThresholdPolicy(K)
-    control.admit(scheduled("a", "b", new="ab"))
-    # More requests live than there are slots, and nobody was preempted.
-    control.admit(scheduled("b", "c", new="c"))
-    assert slots_of(control) == {"b", "c"}
-    control.admit(scheduled("a", "c"))
-    assert slots_of(control) == {"a", "c"}
-    assert not control.faults
-    control.end(["a", "b", "c"])
-    assert not slots_of(control) and not control._facts
-    control.admit(scheduled("d", new="d"))
-    assert not control._preempted and slots_of(control) == {"d"}
-
-
 def test_what_a_grammar_rejects_unseen_is_no_verdict():
     for trims, grammar, told in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
         control = begun(trims, grammar)
@@ -366,12 +344,6 @@ def test_the_policy_hears_nothing_of_drafts_that_were_the_memory_s():
     assert control.remembered == set(), "it had ended"
 
 
-def test_without_a_draft_no_first_token_is_the_memory_s():
-    control = with_memory()
-    control.learn(landed(SURE, 0, drafted=np.array([-1, -1])))
-    assert control.remembered == set() and control.faults == {}
-
-
 def test_after_a_lost_step_nobody_s_drafts_are_learnt_from():
     control = with_memory()
     got = observed(control)
@@ -380,29 +352,6 @@ def test_after_a_lost_step_nobody_s_drafts_are_learnt_from():
     assert step.memory.tolist() == [True, True] and got == []
     assert control.stats()["memory_proposals"] == 0
     assert control.stats()["verified_tokens"] == 0
-
-
-def test_the_memory_s_drafts_are_not_cut_by_confidences_of_the_draft():
-    control = with_memory()
-    step = landed(UNSURE, 4, drafted=np.array([-1 - 5, 2]))
-    control.learn(step)
-    assert control.choose(step.req_ids, [[-1] * 4] * 2) == [[-1] * 4, [-1] * 3]
-    control._limit = 1e-3  # a limit holds for them as for others
-    control.learn(step := landed(UNSURE, 4, drafted=np.array([-1 - 5, 2])))
-    control._limit = 1e-3
-    assert control.limited
-
-
-def test_a_step_costs_what_the_draft_s_tokens_do():
-    control = with_memory(trims=False)
-    control.times = OnlineTime(published("Llama-3.3-70B"))
-    costs = []
-    for first in (1, -1 - 5, 1):
-        step = landed(SURE, 4, drafted=np.array([first, 2]), start=np.array([20, 40]))
-        step.bounds = np.array([0, 3, 6])
-        control.learn(step)
-        costs.append(step.cost)
-    assert costs[0] == costs[1] > costs[2], "the third verified the memory's"
 
 
 def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():

@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.transport.samples import identity, make_record, make_spec
-from tests.transport.step_rows import request_rows, step_rows
-from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.step import Step, lay_out
+from tests.transport.samples import identity, make_spec
+from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine import capture, staging
-from vllm_tide.engine.device_stage import DeviceStage, RunLayout
-from vllm_tide.engine.staging import PinnedBytes
-from vllm_tide.train.assemble import Assembler
-from vllm_tide.transport import Phase, RingReader, RingWriter
+from vllm_tide.engine.device_stage import DeviceStage
+from vllm_tide.transport import RingReader, RingWriter
 
 H, LAYERS, ROWS, TOPK = 6, (1, 2), 32, 3
 
@@ -201,63 +197,6 @@ def test_only_rows_that_are_wanted_are_staged(engine):
     assert [record.num_rows for record in each.records()] == [4, 1]
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk"])
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 29, 40])
-def test_a_long_record_comes_in_pieces_that_join_again(engine, teacher, phase, rows):
-    small, spec = engine(teacher, 1 << 13), make_spec(teacher, hidden_size=H, topk=TOPK)
-    small.ring.spec = spec = make_spec(teacher, hidden_size=H, topk=TOPK, layers=LAYERS)
-    drafts = min(3, rows - 1) if phase == Phase.VERIFY else 0
-    committed = rows - 1 - drafts
-    start = 0 if teacher == "hidden" else committed
-    record = make_record(spec, rows, rows, phase, start)
-    accepted = committed + drafts // 2 * (phase == Phase.VERIFY)
-    ticket = Ticket(record.key, None, record.tenant, sampled=record.sampled)
-    requests = request_rows(
-        [ticket], count=rows, drafts=drafts, start=5, num_prompt_tokens=6,
-        logit_end=drafts + 1, committed=accepted - committed + 1,
-        next_token=record.next_token,
-    )  # fmt: skip
-    topk = None
-    if teacher == "topk":
-        ids, logprobs = record.teacher_topk_ids, record.teacher_topk_logprobs
-        topk = ids, logprobs, record.teacher_tail_logprob
-    step = step_rows(
-        record.token_ids, record.features, record.teacher_hidden, topk, version=1
-    )
-    most, k = small.ring.max_rows, TOPK * (teacher == "topk")
-    joined, pieces = [], []
-    for max_rows in (1000, most):
-        frames, _ = lay_out(requests, step, spec, k, max_rows)
-        small.ring.write(frames)
-        assert not frames.status.any()
-        assembler = Assembler(len(LAYERS) * H, max_branches=1)
-        found = small.records()
-        assert sum(part.num_rows for part in found) == rows
-        for part in found:
-            assert not assembler.add(part, 0.0)
-        joined.append(assembler.flush())
-        pieces.append(found)
-    (whole,), parts = pieces
-    assert whole.num_accepted == accepted and whole.teacher_start == start
-    assert most < 20 and all(part.num_rows <= most + 3 for part in parts)
-    assert (len(parts) > 1) == (rows > most and committed > 0)
-    assert len(joined[0]) == len(joined[1]) <= 1
-    if not joined[0]:  # nothing to train on: no committed row but the first is taught
-        assert committed == 0 or (teacher != "hidden" and phase == Phase.VERIFY)
-        return
-    (one,), (other,) = joined
-    assert one.start == other.start == 5
-    for name in ("tokens", "features", "has_teacher"):
-        assert torch.equal(getattr(one, name), getattr(other, name))
-    assert len(one.branches) == len(other.branches)
-    for left, right in [(one, other), *zip(one.branches, other.branches, strict=True)]:
-        assert torch.equal(left.tokens, right.tokens)
-        assert (left.teacher_hidden is None) == (right.teacher_hidden is None)
-        if left.teacher_hidden is not None:
-            assert torch.equal(left.teacher_hidden, right.teacher_hidden)
-
-
 def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):
     each = engine("hidden", 3000)
     rows = each.ring.spec.row_bytes
@@ -280,13 +219,6 @@ def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):
     for name in "abc":
         each.capture._admit(name, None, True)
     assert each.stage().staged is not None
-
-
-def test_staging_is_no_larger_than_twice_the_ring(engine):
-    small, large = engine("hidden", 1 << 10), engine("hidden", 1 << 20)
-    largest = RunLayout(ROWS, 0, len(LAYERS), H, torch.bfloat16, True, 0).num_bytes
-    assert small.capture._stage._ring.num_bytes <= 2 * 1024 + 1024
-    assert 3 * largest <= large.capture._stage._ring.num_bytes <= 3 * largest + 1024
 
 
 def test_rows_after_a_requests_end_and_a_fault(engine):
@@ -319,21 +251,3 @@ def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):
     found = each.records()
     assert [len(record.token_ids) for record in found] == [9, 2, 1]
     np.testing.assert_array_equal(found[1].features, step.staged.features[9:11])
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_a_runtime_that_registers_nothing_is_said_once(
-    gpu, caplog, monkeypatch, missing
-):
-    caplog.set_level("INFO", "vllm.tide")
-    if missing:
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
-    else:
-        gpu.error = 2
-    assert len(PinnedBytes(64).bytes) == 64
-    (line,) = (record.message for record in caplog.records)
-    error = -1 if missing else 2
-    assert line == (
-        "vllm_tide: 0 MiB are not registered with the GPU's runtime "
-        f"(error {error}): Torch's pinned memory is used"
-    )

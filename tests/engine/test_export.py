@@ -17,7 +17,14 @@ from tests import toys
 from tests.engine.forked import run_forked
 from tests.patches.pristine import make_pristine
 from vllm_tide.cli import export
-from vllm_tide.draft import Eagle3Draft, TargetRows, VocabMap, save_draft
+from vllm_tide.draft import (
+    Eagle3Draft,
+    TargetRows,
+    VocabMap,
+    export_tensors,
+    load_draft,
+    save_draft,
+)
 from vllm_tide.draft.config import Eagle3Config, Rope, read_config
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
@@ -88,38 +95,30 @@ def load(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_unpatched_vllm_serves_both_forms_alike(tmp_path):
+def test_unpatched_vllm_serves_an_exported_draft_as_vllm_serves_the_original(tmp_path):
     target = toys.make_target(tmp_path / "target")
-    make_draft(target, tmp_path / "draft")
+    draft = make_draft(target, tmp_path / "draft")
     spec, flat = tmp_path / "spec", tmp_path / "flat"
     # Named as on the hub, which is asked for nothing: it lies in the cache.
     words = ("--from", tmp_path / "draft", "--target", cached(target, tmp_path))
     words += ("--num-speculative-tokens", 4)
     assert run_export(spec, *words) == 0
     assert run_export(flat, "--from", spec, "--format", "hf") == 0
+    again = load_draft(flat, TargetRows.load(target))
+    assert again.config == draft.config
+    stored = export_tensors(again, torch.bfloat16)
+    for name, tensor in export_tensors(draft, torch.bfloat16).items():
+        assert torch.equal(stored[name], tensor), name
     pristine = make_pristine(tmp_path / "pristine")
     alone = load({"model": str(spec)}, pristine, tmp_path / "hub")
     assert alone["file"].startswith(str(pristine))
     assert alone["num_speculative_tokens"] == 4
     assert alone["draft"] == "Eagle3LlamaForCausalLM"
     speculative = {"method": "eagle3", "num_speculative_tokens": 4}
-    given = load(
-        {
-            "model": str(target),
-            "speculative_config": {**speculative, "model": str(flat)},
-        },
-        pristine,
-    )
-    first = load(
-        {
-            "model": str(target),
-            "speculative_config": {**speculative, "model": str(tmp_path / "draft")},
-        },
-        None,
-    )
-    for other in (given, first):
-        assert other["tokens"] == alone["tokens"]
-        assert other["drafted"] == alone["drafted"]
+    speculative["model"] = str(tmp_path / "draft")
+    first = load({"model": str(target), "speculative_config": speculative}, None)
+    assert first["tokens"] == alone["tokens"]
+    assert first["drafted"] == alone["drafted"]
     said = {token for step in alone["drafted"] for row in step for token in row}
     assert len(said) > 3 and min(said) >= 60 and max(said) < 260
 
@@ -173,7 +172,6 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     from safetensors.torch import load_file
 
     from vllm_tide.deploy.deployment import as_wire
-    from vllm_tide.draft.checkpoint import export_tensors
 
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0
@@ -251,7 +249,6 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
     from safetensors.torch import load_file
 
     from vllm_tide.deploy.store import DraftStore, store_fingerprint
-    from vllm_tide.draft.checkpoint import export_tensors
     from vllm_tide.draft.target import rows_fingerprint
 
     draft_dir = engine.manifest.draft_path

@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests import toys
-from tests.engine.offline_engine import OfflineEngine, only_manifest
-from tests.engine.test_swap import PROMPTS, drafted, publish, settled
+from tests.engine.offline_engine import OfflineEngine
+from tests.engine.records import drafted
+from tests.engine.shared_engine import Served
 from vllm_tide.config import parse_tide
-from vllm_tide.draft import VocabMap, load_draft, save_draft
+from vllm_tide.draft import VocabMap, load_draft
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.draft.prune import choose_vocab, reprune
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.transport.ring import RingReader
-from vllm_tide.transport.weights import WeightsWriter
 
 pytestmark = pytest.mark.vllm
 SIZE = 128
+PROMPTS = [list(b"hello world"), list(b"def main(argv):"), list(b"abc abc abc")]
 
 
 @pytest.fixture(scope="module")
@@ -125,43 +124,27 @@ def said(rounds: list[list[int]]) -> set[int]:
 @pytest.mark.timeout(600)
 def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
     rows = TargetRows.load(target_dir)
-    with OfflineEngine(case(target_dir, "fresh", tmp_path / "a")) as engine:
-        manifest = only_manifest(tmp_path / "a")
-        reader = RingReader.attach(manifest.ring)
+    with OfflineEngine(case(target_dir, "fresh", tmp_path)) as engine:
+        served = Served(engine, tmp_path)
+        manifest = served.manifest
         draft = load_draft(manifest.draft_path, rows, manifest.shared)
         old = draft.vocab
         assert old.target_ids.numel() == SIZE == manifest.draft_vocab_size
         assert "lm_head.weight" not in manifest.shared
-        tokens = engine.work(PROMPTS, params={"max_tokens": 16})["tokens"]
-        assert said(drafted(reader)) <= set(old.target_ids.tolist())
-
+        before = served(PROMPTS, max_tokens=16)
+        assert said(drafted(before["records"])) <= set(old.target_ids.tolist())
         counts = torch.zeros(toys.VOCAB)
         counts[100:300] = torch.arange(200)
         new = VocabMap.from_target_ids(choose_vocab(counts, SIZE), toys.VOCAB)
-        changed = reprune(draft, new, rows)
-        tensors = export_tensors(changed, stored_names=True)
+        tensors = export_tensors(reprune(draft, new, rows), stored_names=True)
         del tensors["t2d"]
-        writer = WeightsWriter.attach(manifest.weights)
         # Ids outside the target's vocabulary would break a step: refused.
         broken = {**tensors, "d2t": torch.full_like(tensors["d2t"], toys.VOCAB)}
-        publish(writer, broken, 1)
-        report = settled(engine)
-        assert report["version"] == 0 and sum(report["refused"].values()) == 1
-        publish(writer, tensors, 2)
-        report = settled(engine)
-        assert report["version"] == 2
-        assert report["faults"] == {}
-        drafted(reader)
-        again = engine.work(PROMPTS, params={"max_tokens": 16})["tokens"]
-        swapped = drafted(reader)
-        assert again == tokens
-        assert said(swapped) <= set(new.target_ids.tolist())
-        assert not said(swapped) <= set(old.target_ids.tolist())
-    save_draft(changed, tmp_path / "changed")
-    assert load_file(tmp_path / "changed" / "model.safetensors")["d2t"].dtype
-    run = case(target_dir, str(tmp_path / "changed"), tmp_path / "b")
-    with OfflineEngine(run) as engine:
-        reader = RingReader.attach(only_manifest(tmp_path / "b").ring)
-        assert engine.work(PROMPTS, params={"max_tokens": 16})["tokens"] == tokens
-        loaded = drafted(reader)
-    assert loaded == swapped
+        assert served.publish(broken) != ""
+        assert served.publish(tensors) == ""
+        after = served(PROMPTS, max_tokens=16)
+        assert after["faults"] == {} and after["tokens"] == before["tokens"]
+        swapped = said(drafted(after["records"]))
+        assert swapped <= set(new.target_ids.tolist())
+        assert not swapped <= set(old.target_ids.tolist())
+        served.close()

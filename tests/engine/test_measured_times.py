@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_tide.control.costs import KeptPass
-from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine.verification import times_of_tables
 
 K = 3
@@ -43,16 +40,3 @@ def test_all_passes_together_take_what_the_draft_took():
         drafted = 1e3 * times.draft_curve(n, 5000, n * (1 + K), K)
         assert drafted[K] == pytest.approx(DRAFT[n])
         assert np.all(np.diff(drafted) > 0)
-
-
-def test_the_model_goes_through_json_and_is_refined():
-    times = times_of_tables(DRAFT, TARGET, K)
-    assert TimeModel.from_json(times.to_json()) == times
-    kept = KeptPass(OnlineTime(times).model)
-    plain = 1e3 * kept.target_curve(2, 100, 0)[0]
-    assert plain == pytest.approx(TARGET[2] + DRAFT[1] / K, rel=1e-6)
-
-
-def test_tables_of_one_entry():
-    times = times_of_tables(np.array([0.0, 2.0]), np.array([0.0, 5.0]), 1)
-    assert 1e3 * times.target_curve(1, 0, 0)[0] == pytest.approx(5.0)

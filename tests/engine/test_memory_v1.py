@@ -1,7 +1,5 @@
 """The memory on Model Runner V1 without vLLM: what is proposed, and who hears of it."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from tests.control.toys import published
 from tests.engine.runner_v1 import Engine, K, N
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
-from vllm_tide.engine.control_v1 import _LEFT_OUT
 
 
 def started(policy=None, **config):
@@ -114,31 +111,6 @@ def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
     assert engine.control.remembered <= set(engine.reqs), "nothing of who has ended"
 
 
-def test_a_step_with_drafts_of_both_costs_what_the_draft_s_do():
-    engine = started()
-    adaspec(engine)
-    control = engine.control
-    control.policy = StaticPolicy(K)
-    for _ in range(12):
-        catch_up(engine)
-        engine.step()
-    assert control.verified_memory == set(engine.reqs)
-    model, start = control.times.model, engine.batch.num_computed_tokens_cpu
-    engine.step()
-    assert engine.cost == pytest.approx(1.0), "its verification is not the draft's"
-    assert int(start.sum()) and model is not None
-
-
-def test_the_draft_is_looked_at_now_and_then():
-    engine = started()
-    passes = []
-    for _ in range(3 * _LEFT_OUT):
-        catch_up(engine)
-        passes.append(engine.step()[0])
-    late = passes[_LEFT_OUT:]
-    assert late.count(K) in (1, 2) and late.count(0) == len(late) - late.count(K)
-
-
 def test_while_off_rounds_rest_only_where_nothing_is_proposed():
     """A round that rests takes every row for a committed one."""
     engine = started()
@@ -187,43 +159,6 @@ def test_a_fault_of_the_memory_s_is_contained(where):
         engine.step()
     assert engine.control.faults["control_memory"] >= 1
     assert engine.control.policy is None
-
-
-def test_followers_and_off_have_no_memory():
-    follower = Engine(leader=False, memory=True)
-    assert follower.control._memory is None
-    assert Engine().control._memory is None
-    assert follower.step() == (K, [K] * N)
-
-
-def test_a_fixed_length_is_the_draft_s():
-    engine = started()
-    engine.control.force(2)
-    for _ in range(8):
-        assert engine.step() == (2, [2] * N)
-    assert engine.control.verified_memory == set()
-
-
-def test_records_say_whose_drafts_they_hold():
-    """The flag of the step that verifies, not of the one that proposes."""
-    engine = started()
-    told = []
-    for _ in range(12):
-        drafts = {r: tuple(d) for r, d in engine.drafts.items()}
-        engine.step()
-        told.append((drafts, set(engine.control.verified_memory)))
-    for drafts, memory in told:
-        assert {r for r, d in drafts.items() if 7 in d} == memory
-
-
-def test_an_outcome_has_no_other_fields():
-    """A new one would have to be kept clear of the memory's tokens."""
-    from vllm_tide.control.batch import Outcome
-
-    assert [f.name for f in dataclasses.fields(Outcome)] == [
-        *("slots", "verified", "accepted", "emitted", "now", "sample", "probe"),
-        "rounds",
-    ]
 
 
 def test_the_scheduler_counts_the_draft_s_tokens_only():

@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import vllm_tide.engine.control_v1 as control_v1
 from tests.control.toys import FixedTime, published
-from tests.engine.runner_v1 import PROMPT, Engine, K
+from tests.engine.runner_v1 import Engine, K
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 
 REQS = [f"r{i}" for i in range(16)]
@@ -59,41 +58,6 @@ def test_one_round_in_sixteen_makes_a_forecast_whether_requests_arrive_or_not(
     stats = engine.control.stats()
     assert stats["rounds"] == stats["off_rounds"][reason] == 80
     assert not engine.control.faults
-
-
-def test_rounds_that_nobody_is_asked_about_say_what_plain_decoding_takes(monkeypatch):
-    engine, samples = Off(monkeypatch), []
-    engine.control.on_round.append(samples.append)
-    for _ in range(2 * (REST + 1)):
-        engine.go()
-    assert [s.steps for s in samples] == [0] * 2 * (REST + 1)
-    assert all(s.requests == len(REQS) and not s.verified for s in samples)
-    known = [not np.isnan(s.host_s) for s in samples[1:]]
-    assert known == [*[True] * REST, False, *[True] * REST]
-
-
-def test_what_is_learnt_of_a_rest_does_not_hang_on_how_long_it_lasts(monkeypatch):
-    engine, seen = Off(monkeypatch), []
-    observe = engine.policy.observe
-    engine.policy.observe = lambda out: (seen.append(out.sample), observe(out))
-    for rounds in (1, 2, 5, REST):
-        assert engine.go() == 1
-        for _ in range(rounds):
-            assert engine.go() == 0
-        engine.control.draft_swapped()  # asks at once
-    assert engine.go() == 1
-    rests = seen[1:]
-    assert len(rests) == 4 and all(s.requests == len(REQS) for s in rests)
-    assert all(s.steps == 0 and not np.isnan(s.host_s) for s in rests)
-
-
-def test_rounds_of_a_rest_count_towards_the_next_trial(monkeypatch):
-    engine, learnt = Off(monkeypatch), []
-    engine.policy._time.observe = learnt.append
-    for _ in range(2 * (REST + 1) + 1):
-        engine.go()
-    assert engine.policy.gate.unchecked == 2 * (REST + 1) + 1
-    assert len(learnt) == 2, "each rest teaches what its rounds took"
 
 
 def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
@@ -158,18 +122,3 @@ def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
     assert measured == pytest.approx(0.02)
     plain = 7 * (1 + REST - REST // 2)
     assert engine.policy._against_plain.round_s == pytest.approx(plain * 0.02)
-
-
-def test_the_scheduler_is_handed_nothing(monkeypatch):
-    engine = Off(monkeypatch)
-    engine.go()
-    assert engine.control.choose(engine.reqs, [[] for _ in REQS]) == []
-
-
-def test_a_rest_counts_the_work_of_decoding_requests_alone(monkeypatch):
-    engine = Off(monkeypatch)
-    engine.go()
-    engine.turn()
-    start, rows, verified = engine.control._decoding
-    assert sorted(rows.tolist()) == [1] * (len(REQS) - 1) + [PROMPT]
-    assert np.count_nonzero(start) == len(REQS) - 1 and verified == 0

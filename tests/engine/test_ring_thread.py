@@ -143,14 +143,6 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert not each.capture._cut
 
 
-def test_metadata_only_records_end_with_a_hole_as_well(engine):
-    each = engine()
-    each.capture._cut.add(1)
-    each.reader.set_collect(Collect.METADATA)
-    each.write(learn=True)
-    assert sorted(each.seeds()) == [0, 2]
-
-
 def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     each, guard = engine(), Guard("capture")
     write = each.ring.write
@@ -171,19 +163,6 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     guard.always("forget", each.capture.forget, "a")
     assert guard.faults == {"write": 1}
     assert len(each.capture._stage._free) == 3
-
-
-def test_a_thread_that_is_behind_gets_no_more(engine, monkeypatch):
-    monkeypatch.setattr(recorder, "BACKLOG", 5)
-    each = engine(open_=False)
-    each.reader.set_collect(Collect.METADATA)
-    for _ in range(8):
-        each.write()
-    assert each.capture.dropped["behind"] == 3 * ROWS
-    each.held.release(5)
-    each.learn()
-    assert len(each.records()) == 5 * 3
-    assert each.capture.dropped["ids_only"] == 5 * ROWS
 
 
 def test_what_is_under_way_is_written_before_the_end(engine):

@@ -55,19 +55,6 @@ def test_a_step_is_split_into_target_draft_and_host():
     assert second.host_s == pytest.approx(0.2)
 
 
-def test_catching_up_is_not_charged_to_the_first_draft_pass():
-    clock = Clock()
-    timer = RoundTimer(clock)
-    timer.begin(continues=True)
-    timer.planned(1, 10, 0, 0)
-    clock.now = 5.0
-    timer.begin_draft(0.0)
-    clock.now = 5.5
-    timer.drafted()
-    sample = timer.end()
-    assert sample is not None and sample.draft_first_s == pytest.approx(0.5)
-
-
 def test_what_is_decided_before_drafting_is_time_of_the_host():
     clock = Clock()
     timer = RoundTimer(clock)
@@ -86,24 +73,6 @@ def test_what_is_decided_before_drafting_is_time_of_the_host():
     assert sample is not None and sample.asked
     assert sample.host_s == pytest.approx(1.0 + 0.25)
     assert sample.draft_first_s == pytest.approx(0.5)
-
-
-def test_a_round_that_is_asked_about_in_vain_says_nothing_of_the_host():
-    timer = RoundTimer(Clock())
-    for asks in (False, True):
-        timer.begin(continues=True)
-        timer.planned(1, 10, 0, 0)
-        if asks:
-            timer.asks()
-        sample = timer.end()
-    assert sample is not None and math.isnan(sample.host_s)
-    assert sample.target_s == 0.0
-
-
-def test_a_step_without_rows_is_no_round():
-    timer = RoundTimer(Clock())
-    timer.begin(continues=True)
-    assert timer.end() is None
 
 
 def test_slots_are_reused_and_a_waiting_request_gives_its_up():

@@ -32,6 +32,7 @@ print(made, dict(tide._losses))
 """
 
 
+@pytest.mark.slow
 def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
     run = tmp_path / "run"
     argv = [sys.executable, "-c", WITHOUT_ROOM, str(run)]

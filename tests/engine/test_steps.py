@@ -172,18 +172,3 @@ def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
         log.fill(third, batch(), None, torch.zeros(REQS, K), torch.zeros(REQS, K))
     assert list(log.done(wait_for_next=False)) == [third]
     assert record(log).after_gap
-
-
-def test_a_step_without_drafts_samples_one_column(log):
-    output = SimpleNamespace(
-        num_sampled=torch.tensor([1, 1], dtype=torch.int32),
-        sampled_token_ids=torch.tensor([[3], [9]]),
-    )
-    drafted = torch.arange(REQS * K).view(REQS, K)
-    prompts = np.array([0, 11, 0, 9], np.int32)
-    step = log.open(batch(), prompts, 0)
-    log.fill(step, batch(), output, torch.zeros(REQS, K), drafted)
-    land(step)
-    (found,) = log.landed()
-    assert found.sampled.tolist() == [[3], [9]]
-    assert found.drafted.tolist() == [0, K]

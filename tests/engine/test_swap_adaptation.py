@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,28 +13,17 @@ from safetensors.torch import save_file
 
 from tests.control.test_adaspec import EASY, adaspec, world
 from tests.engine.idle_scheduler import idle_scheduler
+from tests.engine.shared_engine import on_wire
 from tests.engine.test_control_v2 import begun
-from tests.engine.test_swap import on_wire
-from tests.train.toys import VOCAB, ToyTarget, config
-from tests.transport.samples import make_spec
 from vllm_tide.capture.guard import Guard
-from vllm_tide.config import SpoolConfig, TideConfig
+from vllm_tide.config import TideConfig
 from vllm_tide.draft import (
-    Eagle3Draft,
-    VocabMap,
     delta,
-    export_tensors,
-    load_draft,
-    save_draft,
 )
 from vllm_tide.engine import swapper as module
-from vllm_tide.engine import trainer_process
 from vllm_tide.engine.scheduler import SchedulerTide
-from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.engine.worker_v2 import WorkerTideV2
-from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 ROWS = 96
@@ -129,38 +113,6 @@ def swaps(tmp_path, monkeypatch):
     made.close()
 
 
-def test_trainer_and_engine_give_a_stored_draft_one_name(tmp_path):
-    kept = VocabMap.from_target_ids(torch.arange(3, 43), VOCAB)
-    toy = ToyTarget()
-    made = Eagle3Draft.initialise(
-        config(draft_vocab_size=40), toy.embed, toy.head, kept
-    )
-    save_draft(made, tmp_path, torch.bfloat16)
-    trained = export_tensors(load_draft(tmp_path, toy.rows), stored_names=True)
-    assert "d2t" in trained
-    stored = module.checkpoint_tensors(tmp_path)
-    assert delta.fingerprint(trained) == delta.fingerprint(stored)
-
-
-def test_changes_are_of_the_base_not_of_what_is_served(swaps):
-    made, base = swaps.made, swaps.base
-    held = made.stager.base
-    assert not vars(held).keys() & {"tensors", "fingerprint"}  # off costs no reading
-    for version, by in enumerate((0.5, 2.0), 1):
-        assert swaps.stage_fast(by, base, 0) == version
-        assert made.stager.staged_fast
-        made.install_ordered(version)
-        assert swaps.state() == (version, 0, {})
-        want = delta.apply(base, changed(base, by))
-        assert swaps.serves(want) and want["fc.weight"].dtype == torch.bfloat16
-        assert abs((want["fc.weight"] - base["fc.weight"]).mean().item() - by) < 0.01
-    # The base again: nothing is changed of it.
-    mark = {"base": delta.fingerprint(base)}
-    made.install_ordered(swaps.stage({}, adaptation={"base": 0}, delta=mark))
-    assert swaps.state() == (3, 0, {}) and swaps.serves(base)
-    assert made.stager.base is held
-
-
 def test_a_new_base_takes_the_place_of_the_old_one(swaps):
     made, other = swaps.made, draft(1)
     made.install_ordered(swaps.stage_fast(0.5, swaps.base, 0))
@@ -179,17 +131,6 @@ def test_a_new_base_takes_the_place_of_the_old_one(swaps):
     feedback = swaps.writer.feedback()
     assert (feedback.installed_version, feedback.refused_version) == (3, 4)
     assert feedback.refused_reason == "base"
-
-
-def test_a_fast_draft_of_whole_tensors_needs_no_base(swaps):
-    made = swaps.made
-    made.install_ordered(swaps.stage(draft(1), adaptation={"base": 0}))
-    assert swaps.state() == (1, 0, {}) and swaps.serves(draft(1))
-    # It is no base: changes are of the one that it stands on.
-    made.install_ordered(swaps.stage_fast(0.5, swaps.base, 0))
-    assert swaps.state() == (2, 0, {})
-    swaps.stage_fast(0.5, draft(1), 0)
-    assert swaps.state() == (2, 0, {"base": 1})
 
 
 @pytest.mark.parametrize(
@@ -216,17 +157,6 @@ def test_a_fast_draft_that_fails_leaves_the_last_good_one_and_its_base(swaps):
     assert swaps.state() == (1, 1, {"install": 1}) and swaps.serves(draft(1))
     made.install_ordered(swaps.stage_fast(0.5, draft(1), 1))
     assert swaps.state() == (3, 1, {"install": 1})
-
-
-def test_the_log_tells_of_bases(swaps, caplog):
-    caplog.set_level(logging.DEBUG, "vllm.tide")
-    swaps.made.install_ordered(swaps.stage(draft(1)))
-    swaps.made.install_ordered(swaps.stage_fast(0.5, draft(1), 1))
-    told = [(r.levelname, r.message[:25]) for r in caplog.records]
-    assert told == [
-        ("INFO", "vllm_tide: draft 1 is liv"),
-        ("DEBUG", "vllm_tide: draft 2 is liv"),
-    ]
 
 
 def worker(kind: type[Any], swaps: Swaps) -> Any:
@@ -294,49 +224,3 @@ def test_cached_prefixes_are_old_by_bases_alone():
     tide.observe({"staged": 2, "staged_fast": False})
     assert tide.control() == {"install": 2}
     assert tide._prefix(new, 10) == "most_old"
-
-
-STUBBORN = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-print("ready", flush=True)
-while True:
-    time.sleep(60)
-"""
-
-
-def test_a_worker_that_stops_leaves_no_text_behind_while_it_waits(
-    tmp_path, monkeypatch
-):
-    """vLLM kills one that takes longer than its trainer may."""
-    monkeypatch.setattr(trainer_process, "_STOP_SECONDS", 600)
-    tide = object.__new__(WorkerTide)
-    tide._leader, tide._run_dir, tide._engine_id = True, tmp_path, "e1"
-    tide.capture = tide.swapper = None
-    ring = tide._ring = RingWriter.create(make_spec(), 1 << 16)
-    segment = tide._segment = WeightsSegment.create(1 << 16)
-    manifest = tmp_path / "engine-e1.json"
-    manifest.write_text("{}")
-    left = [manifest, *(Path(SHM_DIR, part.name) for part in (ring, segment))]
-    assert all(path.exists() for path in left)
-    tide._trainer = trainer = TrainerProcess("e1", tmp_path, "group", SpoolConfig())
-    child = trainer.process = subprocess.Popen(
-        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        closing = threading.Thread(target=tide.close)
-        closing.start()
-        assert child.stdout.readline() == "asked\n"
-        until = time.monotonic() + 60
-        while any(path.exists() for path in left):
-            assert time.monotonic() < until, left
-            time.sleep(0.01)
-        assert closing.is_alive() and child.poll() is None
-    finally:
-        child.kill()
-    closing.join(timeout=60)
-    assert not closing.is_alive() and tide._trainer is None
-    # Asked once: a second signal would end a trainer that is saving.
-    assert child.stdout.read() == ""
-    ring.close()

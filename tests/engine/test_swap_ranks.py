@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 RANK = """
 import sys
 from types import SimpleNamespace
@@ -48,6 +50,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_draft_that_one_rank_cannot_install_is_served_by_none(tmp_path):
     argv = [sys.executable, "-c", RANK]
     started = [

@@ -3,15 +3,24 @@
 import math
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.transport.samples import make_spec
 from vllm_tide.config import SpoolConfig
 from vllm_tide.engine import trainer_process
 from vllm_tide.engine.trainer_process import TrainerProcess, pause_after
+from vllm_tide.engine.worker import WorkerTide
+from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.weights import WeightsSegment
+
+pytestmark = pytest.mark.slow
 
 GROUP = "00000000000000aa"
 LIVES = 'echo "$$ $*" >> "$0.started"; exec sleep 600'
@@ -145,3 +154,49 @@ def test_a_server_cannot_be_ended_by_a_child_that_cannot_start(
     one.start()
     until(lambda: one._deaths >= 2)
     one.close()
+
+
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_a_worker_that_stops_leaves_no_text_behind_while_it_waits(
+    tmp_path, monkeypatch
+):
+    """vLLM kills one that takes longer than its trainer may."""
+    monkeypatch.setattr(trainer_process, "_STOP_SECONDS", 600)
+    tide = object.__new__(WorkerTide)
+    tide._leader, tide._run_dir, tide._engine_id = True, tmp_path, "e1"
+    tide.capture = tide.swapper = None
+    ring = tide._ring = RingWriter.create(make_spec(), 1 << 16)
+    segment = tide._segment = WeightsSegment.create(1 << 16)
+    manifest = tmp_path / "engine-e1.json"
+    manifest.write_text("{}")
+    left = [manifest, *(Path(SHM_DIR, part.name) for part in (ring, segment))]
+    assert all(path.exists() for path in left)
+    tide._trainer = trainer = TrainerProcess("e1", tmp_path, "group", SpoolConfig())
+    child = trainer.process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        closing = threading.Thread(target=tide.close)
+        closing.start()
+        assert child.stdout.readline() == "asked\n"
+        until = time.monotonic() + 60
+        while any(path.exists() for path in left):
+            assert time.monotonic() < until, left
+            time.sleep(0.01)
+        assert closing.is_alive() and child.poll() is None
+    finally:
+        child.kill()
+    closing.join(timeout=60)
+    assert not closing.is_alive() and tide._trainer is None
+    # Asked once: a second signal would end a trainer that is saving.
+    assert child.stdout.read() == ""
+    ring.close()

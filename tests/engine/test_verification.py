@@ -14,7 +14,6 @@ from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig, TideConfig
 from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import StaticPolicy
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.steps import StepLog
@@ -171,12 +170,6 @@ def test_what_upstream_measured_stands_in_for_a_profile_alike_on_every_rank(make
     assert verified(ranks[0]) > 3
 
 
-def test_a_profile_is_not_replaced_by_what_upstream_measured(make):
-    told = []
-    make(told=told.append)
-    assert told == []
-
-
 def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
     make,
 ):
@@ -319,56 +312,3 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(caplog):
     assert runner.speculator.acceptance_estimator is None
     assert not tide._worker.vllm_config.speculative_config.enable_adaptive_verification
     assert tide.begun_anew == [False] and not control.trims
-
-
-@pytest.mark.parametrize("leader", [True, False])
-def test_the_policy_begins_when_times_were_measured(monkeypatch, leader):
-    from vllm_tide.engine import policy_start, verification
-
-    monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
-    made = []
-    monkeypatch.setattr(
-        verification, "StepCostVerification", lambda *args, **kwargs: made.append(args)
-    )
-    verification.StepCostVerification.UPSTREAM = ()
-    control = begun(trims=False)
-    control.policy, control.cut_on_device = None, True
-    tide = worker(control)
-    tide._leader = leader
-    tide._config = SimpleNamespace(control=ControlConfig(policy="adaspec"))
-    tide.make_verification(lambda **upstream: object())
-    ((given, profile, _, told),) = made
-    assert given is control and profile is None and control.policy is None
-    told(TIMES)
-    assert (control.policy is not None) == leader
-    if leader:
-        assert control.times.profile == TIMES and control.step_costs() is not None
-    tide._config = SimpleNamespace(control=ControlConfig(policy="threshold"))
-    tide.make_verification(lambda **upstream: object())
-    assert made[1][3] is None
-
-
-def test_without_verification_or_a_profile_a_threshold_serves_and_the_log_says_so(
-    caplog, monkeypatch
-):
-    from vllm_tide.engine import policy_start
-
-    monkeypatch.setattr(policy_start, "stored_times", lambda worker, config: None)
-    tide = worker(begun(trims=False))
-    del tide.warm_up  # the real one
-    tide.control.policy = None
-    tide._config = SimpleNamespace(control=ControlConfig(policy="adaspec"))
-
-    def refuse(**upstream):
-        raise ValueError("FlashAttentionBackend allows none.")
-
-    assert tide.make_verification(refuse) is None
-    assert type(tide.control.policy) is StaticPolicy
-    cap, instead = caplog.records
-    assert "allows none. Until then tide.control caps" in cap.message
-    assert "is 'static' instead of 'adaspec'" in instead.message
-    assert "run `vllm-tide profile`" in instead.message
-
-
-def test_where_none_is_wanted_none_is_made():
-    assert worker(begun()).make_verification(lambda **upstream: None) is None
