@@ -36,8 +36,9 @@ CPUS = os.sched_getaffinity(0)
 
 # Workers take whole files (`--no-loadscope-reorder`), the longest first.
 LONGEST = (
-    *("control", "v2", "profile_v2", "swap", "architectures"),
-    *("capture_oracle", "compile_all", "export", "cpu_sampling"),
+    *("export", "shared_v2_everything", "shared_v2", "shared_v2_async"),
+    *("shared_v1_control", "shared_v1", "shared_v1_memory", "cpu_sampling"),
+    *("architectures", "compile_all", "fresh", "compiled"),
 )
 
 

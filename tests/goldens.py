@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
+ARMS = ("none", "static1", "static3", "threshold", "vllm_dynamic", "adaspec")
 PROMPTS = [
     list(b"hello world"),
     list(b"def main(argv):\n    return 0 " * 4),
@@ -48,8 +49,10 @@ def simulator(seconds: float) -> Any:
         out = Path(folder) / "rows.json"
         argv = ["scripts/sim/run.py", "--suite", "published", "--seed", "0"]
         argv += ["--seconds", str(seconds), "--json", str(out)]
+        argv += [word for arm in ARMS for word in ("--arm", arm)]
         subprocess.run([sys.executable, *argv], check=True, stderr=subprocess.DEVNULL)
-        return json.loads(out.read_text())["rows"]
+        rows = json.loads(out.read_text())["rows"]
+        return [{key: row[key] for key in row if key != "causes"} for row in rows]
 
 
 def records(_: float) -> Any:
