@@ -47,6 +47,7 @@ def by_definition(z, t, weights, reverse):
 def check(z, t, weights, reverse):
     grad = torch.empty_like(z)
     values = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
+    assert torch.equal(kl_rows(z, t, weights, reverse=reverse), values)
     wanted, slope = by_definition(z, t, weights, reverse)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), wanted, rtol=2e-6, atol=1e-5)
@@ -73,20 +74,6 @@ def test_large_vocabulary(monkeypatch, reverse):
     monkeypatch.setattr(op, "kl_rows_reference", None)
     z, t = draw(1, 262_144), draw(1, 262_144, scale=3.0, seed=1)
     check(z, t, torch.ones(1), reverse)
-
-
-@pytest.mark.interpreted
-@KINDS
-def test_gradient_may_be_left_out(monkeypatch, reverse):
-    monkeypatch.setattr(op, "MAX_BLOCK", 32)
-    monkeypatch.setattr(op, "kl_rows_reference", None)
-    z, t, weights = draw(3, 70), draw(3, 70, seed=1), torch.rand(3)
-    grad = torch.empty_like(z)
-    before = z.clone()
-    with_grad = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
-    assert torch.equal(z, before)
-    assert torch.equal(kl_rows(z, t, weights, reverse=reverse), with_grad)
-    assert grad.isfinite().all()
 
 
 @pytest.mark.interpreted
