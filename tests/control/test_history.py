@@ -5,10 +5,9 @@ from tests.control.toys import sigmoid
 from vllm_tide.control.history import CENTRES, GRID, History
 
 
-def feed(history, rng, slots, level, rounds, steps=4, fall=0.0):
+def feed(history, rng, slots, level, rounds, steps=4):
     for _ in range(rounds):
-        depth = np.arange(steps)[:, None]
-        logit = level + 1.2 * rng.standard_normal((steps, len(slots))) - fall * depth
+        logit = level + 1.2 * rng.standard_normal((steps, len(slots)))
         drafted = np.ones(logit.shape, bool)
         history.learn(slots, logit, sigmoid(logit), drafted)
     history.refresh()

@@ -8,7 +8,7 @@ from tests.control.test_time_fit import TRUTH, sample
 from vllm_tide.control.online_time import OnlineTime, RoundSample
 
 
-def scaled(model, target=1.0, draft=1.0, host=0.0):
+def scaled(model, target=1.0, draft=1.0):
     def times(forward, factor):
         return dataclasses.replace(
             forward,
@@ -22,7 +22,6 @@ def scaled(model, target=1.0, draft=1.0, host=0.0):
         target=times(model.target, target),
         draft_first=times(model.draft_first, draft),
         draft_next=times(model.draft_next, draft),
-        host=model.host + host,
     )
 
 
@@ -88,6 +87,15 @@ def test_single_strange_rounds_move_little():
     compiled = sample(TRUTH, (8, 2400, 24, 0, 3, 32), rng)
     online.observe(dataclasses.replace(compiled, target_s=100 * compiled.target_s))
     assert round_of(online.model) == pytest.approx(before, rel=0.02)
+
+
+def test_context_and_tokens_are_told_apart():
+    known = TRUTH.target
+    more = tuple(2 * value for value in known.extra)
+    slow = dataclasses.replace(known, alpha=2 * known.alpha, extra=more)
+    truth, online = dataclasses.replace(TRUTH, target=slow), OnlineTime(TRUTH)
+    feed(online, truth, np.random.default_rng(4), 600, noise=0.01)
+    np.testing.assert_allclose(online.model.target.value[:2], [1.0, 2.0], rtol=0.05)
 
 
 def test_unmeasured_parts_change_nothing():
