@@ -117,6 +117,17 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, rests, seeds):
     assert trials <= len(seeds) * 5 * TRIAL, "a trial in 100 rounds"
 
 
+def test_what_a_large_batch_overspent_keeps_no_small_one_off():
+    model, most = "gpt-oss-120b", 48
+    policy, large = adaspec(most, model), world(most, model, HARD)
+    policy.gate.probe_due = lambda *_: False  # trials alone can find out
+    large.run(policy, 300)
+    policy.gate.overspent(1e3)
+    small = world(4, model, EASY)
+    small.now = large.now
+    assert np.count_nonzero(small.run(policy, 1500).steps[-100:]) > 80
+
+
 def test_without_shadow_probes_real_rounds_are_tried():
     model, n = "gpt-oss-120b", 8
     policy = adaspec(n, model)

@@ -74,9 +74,3 @@ def test_ties_keep_prefixes_and_the_exact_number():
     choice = select(survival, 4, seconds)
     assert choice.total == choice.lengths.sum() == 7
     assert (choice.lengths <= 3).all()
-
-
-def test_nothing_to_choose_from():
-    survival = np.full((2, 3), ABSENT, np.float32)
-    choice = select(survival, 3, np.ones(7), limit=0.5)
-    assert choice.total == 0 and choice.lengths.tolist() == [0, 0, 0]
