@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.toys import logits, sigmoid
-from vllm_tide.control.calibration import Calibration, RequestOffsets
+from vllm_tide.control.calibration import Calibration
 from vllm_tide.control.history import History
 
 
@@ -47,20 +47,6 @@ def test_converges_to_the_true_map_and_error_falls(truth):
         assert errors[-1] < 0.3 * errors[0]
 
 
-def test_unverified_confidences_are_extrapolated():
-    rng = np.random.default_rng(1)
-    calibration = Calibration(7)
-    for _ in range(200):
-        z = rng.uniform(1.0, 4.0, 64)  # the verifier never sends the rest
-        kind = np.zeros(64, np.int64)
-        seen, logit = logits(calibration, 1, sigmoid(z), kind)
-        accepted = (rng.random(64) < sigmoid(z + 1.5)).astype(float)
-        calibration.learn(kind, kind, seen, sigmoid(logit), accepted)
-    assert predicted(calibration, np.array([0.0]))[0] == pytest.approx(
-        sigmoid(np.array(1.5)), abs=0.1
-    )
-
-
 def test_positions_and_kinds_differ():
     rng = np.random.default_rng(2)
     calibration = Calibration(7, half_life_tokens=20000)
@@ -74,54 +60,6 @@ def test_positions_and_kinds_differ():
     assert np.abs(first - sigmoid(z)).max() < 0.07
     assert np.abs(later - sigmoid(z - 2.0)).max() < 0.07
     assert np.abs(drawn - sigmoid(0.5 * z - 1.0)).max() < 0.07
-
-
-def test_follows_a_change_within_a_few_half_lives():
-    rng = np.random.default_rng(3)
-    calibration = Calibration(7, half_life_tokens=2000)
-    teach(calibration, rng, 200, lambda z: z + 1.0)
-    teach(calibration, rng, 150, lambda z: z - 1.0)
-    z = np.array([0.0, 1.0, 2.0])
-    assert np.abs(predicted(calibration, z) - sigmoid(z - 1.0)).max() < 0.08
-
-
-def test_a_swapped_draft_is_learnt_faster():
-    def after(keep):
-        rng = np.random.default_rng(4)
-        calibration = Calibration(7, half_life_tokens=4000)
-        teach(calibration, rng, 200, lambda z: z + 1.5)
-        calibration.forget(keep)
-        teach(calibration, rng, 20, lambda z: z - 1.0)
-        z = np.array([0.0, 1.0, 2.0])
-        return np.abs(predicted(calibration, z) - sigmoid(z - 1.0)).max()
-
-    assert after(0.2) < 0.7 * after(1.0)
-
-
-def test_extreme_confidences_stay_finite():
-    calibration = Calibration(3)
-    edge = np.array([0.0, 1.0, 1e-30, 1.0 - 1e-12], np.float32)
-    for kind in (0, 1):
-        z, logit = logits(calibration, 3, edge, np.full(4, kind))
-        assert np.isfinite(z).all() and np.isfinite(logit).all()
-
-
-def test_one_requests_unusual_acceptance_is_learnt():
-    rng = np.random.default_rng(6)
-    offsets = RequestOffsets(4)
-    slots = np.arange(4)
-    truth = np.array([0.0, 0.0, 2.0, -2.0])
-    for _ in range(150):
-        base = rng.normal(0.5, 1.0, 4)
-        chance = sigmoid(base + offsets.value)
-        hit = rng.random(4) < sigmoid(base + truth)
-        offsets.learn(slots, hit - chance, chance * (1 - chance))
-    assert np.abs(offsets.value - truth).max() < 0.9
-    assert offsets.value[2] > 1.0 and offsets.value[3] < -1.0
-    offsets.add(2)
-    assert offsets.value[2] == 0.0 and offsets.value[3] < -1.0
-    offsets.reset()
-    assert not offsets.value.any()
 
 
 confidences = st.sampled_from([0.0, 1e-30, 0.5, 0.999, 1.0 - 1e-9, 1.0, float("nan")])
@@ -160,39 +98,3 @@ def test_every_table_and_forecast_stays_finite(k, phases, seed):
     for kind in (0, 1):
         chance = predicted(calibration, np.linspace(-9.0, 9.0, 37), sampled=kind)
         assert (chance > 0.0).all() and (chance < 1.0).all()
-
-
-@pytest.mark.parametrize("centre, spread", [(5.0, 1.0), (9.0, 0.1)])
-def test_saturated_confidences_that_are_wrong_do_not_make_the_fit_diverge(
-    centre, spread
-):
-    """And the next draft, whose confidences are right, is believed again."""
-    rng, n = np.random.default_rng(7), 64
-    calibration, kind = Calibration(7), np.zeros(n, np.int64)
-    for wrong, rounds in ((True, 100), (False, 300)):
-        for _ in range(rounds):
-            z = rng.normal(centre if wrong else 1.0, spread if wrong else 1.5, n)
-            seen, logit = logits(calibration, 1, sigmoid(z), kind)
-            chance = 0.05 if wrong else sigmoid(z)
-            accepted = (rng.random(n) < chance).astype(float)
-            calibration.learn(kind, kind, seen, sigmoid(logit), accepted)
-        if wrong:
-            assert predicted(calibration, np.array([centre])) == pytest.approx(
-                0.05, abs=0.05
-            )
-            calibration.forget(0.2)
-    z = np.array([0.0, 1.0, 2.0])
-    assert np.abs(predicted(calibration, z) - sigmoid(z)).max() < 0.1
-
-
-def test_labels_that_wait_are_gone_with_the_draft_they_are_of():
-    found, one = [], np.ones(1)
-    for waiting in (False, True):
-        calibration, zero = Calibration(3), np.zeros(1, np.int64)
-        if waiting:
-            for _ in range(5):
-                calibration.learn(zero, zero, one, 0.5 * one, one)
-        calibration.forget(0.2)
-        teach(calibration, np.random.default_rng(0), 1, lambda z: z - 1.0)
-        found.append(predicted(calibration, np.array([0.0, 1.0, 2.0])))
-    assert (found[0] == found[1]).all()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.control.toys import published
-from vllm_tide.control.batch import Batch, Outcome, Proposals
+from tests.control.toys import batch_of, published
+from vllm_tide.control.batch import Outcome, Proposals
 from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
 
@@ -29,16 +29,8 @@ def proposals(*chances, look=False):
     return Proposals(survival, drafted.astype(np.float32), look)
 
 
-def batch(memory=None, room=K):
-    return Batch(
-        slots=np.arange(N),
-        context=np.full(N, 50),
-        room=np.zeros(N, np.int64) + room,
-        sampled=np.zeros(N, bool),
-        limit=np.full(N, np.inf),
-        first_rows=N,
-        memory=memory,
-    )
+def batch(memory=None):
+    return batch_of([K] * N, memory=memory)
 
 
 def drafted(made, confidence, plan, steps=K):
@@ -77,15 +69,6 @@ def test_the_draft_is_left_out_where_nobody_needs_it(kind):
     assert made.plan(batch(proposals(0.99, 0.98, 0.97, None)), 1.0).steps == K
 
 
-def test_who_must_not_draft_needs_no_proposal_either():
-    made = policy()
-    memory = proposals(0.99, 0.98, 0.97, None)
-    asked = batch(memory)
-    asked.room = np.array([K, K, K, 0])
-    assert made.plan(asked, 1.0).reason == "memory"
-    assert made.choose().tolist() == [K, K, K, 0]
-
-
 def test_proposals_are_trimmed_by_what_they_cost():
     """The dear half of a proposal is not verified, its first tokens are."""
     made = policy("gpt-oss-120b")
@@ -113,26 +96,3 @@ def test_a_round_of_the_memory_s_is_no_plain_round():
     assert stats["verified_tokens"] == stats["accepted_tokens"] == 0
     # It counts for the speed over plain decoding, as tokens that were served.
     assert stats["plain_seconds"] / stats["round_seconds"] > 0.5
-
-
-def test_calibration_learns_of_the_draft_alone():
-    """The same labels as of a policy to which the memory's requests were not there."""
-    random = np.random.default_rng(0)
-    made, twin = policy(), policy()
-    odd = np.arange(N) % 2 == 1
-    for turn in range(60):
-        accepted, confidence = random.integers(0, 3, N), random.random((2, N))
-        for each in (made, twin):
-            each.gate.decide = lambda *_: ""
-            memory = proposals(0.99, None, 0.99, None) if each is made else None
-            assert each.plan(batch(memory), 0.1 * turn).steps
-            for step in (1, 2):
-                each.go_on(step, confidence[step - 1])
-            each.choose()
-            assert memory is None or each.remembered.tolist() == (~odd).tolist()
-            right = np.where(odd, accepted, 0)
-            sent, now = np.where(odd, 2, 0), 0.1 * turn + 0.05
-            each.observe(Outcome(np.arange(N), sent, right, accepted + 1, now))
-    errors = [each.stats()["calibration_error"] for each in (made, twin)]
-    assert errors[0] == pytest.approx(errors[1]) and errors[0] > 0.0
-    assert made.offsets.value == pytest.approx(twin.offsets.value)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from sim.published import table_model
-from tests.control.toys import take_confidence_for_probability
+from tests.control.toys import batch_of, take_confidence_for_probability
 from vllm_tide.config import ControlConfig
 from vllm_tide.control import gate
-from vllm_tide.control.batch import Batch, Outcome
+from vllm_tide.control.batch import Outcome
 from vllm_tide.control.profile_store import StoredProfile
 from vllm_tide.control.time_model import TimeModel
 
@@ -79,15 +79,7 @@ def serve(policy: Any, n: int, tries: int, stair: float) -> tuple[float, float, 
     for _ in range(tries // n):
         if emitted is not None:
             policy.observe(Outcome(slots, verified, accepted, emitted, now))
-        batch = Batch(
-            slots=slots,
-            context=np.full(n, 100),
-            room=np.full(n, K),
-            sampled=np.ones(n, bool),
-            limit=np.full(n, np.inf),
-            first_rows=n,
-        )
-        plan = policy.plan(batch, now)
+        plan = policy.plan(batch_of([K] * n, sampled=np.ones(n, bool)), now)
         first = (rng.random(n) >= Q[0]).astype(np.int64)
         after = np.where(first[:, None] == 0, SURE, UNSURE)
         second = (rng.random((n, 1)) >= after.cumsum(1)[:, :-1]).sum(1)
@@ -144,17 +136,7 @@ def test_a_token_is_verified_whatever_its_own_step_said(monkeypatch, policy):
         asked = started(monkeypatch, "probabilistic", staircase(n), policy=policy)
         for slot in range(n):
             asked.add(slot, True, 0.0)
-        plan = asked.plan(
-            Batch(
-                slots=np.arange(n),
-                context=np.full(n, 50),
-                room=room,
-                sampled=np.ones(n, bool),
-                limit=np.full(n, np.inf),
-                first_rows=n,
-            ),
-            0.0,
-        )
+        plan = asked.plan(batch_of(room, sampled=np.ones(n, bool)), 0.0)
         assert plan.steps == 2
         assert asked.go_on(1, np.array([0.9, 0.8]))
         # Nobody asks after the last step, but its confidences are told.

@@ -3,10 +3,6 @@ import pytest
 
 from vllm_tide.control.fit import (
     fit,
-    fit_forward,
-    held_out,
-    nonnegative,
-    shape_of,
 )
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.time_model import ForwardModel, TimeModel
@@ -72,17 +68,6 @@ def worst(model, samples):
     return max(abs(found / true - 1.0) for found, true in pairs)
 
 
-def test_nonnegative_least_squares_against_scipy():
-    scipy = pytest.importorskip("scipy.optimize")
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        design = rng.standard_normal((30, 8)) + 0.3
-        target = rng.standard_normal(30)
-        found = nonnegative(design, target)
-        expected, _ = scipy.nnls(design, target)
-        np.testing.assert_allclose(found, expected, atol=1e-7)
-
-
 def test_exact_rounds_give_the_coefficients_back():
     model, report = fit(rounds(np.random.default_rng(2)))
     assert report.r2 > 0.9999
@@ -103,72 +88,9 @@ def test_noise_and_outliers_are_borne():
     assert report.held_out_median_abs_error < 0.04
 
 
-def test_prices_of_query_lengths_are_not_made_up_of_a_few_rounds():
-    """A quick profile on a busy machine, whose kernels have none."""
-    truth = ForwardModel((1, 512), (0.02, 0.5), 2e-7)
-    sizes, contexts = (1, 2, 4, 8, 16, 32, 48), (377, 60, 250)
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        shapes = [
-            (n, n * contexts[i % 3], round(share * 7 * n))
-            for i, n in enumerate(sizes)
-            for share in (0.0, 0.15, 0.4, 1.0)
-            if n < 32 or share < 0.4
-        ]
-        n, cached, sent = np.array(shapes).T
-        seconds = np.asarray(truth.token_cost(n + sent)) + truth.alpha * cached
-        seconds *= 1.0 + 0.06 * np.abs(rng.standard_normal(len(n)))
-        seconds *= np.where(rng.random(len(n)) < 0.15, 1.5, 1.0)
-        model = fit_forward(n + sent, n, cached, seconds, query=1 + sent / n)
-
-        def ratio(model, n=16, context=1920):
-            both = model.token_cost(2 * n) + model.context_cost(n, context, 2.0)
-            return both / (model.token_cost(n) + model.context_cost(n, context))
-
-        assert ratio(model) == pytest.approx(ratio(truth), rel=0.1)
-
-
-def test_staircase_of_graph_sizes_is_fitted():
-    rng = np.random.default_rng(4)
-    sizes = (1, 2, 4, 8, 16, 32)
-    truth = ForwardModel((1, 64), (1e-3, 7e-3), 0.0, sizes=sizes)
-    rows = rng.integers(1, 60, 300)
-    zero = np.zeros(300)
-    found = fit_forward(rows, zero, zero, np.asarray(truth.token_cost(rows)), sizes)
-    tokens = np.arange(1, 60)
-    np.testing.assert_allclose(
-        found.token_cost(tokens), truth.token_cost(tokens), rtol=1e-3
-    )
-
-
-def test_held_out_shapes_are_whole_shapes_and_never_the_ends():
-    samples = rounds(np.random.default_rng(6))
-    out = held_out(samples)
-    share = sum(out) / len(out)
-    assert 0.15 < share < 0.25
-    kept = {shape_of(s) for s, o in zip(samples, out, strict=True) if not o}
-    left = {shape_of(s) for s, o in zip(samples, out, strict=True) if o}
-    assert not kept & left
-    size = {shape: shape[0] + shape[2] + shape[3] for shape in kept | left}
-    assert min(size.values()) not in {size[shape] for shape in left}
-    assert max(size.values()) not in {size[shape] for shape in left}
-
-
 def test_without_drafts_the_target_alone_is_fitted():
     shapes = [(n, n * 50, 0, 0, 0, 0) for n in (1, 2, 4, 8, 16)]
     rng = np.random.default_rng(7)
     model, report = fit([sample(TRUTH, shape, rng) for shape in shapes])
     assert set(report.parts) == {"target", "host"}
     assert model.draft_curve(4, 100, 8, 3).max() == 0.0
-
-
-def test_too_few_rounds_are_refused():
-    with pytest.raises(ValueError, match="two shapes"):
-        fit([])
-
-
-def test_report_has_no_nan_in_json():
-    shapes = [(n, n * 50, 0, 0, 0, 0) for n in (1, 4)]
-    rng = np.random.default_rng(8)
-    _, report = fit([sample(TRUTH, shape, rng) for shape in shapes])
-    assert report.to_json()["held_out_median_abs_error"] is None

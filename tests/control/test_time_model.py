@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from sim.published import table_model
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 ALPHA_T, GAMMA_T, DELTA_T = 3e-7, 2e-4, 5e-3
@@ -34,23 +33,6 @@ def test_staircase_rounds_tokens_up_to_a_graph_size():
     np.testing.assert_allclose(model.token_cost(tokens), expected)
     curve = TimeModel(model, model, model).target_curve(3, 0, 6)
     np.testing.assert_allclose(curve, [4, 4, 8, 8, 8, 8, 9])
-
-
-@pytest.mark.parametrize(
-    ("knots", "seconds", "alpha"),
-    [
-        ((), (), 0.0),
-        ((1, 2), (1.0,), 0.0),
-        ((0,), (1.0,), 0.0),
-        ((2, 2), (1.0, 1.0), 0.0),
-        ((1, 2), (2.0, 1.0), 0.0),
-        ((1,), (1.0,), -1.0),
-        ((1,), (float("nan"),), 0.0),
-    ],
-)
-def test_impossible_models_are_refused(knots, seconds, alpha):
-    with pytest.raises(ValueError, match=r"knots|cost"):
-        ForwardModel(knots, seconds, alpha)
 
 
 def test_a_round_is_the_quadratic_of_the_docstring():
@@ -100,12 +82,6 @@ def test_longer_queries_read_the_context_at_a_higher_cost():
     np.testing.assert_allclose(curve[[0, 2, 6]], [0.0, 1e-3, 3e-3], atol=1e-12)
 
 
-def test_counts_beyond_the_table_are_computed():
-    model = linear_model()
-    curve = model.target_curve(100, 0, 20, 9_000)
-    np.testing.assert_allclose(curve, DELTA_T + GAMMA_T * (9_100 + np.arange(21)))
-
-
 def test_json_round_trip():
     model = TimeModel(
         ForwardModel((1, 8), (1e-3, 2e-3), 1e-7, (1, 2, 4), (1.0,), (0.0,), 8.0),
@@ -123,10 +99,3 @@ def test_catch_up_falls_back_on_the_first_draft_pass():
     model = linear_model()
     assert model.catchup_seconds(0) == 0.0
     assert model.catchup_seconds(50) == pytest.approx(DELTA_D + 50 * GAMMA_D)
-
-
-def test_published_table():
-    model = table_model((1, 2, 4), (3e-3, 4e-3, 5e-3), 4e-4, host=1e-3)
-    np.testing.assert_allclose(model.target_curve(1, 99, 3), [3e-3, 4e-3, 4.5e-3, 5e-3])
-    np.testing.assert_allclose(model.draft_curve(64, 99, 500, 3), 4e-4 * np.arange(4))
-    assert model.overhead(64) == 1e-3

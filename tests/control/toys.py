@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from sim.published import table_model
+from sim import published as tables
 from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.calibration import Calibration, RequestOffsets
 from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.time_model import TimeModel
 
-PUBLISHED = {  # TIDE paper, Table 5: tokens, milliseconds, D0
-    "gpt-oss-120b": (
-        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        (3.416, 3.844, 4.341, 5.236, 6.123, 7.637, 9.345, 11.79, 15.50, 21.50),
-        0.393,
-    ),
-    "Qwen3-235B": (
-        (1, 2, 4, 8, 16, 32, 64, 128),
-        (9.057, 10.07, 11.86, 14.68, 17.84, 23.47, 26.68, 31.46),
-        0.137,
-    ),
-    "Llama-4-Scout": (
-        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        (6.461, 7.953, 8.932, 11.01, 13.61, 16.82, 19.58, 23.82, 27.89, 40.86),
-        0.330,
-    ),
-    "Llama-3.3-70B": (
-        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76),
-        0.843,
-    ),
+NAMES = {
+    "gpt-oss-120b": "gpt-oss-120b",
+    "Qwen3-235B": "Qwen3-235B-A22B",
+    "Llama-4-Scout": "Llama-4-Scout-17B-16E",
+    "Llama-3.3-70B": "Llama-3.3-70B-Instruct",
 }
 
 
 def published(name: str, host: float = 0.0) -> TimeModel:
-    knots, milliseconds, d0 = PUBLISHED[name]
-    return table_model(knots, tuple(1e-3 * t for t in milliseconds), 1e-3 * d0, host)
+    """A model of TIDE's Table 5."""
+    return replace(tables.published(NAMES[name]), host=host)
+
+
+def batch_of(room: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
+    """Requests in the first slots, whose `room` is given."""
+    n = len(room)
+    fields = {
+        "slots": np.arange(n),
+        "context": np.full(n, 100),
+        "room": np.array(room, np.int64),
+        "sampled": np.zeros(n, bool),
+        "limit": np.full(n, np.inf),
+        "first_rows": n,
+    }
+    return Batch(**(fields | changes))
 
 
 class FixedTime:
@@ -90,13 +90,10 @@ class Acceptance:
 
 @dataclass
 class Result:
-    tokens: int = 0
     expected: float = 0.0
     seconds: float = 0.0
     steps: list[int] = field(default_factory=list)
-    verified: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:
@@ -120,13 +117,11 @@ class World:
         k: int = 7,
         seed: int = 0,
         length: int = 200,
-        mean_context: int = 500,
         rounds_each: int = 0,
     ) -> None:
         self.n, self.k, self.time, self.acceptance = n, k, time, acceptance
         self.rng = np.random.default_rng(seed)
         self.length = length
-        self.mean_context = mean_context
         self.now = 0.0
         self.rounds_each = rounds_each
         self.turn = 0
@@ -140,13 +135,10 @@ class World:
 
     def batch(self, limit: float = np.inf) -> Batch:
         n = self.n
-        return Batch(
-            slots=np.arange(n),
-            context=np.full(n, self.mean_context),
-            room=np.minimum(self.k, self.left - 1),
-            sampled=np.zeros(n, bool),
+        return batch_of(
+            np.minimum(self.k, self.left - 1),
+            context=np.full(n, 500),
             limit=np.full(n, limit),
-            first_rows=n,
         )
 
     def finish(self, emitted: np.ndarray, policy: object | None = None) -> bool:
@@ -182,6 +174,10 @@ class World:
             batch = self.batch(limit)
             chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
             luck = self.rng.random((self.k, self.n))
+            if hasattr(policy, "reveal"):  # it knows the truth, not the luck
+                survival = np.cumprod(chance, axis=0).T
+                survival[np.arange(self.k) >= batch.room[:, None]] = 0.0
+                policy.reveal(survival, self.n)
             resting = rest > 0
             if resting:
                 rest, plan = rest - 1, Plan(0)
@@ -220,13 +216,10 @@ class World:
             if not rest:
                 policy.observe(outcome)
             came = self.finish(emitted, policy)
-            result.tokens += int(emitted.sum())
             result.expected += expected(chance, lengths)
             result.seconds += seconds
             result.steps.append(step)
-            result.verified.append(int(lengths.sum()))
             result.times.append(seconds)
-            result.emitted.append(int(emitted.sum()))
         return result
 
     def clock(
@@ -242,47 +235,6 @@ class World:
             n, context, verified, 0, steps, n, target, first, further, host
         )
         return target + host + (float(draft[steps]) if steps else 0.0), sample
-
-    def clairvoyant(self, rounds: int, bar: float | None = None) -> Result:
-        """Knows the true acceptance of every token it could draft, not the luck."""
-        result = Result()
-        costs: dict[int, np.ndarray] = {}
-        for _ in range(rounds):
-            batch = self.batch()
-            chance, _ = self.acceptance.draw(self.rng, self.ease, self.k)
-            luck = self.rng.random((self.k, self.n))
-            context, n = int(batch.context.sum()), self.n
-            if not costs:
-                costs[0] = self.time.target_curve(n, context, n * self.k)
-                costs[1] = self.time.draft_curve(n, context, n, self.k)
-            survival = np.cumprod(chance, axis=0)
-            survival[np.arange(self.k)[:, None] >= batch.room] = -1.0
-            best, pick = -np.inf, (0, np.zeros(n, np.int64))
-            for step in range(self.k + 1):
-                order = -np.sort(-survival[:step], axis=None)
-                order = order[order > 0]
-                expect = n + np.concatenate([[0.0], np.cumsum(order)])
-                spent = costs[0][: len(expect)] + costs[1][step]
-                spent = spent + self.time.overhead(n)
-                value = expect / spent if bar is None else expect - bar * spent
-                m = int(value.argmax())
-                if value[m] > best:
-                    best = float(value[m])
-                    least = order[m - 1] if m else np.inf
-                    pick = (step, (survival[:step] >= least).sum(axis=0))
-            step, lengths = pick
-            passed = np.cumprod(luck < chance, axis=0)
-            passed = passed * (np.arange(self.k)[:, None] < lengths)
-            emitted = passed.sum(axis=0) + 1
-            seconds, _sample = self.clock(batch, step, int(lengths.sum()))
-            self.now += seconds
-            self.finish(emitted)
-            result.tokens += int(emitted.sum())
-            result.expected += expected(chance, lengths)
-            result.seconds += seconds
-            result.steps.append(step)
-            result.verified.append(int(lengths.sum()))
-        return result
 
 
 def logits(calibration, step, confidence, sampled):

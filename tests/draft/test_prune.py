@@ -28,14 +28,6 @@ def trained(ids: torch.Tensor) -> Eagle3Draft:
     return draft
 
 
-def test_most_counted_win_and_ties_go_to_lower_ids():
-    with pytest.raises(DraftError, match="draft vocabulary"):
-        choose_vocab(torch.ones(6), 7)
-    counts = torch.tensor([0, 5, 5, 9, 0, 5])
-    assert choose_vocab(counts, 3).tolist() == [1, 2, 3]
-    assert choose_vocab(counts.float(), 6).tolist() == list(range(6))
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=30),
@@ -129,10 +121,3 @@ def test_a_clone_has_weights_of_its_own_and_all_else_in_common():
     for other, value in draft.named_tensors().items():
         assert torch.equal(value, before[other])
         assert other == name or torch.equal(copy.tensor(other), before[other])
-
-
-def test_rows_of_the_target_are_cast_where_the_copy_is_not_too_large(monkeypatch):
-    assert TOY.rows.rows_in(torch.float64).dtype == torch.float64
-    assert torch.equal(TOY.rows.rows_in(torch.float64).float(), TOY.head)
-    monkeypatch.setattr("vllm_tide.draft.target.CAST_BYTES", 8 * TOY.head.numel() - 1)
-    assert TOY.rows.rows_in(torch.float64) is TOY.head

@@ -16,7 +16,6 @@ from vllm_tide.draft.config import Rope, read_config
 from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
 from vllm_tide.draft.speculators import (
     Verifier,
-    read_verifier,
     save_speculators,
     speculators_config,
 )
@@ -86,40 +85,22 @@ def test_vllm_reads_the_same_shape_from_either_form(changes):
     assert Eagle3Config.from_json({**read, "architectures": []}) == shape
 
 
-def test_malformed_speculators_section_is_one_sentence():
-    raw = speculators_config(config(), TARGET, "bfloat16")
-    del raw["speculators_config"]["verifier"]
-    with pytest.raises(DraftError, match="lacks verifier"):
-        read_verifier(raw)
-    assert read_verifier(config().to_json()) is None
-
-
 def exported(**more: object) -> ExportedDraft:
     draft = make(draft_vocab_size=40)
     return ExportedDraft(draft.config, export_tensors(draft), TARGET, **more)
 
 
 def test_card_names_what_was_measured_and_nothing_else(tmp_path):
-    figures = {
-        "holdout_acceptance_new": 2.25,
-        "holdout_requests": 12,
-        "loss": float("nan"),
-        "gain": None,
-        "canary": "words",
-    }
+    figures = {"holdout_acceptance_new": 2.25, "loss": float("nan"), "gain": None}
     write_export(tmp_path / "out", exported(figures=figures, version=7), "speculators")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| Expected acceptance length, held-out requests | 2.250 |" in card
-    assert "| Held-out requests | 12 |" in card
     assert "version 7" in card
-    assert "base_model: org/target" in card
     assert "40 of 64 tokens" in card
-    for absent in ("loss", "Gain", "Served", "words", "nan"):
+    for absent in ("loss", "Gain", "Served", "nan"):
         assert absent not in card
     write_export(tmp_path / "bare", exported(), "hf")
-    bare = (tmp_path / "bare" / "README.md").read_text()
-    assert "Nothing was measured" in bare
-    assert '"num_speculative_tokens": 5' in bare
+    assert "Nothing was measured" in (tmp_path / "bare" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", ["hf", "speculators"])

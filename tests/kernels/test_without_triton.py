@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
@@ -33,6 +35,7 @@ assert compile_all.main([]) == 1
 """
 
 
+@pytest.mark.slow
 def test_references_run_where_triton_is_missing():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -101,15 +101,6 @@ def test_the_next_request_of_a_slot_is_never_offered_the_former_s_tokens(data):
             assert gram in before, "an occurrence of one's own"
 
 
-def test_a_text_that_became_shorter_is_indexed_anew():
-    index = NgramIndex(1, 4096, K)
-    slot = np.zeros(1, np.int64)
-    index.propose(slot, text_of([list(range(50))], [[]]))
-    text = [*range(10), 1, 2, 3]
-    tokens, match = index.propose(slot, text_of([text], [[]]))
-    assert (tokens[0].tolist(), match[0]) == ([4, 5, 6, 7], 3)
-
-
 @pytest.mark.parametrize(
     ("slot", "known", "count"), [(2, 1, 1), (-1, 1, 1), (0, 140, 5), (0, 1, 3)]
 )

@@ -87,21 +87,6 @@ def test_never_below_the_better_single_source(draft, memory, shifts):
     assert found >= (0.93 if shifts else 0.97) * ideal
 
 
-def test_survivals_approach_the_chances_and_forget():
-    random, record = np.random.default_rng(0), SourceRecord(4, K)
-    slots, bucket = np.arange(4), np.array([1, 2, 4, 5])
-    for level in (0.9, 0.4):
-        for _ in range(1500):
-            right = outcome(random, np.full((4, K), level))
-            record.learn(MEMORY, slots, bucket, np.minimum(right + 1, K), right)
-        expected = np.cumprod(np.full(K, level))
-        found = record.survival(MEMORY, slots, bucket)
-        assert np.abs(found - expected[:, None]).max() < 0.12
-    assert record.survival(DRAFT, slots, bucket) == pytest.approx(
-        np.cumprod(np.full(K, 0.6))[:, None] * np.ones(4), abs=1e-6
-    ), "nothing was learnt of the draft"
-
-
 def step(memory, table, upto, new, slot=0, room=K):
     """One step of one request whose `new` tokens follow `upto` of its table."""
     view = Text(

@@ -53,26 +53,3 @@ def test_synthetic_traces_keep_rate_and_seed(pattern):
     assert (np.diff(trace.arrival) >= 0).all()
     assert trace.arrival[0] >= 0 and trace.arrival[-1] < 600
     assert trace.prompt.min() >= 1 and trace.output.min() >= 1
-
-
-def test_synthetic_patterns_have_their_shapes():
-    drop = synthetic("rate_drop", 600.0, 5.0, seed=0).arrival
-    assert (drop > 420).mean() < 0.1
-    periodic = synthetic("periodic", 600.0, 5.0, seed=0).arrival
-    assert (periodic % 3).max() < 0.06
-    noisy = synthetic("fluctuating", 600.0, 5.0, seed=0).arrival
-    minutes = np.histogram(noisy, 10, (0, 600))[0]
-    seconds = np.histogram(noisy, 600, (0, 600))[0]
-    assert minutes.std() / minutes.mean() < 0.2
-    assert seconds.var() / seconds.mean() > 1.5
-    with pytest.raises(SimError, match="no pattern"):
-        synthetic("square", 1.0, 1.0, 0)
-
-
-def test_window_thin_and_clip():
-    trace = synthetic("fluctuating", 100.0, 20.0, seed=0)
-    assert trace.window(10.0).arrival.max() < 10
-    thin = trace.thinned(0.25, seed=1)
-    assert 0.15 < len(thin) / len(trace) < 0.35
-    assert np.isin(thin.arrival, trace.arrival).all()
-    assert trace.clipped(100).prompt.max() == 100

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sim.clairvoyant import ClairvoyantPolicy, candidates, judge
+from sim.clairvoyant import ClairvoyantPolicy, judge
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import simulate
 from sim.state import Server
@@ -67,16 +67,6 @@ def test_nothing_beats_it(seed, model):
     taken = found.lengths(int(found.rate.argmax()), n)
     assert int(found.rate.argmax()) == steps
     assert taken.tolist() == list(lengths)
-
-
-def test_equal_probabilities_still_give_prefixes():
-    survival = np.full((4, 3), 0.5, np.float32)
-    target = 1.0 + 0.001 * np.arange(13)
-    found = candidates(survival, 4, target, np.zeros(4))
-    for steps in range(4):
-        lengths = found.lengths(steps, 4)
-        assert lengths.sum() == found.verified[steps]
-        assert lengths.max() <= steps
 
 
 def test_policy_drafts_as_planned_and_pays_no_catchup():

@@ -46,7 +46,6 @@ _FORWARD_LIMITS = ((0.05, 20.0), (0.05, 20.0), _FREE)
 _UNIT = 1e-3
 _REQUEST_UNIT = 1e-4
 _KEPT_ERRORS = 256
-_FORGETTING = 0.995  # weight of the past per round: some 200 rounds are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,8 @@ class Factors:
 
     Plain numbers, not arrays: it runs up to four times in every round.
     """
+
+    _FORGETTING = 0.995  # weight of the past per round: some 200 rounds are remembered
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Factors:
         x = _dot((xx, xy, xz), share)
         y = _dot((xy, yy, yz), share)
         z = _dot((xz, yz, zz), share)
-        noise = _FORGETTING * self._spread**2 / weight
+        noise = self._FORGETTING * self._spread**2 / weight
         scale = 1.0 / (noise + _dot((x, y, z), share))
         step = scale * residual
         old, (first, second, third) = self.value, self._limits
@@ -139,7 +140,7 @@ class Factors:
             min(max(old[2] + z * step, third[0]), third[1]),
         )
         xx, yy, zz = xx - x * x * scale, yy - y * y * scale, zz - z * z * scale
-        grow = min(1.0 / _FORGETTING, _MOST_VARIANCE / (xx + yy + zz))
+        grow = min(1.0 / self._FORGETTING, _MOST_VARIANCE / (xx + yy + zz))
         self._covariance = (
             grow * xx,
             grow * (xy - x * y * scale),
