@@ -28,7 +28,7 @@ import safetensors
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.client import RequestResult, make_session, replay
-from bench.harness.common import environment
+from bench.harness.common import environment, write_json
 from bench.harness.identity import compare, rescore_all
 from bench.harness.scrape import Scraper
 from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
@@ -262,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         "settings": {k: str(v) for k, v in vars(args).items()},
         "environment": environment({}),
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     shown = {k: v for k, v in report.items() if k not in ("settings", "environment")}
     print(json.dumps(shown, indent=1))
     good = (

@@ -1,18 +1,13 @@
 import json
 import time
-from pathlib import Path
-
-import pytest
 
 from bench.harness.trainers import (
     TrainerWatch,
     read_events,
     trainer_facts,
-    trainer_process,
     training_seconds,
 )
-from bench.suites.multi import MultiOptions
-from tests.bench.toys import options_for, scrape
+from tests.bench.toys import scrape
 
 
 def test_events_of_all_trainers_are_sorted_and_damaged_lines_left_out(tmp_path):
@@ -50,21 +45,3 @@ def test_a_watch_places_events_on_the_clock_of_the_readings(tmp_path):
     (event,) = watch.events()
     assert 4.0 < event["t_s"] <= 5.01
     assert TrainerWatch(None).events() == []
-
-
-@pytest.mark.slow
-def test_the_trainer_gets_the_run_directory_and_its_configuration(tmp_path):
-    options = options_for(MultiOptions, "multi", tmp_path)
-    python = options.venv / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "$@" >&2\nexec sleep 60\n')
-    python.chmod(0o755)
-    run_dir = tmp_path / "run"
-    with trainer_process(options, "multi", {"run_dir": "x"}, run_dir) as process:
-        log = options.work / "logs" / "multi-trainer.log"
-        while not log.read_text():
-            assert process.poll() is None
-        text = log.read_text()
-    assert process.returncode is not None
-    assert f"-m vllm_tide train --run-dir {run_dir}" in text
-    config = json.loads(Path(text.split("--config ")[1].strip()).read_text())
-    assert config == {"tide": {"run_dir": "x"}}

@@ -113,7 +113,6 @@ def test_command_reads_traces_and_profiles_and_writes_rows(tmp_path, capsys):
     [
         (["--suite", "nosuch"], "no suite 'nosuch'; there are published, quick"),
         (["--trace", "gone.csv"], "cannot read trace gone.csv"),
-        (["--traces", "gone"], "no folder gone"),
         (["--regime", "odd"], "no regime 'odd'"),
         (["--arm", "odd", "--seconds", "2"], "no arm 'odd'"),
         (["--truth", "odd", "--seconds", "2"], "no truth 'odd'; there are family"),
@@ -128,15 +127,3 @@ def test_bad_input_gets_one_sentence(arguments, says, capsys):
     assert captured.err.startswith("error: ")
     assert says in captured.err
     assert captured.err.count("\n") == 1
-
-
-def test_speed_ups_for_the_planner_rise_with_the_length(tmp_path, capsys):
-    out = tmp_path / "speedup.json"
-    arguments = ["--suite", "quick", "--seconds", "2", "--speedup", str(out)]
-    assert main([*arguments, "--num-speculative-tokens", "3"]) == 0
-    (table,) = json.loads(out.read_text())["classes"].values()
-    assert table["length"] == sorted(table["length"])
-    assert 1.0 < table["length"][0] < 1.5
-    assert table["length"][-1] > 3.0
-    assert table["speedup"][-1] > 1.3
-    assert table["speedup"][0] > 0.9

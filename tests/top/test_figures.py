@@ -155,17 +155,3 @@ def test_nothing_drafted_is_told_apart_from_drafting_left_off():
     helps, sentence = verdict({}, none | off)
     assert helps is False
     assert "control drafts nothing, plain decoding is faster" in sentence
-
-
-def test_a_server_without_tide_or_answer_is_not_known():
-    def sentence(*pages):
-        samples = [sample(float(i), page) for i, page in enumerate(pages)]
-        (one,) = make_picture(samples, "")["helping"]
-        assert one["helps"] is None
-        return one["sentence"]
-
-    plain = [page(t, tide=False) for t in (0.0, 1.0)]
-    assert sentence(*plain) == "Not known: tide is not configured on this server."
-    assert sentence("does not answer (x)") == (
-        "Not known: the server does not answer (x)."
-    )

@@ -135,7 +135,6 @@ def speculative_config(
         config["num_speculative_tokens_per_batch_size"] = [list(r) for r in schedule]
     if arm.control is not None:  # tide's default is on
         config["enable_adaptive_verification"] = False
-    if arm.control is not None:
         config["tide"] = {
             "run_dir": str(run_dir),
             "preset": "control",
