@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.dashboards.exporter import free_port
 from tests.dashboards.live import (
     ROOT,
     Prometheus,
     demo_places,
-    free_port,
     needs_prometheus,
     prometheus,
 )

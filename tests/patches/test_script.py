@@ -201,16 +201,3 @@ def test_fetched_archive_must_have_the_hash_of_the_index(
     with pytest.raises(SystemExit, match="the pinned hash"):
         fetch_vllm.fetch_sdist("0.35.0", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_python_without_pip_takes_an_archive_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(fetch_vllm, "import_module", missing)
-    with pytest.raises(SystemExit, match=r"put its source archive, vllm-0\.35\.0"):
-        fetch_vllm.fetch_sdist("0.35.0", tmp_path)
-    (tmp_path / "vllm-0.35.0.tar.gz").write_bytes(b"mine")
-    assert fetch_vllm.fetch_sdist("0.35.0", tmp_path).read_bytes() == b"mine"
