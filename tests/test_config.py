@@ -92,12 +92,6 @@ def test_a_preset_changes_defaults_only(preset, expected):
     assert parse_tide(dumped) == parse_tide(section)  # as a manifest carries it
 
 
-@pytest.mark.parametrize("broken", [{"control": []}, {"control": None}, {"preset": []}])
-def test_a_preset_hides_no_bad_section(broken):
-    with pytest.raises(ConfigError, match=r"tide\.(control|preset): "):
-        parse_tide({"preset": "learn", **broken})
-
-
 @pytest.mark.parametrize("name", example_names())
 def test_every_example_is_valid(name, capsys, tmp_path):
     assert main(["config", "example", name]) == 0
@@ -231,16 +225,6 @@ BY_VLLM = [
 def test_a_mistake_beside_the_section_is_named(change, start, capsys):
     status, (said,) = checked(WHOLE | change, capsys)
     assert status == 2 and said.startswith(f"error: {start}")
-
-
-def test_all_that_is_against_control_and_memory_is_named_at_once(capsys):
-    control = {"policy": "adaspec", "profile": "~nosuchuser/p"}
-    change = {"tide": {**MEMORY, "control": control}, "parallel_drafting": True}
-    status, said = checked(WHOLE | change | TABLE, capsys)
-    assert status == 2 and len(said) == 5
-    assert sum("tide.test_time.memory changes" in line for line in said) == 2
-    assert sum("tide.control chooses" in line for line in said) == 1
-    assert said[-1].startswith("error: tide.control.profile: no file")
 
 
 @pytest.mark.vllm

@@ -3,14 +3,12 @@
 import math
 import os
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from bench import interleaved
-from bench.harness import engine_turns
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.blocks import over_cells
 from bench.harness.engine_turns import Engine, Turn
@@ -189,48 +187,3 @@ def test_real_engines_take_turns_and_say_the_same(tmp_path):
         assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
         with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
             one.begin([], 1, 3, "third")
-
-
-def module(tmp_path, monkeypatch, name, text):
-    """A stand-in for what an `Engine` runs."""
-    (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setattr(engine_turns, "MODULE", name)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    monkeypatch.setenv("PYTHONPATH", paths)
-    return dict(os.environ)
-
-
-CLOCKS = """
-import sys, time
-from multiprocessing.connection import Connection
-from bench.harness import engine_turns
-
-class Served:
-    def __init__(self, *given):
-        pass
-
-    def turn(self, seconds):
-        time.sleep(seconds)
-        return engine_turns.Turn(seconds=time.monotonic(), cpu_s=time.perf_counter())
-
-engine_turns.Served = Served
-engine_turns._serve(Connection(int(sys.argv[1])))
-"""
-
-
-@pytest.mark.nightly
-def test_clocks_stand_while_others_have_their_turn(tmp_path, monkeypatch):
-    env = module(tmp_path, monkeypatch, "clocks", CLOCKS)
-    one = Engine(tmp_path, None, [], env, tmp_path / "log")
-    try:
-        began, real = one.turn(0.01), time.monotonic()
-        for _ in range(10):
-            time.sleep(0.3)
-            ended = one.turn(0.05)
-        real = time.monotonic() - real
-        assert real >= 3.5
-        for clock in ("seconds", "cpu_s"):
-            passed = getattr(ended, clock) - getattr(began, clock)
-            assert 0.5 <= passed < real - 2.5
-    finally:
-        one.close()

@@ -9,19 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench.harness.arms import make_arm, speculative_config
-from bench.harness.common import BenchError
 from bench.suites.long import (
-    LongOptions,
     rows_of,
 )
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
-
-
-def options(tmp_path: Path, **given) -> LongOptions:
-    return LongOptions(
-        suite="long", json=tmp_path / "out.json", work=tmp_path / "work", **given
-    )
 
 
 def visit(arm, block, rate, group="repetitive", concurrency=1):
@@ -80,17 +72,3 @@ def test_arms_that_adapt_within_a_request_are_valid(
     # What the loop between requests learns is the arm's that has all.
     if trains:
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"arms": ("none", "memory")}, "needs none and static"),
-        ({"groups": ("odd",)}, "--groups"),
-        ({"output_tokens": 4000}, "--max-model-len 2048 is too short"),
-        ({"sorted_prompts": 2}, "--sorted-prompts is at least 3"),
-    ],
-)
-def test_bad_options_are_refused(given, said, tmp_path):
-    with pytest.raises(BenchError, match=said):
-        options(tmp_path, **given).check()

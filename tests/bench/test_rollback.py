@@ -74,20 +74,13 @@ def test_trials_are_read_from_the_event_log():
     assert noise["outcome"] == "undecided" and noise["requests_until"] is None
     trials = [nan, permuted, noise]
     assert trial_problems(trials, ["nan", "permuted", "noise0.1"]) == []
-    assert "rolled_back" in table(trials)
-
-
-def test_a_bad_head_that_stayed_is_a_problem():
-    stayed = [
-        {"plant": "nan", "outcome": "kept"},
-        {"plant": "permuted", "outcome": "undecided"},
-        {"plant": "noise0.1", "outcome": "kept"},
-    ]
-    assert trial_problems(stayed, ["nan", "permuted", "noise0.1", "noise0.3"]) == [
+    nan["outcome"], permuted["outcome"] = "kept", "undecided"
+    assert trial_problems(trials, ["nan", "permuted", "noise0.1", "noise0.3"]) == [
         "noise0.3: was never published",
         "nan: kept, not refused",
         "permuted: undecided, not rolled back",
     ]
+    assert "undecided" in table(trials)
 
 
 def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):

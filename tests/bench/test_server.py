@@ -10,8 +10,6 @@ from bench.harness.common import ServerError
 from bench.harness.server import (
     ServerOptions,
     VllmServer,
-    command_line,
-    role_of,
 )
 
 HEALTHY = """
@@ -47,28 +45,6 @@ def options(tmp_path, script=HEALTHY, **changes):
         "other_cpus": (cpu,),
     }
     return ServerOptions(**(defaults | changes))
-
-
-def test_the_command_serves_the_model_with_the_speculative_config(tmp_path):
-    command = command_line(options(tmp_path, speculative_config="tide.json"), 8000)
-    assert command[1:3] == ["serve", str(tmp_path / "model")]
-    assert command[command.index("--speculative-config") + 1] == "tide.json"
-    assert "--enforce-eager" in command
-
-
-@pytest.mark.parametrize(
-    ("title", "role"),
-    [
-        ("VLLM::EngineCore", "engine"),
-        ("VLLM::Worker", "engine"),
-        ("python -m vllm_tide train --engine 0", "trainer"),
-        ("/v/bin/python /v/bin/vllm-tide train", "trainer"),
-        ("python -c from multiprocessing.resource_tracker", "other"),
-    ],
-)
-def test_processes_have_roles(title, role):
-    assert role_of(title, is_root=False) == role
-    assert role_of(title, is_root=True) == "api"
 
 
 @pytest.mark.slow

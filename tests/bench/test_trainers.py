@@ -1,13 +1,8 @@
-import json
-import time
-
 from bench.harness.trainers import (
-    TrainerWatch,
     read_events,
     trainer_facts,
     training_seconds,
 )
-from tests.bench.toys import scrape
 
 
 def test_events_of_all_trainers_are_sorted_and_damaged_lines_left_out(tmp_path):
@@ -32,16 +27,3 @@ def test_seconds_trained_come_from_the_status_else_from_the_cycles():
     (facts,) = trainer_facts([{"state": "waiting", "secret": 1}])
     assert facts["state"] == "waiting" and facts["rollbacks"] is None
     assert "secret" not in facts
-
-
-def test_a_watch_places_events_on_the_clock_of_the_readings(tmp_path):
-    watch = TrainerWatch(tmp_path)
-    began = time.time()
-    watch.on_sample(scrape(0.0))
-    watch.on_sample(scrape(5.0))
-    # The offset is the smallest lag seen: that of the second sample.
-    log = {"unix": began, "event": "shift"}
-    (tmp_path / "events-a.jsonl").write_text(json.dumps(log) + "\n")
-    (event,) = watch.events()
-    assert 4.0 < event["t_s"] <= 5.01
-    assert TrainerWatch(None).events() == []

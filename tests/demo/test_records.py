@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from demo import corpus, records, target, tokens
+from demo import records
 
 SOURCE = '''\
 """Doc."""
@@ -40,15 +40,6 @@ def module():
     return records.read_module("pkg/reader.py", SOURCE)
 
 
-def test_facts_are_of_the_file(module):
-    names = [d.name for d in module.definitions]
-    assert names == ["Reader", "size", "read", "main"]
-    read = module.definitions[2]
-    assert (read.owner, read.parameters) == ("Reader", ["self", "limit", "strict"])
-    assert read.summary == "Read a part."
-    assert module.imports == ["a.b", "os"]
-
-
 def test_json_sql_html_and_diffs_are_what_they_say(module):
     text = records.json_text(module)
     decoder, at, found = json.JSONDecoder(), 0, []
@@ -69,8 +60,3 @@ def test_json_sql_html_and_diffs_are_what_they_say(module):
         lines = diff.splitlines()
         old = [line[1:] for line in lines if line[:1] in "- " and line[:3] != "---"]
         assert set(old) <= set(SOURCE.splitlines())
-
-
-def test_every_domain_is_trained_and_sampled():
-    assert set(target.MIX) == set(corpus.DOMAINS) == set(tokens.SAMPLE_BYTES)
-    assert sum(target.MIX.values()) == pytest.approx(1.0)

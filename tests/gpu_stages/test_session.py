@@ -1,6 +1,5 @@
 """scripts/gpu/session.sh where there is no GPU: what works in seconds, what it says."""
 
-import gzip
 import importlib
 import json
 import os
@@ -10,9 +9,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
-
-from bench.harness import identity
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "scripts" / "gpu"
@@ -25,7 +21,6 @@ session.CALLS[1] = {{
     "wrong": (100, "fake.wrong"), "hangs": (3, "fake.hangs"),
     "breaks": (100, "fake.breaks"), "good": (100, "fake.good"),
 }}
-session.CALLS[2] = {{"late": (100, "fake.late")}}
 if "--step" in sys.argv:
     import torch
     torch.cuda.is_available = lambda: True
@@ -35,7 +30,6 @@ sys.exit(session.main())
 STEPS = """
 import time
 from pathlib import Path
-from place import TimeIsOver
 
 here = Path(__file__).parent
 
@@ -56,12 +50,6 @@ def breaks(place):
 
 def hangs(place):
     time.sleep(1000)
-
-def late(place):
-    place.part("a", lambda: measured("a"))
-    if not (here / "time").exists():
-        raise TimeIsOver
-    place.part("b", lambda: measured("b"))
 """
 
 
@@ -69,13 +57,6 @@ def environment(tmp_path):
     env = {**os.environ, "TIDE_PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     env.pop("TIDE_DRY", None)
     return {**env, "OMP_NUM_THREADS": "1"}
-
-
-def run(tmp_path, *arguments):
-    command = ["bash", str(GPU / "session.sh"), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(tmp_path), timeout=250
-    )
 
 
 @pytest.fixture
@@ -134,18 +115,6 @@ def test_a_step_that_fails_ends_neither_the_call_nor_what_passed(fake, tmp_path)
     assert (tmp_path / "measured").read_text() == "wrong good wrong good "
 
 
-@pytest.mark.slow
-def test_a_step_whose_time_was_over_goes_on_where_it_was(fake, tmp_path):
-    status, lines = fake("2", "--minutes", "0.01")
-    assert status == 1 and "no time was left" in lines[0]
-    status, lines = fake("2")
-    assert status == 1 and lines[0].startswith("FAIL late")
-    (tmp_path / "time").touch()
-    status, lines = fake("2")
-    assert status == 0 and lines[0].startswith("PASS late")
-    assert (tmp_path / "measured").read_text() == "a b "
-
-
 def test_each_step_has_a_function_and_all_fit_into_ten_minutes(scripts):
     for steps in scripts("session").CALLS.values():
         for most, function in steps.values():
@@ -153,77 +122,3 @@ def test_each_step_has_a_function_and_all_fit_into_ten_minutes(scripts):
             assert f"\ndef {name}(place: Place)" in (GPU / f"{module}.py").read_text()
             assert most <= 540
         assert sum(most for most, _ in steps.values()) <= 690  # of which few need all
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_line(tmp_path):
-    done = run(tmp_path, "6", "--command", "--kit", ".kit/folder")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) < 2000 and ".kit/folder/part*" in done.stdout
-    parsed = subprocess.run(["bash", "-n", "-c", done.stdout], capture_output=True)
-    assert parsed.returncode == 0 and not parsed.stderr
-    assert "scripts/gpu/session.sh 6 " in done.stdout
-    assert not (tmp_path / "out").exists()
-    done = run(tmp_path, "1", "--only", "nothing")
-    assert done.returncode == 2
-    assert done.stderr.endswith("--only: call 1 has no step nothing; --list\n")
-    done = run(tmp_path, "1", "--dry-run")
-    assert done.returncode == 2 or os.environ.get("NULL_GPU")
-    assert done.stderr.count("\n") <= 1
-    done = run(tmp_path, "1", "--only", "rows")
-    assert done.returncode == 1
-    line, summary = done.stdout.splitlines()
-    assert line.startswith("FAIL rows ")
-    assert "rows needs a GPU and there is none" in line
-    assert summary == "call 1: 0 of 1 passed"
-
-
-@pytest.mark.nightly  # loads the demo's target twice
-def test_a_widened_target_is_the_same_function(scripts, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    demo = ROOT / "scripts" / "demo"
-    scripts("arms").widen(demo / "target", tmp_path / "wide", 1024)
-    ids = torch.arange(5, 69)[None]
-    narrow, wide = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
-        for path in (demo / "target", tmp_path / "wide")
-    )
-    config = json.loads((tmp_path / "wide" / "config.json").read_text())
-    assert config["hidden_size"] == 1024
-    torch.testing.assert_close(wide, narrow, rtol=1e-3, atol=1e-3)
-
-
-def test_idle_time_is_that_of_the_busiest_stream(scripts, tmp_path):
-    def event(stream, begin, took, cat="kernel"):
-        args = {"stream": stream}
-        return {"cat": cat, "name": "k", "ts": begin, "dur": took, "args": args}
-
-    events = [event(7, 0, 40), event(7, 60, 40), event(8, 30, 50, "gpu_memcpy")]
-    events += [{"name": "cudaStreamSynchronize", "ts": 0, "dur": 1}, {"ph": "M"}]
-    with gzip.open(tmp_path / "t.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    found = scripts("steps")._gaps(tmp_path / "t.json.gz")
-    assert found["step_us"] == pytest.approx(10)
-    assert found["idle_us"] == pytest.approx(2)
-    assert found["waits"] == {"cudaStreamSynchronize": 0.1}
-
-
-@pytest.mark.slow  # loads the demo's target
-def test_greedy_text_may_differ_at_near_ties_only(scripts, monkeypatch):
-    """The demo's target itself judges: its second choice is a wrong one."""
-    serving = scripts("serving")
-    prompt = [10, 20, 30, 40]
-    scorer = identity.transformers_scorer(serving.DEMO / "target", "float32")
-    wide = torch.tensor(scorer(prompt)[1])
-    best, second = wide.topk(2).indices.tolist()
-    plain = {"prompts": [prompt], "tokens": [[best, 5]]}
-    assert serving.judge({"none": plain, "a": plain}, "float32") == []
-    other = {"prompts": [prompt], "tokens": [[second, 5]]}
-    with pytest.raises(AssertionError, match="no near tie"):
-        serving.judge({"none": plain, "a": plain, "b": other}, "float32")
-    # Between types that round so much that the two cannot be told apart, it is none.
-    monkeypatch.setattr(identity, "TOLERANCE_ERRORS", 1e9)
-    (tie,) = serving.judge({"none": plain, "b": other}, "float32")
-    assert tie["near_tie"] and tie["arms"] == ["none", "b"] and tie["position"] == 0

@@ -1,7 +1,5 @@
 """Readings of real servers, rings, segments and files; nothing that is read changes."""
 
-import os
-
 import pytest
 
 from tests.top.page_server import serve_page
@@ -20,7 +18,6 @@ from vllm_tide.top.collect import (
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import peek_ring
-from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.weights import peek_weights
 
 
@@ -97,18 +94,6 @@ def test_a_ring_is_read_without_claiming_it(ring):
     finally:
         reader.close()
     assert not peek_ring(ring.name).consumer_alive
-
-
-def test_missing_foreign_and_damaged_segments_are_none(ring, segment):
-    for name in ("", "x", "vllm_tide_ring_gone", "vllm_tide_../x"):
-        assert peek_ring(name) is peek_weights(name) is None
-    assert peek_ring(segment.name) is None
-    assert peek_weights(ring.name) is None
-    with open(f"{SHM_DIR}/{ring.name}", "r+b") as file:
-        file.write(b"\xff" * 64)
-    assert peek_ring(ring.name) is None
-    os.truncate(f"{SHM_DIR}/{segment.name}", 100)
-    assert peek_weights(segment.name) is None
 
 
 def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, segment):

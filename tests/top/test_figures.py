@@ -32,13 +32,6 @@ def test_acceptance_leaves_out_proposals_of_the_memory():
     assert server_figures(history({}, memory), URL)["acceptance_length"] is None
 
 
-def test_without_control_the_length_is_what_vllm_drafted():
-    static = {"control_rounds": 0, "draft_steps": 0, "off_rounds": {}}
-    figures = server_figures(history(static, static), URL)
-    assert figures["draft_length"] == (2400 - 1200) / (800 - 400)
-    assert figures["off_share"] is None
-
-
 def test_a_gap_and_a_restart_begin_a_new_window():
     gone = "does not answer (Connection refused)"
     samples = [sample(0.0, page(0.0)), sample(2.0, gone)]
@@ -135,14 +128,6 @@ def test_the_sentence_has_the_measurements():
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
     assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
-
-
-def test_the_checkpoint_s_draft_is_no_help_of_training():
-    assert verdict({"draft_version": 0}, SPEED | {"draft_version": 0}, DECIDED) == (
-        False,
-        "Does not help yet: no trained draft serves; 2.00 tokens a verify step, "
-        "1.25x of plain.",
-    )
 
 
 def test_nothing_drafted_is_told_apart_from_drafting_left_off():

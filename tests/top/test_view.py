@@ -103,16 +103,3 @@ def test_a_name_cannot_command_the_terminal_or_the_markup(name, seen):
     text = plain(shown, 150)
     assert "\033" not in text
     assert text.count(seen) == 4
-
-
-def test_states_of_engines_and_servers():
-    shown = picture()
-    for alive, word in ((True, "alive"), (False, "dead"), (None, "pid not to be seen")):
-        shown["engines"][0]["alive"] = alive
-        assert f" {word}  t + " in plain(shown, 80)
-    shown["servers"][0] |= {"ring_capacity_bytes": 0.0}
-    assert "ring        no capture" in plain(shown, 80)
-    shown["servers"][0] |= {"tide": False}
-    assert "tide        not configured on this server" in plain(shown, 80)
-    shown["servers"][0] |= {"error": "does not answer (too slow)"}
-    assert f"SERVER {URL}  does not answer (too slow)" in plain(shown, 80)
