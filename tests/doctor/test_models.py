@@ -1,6 +1,5 @@
 """The configuration, and draft against target: the server's sentences, from headers."""
 
-import json
 
 import pytest
 
@@ -13,9 +12,9 @@ from tests.doctor.samples import (
     write_model,
 )
 from vllm_tide.config import ConfigError
-from vllm_tide.doctor import models, run
+from vllm_tide.doctor import models
 from vllm_tide.doctor.models import draft_bytes
-from vllm_tide.doctor.run import Status, examine
+from vllm_tide.doctor.run import Status
 from vllm_tide.engine import arguments
 
 
@@ -95,30 +94,6 @@ def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
     fresh = draft_bytes(make_subject(tmp_path, draft="fresh", model=target))
     assert fresh == expected + 8 * 320
     assert draft_bytes(make_subject(tmp_path)) is None
-
-
-def whole(section):
-    rest = {"model": "fresh", "num_speculative_tokens": 3}
-    return json.dumps({**rest, "tide": section})
-
-
-def configured(source, tmp_path):
-    subject = run.make_subject(source, None, tmp_path / "run")
-    return examined(subject, "configuration")
-
-
-def test_a_valid_file_is_summed_up(tmp_path):
-    file = tmp_path / "tide.json"
-    file.write_text("// ours\n" + whole({"capture": {"ring_mib": 8}}))
-    found = configured(str(file), tmp_path)
-    assert found.status is Status.OK
-    assert "ring 8 MiB" in found.sentence
-
-
-def test_what_needs_the_configuration_is_skipped_when_it_is_bad(tmp_path):
-    subject = run.make_subject('{"tide": {"x": 1}}', None, tmp_path / "run")
-    checks = ("fit", "state_directory", "spool")
-    assert {f.status for f in examine(subject, checks)} == {Status.SKIPPED}
 
 
 def test_the_server_s_own_check_judges_the_device(tmp_path, monkeypatch):

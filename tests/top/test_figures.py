@@ -128,15 +128,3 @@ def test_the_sentence_has_the_measurements():
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
     assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
-
-
-def test_nothing_drafted_is_told_apart_from_drafting_left_off():
-    none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
-    idle = {"off_rounds": {"no_gain": 90, "slo": 10}, "control_rounds": 500}
-    assert verdict({}, none | idle) == (None, "Not known: nothing drafted lately.")
-    never = {"drafts": 0, "accepted_tokens": 0}
-    assert verdict(never, never | idle) == (None, "Not known: nothing drafted yet.")
-    off = {"off_rounds": {"no_gain": 590, "slo": 10}, "control_rounds": 1000}
-    helps, sentence = verdict({}, none | off)
-    assert helps is False
-    assert "control drafts nothing, plain decoding is faster" in sentence
