@@ -1,6 +1,5 @@
 """The configuration, and draft against target: the server's sentences, from headers."""
 
-
 import pytest
 
 from tests.doctor.samples import (
