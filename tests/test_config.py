@@ -41,6 +41,10 @@ BAD_SECTIONS = [
         "got 'gpu'.",
     ),
     (
+        {"capture": {"ring_mib": "big"}},
+        "tide.capture.ring_mib: Input should be a valid integer, got 'big'.",
+    ),
+    (
         {"swap": {"enabled": "yes"}},
         "tide.swap.enabled: Input should be a valid boolean, got 'yes'.",
     ),

@@ -172,13 +172,10 @@ class Session:
     def say(self, text: str) -> None:
         self.progress.say(text)
 
-    def time_left_s(self) -> float:
+    def left_s(self) -> float:
         if self.options.max_minutes is None:
             return ARM_LIMIT_S
-        return self.began_s + 60 * self.options.max_minutes - time.monotonic()
-
-    def left_s(self) -> float:
-        left = self.time_left_s()
+        left = self.began_s + 60 * self.options.max_minutes - time.monotonic()
         if left <= 0:
             raise OutOfTimeError(f"--max-minutes {self.options.max_minutes:g} is over")
         return left
