@@ -101,8 +101,6 @@ def schedule_of(
     Nearest by ratio (the boundary is the geometric mean), since cost and gain change
     with the logarithm of the batch size rather than with its difference.
     """
-    if not best:
-        raise ValueError("no batch size was measured")
     batches = sorted(best)
     ends = [math.isqrt(a * b) for a, b in zip(batches, batches[1:], strict=False)]
     ends.append(max(largest_batch, batches[-1]))
@@ -110,8 +108,6 @@ def schedule_of(
     first = 1
     for batch, end in zip(batches, ends, strict=True):
         length = best[batch]
-        if end < first:
-            continue
         if ranges and ranges[-1][2] == length:
             ranges[-1] = (ranges[-1][0], end, length)
         else:

@@ -57,8 +57,8 @@ def _run(argv: list[str]) -> int:
     options.check()
     limit = options.max_minutes and f"; ends after {options.max_minutes:g} minutes"
     servers = ", ".join(options.arm_names) or "one by one"
-    print(f"{options.target.name}: servers {servers}; {options.size}{limit or ''}")
-    sys.stdout.flush()
+    said = f"{options.target.name}: servers {servers}; {options.size}{limit or ''}"
+    print(said, flush=True)
     if not sure:
         raise BenchError("--target: none given; --yes runs this on the demo model")
     return suites.run(options)

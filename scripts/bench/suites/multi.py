@@ -159,7 +159,7 @@ def _measure(
                     other_cpus=cpus,
                 )
             )
-            session.say(f"starting the server of {domain}")
+            session.progress.say(f"starting the server of {domain}")
             stack.enter_context(server)
             server.wait_ready(lambda _: None)
             known = {member.engine_id for member in members}
