@@ -17,7 +17,7 @@ class FakeServer:
     """Streams `max_tokens` tokens, two at a time, and watches the concurrency."""
 
     def __init__(self):
-        self.now = self.generated = 0
+        self.now = 0
         self.most, self.order = {}, []
 
     async def completions(self, http):
@@ -37,7 +37,6 @@ class FakeServer:
                 choice = {"token_ids": [start, start + 1], "text": "x"}
                 if start == 0:
                     choice["prompt_token_ids"] = [7]
-                self.generated += 2
                 event = json.dumps({"choices": [choice]})
                 await reply.write(f"data: {event}\n\n".encode())
             await reply.write(b"data: [DONE]\n\n")
@@ -45,16 +44,11 @@ class FakeServer:
         finally:
             self.now -= 1
 
-    async def metrics(self, _):
-        return web.Response(text=f"vllm:generation_tokens_total {self.generated}\n")
-
-
 @contextlib.asynccontextmanager
 async def served():
     fake = FakeServer()
     app = web.Application()
     app.router.add_post("/v1/completions", fake.completions)
-    app.router.add_get("/metrics", fake.metrics)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
