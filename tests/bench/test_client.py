@@ -44,6 +44,7 @@ class FakeServer:
         finally:
             self.now -= 1
 
+
 @contextlib.asynccontextmanager
 async def served():
     fake = FakeServer()
