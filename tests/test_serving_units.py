@@ -40,6 +40,13 @@ def test_guard_contains_counts_and_trips(caplog):
     assert guard.run("there", lambda: 1) is None
     assert "the text of a user" not in caplog.text
     assert "RuntimeError" in caplog.text
+    # Faults of an hour count.
+    now = [0.0]
+    rare = Guard("capture", lambda: now[0])
+    for _ in range(4 * LIMIT):
+        rare.run("here", fail)
+        now[0] += 1000.0
+    assert not rare.tripped and rare.faults["here"] == 4 * LIMIT
 
 
 def test_a_guard_tries_again_after_one_two_four_minutes_and_at_least_each_hour():
@@ -65,15 +72,6 @@ def test_a_guard_tries_again_after_one_two_four_minutes_and_at_least_each_hour()
     assert guard.suspension.left == 60.0
 
 
-def test_a_guard_counts_the_faults_of_an_hour():
-    now = [0.0]
-    guard = Guard("capture", lambda: now[0])
-    for _ in range(4 * LIMIT):
-        guard.run("here", fail)
-        now[0] += 1000.0
-    assert not guard.tripped and guard.faults["here"] == 4 * LIMIT
-
-
 @pytest.mark.parametrize("no", [False, 0, "false", "off"])
 def test_opt_out_is_kept_in_every_spelling(no):
     ticket = CapturePolicy(1.0).admit({"tide_capture": no}, supported=True)
@@ -90,13 +88,10 @@ def test_sample_rate_is_a_share_of_requests():
     policy = CapturePolicy(0.25, seed=1)
     taken = [policy.admit(None, supported=True).refusal is None for _ in range(4000)]
     assert 0.22 < sum(taken) / 4000 < 0.28
+    refused = policy.admit(None, supported=False)  # no plain tokens
+    assert refused.refusal == "unsupported_input"
     keys = {policy.admit(None, supported=True).key for _ in range(100)}
     assert len(keys) == 100
-
-
-def test_inputs_that_are_no_plain_tokens_are_not_captured():
-    ticket = CapturePolicy(1.0).admit(None, supported=False)
-    assert ticket.refusal == "unsupported_input"
 
 
 def draft() -> dict[str, torch.Tensor]:
@@ -122,10 +117,7 @@ def test_unfit_publications_are_refused_by_reason(change, reason):
         contract.check({**draft(), **change})
     assert refused.value.reason == reason
     assert "fc.weight" in str(refused.value) or reason in ("names", "dtype")
-
-
-def test_norms_are_compared_with_the_live_draft():
-    contract = DraftContract(draft(), max_norm_ratio=4.0)
+    # Norms are compared with those of the draft that serves.
     grown = draft() | {"fc.weight": torch.full((4, 6), 3.0)}
     contract.accept(contract.check(grown))
     contract.check(draft() | {"fc.weight": torch.full((4, 6), 9.0)})
@@ -138,6 +130,7 @@ def wire(tensors: dict[str, torch.Tensor]) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_an_engine_without_requests_still_shows_that_it_lives():
     segment, ring = (
         WeightsSegment.create(1 << 16),
@@ -229,8 +222,12 @@ def swapper(tmp_path, monkeypatch):
     segment.close()
 
 
+@pytest.mark.vllm
 def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
     made, loader, publish, writer = swapper
+    sent = []
+    assert made._tracing is None  # off unless an endpoint is configured
+    made._tracing = SimpleNamespace(span=lambda *span: sent.append(span))
     publish(1, 2.0)
     made.install_ordered(1)
     assert (made.version, loader.loaded) == (1, [2.0])
@@ -243,18 +240,6 @@ def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
     assert made.ready_version() == 0
     feedback = writer.feedback()
     assert (feedback.installed_version, feedback.refused_version) == (1, 2)
-
-
-def test_a_swap_is_a_span_where_tracing_is_on(swapper):
-    made, loader, publish, _ = swapper
-    sent = []
-    assert made._tracing is None  # off unless an endpoint is configured
-    made._tracing = SimpleNamespace(span=lambda *span: sent.append(span))
-    publish(1, 2.0)
-    made.install_ordered(1)
-    publish(2, 3.0)
-    loader.failures = [True]
-    made.install_ordered(2)
     assert [(name, facts) for name, _, facts in sent] == [
         ("swap", {"version": 1, "installed": True}),
         ("swap", {"version": 2, "installed": False}),
@@ -262,6 +247,7 @@ def test_a_swap_is_a_span_where_tracing_is_on(swapper):
     assert all(0 < seconds < 60 for _, seconds, _ in sent)
 
 
+@pytest.mark.vllm
 def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
     made, loader, publish, _ = swapper
     publish(1, 2.0)

@@ -35,7 +35,7 @@ import aiohttp
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.arm import LiveView, wait_for_trainer
 from bench.harness.client import RequestResult, make_session, replay
-from bench.harness.common import environment
+from bench.harness.common import environment, write_json
 from bench.harness.scrape import Scraper
 from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
 from bench.harness.stream import StreamRequest, read_prompts
@@ -247,8 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         "settings": {k: str(v) for k, v in vars(args).items()},
         "environment": environment({}),
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     per_cpu = report["per_engine_cpu_second"]
     print(
         f"median on/off {report['median_ratio']}, cost {report['cost_percent']}%; "

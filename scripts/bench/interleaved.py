@@ -101,8 +101,6 @@ def schedule_of(
     Nearest by ratio (the boundary is the geometric mean), since cost and gain change
     with the logarithm of the batch size rather than with its difference.
     """
-    if not best:
-        raise ValueError("no batch size was measured")
     batches = sorted(best)
     ends = [math.isqrt(a * b) for a, b in zip(batches, batches[1:], strict=False)]
     ends.append(max(largest_batch, batches[-1]))
@@ -110,8 +108,6 @@ def schedule_of(
     first = 1
     for batch, end in zip(batches, ends, strict=True):
         length = best[batch]
-        if end < first:
-            continue
         if ranges and ranges[-1][2] == length:
             ranges[-1] = (ranges[-1][0], end, length)
         else:
@@ -352,11 +348,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def parser_of(
-    doc: str | None, arms: str, domains: str, minutes: float, learns: int = UNCOUNTED
-) -> Any:
-    """Options with the defaults of a script."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+def parser_of() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arms = f"none,static1,static3,static5,{DYNAMIC},adaspec"
+    domains = ",".join((*KNOWN_DOMAINS, MIXED))
 
     def names(text: str) -> list[str]:
         return list(dict.fromkeys(filter(None, text.split(","))))
@@ -371,9 +366,9 @@ def parser_of(
     parser.add_argument("--arms", type=names, default=arms)
     parser.add_argument("--domains", type=names, default=domains)
     parser.add_argument("--batches", type=numbers, default="1,4,16,48")
-    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--minutes", type=float, default=30.0)
     text = "rounds of a cell's first visit that are not counted"
-    parser.add_argument("--learns", type=int, default=learns, help=text)
+    parser.add_argument("--learns", type=int, default=UNCOUNTED, help=text)
     parser.add_argument("--visits", type=int, default=2, help="of each cell")
     text = "begin control anew at each visit, without a profile; all rounds count"
     parser.add_argument("--cold", action="store_true", help=text)
@@ -407,9 +402,7 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arms = f"none,static1,static3,static5,{DYNAMIC},adaspec"
-    domains = ",".join((*KNOWN_DOMAINS, MIXED))
-    report = measure(checked(parser_of(__doc__, arms, domains, 30.0).parse_args(argv)))
+    report = measure(checked(parser_of().parse_args(argv)))
     print(*report["overall"], report["identity"], sep="\n")
     return int(report["identity"]["differing"] > 0)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench import suites
 from bench.harness.common import BenchError
 from bench.harness.options import add_options
-from bench.harness.server import end_on_signals
 
 EXIT_BAD_INPUT = 2
 
@@ -33,12 +31,7 @@ def _run(argv: list[str]) -> int:
     # A suite has options of its own: which one is asked for is read first.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--suite")
-    chosen, others = first.parse_known_args(argv)
-    suite = chosen.suite
-    if suite in suites.COMMANDS:
-        end_on_signals()
-        status: int = import_module(f"bench.{suites.COMMANDS[suite]}").main(others)
-        return status
+    suite = first.parse_known_args(argv)[0].suite
     parser = argparse.ArgumentParser(
         prog="run.py",
         description="Measures speculation policies on real servers. "
@@ -64,8 +57,8 @@ def _run(argv: list[str]) -> int:
     options.check()
     limit = options.max_minutes and f"; ends after {options.max_minutes:g} minutes"
     servers = ", ".join(options.arm_names) or "one by one"
-    print(f"{options.target.name}: servers {servers}; {options.size}{limit or ''}")
-    sys.stdout.flush()
+    said = f"{options.target.name}: servers {servers}; {options.size}{limit or ''}"
+    print(said, flush=True)
     if not sure:
         raise BenchError("--target: none given; --yes runs this on the demo model")
     return suites.run(options)

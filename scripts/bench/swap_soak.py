@@ -28,7 +28,7 @@ import safetensors
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.client import RequestResult, make_session, replay
-from bench.harness.common import environment
+from bench.harness.common import environment, write_json
 from bench.harness.identity import compare, rescore_all
 from bench.harness.scrape import Scraper
 from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_signals
@@ -203,7 +203,6 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name in ("--venv", "--target", "--draft", "--prompts", "--work"):
         p.add_argument(name, type=Path, required=True)
-    p.add_argument("--other-draft", type=Path, help="default: --draft, damaged")
     p.add_argument("--domain", default="python")
     p.add_argument("--swaps", type=int, default=200)
     p.add_argument("--period-s", type=float, default=0.5, help="between two swaps")
@@ -229,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     config = args.work / "tide.json"
     config.write_text(json.dumps({**spec, "tide": tide}, indent=2))
     first = read_draft(args.draft)
-    other = read_draft(args.other_draft) if args.other_draft else damaged(first, 0)
+    drafts = [first, damaged(first, 0)]
     prompts = read_prompts(args.prompts, args.domain)[: args.requests]
     blank = StreamRequest(0, "soak", False, "", "", args.max_tokens, args.concurrency)
     requests = [replace(blank, index=i, prompt=p) for i, p in enumerate(prompts)]
@@ -248,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         (manifest,) = read_manifests(run_dir)
         segments_up = shared_memory(manifest)
         writer = WeightsWriter.attach(manifest.weights)
-        found = asyncio.run(soak(server, requests, writer, [first, other], args))
+        found = asyncio.run(soak(server, requests, writer, drafts, args))
         segments_end = shared_memory(manifest)
         clean = server.stop()
     left = shared_memory(manifest)
@@ -262,8 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         "settings": {k: str(v) for k, v in vars(args).items()},
         "environment": environment({}),
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     shown = {k: v for k, v in report.items() if k not in ("settings", "environment")}
     print(json.dumps(shown, indent=1))
     good = (

@@ -3,19 +3,14 @@
 Training metrics are teacher-forced; this is the figure users see.  Needs vLLM.
 """
 
-import gzip
 import itertools
 import json
 from pathlib import Path
 
+from bench.harness.stream import read_prompts
+
 NUM_PROMPTS, NUM_TOKENS = 64, 96
 TEMPERATURES = 0.0, 0.5
-
-
-def read_prompts(folder: Path, domain: str, limit: int) -> list[str]:
-    """Return the first ``limit`` bundled prompts of a domain."""
-    text = gzip.decompress((folder / f"{domain}.jsonl.gz").read_bytes()).decode()
-    return [json.loads(line)["prompt"] for line in text.splitlines()[:limit]]
 
 
 def _counters(llm: object) -> dict[str, float]:
@@ -54,7 +49,7 @@ def measure(
         sampling = SamplingParams(
             temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0
         )
-        texts = read_prompts(prompts, domain, NUM_PROMPTS)
+        texts = read_prompts(prompts, domain)[:NUM_PROMPTS]
         before = _counters(llm)
         llm.generate(texts, sampling, use_tqdm=False)
         delta = {k: v - before.get(k, 0.0) for k, v in _counters(llm).items()}

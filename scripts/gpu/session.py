@@ -41,14 +41,6 @@ CALLS: dict[int, dict[str, tuple[int, str]]] = {
 DRY_FACTOR = 5  # the null GPU's engines start on a few slow cores
 LARGEST = 4 << 20
 LATE = 3  # exit status of a step whose time was over
-COMMAND = (
-    "set -o pipefail; {{ for p in {kit}/part*; do python3 $p/install_part.py || "
-    "[ $? = 3 ]; done; . /tmp/kit/env.sh; export PYTHONPATH=$PWD:$PYTHONPATH; "
-    "python3 -m vllm_tide patch apply && OUT=out/gpu TIDE_PYTHON=python3 "
-    "scripts/gpu/session.sh {call} "
-    "--minutes $(((560-SECONDS)/60)); }} 2>&1 | tee $OUT/call{call}.log; s=$?; "
-    "cp out/gpu/call{call}.* $OUT/; exit $s"
-)
 
 
 def main() -> int:
@@ -60,18 +52,14 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="passed steps too")
     parser.add_argument("--dry-run", action="store_true", help="on the null GPU")
     parser.add_argument("--list", action="store_true", help="name the steps")
-    parser.add_argument("--command", action="store_true", help="for a lent machine")
-    parser.add_argument("--kit", default=".kit", help="of --command: vLLM's kit")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     args = parser.parse_args()
     steps = CALLS[args.call]
     names = args.only.split(",") if args.only else list(steps)
     if unknown := set(names) - set(steps):
         parser.error(f"--only: call {args.call} has no step {min(unknown)}; --list")
-    if args.command or args.list:
-        said = [f"{name}: at most {steps[name][0]} s" for name in names]
-        command = COMMAND.format(call=args.call, kit=args.kit)
-        print(command if args.command else "\n".join(said))
+    if args.list:
+        print(*(f"{name}: at most {steps[name][0]} s" for name in names), sep="\n")
         return 0
     if args.dry_run:
         os.environ["TIDE_DRY"] = "1"

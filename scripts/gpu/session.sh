@@ -2,11 +2,10 @@
 # One of the six calls of a session on a GPU: steps, each PASS or FAIL, then a summary.
 #
 #   scripts/gpu/session.sh CALL [--minutes M] [--only A,B] [--again] [--dry-run]
-#   scripts/gpu/session.sh CALL --list | --command
+#   scripts/gpu/session.sh CALL --list
 #
 # CALL is 1 (bring-up) to 6 (gain). A step that passed is not run again, but for
 # --again. --dry-run: the smallest sizes on the null GPU, whose figures mean nothing.
-# --command prints what to send to a machine that is lent for ten minutes.
 # Exit status: 0 all passed, 1 a step failed, 2 wrong use.
 # Environment: TIDE_VENV (default: .venv in the checkout), or TIDE_PYTHON (a Python whose
 # modules are the patched vLLM and this package); OUT (default: out/gpu); for --dry-run
@@ -17,7 +16,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export OUT=${OUT:-$here/out/gpu}
 die() { echo "session.sh: $*" >&2; exit 2; }
 case " $* " in
-    *" --command "* | *" --list "*) exec python3 "$here/scripts/gpu/session.py" "$@" ;;
+    *" --list "*) exec python3 "$here/scripts/gpu/session.py" "$@" ;;
 esac
 python=${TIDE_PYTHON:-${TIDE_VENV:-$here/.venv}/bin/python}
 command -v "$python" > /dev/null || die "TIDE_VENV: there is no $python; run scripts/install.sh first."

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -142,20 +143,20 @@ def steps_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def compared_with(name: str) -> str:
-    """The run of upstream's that a run is compared with."""
-    scheduling, _, arm = name.partition("/")
-    own = f"{ADAPTIVE}_upstream" if arm.startswith(ADAPTIVE) else "upstream"
-    return f"{scheduling}/{own}"
+def compared_runs(runs: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name and result of each run, and upstream's that it is compared with."""
+    for name, found in runs.items():
+        scheduling, _, arm = name.partition("/")
+        own = f"{ADAPTIVE}_upstream" if arm.startswith(ADAPTIVE) else "upstream"
+        upstream = runs.get(f"{scheduling}/{own}", {})
+        if arm != CHECKED and "decode" in found and "decode" in upstream:
+            yield name, found, upstream
 
 
 def table(runs: dict[str, Any]) -> dict[str, dict[str, float]]:
     """What ours do more than upstream's, by run and kind of step."""
     more = {}
-    for name, found in runs.items():
-        upstream = runs.get(compared_with(name), {})
-        if name.endswith(CHECKED) or not ("decode" in found and "decode" in upstream):
-            continue
+    for name, found, upstream in compared_runs(runs):
         theirs = steps_of(upstream)
         for kind, step in steps_of(found).items():
             more[name + kind] = difference(step, theirs[kind])
@@ -177,10 +178,7 @@ def waits_more(runs: dict[str, Any]) -> bool:
     Under adaptive verification the draft's first pass has no graph of ours
     (`replay_each`): steps are held against those of upstream's that have none for it.
     """
-    for name, found in runs.items():
-        upstream = runs.get(compared_with(name), {})
-        if name.endswith(CHECKED) or not ("decode" in found and "decode" in upstream):
-            continue
+    for name, found, upstream in compared_runs(runs):
         theirs = steps_of(upstream)
         if name.endswith(f"/{ADAPTIVE}"):
             theirs |= {kind: theirs[WITHOUT_GRAPH] for kind in ("", "/verifies_all")}

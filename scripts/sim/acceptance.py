@@ -46,10 +46,6 @@ REGIMES: dict[str, tuple[Level, ...]] = {
     "high": (HIGH,),
     "shifting": (HIGH, LOW),
 }
-# From a draft that is hardly ever right to one that nearly always is.
-LEVELS: dict[str, tuple[Level, ...]] = {
-    f"level{x:+g}": (Level(accept=x, belief=x + 0.8),) for x in (-3, -1.5, 0, 1.5, 3)
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,6 @@ class Trace:
         """The requests of the first *seconds*."""
         return self._pick(self.arrival < seconds)
 
-    def thinned(self, share: float, seed: int) -> Trace:
-        """Each request with probability *share*: the load falls, the pattern stays."""
-        return self._pick(np.random.default_rng(seed).random(len(self)) < share)
-
     def clipped(self, max_input: int) -> Trace:
         """The same with prompts of at most *max_input* tokens."""
         prompt = np.minimum(self.prompt, max_input)
@@ -90,21 +86,6 @@ def load(path: Path) -> Trace:
     lengths = np.maximum(rows[:, 1:].astype(np.int64), 1)
     name = path.name.removesuffix(".gz").removesuffix(".csv")
     return Trace(name, rows[:, 0], lengths[:, 0], lengths[:, 1])
-
-
-def load_folder(folder: Path) -> list[Trace]:
-    """The three traces of a folder: its first file each of trace1*, trace2*, trace3*.
-
-    Raises:
-        SimError: One of them is missing.
-    """
-    found = []
-    for number in (1, 2, 3):
-        files = sorted(folder.glob(f"trace{number}*.csv*"))
-        if not files:
-            raise SimError(f"no file trace{number}*.csv or .csv.gz in {folder}")
-        found.append(load(files[0]))
-    return found
 
 
 def synthetic(pattern: str, seconds: float, rate: float, seed: int) -> Trace:

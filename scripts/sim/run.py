@@ -17,11 +17,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
-from sim.acceptance import LEVELS, REGIMES, TRUTHS
-from sim.arrivals import MAX_INPUT, PATTERNS, SimError, Trace, load_folder, synthetic
+from sim.acceptance import REGIMES, TRUTHS
+from sim.arrivals import MAX_INPUT, PATTERNS, SimError, Trace, synthetic
 from sim.arrivals import load as load_trace
 from sim.state import Server
-from sim.suite import ARMS, Options, run_cells, speedups, suite_cells
+from sim.suite import ARMS, Options, run_cells, suite_cells
 from sim.table import markdown, ratios, summary
 from sim.truth import Mismatch
 from vllm_tide.control.profile_store import load as load_profile
@@ -42,22 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="published (the TIDE paper's four models; default) or quick",
     )
     parser.add_argument("--json", type=Path, help="file for the rows")
-    parser.add_argument(
-        "--speedup",
-        type=Path,
-        help="file for `vllm-tide plan --speedup`: what control gains at five "
-        "acceptance lengths; a class is named as its --profile's file, without suffix",
-    )
     parser.add_argument("--table", action="store_true", help="print a Markdown table")
-    parser.add_argument(
-        "--traces", type=Path, help="folder with trace1*, trace2* and trace3* CSV files"
-    )
     parser.add_argument(
         "--trace",
         type=Path,
         action="append",
         help="CSV file (arrival_s,input_tokens,output_tokens), .gz or not; repeatable; "
-        "without this and --traces three synthetic patterns",
+        "without this three synthetic patterns",
     )
     parser.add_argument(
         "--profile",
@@ -87,9 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="requests arrive once as many tokens are written as plain decoding had "
         "written at their time (progress: all arms meet the same load), or at their "
         "exact times (time: for latencies and limits)",
-    )
-    parser.add_argument(
-        "--thin", type=_positive, default=1.0, help="share of requests kept (1)"
     )
     parser.add_argument(
         "--max-input",
@@ -124,9 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for path in filter(None, (args.json, args.speedup)):
-        if not path.parent.is_dir():
-            raise SimError(f"cannot write {path}: no folder {path.parent}")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise SimError(f"cannot write {args.json}: no folder {args.json.parent}")
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise SimError("--max-num-batched-tokens must be at least --max-num-seqs")
     options = Options(
@@ -142,8 +129,6 @@ def _run(args: argparse.Namespace) -> int:
         truth=args.truth,
     )
     regimes, arms = args.regime or tuple(REGIMES), args.arm or ARMS
-    if args.speedup is not None:
-        regimes, arms = tuple(LEVELS), ("adaspec", "none")
     cells = suite_cells(args.suite, _traces(args), _models(args.profile), regimes)
     rows, began = [], time.monotonic()
     for row in run_cells(cells, arms, options, args.processes):
@@ -155,14 +140,11 @@ def _run(args: argparse.Namespace) -> int:
         "summary": {m: summary(rows, m) for m in ("throughput", "speed")},
         "rows": rows,
     }
-    if args.speedup is not None:
-        text = json_text(_rounded(speedups(rows)))
-        args.speedup.write_text(text, encoding="utf-8")
     if args.json is not None:
         args.json.write_text(json_text(_rounded(result)), encoding="utf-8")
     if args.table:
         print(markdown(rows))
-    elif args.json is None and args.speedup is None:
+    elif args.json is None:
         print(json.dumps(result["summary"], indent=1))
     return 0
 
@@ -170,18 +152,12 @@ def _run(args: argparse.Namespace) -> int:
 def _traces(args: argparse.Namespace) -> list[Trace]:
     if args.trace:
         traces = [load_trace(path) for path in args.trace]
-    elif args.traces is not None:
-        if not args.traces.is_dir():
-            raise SimError(f"no folder {args.traces}")
-        traces = load_folder(args.traces)
     else:
         drawn = args.seconds, args.rate, args.seed
         traces = [synthetic(pattern, *drawn) for pattern in PATTERNS]
     kept = []
     for trace in traces:
         trace = trace.clipped(args.max_input or MAX_INPUT).window(args.seconds)
-        if args.thin < 1.0:
-            trace = trace.thinned(args.thin, args.seed)
         if not len(trace):
             raise SimError(f"trace {trace.name} has no request left to replay")
         kept.append(trace)

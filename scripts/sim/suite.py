@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.acceptance import LEVELS, REGIMES, TRUTHS, Process, make_process
+from sim.acceptance import REGIMES, TRUTHS, Process, make_process
 from sim.arrivals import SimError, Trace
 from sim.clairvoyant import ClairvoyantPolicy
 from sim.dynamic import DynamicPolicy, tune
@@ -105,7 +105,7 @@ def suite_cells(
     if suite not in SUITES:
         raise SimError(f"no suite {suite!r}; there are {', '.join(SUITES)}")
     for regime in regimes:
-        if regime not in REGIMES | LEVELS:
+        if regime not in REGIMES:
             raise SimError(f"no regime {regime!r}; there are {', '.join(REGIMES)}")
     if models is None:
         models = {name: published(name) for name in MODELS}
@@ -240,9 +240,7 @@ def speed(result: Result) -> float:
 @lru_cache(maxsize=1)
 def _process(trace: Trace, regime: str, options: Options) -> Process:
     kind = TRUTHS[options.truth]
-    return make_process(
-        trace, (REGIMES | LEVELS)[regime], options.top, options.seed, kind
-    )
+    return make_process(trace, REGIMES[regime], options.top, options.seed, kind)
 
 
 def _figures(result: Result, server: Server) -> dict[str, Any]:
@@ -274,23 +272,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def speedups(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Speed-ups by acceptance length for `vllm-tide plan --speedup`.
-
-    Args:
-        rows: Of `run_cells`, arms `adaspec` and `none`, every regime of `LEVELS`.
-    """
-    classes: dict[str, Any] = {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        points = []
-        for regime in LEVELS:
-            found = [r for r in rows if (r["model"], r["regime"]) == (model, regime)]
-            length = float(np.mean([row["length"] for row in found]))
-            rates = [row["throughput"] for row in found]
-            gains = [rate["adaspec"] / rate["none"] for rate in rates]
-            points.append((length, float(np.exp(np.mean(np.log(gains))))))
-        lengths, gained = zip(*points, strict=True)
-        classes[model] = {"length": list(lengths), "speedup": list(gained)}
-    return {"classes": classes}

@@ -4,16 +4,11 @@ import asyncio
 import contextlib
 import json
 import time
-from types import SimpleNamespace
 
-import pytest
 from aiohttp import web
 
-from bench.harness import arm
-from bench.harness.arm import Hooks, LiveView, drive
 from bench.harness.client import make_session, replay
 from bench.harness.stream import StreamRequest
-from tests.bench.toys import request
 
 CYCLE = (1, 1, 3, 3, 3, 3, 2, 2)
 
@@ -22,7 +17,7 @@ class FakeServer:
     """Streams `max_tokens` tokens, two at a time, and watches the concurrency."""
 
     def __init__(self):
-        self.now = self.generated = 0
+        self.now = 0
         self.most, self.order = {}, []
 
     async def completions(self, http):
@@ -42,7 +37,6 @@ class FakeServer:
                 choice = {"token_ids": [start, start + 1], "text": "x"}
                 if start == 0:
                     choice["prompt_token_ids"] = [7]
-                self.generated += 2
                 event = json.dumps({"choices": [choice]})
                 await reply.write(f"data: {event}\n\n".encode())
             await reply.write(b"data: [DONE]\n\n")
@@ -50,16 +44,12 @@ class FakeServer:
         finally:
             self.now -= 1
 
-    async def metrics(self, _):
-        return web.Response(text=f"vllm:generation_tokens_total {self.generated}\n")
-
 
 @contextlib.asynccontextmanager
 async def served():
     fake = FakeServer()
     app = web.Application()
     app.router.add_post("/v1/completions", fake.completions)
-    app.router.add_get("/metrics", fake.metrics)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -93,37 +83,3 @@ def test_a_stream_is_replayed_in_order_within_its_concurrency():
     assert results[5].error == "HTTP 500: broken"
     assert results[6].error == "6 tokens instead of 8"
     assert [r.ok for r in results].count(False) == 2
-
-
-async def driven(hooks):
-    stream = [request(i, f"{i // 2} c", "c", 4) for i in range(4)]
-    async with served() as (_, url):
-        server = SimpleNamespace(url=url, memory_mib=dict)
-        return await drive(server, stream, LiveView("toy", len(stream)), hooks)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(arm, "SETTLE_S", 0.01)
-    monkeypatch.setattr(arm, "WARM_UP_TOKENS", 2)
-
-
-def test_hooks_see_every_result_and_the_end_of_every_segment(quick):
-    seen = []
-    hooks = Hooks(
-        on_result=lambda r: seen.append(r.index),
-        between=lambda part: seen.append(part.name),
-    )
-    parts, samples = asyncio.run(driven(hooks))
-    assert seen[2] == "0 c" and seen[-1] == "1 c" and len(seen) == 6
-    assert [part.num_output_tokens for part in parts] == [8, 8]
-    generated = [sample.value("vllm:generation_tokens") for sample in samples]
-    assert generated == sorted(generated) and generated[-1] - generated[0] == 16
-
-
-def test_a_fault_in_a_hook_ends_the_arm(quick):
-    def broken(_):
-        raise RuntimeError("no such status")
-
-    with pytest.raises(RuntimeError, match="no such status"):
-        asyncio.run(driven(Hooks(on_sample=broken)))

@@ -24,11 +24,6 @@ def result(index, tokens, *, error=None, prompt=(7, 8)):
     )
 
 
-def test_only_the_first_difference_is_reported_with_its_common_prefix():
-    found = compare(("a", "b"), [result(3, [1, 2, 4, 5])], [result(3, [1, 2, 9, 6])])
-    assert found == [Difference(("a", "b"), 3, 2, (4, 9), (7, 8, 1, 2))]
-
-
 @pytest.mark.parametrize(
     ("wide", "error", "near"),
     [

@@ -2,16 +2,13 @@
 
 import math
 import os
-import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from bench import interleaved
-from bench.harness import engine_turns
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.blocks import over_cells
 from bench.harness.engine_turns import Engine, Turn
@@ -49,13 +46,18 @@ class Toy:
             Toy.made.remove(self)
 
 
+def measured(arms, *words):
+    given = ["--model-size", "", "--minutes", "1e-9", "--domains", "matched"]
+    options = interleaved.parser_of().parse_args([*given, "--arms", arms, *words])
+    return interleaved.measure(interleaved.checked(options))
+
+
 @pytest.fixture
 def report(monkeypatch, tmp_path):
     Toy.made = []
     monkeypatch.setattr(interleaved, "Engine", Toy)
-    parser = interleaved.parser_of("a", "none,again,off", "matched", 1e-9, 20)
-    words = ["--model-size", "", "--batches", "2,4", "--json", str(tmp_path / "F")]
-    return interleaved.measure(interleaved.checked(parser.parse_args(words)))
+    words = ["--batches", "2,4", "--learns", "20", "--json", str(tmp_path / "F")]
+    return measured("none,again,off", *words)
 
 
 def test_what_the_host_does_is_in_no_ratio(report):
@@ -102,9 +104,7 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch):
     monkeypatch.setattr(interleaved, "Engine", Toy)
     monkeypatch.setitem(SPEED, "vllm_dynamic", 119.0)
     arms = "vllm_dynamic,none,static1,static3"
-    parser = interleaved.parser_of("a", arms, "matched", 1e-9, 20)
-    words = ["--model-size", "", "--batches", "2,4"]
-    found = interleaved.measure(interleaved.checked(parser.parse_args(words)))
+    found = measured(arms, "--batches", "2,4", "--learns", "20")
     assert list(found["schedules"].values()) == [[(1, 4, 1)]]
     # Rounds that tuned it are in no cell: every arm has as many blocks.
     assert {row["blocks"] for row in found["cells"]} == {2 * 2}
@@ -123,28 +123,13 @@ def test_a_cold_start_is_a_new_engine_of_each_visit(monkeypatch):
         began.append((self.name, env.get("XDG_CACHE_HOME")))
 
     monkeypatch.setattr(Toy, "__init__", watch)
-    parser = interleaved.parser_of("a", "none,adaspec", "matched", 1e-9)
-    words = ["--model-size", "", "--batches", "2", "--visits", "3", "--cold"]
-    found = interleaved.measure(interleaved.checked(parser.parse_args(words)))
+    words = ["--batches", "2", "--visits", "3", "--cold"]
+    found = measured("none,adaspec", *words)
     assert [name for name, _ in began] == ["none", *["adaspec"] * 3]
     caches = [cache for _, cache in began]
     assert None not in caches and len(set(caches)) == 4, "nobody else's profile"
     assert len(found["visits"]) == 2 * 3 * 2, "no round is left out"
     assert not Toy.made
-
-
-@pytest.mark.parametrize(
-    ("arms", "said"),
-    [
-        ("off", "needs none"),
-        ("none,vllm_dynamic", "is tuned from the static arms"),
-        ("none,statik1", "there is no arm 'statik1'"),
-    ],
-)
-def test_arms_that_cannot_be_compared(arms, said):
-    parser = interleaved.parser_of("a", arms, "matched", 1.0)
-    with pytest.raises(SystemExit, match=said):
-        interleaved.checked(parser.parse_args([]))
 
 
 def engine(tmp_path, name):
@@ -179,6 +164,7 @@ def state_of(one):
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_real_engines_take_turns_and_say_the_same(tmp_path):
     prompts = [[5 + i, 6, 7, 8 + i] * 8 for i in range(9)]
     with ExitStack() as stack:
@@ -201,75 +187,3 @@ def test_real_engines_take_turns_and_say_the_same(tmp_path):
         assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
         with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
             one.begin([], 1, 3, "third")
-
-
-def module(tmp_path, monkeypatch, name, text):
-    """A stand-in for what an `Engine` runs."""
-    (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setattr(engine_turns, "MODULE", name)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    monkeypatch.setenv("PYTHONPATH", paths)
-    return dict(os.environ)
-
-
-CLOCKS = """
-import sys, time
-from multiprocessing.connection import Connection
-from bench.harness import engine_turns
-
-class Served:
-    def __init__(self, *given):
-        pass
-
-    def turn(self, seconds):
-        time.sleep(seconds)
-        return engine_turns.Turn(seconds=time.monotonic(), cpu_s=time.perf_counter())
-
-engine_turns.Served = Served
-engine_turns._serve(Connection(int(sys.argv[1])))
-"""
-
-
-@pytest.mark.slow
-def test_clocks_stand_while_others_have_their_turn(tmp_path, monkeypatch):
-    env = module(tmp_path, monkeypatch, "clocks", CLOCKS)
-    one = Engine(tmp_path, None, [], env, tmp_path / "log")
-    try:
-        began, real = one.turn(0.01), time.monotonic()
-        for _ in range(10):
-            time.sleep(0.3)
-            ended = one.turn(0.05)
-        real = time.monotonic() - real
-        assert real >= 3.5
-        for clock in ("seconds", "cpu_s"):
-            passed = getattr(ended, clock) - getattr(began, clock)
-            assert 0.5 <= passed < real - 2.5
-    finally:
-        one.close()
-
-
-@pytest.mark.slow
-def test_a_stopped_engine_ends_with_who_started_it(tmp_path):
-    """Even if that had no time to end it."""
-    text = (
-        "import os, subprocess, sys\n"
-        "code = 'from bench.harness import engine_turns as e; import os, signal;'\n"
-        "code += 'e._die_with_parent(); os.kill(os.getpid(), signal.SIGSTOP)'\n"
-        "child = subprocess.Popen([sys.executable, '-c', code])\n"
-        "print(child.pid, flush=True)\n"
-        "os.waitpid(child.pid, os.WUNTRACED)\n"
-        "print('stopped', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        [sys.executable, "-c", text],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    ) as starter:
-        pid, stopped = (starter.stdout.readline().strip() for _ in range(2))
-        assert stopped == "stopped"
-        starter.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists())

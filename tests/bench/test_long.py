@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bench.harness.arms import make_arm, speculative_config
-from bench.harness.common import BenchError, read_json
-from bench.harness.server import ServerError
-from bench.suites import long
 from bench.suites.long import (
-    LongDocument,
-    LongOptions,
     rows_of,
-    wait_for_fast_draft,
 )
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
-
-
-def options(tmp_path: Path, **given) -> LongOptions:
-    return LongOptions(
-        suite="long", json=tmp_path / "out.json", work=tmp_path / "work", **given
-    )
 
 
 def visit(arm, block, rate, group="repetitive", concurrency=1):
@@ -85,58 +72,3 @@ def test_arms_that_adapt_within_a_request_are_valid(
     # What the loop between requests learns is the arm's that has all.
     if trains:
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")
-
-
-@pytest.mark.parametrize("arm", ["static3", "memory", "shared"])
-def test_an_arm_that_adapts_is_measured_once_its_trainer_has_joined(
-    arm, tmp_path, monkeypatch
-):
-    looks = []
-
-    def sleep(seconds):
-        looks.append(seconds)
-        state = {1: {}, 2: {"state": "starting"}, 3: {"state": "waiting"}}[len(looks)]
-        (tmp_path / "trainer-e1.json").write_text(json.dumps(state))
-
-    monkeypatch.setattr(long.time, "sleep", sleep)
-    config = speculative_config(make_arm(arm), Path("/draft"), tmp_path)
-    server = SimpleNamespace(options=SimpleNamespace(speculative_config=config))
-    wait_for_fast_draft(server)
-    assert len(looks) == (3 if arm == "shared" else 0)
-    monkeypatch.setattr(long, "TRAINER_TIMEOUT_S", -1.0)
-    (tmp_path / "trainer-e1.json").unlink(missing_ok=True)
-    if arm == "shared":
-        with pytest.raises(ServerError, match="no trainer joined"):
-            wait_for_fast_draft(server)
-
-
-def test_the_report_is_what_others_read(tmp_path):
-    doc = LongDocument(options(tmp_path))
-    doc.write()
-    assert read_json(doc.path)["identical"] is None
-    doc.data["visits"] = [visit("static", 1, 100.0), visit("memory", 1, 120.0)]
-    doc.data["identity"] = {"arms": {"memory": {"identical": True}}}
-    doc.write()
-    told = read_json(doc.path)
-    assert told["identical"] is True and len(told["rows"]) == 2
-    assert told["rows"][0].keys() >= {
-        *("arm", "concurrency", "group", "output_tokens_per_s", "ratio_to_static"),
-        *("low", "high", "acceptance_length", "by_position"),
-    }
-    doc.data["identity"]["arms"]["static3"] = {"identical": False}
-    doc.write()
-    assert read_json(doc.path)["identical"] is False
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"arms": ("none", "memory")}, "needs none and static"),
-        ({"groups": ("odd",)}, "--groups"),
-        ({"output_tokens": 4000}, "--max-model-len 2048 is too short"),
-        ({"sorted_prompts": 2}, "--sorted-prompts is at least 3"),
-    ],
-)
-def test_bad_options_are_refused(given, said, tmp_path):
-    with pytest.raises(BenchError, match=said):
-        options(tmp_path, **given).check()

@@ -1,18 +1,12 @@
 import json
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from bench.harness import session
-from bench.harness.trainers import read_events
 from bench.suites import rollback as rollback_suite
 from bench.suites.planting import (
-    PlantingSidecar,
-    order,
-    order_path,
     parse_plant,
     planted,
 )
@@ -24,10 +18,8 @@ from bench.suites.rollback import (
     trials_of,
 )
 from tests.bench.toys import arm_run, options_for, request, result
-from tests.sidecar.test_sidecar import Engine
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused
-from vllm_tide.transport.feeds import open_feeds
 
 HEAD = {
     "fc.weight": torch.randn(8, 12, generator=torch.Generator().manual_seed(0)),
@@ -82,66 +74,13 @@ def test_trials_are_read_from_the_event_log():
     assert noise["outcome"] == "undecided" and noise["requests_until"] is None
     trials = [nan, permuted, noise]
     assert trial_problems(trials, ["nan", "permuted", "noise0.1"]) == []
-    assert "rolled_back" in table(trials)
-
-
-def test_a_bad_head_that_stayed_is_a_problem():
-    stayed = [
-        {"plant": "nan", "outcome": "kept"},
-        {"plant": "permuted", "outcome": "undecided"},
-        {"plant": "noise0.1", "outcome": "kept"},
-    ]
-    assert trial_problems(stayed, ["nan", "permuted", "noise0.1", "noise0.3"]) == [
+    nan["outcome"], permuted["outcome"] = "kept", "undecided"
+    assert trial_problems(trials, ["nan", "permuted", "noise0.1", "noise0.3"]) == [
         "noise0.3: was never published",
         "nan: kept, not refused",
         "permuted: undecided, not rolled back",
     ]
-
-
-@pytest.mark.slow
-def test_the_planting_trainer_publishes_what_was_ordered_through_the_real_deployment(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("vllm_tide.deploy.schedule.EPSILON", 1.0)
-    monkeypatch.setattr("vllm_tide.deploy.canary.BACKOFF_CYCLES", 0)
-    engine = Engine(tmp_path)
-    config = parse_tide(
-        {
-            "train": {"nice": 0},
-            "schedule": {"mode": "tide"},
-        }
-    )
-    feeds = open_feeds(engine.run_dir)
-    feeds.poll()
-    sidecar = PlantingSidecar(feeds, engine.run_dir, config)
-    order(engine.run_dir, 0, "permuted", 0)
-    thread = threading.Thread(target=sidecar.run)
-    thread.start()
-    try:
-        until = time.monotonic() + 5
-        while engine.weights.latest_version() < 1 and time.monotonic() < until:
-            time.sleep(0.01)
-        spoilt = engine.weights.read()
-        engine.weights.report(0, 1, "shape")  # refused
-        until = time.monotonic() + 5
-        while not _event(engine, "refused") and time.monotonic() < until:
-            time.sleep(0.01)
-        order(engine.run_dir, 1, "nan", 0)
-        until = time.monotonic() + 5
-        while engine.weights.latest_version() < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-    finally:
-        sidecar.stop()
-        thread.join(10)
-        engine.close()
-    assert spoilt.version == 1
-    kinds = [event["event"] for event in read_events(engine.run_dir)]
-    assert kinds.count("planted") == 2 and "refused" in kinds
-    assert not order_path(engine.run_dir, 2).exists()
-
-
-def _event(engine, kind):
-    return [e for e in read_events(engine.run_dir) if e["event"] == kind]
+    assert "undecided" in table(trials)
 
 
 def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):

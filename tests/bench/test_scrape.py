@@ -12,22 +12,16 @@ TEXT = gzip.decompress(
 SCRAPE = parse_metrics(TEXT, 2.5)
 
 
-def test_counters_are_found_with_and_without_their_suffix():
+def test_a_page_is_read_and_other_labels_are_kept_apart():
+    assert SCRAPE.t_s == 2.5
     assert SCRAPE.value("vllm:spec_decode_num_drafts") == 2691.0
     assert SCRAPE.value("vllm:spec_decode_num_drafts_total") == 2691.0
     assert SCRAPE.value("vllm:generation_tokens") == 2720.0
-
-
-def test_reasons_are_summed_and_kept_apart():
     assert SCRAPE.value("vllm_tide:dropped_rows") == 9.0
     assert SCRAPE.by_label("vllm_tide:dropped_rows", "reason") == {
         "ring_full": 7.0,
         "opted_out": 2.0,
     }
-
-
-def test_gauges_and_histograms_are_read():
-    assert SCRAPE.t_s == 2.5
     assert SCRAPE.value("vllm_tide:draft_version") == 3.0
     assert SCRAPE.has("vllm_tide:swap_seconds")
     assert SCRAPE.buckets("vllm_tide:swap_seconds")[-1] == (math.inf, 3.0)

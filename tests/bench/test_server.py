@@ -6,12 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.harness.common import ServerError
 from bench.harness.server import (
     ServerOptions,
     VllmServer,
-    command_line,
-    role_of,
 )
 
 HEALTHY = """
@@ -49,28 +46,6 @@ def options(tmp_path, script=HEALTHY, **changes):
     return ServerOptions(**(defaults | changes))
 
 
-def test_the_command_serves_the_model_with_the_speculative_config(tmp_path):
-    command = command_line(options(tmp_path, speculative_config="tide.json"), 8000)
-    assert command[1:3] == ["serve", str(tmp_path / "model")]
-    assert command[command.index("--speculative-config") + 1] == "tide.json"
-    assert "--enforce-eager" in command
-
-
-@pytest.mark.parametrize(
-    ("title", "role"),
-    [
-        ("VLLM::EngineCore", "engine"),
-        ("VLLM::Worker", "engine"),
-        ("python -m vllm_tide train --engine 0", "trainer"),
-        ("/v/bin/python /v/bin/vllm-tide train", "trainer"),
-        ("python -c from multiprocessing.resource_tracker", "other"),
-    ],
-)
-def test_processes_have_roles(title, role):
-    assert role_of(title, is_root=False) == role
-    assert role_of(title, is_root=True) == "api"
-
-
 @pytest.mark.slow
 def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     with VllmServer(options(tmp_path)) as server:
@@ -85,16 +60,6 @@ def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
     while family[0].is_running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not family[0].is_running()
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
-    script = "import sys; sys.exit('tide.train.steps: unknown key')"
-    with (
-        VllmServer(options(tmp_path, script)) as server,
-        pytest.raises(ServerError, match=r"(?s)ended.*tide\.train\.steps"),
-    ):
-        server.wait_ready(lambda _: None, timeout_s=60)
 
 
 @pytest.mark.slow

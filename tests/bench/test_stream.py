@@ -16,35 +16,22 @@ from bench.harness.stream import (
 
 BEFORE = [f"before {i}" for i in range(40)]
 AFTER = [f"after {i}" for i in range(40)]
-OPTIONS = StreamOptions(
-    num_before=10, num_after=20, block_requests=2, concurrency_cycle=(1, 2, 4, 3)
-)
+OPTIONS = StreamOptions(num_before=10, num_after=20, concurrency_cycle=(1, 2, 4))
 
 
-def test_phases_follow_each_other_and_the_last_quarter_is_final():
+def test_a_stream_has_a_shift_a_final_quarter_and_a_cycle_of_concurrency():
     stream = build_stream(BEFORE, AFTER, OPTIONS)
     assert [r.index for r in stream] == list(range(30))
     assert [r.phase for r in stream] == [BEFORE_SHIFT] * 10 + [AFTER_SHIFT] * 20
     assert [r.index for r in stream if r.final] == list(range(25, 30))
-
-
-def test_segments_are_before_after_and_final():
-    parts = segments(build_stream(BEFORE, AFTER, OPTIONS))
-    assert [(p[0].segment, len(p)) for p in parts] == [
+    assert [(p[0].segment, len(p)) for p in segments(stream)] == [
         (BEFORE_SHIFT, 10),
         (AFTER_SHIFT, 15),
         ("final", 5),
     ]
-
-
-def test_concurrency_goes_through_the_cycle_in_each_phase():
-    stream = build_stream(BEFORE, AFTER, OPTIONS)
-    cycle = [1, 1, 2, 2, 4, 4, 3, 3]
-    assert [r.concurrency for r in stream[:10]] == [*cycle, 1, 1]
-    assert [r.concurrency for r in stream[10:18]] == cycle
-
-
-def test_too_few_prompts_are_refused_with_the_counts():
+    cycle = [*[1] * 4, *[2] * 4, *[4] * 4]
+    assert [r.concurrency for r in stream[:10]] == cycle[:10]
+    assert [r.concurrency for r in stream[10:24]] == [*cycle, 1, 1]
     with pytest.raises(StreamError, match="has 3 distinct prompts.*wants 10"):
         build_stream(BEFORE[:3], AFTER, OPTIONS)
 

@@ -11,15 +11,7 @@ from bench.harness.summary import (
     swap_figures,
 )
 from bench.suites.quickstart import ARMS, build_report, problems, table
-
-
-def scrape(t_s, *, drafts=0, accepted=0, **tide):
-    values = {
-        ("vllm:spec_decode_num_drafts_total", ()): float(drafts),
-        ("vllm:spec_decode_num_accepted_tokens_total", ()): float(accepted),
-    }
-    values |= {(f"vllm_tide:{name}", ()): float(v) for name, v in tide.items()}
-    return Scrape(t_s, values)
+from tests.bench.toys import scrape
 
 
 def result(index, segment, start_s, end_s, num_tokens=11, ttft_s=0.5):
@@ -54,24 +46,16 @@ def make_run(name="tide", **last):
     return ArmRun(name, [before, after, final], [scrape(0), end], 30.0)
 
 
-def test_after_shift_includes_the_final_quarter():
+def test_figures_of_an_arm():
     figures = arm_figures(make_run())
-    assert figures["acceptance_length"] == {
+    assert figures["acceptance_length"] == {  # the final quarter is after the shift
         "before_shift": 2.0,
         "after_shift": 2.0,  # 1 + (10 + 20) / (20 + 10)
         "final": 3.0,
     }
-
-
-def test_throughput_is_over_the_time_requests_ran():
-    figures = arm_figures(make_run())
     # 44 tokens in 10 s + 9 s + 5 s: drains between segments are not counted.
     assert figures["output_tokens_per_s"] == pytest.approx(44 / 24, abs=1e-3)
     assert figures["output_tokens_per_s_by_phase"]["final"] == pytest.approx(2.2)
-
-
-def test_latencies_are_means_over_requests():
-    figures = arm_figures(make_run())
     assert figures["mean_e2e_s"] == pytest.approx((5.5 + 9 + 9 + 5) / 4)
     # TPOT = (e2e - TTFT) / (tokens - 1), in ms
     assert figures["tpot_ms"] == pytest.approx(1e3 * (5 + 8.5 + 8.5 + 4.5) / 40)
@@ -91,31 +75,17 @@ def test_swaps_missed_between_samples_fall_back_to_the_histogram():
     assert figures["pause_ms_p50_is"] != "exact"
 
 
-def test_a_sound_run_has_every_documented_key_and_no_problem():
+def test_a_sound_run_has_no_problem():
     last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     report = build_report(runs, [], {"target_dtype": "float32"})
     assert problems(report, runs) == []
-    assert set(report) >= {
-        "arms",
-        "swaps",
-        "capture",
-        "failed_requests",
-        "outputs_identical",
-        "near_ties",
-        "environment",
-    }
-    assert set(report["arms"]["tide"]) >= {
-        "output_tokens_per_s",
-        "mean_e2e_s",
-        "tpot_ms",
-        "acceptance_length",
-    }
+    assert report["outputs_identical"] and not report["failed_requests"]
     for name in ("none", "frozen", "no_learning"):
         assert report["gain"][f"final_tokens_per_s_speedup_over_{name}"] == 1.0
         assert report["gain"][f"whole_tokens_per_s_speedup_over_{name}"] == 1.0
     assert report["verify_step_price"] == 1.0
-    assert set(report["swaps"]) >= {"count", "pause_ms_p50", "pause_ms_max"}
+    assert (report["swaps"]["count"], report["capture"]["rows"]) == (1, 9)
     assert "acceptance length, final" in table(report)
 
 
@@ -134,17 +104,9 @@ def test_a_phase_in_which_control_chose_length_0_is_sound():
     assert "-" in table(report)
 
 
-def cycle(t_s, seconds, gain, error=0.1, **more):
-    spent = {"evaluation_s": 1.0, "elsewhere_s": 0.5}
-    return {
-        "event": "cycle",
-        "t_s": t_s,
-        "seconds": seconds,
-        "gain": gain,
-        "gain_error": error,
-        **spent,
-        **more,
-    }
+def cycle(t_s, seconds, gain, error=0.1):
+    spent = {"evaluation_s": 1.0, "elsewhere_s": 0.5, "seconds": seconds}
+    return {"event": "cycle", "t_s": t_s, "gain": gain, "gain_error": error, **spent}
 
 
 def test_the_time_until_the_first_swap_is_split_by_what_the_trainer_recorded():
@@ -219,9 +181,5 @@ def test_stream_events_fill_a_result():
     assert not take_event(b"\n", got)
     assert (got.prompt_token_ids, got.token_ids) == ([1, 2], [5, 6, 7])
     assert (got.num_prompt_tokens, got.num_chunks, got.ok) == (2, 2, True)
-
-
-def test_an_error_event_fails_the_request():
-    got = RequestResult(0, "before_shift", 0.0)
     assert not take_event(b'data: {"error":{"message":"gone"}}', got)
     assert not got.ok and "gone" in got.error

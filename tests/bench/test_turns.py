@@ -92,19 +92,3 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
         0.25,
     )
     assert two["seconds"] == pytest.approx(spent - WAIT_S, abs=0.1)
-
-
-def test_a_wait_is_taken_from_the_part_of_a_cycle_that_it_fell_into(tmp_path):
-    watch = trainers.TrainerWatch(tmp_path, waits=[(105.0, 10.0)], _offset_s=100.0)
-    shares = {"seconds": 12.0, "evaluation_s": 0.5, "elsewhere_s": 0.25}
-    cases = [
-        ({}, {"seconds": 2.0}),
-        ({"evaluation_s": 10.5}, {"seconds": 2.0, "evaluation_s": 0.5}),
-        ({"elsewhere_s": 10.25}, {"seconds": 2.0, "elsewhere_s": 0.25}),
-        ({"seconds": 0.5}, {"seconds": 0.5}),  # it began after the wait
-    ]
-    lines = [event(116.0, **(shares | given)) for given, _ in cases]
-    (tmp_path / "events-1.jsonl").write_text("\n".join(lines))
-    for found, (_, expected) in zip(watch.events(), cases, strict=True):
-        assert {**found, **shares, **expected}.items() <= {**found}.items()
-        assert found["t_s"] == 6.0

@@ -29,8 +29,6 @@ FILES = {
     "broken.json": b'{"tide": {}',
     "broken.yaml": b"tide: [",
     "no-tide.json": b'{"model": "fresh"}',
-    "twice.json": b'{"tide": {"capture": {"enabled": true},\n"capture": {}}}',
-    "twice.yaml": b"tide:\n  capture: {enabled: true}\n  capture: {}\n",
     "number-key.yaml": b"model: fresh\ntide: {1: 2}\n",
     "off.yaml": b"model: fresh\nnum_speculative_tokens: 3\ntide:\n"
     b"  capture: {consent: off}\n  test_time: {memory: off, adapt: off}\n",
@@ -41,37 +39,26 @@ CHECK = ["config", "check"]
 # Command line, status, part of the answer. DIR is a folder with FILES.
 CASES = [
     ([], 2, "Say what the running trainers do"),
-    (["frobnicate"], 2, "invalid choice: 'frobnicate'"),
     (["doctr"], 2, "no command 'doctr'; did you mean 'doctor'?"),
-    (["--verbose", "status", "--run-dir", "DIR/r"], 2, "unrecognized arguments"),
     (["config"], 2, "required: ACTION"),
     (["config", "example", "adpt"], 2, "no example 'adpt'; known: adapt, "),
-    ([*CHECK, "DIR/nope.json"], 2, "'DIR/nope.json' cannot be read (No"),
     ([*CHECK, "DIR"], 2, "'DIR' cannot be read (Is a directory)"),
     ([*CHECK, "DIR/array.json"], 2, "array.json' must hold a JSON object"),
     ([*CHECK, "DIR/binary.json"], 2, "binary.json' cannot be read (is not"),
     ([*CHECK, "DIR/broken.json"], 2, "is not valid JSON: Expecting ','"),
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),
     ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json' has no tide section"),
-    ([*CHECK, "DIR/twice.json"], 2, "tide.capture: given twice; leave one"),
-    ([*CHECK, "DIR/twice.yaml"], 2, "tide.capture: given twice; leave one"),
     ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is no text; put it in"),
     ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. The draft is"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
     ([*CHECK, '{"tide"}'], 2, "the inline JSON is not valid JSON: "),
     ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": fine. The draft is"),
-    ([*CHECK, inline(tide={"captur": {}})], 2, "captur: unknown key; did you mean 'ca"),
-    ([*CHECK, inline(tide=[])], 2, "tide: must be an object like {}"),
-    ([*CHECK, inline(model="path/to/draft")], 2, "model: no draft at 'path"),
     ([*CHECK, inline(model="DIR/nope")], 2, "model: no draft at 'DIR/nope'"),
-    ([*CHECK, inline(model="")], 2, "model: missing; give the directory"),
-    ([*CHECK, inline(method="ngram")], 2, "method: tide trains EAGLE-3 d"),
     (
         [*CHECK, inline(rejection_sample_method="synthetic")],
         2,
         "rejection_sample_method: 'synthetic' makes up acceptance",
     ),
-    ([*CHECK, inline(num_speculative_tokens=None)], 2, "num_speculative_tokens: miss"),
     (["top", "--interval", "nan"], 2, "--interval: nan is no time of at least 0.05 s"),
     (["top", "--url", "notaurl:::"], 2, "--url: 'notaurl:::' is no http address"),
     (
@@ -81,11 +68,9 @@ CASES = [
     ),
     (["capture", "off", "--run-dir", "DIR/r"], 1, "error: no engine is in DIR/r now;"),
     (["status", "--run-dir", "DIR/r"], 2, "no trainer is running in DIR/r: start "),
-    (["rollback", "--run-dir", "DIR/r"], 2, "no trainer is running in DIR/r: start "),
     (["status", "--timeout", "0"], 2, "--timeout: '0' is no time to wait; give sec"),
     (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is no time to wait"),
     (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is no id of 64 "),
-    (["relay", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: start the server"),
     (["train", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
@@ -97,34 +82,11 @@ CASES = [
     ),
     (["dashboards", "export", "/proc/x"], 2, "'/proc/x' cannot be written (No such"),
     (
-        ["dashboards", "export", "DIR/b", "--runbooks", "a b"],
-        2,
-        "--runbooks 'a b' is no address without an anchor.",
-    ),
-    (
         ["profile", "--model", "DIR", "--draft", "fresh"],
         2,
         "error: --model: no model at 'DIR': neither a directory with config.json nor",
     ),
     (["patch", "apply", "--target", "/nonexistent"], 5, "There is no vllm package in "),
-    (["patch", "rebase", "--to", "1"], 2, "invalid choice: 'rebase'"),
-]
-BY_VLLM = [
-    (
-        [*CHECK, inline(num_speculative_tokens=-3)],
-        2,
-        "num_speculative_tokens: Input should be greater than 0, got -3.",
-    ),
-    (
-        [*CHECK, inline(methd="eagle3")],
-        2,
-        "error: methd: unknown key; did you mean 'method'?",
-    ),
-    (
-        [*CHECK, inline(draft_sample_method="best")],
-        2,
-        "draft_sample_method: Input should be 'greedy' or 'probabilistic', got 'best'.",
-    ),
 ]
 
 
@@ -142,26 +104,16 @@ def answered(words: list[str], folder: Path) -> tuple[int, list[str]]:
     return status, (text or out.getvalue()).splitlines()
 
 
-def check(case, folder: Path) -> None:
-    words, status, part = case
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
-    code, lines = answered(words, folder)
-    assert (code, words) == (status, words), lines
-    assert part.replace("DIR", str(folder)) in "\n".join(lines)
-    assert "Traceback" not in "".join(lines)
-    assert len(lines) == 1 or not words or words[0] == "top"
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[0])[:60])
 def test_a_bad_input_gets_one_sentence(case, tmp_path):
-    check(case, tmp_path)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("case", BY_VLLM, ids=lambda case: case[2][:30])
-def test_what_vllm_would_refuse_gets_one_sentence(case, tmp_path):
-    check(case, tmp_path)
+    words, status, part = case
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    code, lines = answered(words, tmp_path)
+    assert (code, words) == (status, words), lines
+    assert part.replace("DIR", str(tmp_path)) in "\n".join(lines)
+    assert "Traceback" not in "".join(lines)
+    assert len(lines) == 1 or not words or words[0] == "top"
 
 
 # Each in a process of its own: an import cannot be taken back.

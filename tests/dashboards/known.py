@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.dashboards.promql import metrics_in
 from vllm_tide.metrics import ENGINE, TRAINER, samples_of
 
 # vLLM 0.32: attribute that makes a metric -> endings of its samples
@@ -42,6 +43,13 @@ def of_vllm() -> set[str] | None:
             found |= {name + end for name in _texts(names) for end in endings}
     # All of these are counters, with names from a table.
     return found | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
+
+
+def missing(expr: str) -> set[str]:
+    """Samples that an expression reads and nobody exposes, as far as is known."""
+    ours, theirs = of_serving() | of_training(), of_vllm()
+    absent = metrics_in(expr) - ours - (theirs or set())
+    return absent if theirs else {n for n in absent if n.startswith("vllm_tide:")}
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:

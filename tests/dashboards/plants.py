@@ -199,6 +199,12 @@ SILENT: dict[str, Series] = {
     "busy": HEALTHY,
     "idle": {**HEALTHY, **_IDLE},
     "static length without capture": _PLAIN,
+    "a trainer before its first step": {
+        **HEALTHY,
+        trainer("loss"): gauge(nan),
+        trainer("steps_total"): gauge(0),
+        trainer("rows_read_total"): gauge(0),
+    },
     # One shift that the trainer follows within half an hour.
     "shift that is learnt": {
         **HEALTHY,

@@ -34,9 +34,7 @@ def test_export_writes_every_file(tmp_path, capsys):
         assert anchor == rule["alert"].lower()
 
 
-@pytest.mark.parametrize(
-    "base", ["https://wiki.example.com/tide", "*x", "{{x}}", "a:b\\n", "é&😀"]
-)
+@pytest.mark.parametrize("base", ["https://wiki.example.com/tide", "{{x}}&é:b\\n"])
 def test_runbooks_are_where_the_operator_has_them(tmp_path, base):
     assert export(tmp_path, "--runbooks", base) == 0
     text = (tmp_path / ALERTS).read_text(encoding="utf-8")
@@ -64,27 +62,21 @@ def test_configmap_holds_the_boards_as_grafanas_sidecar_wants_them(tmp_path):
     assert len(json.dumps(made)) < 262_144
 
 
-def test_prometheusrule_holds_the_rules(tmp_path):
-    base = "https://wiki.example.com/tide"
-    assert export(tmp_path, "--format", "prometheusrule", "--runbooks", base) == 0
+@pytest.mark.parametrize("base", ["", "https://wiki.example.com/tide"])
+def test_prometheusrule_holds_the_rules(tmp_path, base):
+    """Its runbooks are the operator's; it links to no file that is not exported."""
+    words = ["--runbooks", base] if base else []
+    assert export(tmp_path, "--format", "prometheusrule", *words) == 0
     (file,) = tmp_path.iterdir()
     made = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert made["apiVersion"] == "monitoring.coreos.com/v1"
     assert made["kind"] == "PrometheusRule"
-    names = [rule["alert"] for rule in rules(made["spec"])]
-    assert names == [
-        rule["alert"] for rule in rules(yaml.safe_load(contents()[ALERTS]))
-    ]
-    urls = {rule["annotations"]["runbook_url"] for rule in rules(made["spec"])}
-    assert urls == {f"{base}#{name.lower()}" for name in names}
-
-
-def test_a_prometheusrule_links_to_no_file_that_is_not_exported(tmp_path):
-    assert export(tmp_path, "--format", "prometheusrule") == 0
-    made = yaml.safe_load((tmp_path / "prometheusrule.yaml").read_text("utf-8"))
     expected = rules(yaml.safe_load(contents()[ALERTS]))
     for rule in expected:
         del rule["annotations"]["runbook_url"]
+        if base:
+            url = f"{base}#{rule['alert'].lower()}"
+            rule["annotations"]["runbook_url"] = url
     assert rules(made["spec"]) == expected
 
 
@@ -107,10 +99,3 @@ def test_export_does_not_overwrite_unless_told_to(tmp_path, capsys):
     assert mine.read_text() == "mine"
     assert export(tmp_path, "--force") == 0
     assert mine.read_text(encoding="utf-8") == contents()["alerts.yml"]
-
-
-def test_export_says_where_it_cannot_write(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert export(tmp_path / "file") == 2
-    said = capsys.readouterr().err
-    assert said == f"error: '{tmp_path / 'file'}' cannot be written (File exists).\n"

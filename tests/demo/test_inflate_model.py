@@ -30,6 +30,7 @@ def save_tiny(folder: Path, kind: str = "Llama") -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "width", "extra"),
     [("Llama", 61, 3), ("Qwen3", 100, 0), ("Qwen3", None, 2)],
@@ -77,21 +78,6 @@ def test_another_most_likely_token_is_rounding_only_where_two_are_close():
     for size in 1.0, 1e3:
         before = size * torch.tensor([[10.0, -3.0, 0.0]])
         assert inflate_model.compare(before, before * (1 + 1e-5))[0] < 1e-4
-
-
-def test_aux_layer_ids_keep_their_meaning(tmp_path):
-    source = save_tiny(tmp_path / "source")
-    inflate_model.inflate(source, tmp_path / "out", 64, 2)
-    ids = torch.arange(12)[None]
-    before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
-            ids, output_hidden_states=True
-        ).hidden_states
-        for folder in (source, tmp_path / "out")
-    )
-    # hidden_states[i] is the stream entering layer i; the last one is normed.
-    for layer in range(TINY["num_hidden_layers"]):
-        torch.testing.assert_close(before[layer], after[layer], atol=1e-6, rtol=0)
 
 
 def test_report_counts_what_was_written(tmp_path):

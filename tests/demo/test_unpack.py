@@ -1,7 +1,6 @@
 """The demo pair's weights are kept compressed and unpacked once."""
 
 import lzma
-import os
 
 import pytest
 
@@ -21,16 +20,6 @@ def test_what_was_packed_comes_back_once(tmp_path):
     assert weights.stat().st_ino == before
 
 
-def test_a_newer_archive_wins(tmp_path):
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"new")
-    pack(weights)
-    weights.write_bytes(b"old")
-    os.utime(weights, (1, 1))
-    unpack(weights)
-    assert weights.read_bytes() == b"new"
-
-
 def test_a_damaged_archive_leaves_nothing_behind(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(9999))
@@ -43,6 +32,7 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [archive]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
 def test_the_demo_pair_is_there(weights):
     with lzma.open(packed(weights)) as archive:

@@ -42,28 +42,20 @@ def test_the_ring_and_two_slots_of_twice_the_draft_are_needed(
     monkeypatch.setattr("vllm_tide.doctor.models.draft_bytes", lambda _: 100 * MIB)
     sentence = examined(subject, "shared_memory").sentence
     assert "needs 658 MiB (ring 256 MiB, weights 402 MiB)" in sentence
-    off = {"capture": {"enabled": False}, "swap": {"enabled": False}}
-    sentence = examined(make_subject(tmp_path, off), "shared_memory").sentence
-    assert "needs 0 MiB (ring 0 MiB, weights 0 MiB)" in sentence
-
-
-@pytest.mark.parametrize(
-    ("free", "available", "status"),
-    [
+    for free, available, status in (
         (900, 1000, Status.OK),
         (64, 1000, Status.FAILED),
         (900, 100, Status.WARNING),
-    ],
-)
-def test_free_memory_is_compared_with_the_need(
-    tmp_path, space, free, available, status
-):
-    space(1000 * MIB, free * MIB, available * MIB)
-    subject = make_subject(tmp_path, {"capture": {"ring_mib": 290}})
-    finding = examined(subject, "shared_memory")
-    assert finding.status is status
-    assert f"has {free} MiB free of 1000 MiB" in finding.sentence
-    assert status is Status.OK or "tide.capture.ring_mib" in finding.advice
+    ):
+        space(1000 * MIB, free * MIB, available * MIB)
+        subject = make_subject(tmp_path, {"capture": {"ring_mib": 290}})
+        finding = examined(subject, "shared_memory")
+        assert finding.status is status
+        assert f"has {free} MiB free of 1000 MiB" in finding.sentence
+        assert status is Status.OK or "tide.capture.ring_mib" in finding.advice
+    off = {"capture": {"enabled": False}, "swap": {"enabled": False}}
+    sentence = examined(make_subject(tmp_path, off), "shared_memory").sentence
+    assert "needs 0 MiB (ring 0 MiB, weights 0 MiB)" in sentence
 
 
 def test_shared_memory_that_is_missing_or_full_fails(tmp_path, monkeypatch):
@@ -115,26 +107,19 @@ def test_another_user_s_run_directory_fails(tmp_path):
     assert "12345" in sentence
 
 
-def test_a_full_file_system_of_the_run_directory_fails(tmp_path, space):
-    space(1000 * MIB, (64 << 10) - 1)
-    status, sentence = run_directory(tmp_path / "run")
-    assert status is Status.FAILED
-    assert "has no room (63 KiB free)" in sentence
-
-
 CPU = TorchBuild("2.13.0+cpu", None, None)
 CUDA = TorchBuild("2.13.0", "13.0", None)
 ROCM = TorchBuild("2.13.0", None, "7.0")
 ONE = "echo 'NVIDIA H200, 143771 MiB, 580.95'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "script", "status", "part"),
     [
         (CUDA, f"{ONE}; {ONE}", Status.OK, "580.95; NVIDIA H200, 143771 MiB"),
         (CUDA, "true", Status.FAILED, "built for CUDA 13.0 and no GPU"),
         (CUDA, "exit 9", Status.WARNING, "CalledProcessError"),
-        (CUDA, None, Status.WARNING, "FileNotFoundError"),
         (CPU, None, Status.SKIPPED, "built for the CPU"),
     ],
 )
@@ -168,10 +153,9 @@ def spool(url):
     return finding.status, finding.sentence
 
 
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path, prefix):
+def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path):
     folder = tmp_path / "spool"
-    url = f"{prefix}{folder}"
+    url = f"file://{folder}"
     assert "is made by the relay" in spool(url)[1]
     assert not folder.exists()
     folder.mkdir(mode=0o700)
@@ -183,13 +167,6 @@ def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path, prefix):
     status, sentence = spool(url)
     assert status is Status.FAILED
     assert "open to every user" in sentence
-
-
-def test_unusable_spools_fail(tmp_path):
-    assert examined(make_subject(tmp_path), "spool").status is Status.SKIPPED
-    file = tmp_path / "spool"
-    file.write_text("")
-    assert spool(str(file))[0] is spool(str(file / "below"))[0] is Status.FAILED
     status, sentence = spool("nonsense://user:secret@host/x")
     assert status is Status.FAILED
     assert "secret" not in sentence

@@ -1,7 +1,5 @@
 """The configuration, and draft against target: the server's sentences, from headers."""
 
-import json
-
 import pytest
 
 from tests.doctor.samples import (
@@ -12,11 +10,10 @@ from tests.doctor.samples import (
     write_draft,
     write_model,
 )
-from tests.test_config import BAD_SECTIONS
 from vllm_tide.config import ConfigError
-from vllm_tide.doctor import models, run
+from vllm_tide.doctor import models
 from vllm_tide.doctor.models import draft_bytes
-from vllm_tide.doctor.run import Status, examine
+from vllm_tide.doctor.run import Status
 from vllm_tide.engine import arguments
 
 
@@ -29,15 +26,10 @@ def fit_of(tmp_path, section=None, **models):
     return examined(make_subject(tmp_path, section, **models), "fit")
 
 
-def test_a_draft_that_fits_is_ok(tmp_path, target):
-    found = fit_of(tmp_path, draft=write_draft(tmp_path / "d"), model=target)
-    assert found.status is Status.OK, found
-    assert "layers [1, 2, 3]" in found.sentence
-
-
 @pytest.mark.parametrize(
     ("change", "part"),
     [
+        ({}, "layers [1, 2, 3]"),
         ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size"),
         ({"vocab_size": 321}, "its vocab_size is 321"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "each id must lie in 0..4"),
@@ -45,10 +37,10 @@ def test_a_draft_that_fits_is_ok(tmp_path, target):
         ({"intermediate_size": 64}, "has shape (64, 128)"),
     ],
 )
-def test_a_draft_that_does_not_fit_fails(tmp_path, target, change, part):
+def test_a_draft_is_held_against_the_target(tmp_path, target, change, part):
     draft = write_draft(tmp_path / "d", **change)
     found = fit_of(tmp_path, draft=draft, model=target)
-    assert found.status is Status.FAILED
+    assert found.status is (Status.FAILED if change else Status.OK)
     assert part in found.sentence
 
 
@@ -101,60 +93,6 @@ def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
     fresh = draft_bytes(make_subject(tmp_path, draft="fresh", model=target))
     assert fresh == expected + 8 * 320
     assert draft_bytes(make_subject(tmp_path)) is None
-
-
-def whole(section):
-    rest = {"model": "fresh", "num_speculative_tokens": 3}
-    return json.dumps({**rest, "tide": section})
-
-
-def configured(source, tmp_path):
-    subject = run.make_subject(source, None, tmp_path / "run")
-    return examined(subject, "configuration")
-
-
-def test_a_valid_file_is_summed_up(tmp_path):
-    file = tmp_path / "tide.json"
-    file.write_text("// ours\n" + whole({"capture": {"ring_mib": 8}}))
-    found = configured(str(file), tmp_path)
-    assert found.status is Status.OK
-    assert "ring 8 MiB" in found.sentence
-
-
-@pytest.mark.parametrize(("section", "sentence"), BAD_SECTIONS[::8])
-def test_a_bad_knob_fails_in_the_product_s_words(tmp_path, section, sentence):
-    found = configured(whole(section), tmp_path)
-    assert (found.status, found.sentence) == (Status.FAILED, sentence)
-
-
-def test_every_mistake_is_a_finding_of_its_own(tmp_path):
-    source = '{"method": "ngram", "model": "a/b/c", "tide": {"captur": {}}}'
-    subject = run.make_subject(source, None, tmp_path / "run")
-    findings = list(examine(subject, ("configuration",)))
-    assert {finding.status for finding in findings} == {Status.FAILED}
-    keys = [finding.sentence.split(":")[0] for finding in findings]
-    assert sorted(keys) == ["method", "model", "num_speculative_tokens", "tide.captur"]
-
-
-def test_what_needs_the_configuration_is_skipped_when_it_is_bad(tmp_path):
-    subject = run.make_subject('{"tide": {"x": 1}}', None, tmp_path / "run")
-    checks = ("fit", "state_directory", "spool")
-    assert {f.status for f in examine(subject, checks)} == {Status.SKIPPED}
-
-
-def test_the_run_directory_is_the_configuration_s(tmp_path):
-    source = json.dumps({"tide": {"run_dir": str(tmp_path / "mine")}})
-    assert run.make_subject(source, None, None).run_dir == tmp_path / "mine"
-    assert run.make_subject(source, None, tmp_path).run_dir == tmp_path
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_bytes"), [("F64", 8), ("BF16", 2), ("F8_E4M3", 1), ("BOOL", 1)]
-)
-def test_the_size_follows_the_stored_type(tmp_path, monkeypatch, dtype, num_bytes):
-    stored = {"a": (dtype, (2, 3)), "t2d": ("BOOL", (100,))}
-    monkeypatch.setattr(models, "stored_tensors", lambda folder: stored)
-    assert draft_bytes(make_subject(tmp_path, draft=tmp_path)) == 6 * num_bytes
 
 
 def test_the_server_s_own_check_judges_the_device(tmp_path, monkeypatch):

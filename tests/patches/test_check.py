@@ -49,19 +49,10 @@ def test_check_passes_on_pristine_and_on_patched(world: World) -> None:
     assert check(world, "--target", str(world.site)) == 0
 
 
-@pytest.mark.parametrize("field", patching.FIELDS)
-def test_check_names_a_missing_header_field(
-    world: World, field: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = world.patches / "vllm-0.32.0" / "edit-number-0.patch"
-    path.write_text(path.read_text().replace(f"{field}:", "Other-Field:"))
-    assert check(world, "--target", str(world.site)) == 1
-    assert f"header field {field} is missing" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
+        ("Drop-When:", "Other-Field:", "header field Drop-When is missing"),
         ("tests/test_it.py", "tests/test_gone.py", "does not exist"),
         ("Forwarded:      no", "Forwarded:      maybe", "Forwarded"),
         ("Subject: [PATCH] Edit", "Subject: [PATCH] Odd", "odd-number-0"),
@@ -80,17 +71,10 @@ def test_check_finds(
     path = world.patches / "vllm-0.32.0" / "edit-number-0.patch"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    assert check(world, "--target", str(world.site)) == 1
-    assert problem in capsys.readouterr().err
-
-
-def test_check_finds_a_patch_outside_the_series(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = world.patches / "vllm-0.32.0" / "edit-number-0.patch"
     path.with_name("stray.patch").write_text(path.read_text())
     assert check(world, "--target", str(world.site)) == 1
-    assert "stray.patch is not in series" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert problem in said and "stray.patch is not in series" in said
 
 
 def test_update_manifest_makes_check_pass_again(world: World) -> None:

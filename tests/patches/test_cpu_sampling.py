@@ -40,8 +40,9 @@ def kernels() -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-@pytest.mark.parametrize("counts", [[1, 3, 2], [0, 4, 0], [0, 0]])
-@pytest.mark.parametrize("replace", [(0, 0), (0, 1), (2, 7)])
+@pytest.mark.parametrize(
+    ("counts", "replace"), [([1, 3, 2], (0, 1)), ([0, 4, 0], (2, 7)), ([0, 0], (0, 0))]
+)
 def test_expand_equals_a_reference(
     kernels: Any, dtype: Any, counts: list[int], replace: tuple[int, int]
 ) -> None:

@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from sim.arrivals import PATTERNS, SimError, load, load_folder, synthetic
+from sim.arrivals import PATTERNS, SimError, load, synthetic
 
 HEAD = "arrival_s,input_tokens,output_tokens\n"
 
@@ -31,15 +31,6 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
     for name in (*files, "gone.csv"):
         with pytest.raises(SimError, match=re.escape(name)):
             load(tmp_path / name)
-    with pytest.raises(SimError, match="trace1"):
-        load_folder(tmp_path)
-
-
-def test_a_folder_has_the_first_file_of_each_number(tmp_path):
-    for name in ("trace3_x", "trace1b", "trace1_a", "trace2_y"):
-        (tmp_path / f"{name}.csv").write_text(HEAD + "0,1,1\n")
-    names = [trace.name for trace in load_folder(tmp_path)]
-    assert names == ["trace1_a", "trace2_y", "trace3_x"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -32,13 +32,6 @@ def test_acceptance_leaves_out_proposals_of_the_memory():
     assert server_figures(history({}, memory), URL)["acceptance_length"] is None
 
 
-def test_without_control_the_length_is_what_vllm_drafted():
-    static = {"control_rounds": 0, "draft_steps": 0, "off_rounds": {}}
-    figures = server_figures(history(static, static), URL)
-    assert figures["draft_length"] == (2400 - 1200) / (800 - 400)
-    assert figures["off_share"] is None
-
-
 def test_a_gap_and_a_restart_begin_a_new_window():
     gone = "does not answer (Connection refused)"
     samples = [sample(0.0, page(0.0)), sample(2.0, gone)]
@@ -135,37 +128,3 @@ def test_the_sentence_has_the_measurements():
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
     assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
-
-
-def test_the_checkpoint_s_draft_is_no_help_of_training():
-    assert verdict({"draft_version": 0}, SPEED | {"draft_version": 0}, DECIDED) == (
-        False,
-        "Does not help yet: no trained draft serves; 2.00 tokens a verify step, "
-        "1.25x of plain.",
-    )
-
-
-def test_nothing_drafted_is_told_apart_from_drafting_left_off():
-    none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
-    idle = {"off_rounds": {"no_gain": 90, "slo": 10}, "control_rounds": 500}
-    assert verdict({}, none | idle) == (None, "Not known: nothing drafted lately.")
-    never = {"drafts": 0, "accepted_tokens": 0}
-    assert verdict(never, never | idle) == (None, "Not known: nothing drafted yet.")
-    off = {"off_rounds": {"no_gain": 590, "slo": 10}, "control_rounds": 1000}
-    helps, sentence = verdict({}, none | off)
-    assert helps is False
-    assert "control drafts nothing, plain decoding is faster" in sentence
-
-
-def test_a_server_without_tide_or_answer_is_not_known():
-    def sentence(*pages):
-        samples = [sample(float(i), page) for i, page in enumerate(pages)]
-        (one,) = make_picture(samples, "")["helping"]
-        assert one["helps"] is None
-        return one["sentence"]
-
-    plain = [page(t, tide=False) for t in (0.0, 1.0)]
-    assert sentence(*plain) == "Not known: tide is not configured on this server."
-    assert sentence("does not answer (x)") == (
-        "Not known: the server does not answer (x)."
-    )

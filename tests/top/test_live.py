@@ -142,23 +142,3 @@ def test_an_exception_restores_the_terminal(run_dir):
         assert screen.wait() == 1
         assert screen.is_restored()
         assert screen.output.rindex(b"ZeroDivisionError") > screen.output.rindex(LEAVE)
-
-
-def test_a_dumb_terminal_gets_plain_screens(run_dir):
-    with showing(run_dir, TERM="dumb") as screen:
-        end = screen.read_until(b"vllm-tide top")
-        screen.read_until(b"vllm-tide top", end)
-        os.write(screen.master, b"\x03")
-        assert screen.wait() == 0
-        assert b"\033" not in screen.output
-
-
-def test_a_terminal_that_goes_away_ends_it(run_dir):
-    with showing(run_dir) as screen:
-        screen.read_until(DRAWN)
-        os.close(screen.slave)
-        os.close(screen.master)
-        try:
-            assert screen.process.wait(timeout=SECONDS) in (0, 129, -signal.SIGHUP)
-        finally:
-            screen.master, screen.slave = pty.openpty()

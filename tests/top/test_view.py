@@ -1,7 +1,6 @@
 """The screen: its lines, its size, harmless text, colour."""
 
 import json
-import re
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ from tests.top.samples import URL, history, status
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.top import collect
 from vllm_tide.top.collect import Sample, read_engines, trainer_figures
-from vllm_tide.top.figures import is_empty, make_picture
+from vllm_tide.top.figures import make_picture
 from vllm_tide.top.view import body, plain
 from vllm_tide.transport import RingStats, WeightsFeedback
 from vllm_tide.transport.weights import WeightsPeek
@@ -80,29 +79,11 @@ def test_without_a_server_the_ring_is_shown():
     assert "5 installed, 6 published, 6 refused (norm); pause 10.9 ms" in text
 
 
-def test_nothing_to_show():
-    shown = picture(servers=False, engines=0, trainers=0)
-    assert is_empty(shown)
-    text = plain(shown, 80)
-    assert "none announced" in text
-    assert "Not known: no server was asked (--url), no trainer runs." in text
-
-
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 10), (2, 2)])
 def test_never_more_than_the_screen_has(columns, rows):
     lines = drawn(picture(engines=9, trainers=9), columns, rows)
     assert len(lines) == rows
     assert max(map(len, lines)) <= columns
-
-
-def test_a_usual_picture_fits_80_by_24_with_and_without_colour():
-    shown = picture()
-    lines = drawn(shown, 80, 24)
-    text = {line.strip() for line in plain(shown, 80).splitlines()}
-    assert text <= {line.strip() for line in lines}
-    coloured = drawn(shown, 80, 24, colour="standard")
-    assert "\033[33m" in "".join(coloured)
-    assert [re.sub(r"\033\[[\d;]*m", "", line) for line in coloured] == lines
 
 
 @pytest.mark.parametrize(
@@ -122,32 +103,3 @@ def test_a_name_cannot_command_the_terminal_or_the_markup(name, seen):
     text = plain(shown, 150)
     assert "\033" not in text
     assert text.count(seen) == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "age_s", "part"),
-    [
-        ({"canary": {"backoff_cycles": 3}}, 0.0, "backing off 3 cycles after a"),
-        ({"rollbacks": 2, "refused_versions": 1}, 0.0, "; 1 refused; 2 rolled back"),
-        ({"state": "waiting", "engines": {}}, 0.0, "waiting, 0 engines, seen 0:00:00"),
-        ({"last_publish_unix": 1e300, "loss": "x"}, 0.0, "55 steps, loss -, "),
-        ({}, 600.0, "1 engine, silent for 0:10:00"),
-    ],
-)
-def test_a_trainer_s_lines(fields, age_s, part):
-    shown = picture()
-    shown["trainers"] = [trainer_figures("e", status(**fields), age_s)]
-    assert part in plain(shown, 120)
-
-
-def test_states_of_engines_and_servers():
-    shown = picture()
-    for alive, word in ((True, "alive"), (False, "dead"), (None, "pid not to be seen")):
-        shown["engines"][0]["alive"] = alive
-        assert f" {word}  t + " in plain(shown, 80)
-    shown["servers"][0] |= {"ring_capacity_bytes": 0.0}
-    assert "ring        no capture" in plain(shown, 80)
-    shown["servers"][0] |= {"tide": False}
-    assert "tide        not configured on this server" in plain(shown, 80)
-    shown["servers"][0] |= {"error": "does not answer (too slow)"}
-    assert f"SERVER {URL}  does not answer (too slow)" in plain(shown, 80)

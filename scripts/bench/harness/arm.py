@@ -162,14 +162,19 @@ async def warm_up(session: aiohttp.ClientSession, url: str) -> None:
             raise RuntimeError(f"warm-up request failed: {result.error}")
 
 
+def has_trainer(run_dir: Path) -> bool:
+    """True if a trainer has joined its engine."""
+    states = [status.get("state") for status in trainer_statuses(run_dir)]
+    return any(state not in (None, "starting") for state in states)
+
+
 def wait_for_trainer(
     run_dir: Path, view: LiveView, timeout_s: float = TRAINER_TIMEOUT_S
 ) -> float:
     """Waits until the trainer has attached to the ring; returns the seconds."""
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < timeout_s:
-        states = [status.get("state") for status in trainer_statuses(run_dir)]
-        if any(state not in (None, "starting") for state in states):
+        if has_trainer(run_dir):
             break
         view.starting(waited_s)
         time.sleep(0.5)
@@ -270,8 +275,6 @@ def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
     with VllmServer(options.server) as server:
         server.wait_ready(view.starting)
         view.message(f"server ready after {server.startup_s:.1f} s")
-        if options.expect_trainer and options.run_dir is not None:
-            wait_for_trainer(options.run_dir, view)
         at_start = server.memory_mib().get("engine", {})
         hooks = Hooks(on_sample=watch.on_sample)
         parts, samples = asyncio.run(

@@ -23,18 +23,6 @@ from typing import Any
 
 from bench.harness.common import BenchError
 
-CONTROL_ARMS = (
-    "none",
-    "static1",
-    "static3",
-    "static5",
-    "static7",
-    "threshold",
-    "tide_gate",
-    "vllm_dynamic",
-    "adaspec",
-    "adaspec_drafter",
-)
 # (first batch size, last batch size, number of draft tokens), as vLLM takes it.
 Schedule = Sequence[tuple[int, int, int]]
 STATIC = re.compile(r"^static([1-9]\d?)$")
@@ -98,8 +86,8 @@ def make_arm(name: str, control: Mapping[str, Any] | None = None) -> Arm:
         return Arm(name, most, merged, test_time=test_time)
     if name in _POLICIES:
         return Arm(name, TIDE_MAX_TOKENS, {**(control or {}), **_POLICIES[name]})
-    known = ", ".join((*CONTROL_ARMS, *_TEST_TIME_ARMS))
-    raise BenchError(f"there is no arm {name!r}; known: {known}, static<k>")
+    known = ", ".join(("vllm_dynamic", *_POLICIES, *_TEST_TIME_ARMS))
+    raise BenchError(f"there is no arm {name!r}; known: none, static<k>, {known}")
 
 
 def make_arms(
@@ -135,7 +123,6 @@ def speculative_config(
         config["num_speculative_tokens_per_batch_size"] = [list(r) for r in schedule]
     if arm.control is not None:  # tide's default is on
         config["enable_adaptive_verification"] = False
-    if arm.control is not None:
         config["tide"] = {
             "run_dir": str(run_dir),
             "preset": "control",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -99,14 +98,6 @@ def write_json(path: Path, data: Any) -> None:
     os.replace(partial, path)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 class StoppedError(RuntimeError):
     """The suite cannot go on; what was measured is in the report."""
 
@@ -165,14 +156,3 @@ def columns_text(
         for label, cells in rows.items()
     ]
     return "\n".join(lines)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linearly interpolated percentile (0 to 100); NaN if empty."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -44,12 +45,8 @@ def num_parameters(folder: Path) -> int:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            count = 1
-            for size in entry["shape"]:
-                count *= size
-            total += count
+            if name != "__metadata__":
+                total += math.prod(entry["shape"])
     return total
 
 
@@ -110,11 +107,6 @@ def targets_of(
 
 
 def _inflate(source: Path, destination: Path, width: int) -> None:
-    if not INFLATE.exists():
-        raise BenchError(
-            "--model-sizes needs scripts/inflate_model.py of a checkout; inflate the "
-            "model there and give it as --target"
-        )
     command = [sys.executable, str(INFLATE), str(source), str(destination)]
     command += ["--intermediate-size", str(width)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -135,19 +135,6 @@ def server_options(
 
 
 @contextlib.contextmanager
-def private_run_dir(kept: Path) -> Iterator[Path]:
-    """A run directory of mode 0700 with a short path; copied to `kept` at the end."""
-    run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_bench_"))
-    try:
-        yield run_dir
-    finally:
-        shutil.rmtree(kept, ignore_errors=True)
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(run_dir, kept)
-        shutil.rmtree(run_dir, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def all_cores(options: SuiteOptions) -> Iterator[None]:
     """Lets this process use the engine's cores as well, while no server runs."""
     before = os.sched_getaffinity(0)
@@ -169,22 +156,26 @@ class Session:
     outputs: dict[str, list[RequestResult]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
 
-    def say(self, text: str) -> None:
-        self.progress.say(text)
-
-    def time_left_s(self) -> float:
+    def left_s(self) -> float:
         if self.options.max_minutes is None:
             return ARM_LIMIT_S
-        return self.began_s + 60 * self.options.max_minutes - time.monotonic()
-
-    def left_s(self) -> float:
-        left = self.time_left_s()
+        left = self.began_s + 60 * self.options.max_minutes - time.monotonic()
         if left <= 0:
             raise OutOfTimeError(f"--max-minutes {self.options.max_minutes:g} is over")
         return left
 
-    def run_dir(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        return private_run_dir(self.options.work / "run" / name)
+    @contextlib.contextmanager
+    def run_dir(self, name: str) -> Iterator[Path]:
+        """A run directory of mode 0700 with a short path; kept in the work folder."""
+        kept = self.options.work / "run" / name
+        run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_bench_"))
+        try:
+            yield run_dir
+        finally:
+            shutil.rmtree(kept, ignore_errors=True)
+            with contextlib.suppress(OSError, shutil.Error):
+                shutil.copytree(run_dir, kept)
+            shutil.rmtree(run_dir, ignore_errors=True)
 
     def arm(
         self,
@@ -194,7 +185,7 @@ class Session:
     ) -> ArmRun | None:
         """Serves a stream; None if that failed, which is noted as a problem."""
         limit_s = self.left_s()
-        self.say(f"arm {name}: {len(stream)} requests")
+        self.progress.say(f"arm {name}: {len(stream)} requests")
         server = server_options(self.options, self.target.path, name, config)
         try:
             return run_arm(ArmOptions(name, server, None, limit_s), stream)
@@ -233,10 +224,6 @@ class Session:
         return identity
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def conduct(
     document: Document,
     options: CommonOptions,
@@ -265,7 +252,7 @@ def conduct(
     # The client shares the cores given to it; the engine's own are left alone.
     os.sched_setaffinity(0, options.other_cpus)
     # Servers must not outlive a run that is told to end, stopped ones least of all.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = 0
     try:
         measure()

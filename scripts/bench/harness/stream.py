@@ -15,7 +15,7 @@ import gzip
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness.common import BenchError, StreamError
@@ -25,6 +25,7 @@ AFTER_SHIFT = "after_shift"
 # The last quarter of the after-shift phase, reported as "final" as well.
 FINAL_SHARE = 0.25
 # Number of requests in flight, one entry per block of requests, then again.
+BLOCK_REQUESTS = 4
 CONCURRENCY_CYCLE = (1, 2, 4, 3)
 
 
@@ -55,7 +56,6 @@ class StreamOptions:
     num_after: int = 64
     max_tokens: int = 96
     concurrency_cycle: tuple[int, ...] = (2,)
-    block_requests: int = 4
     seed: int = 0
 
 
@@ -89,27 +89,39 @@ def build_stream(
 ) -> list[StreamRequest]:
     """Stream: `num_before` requests, the shift, `num_after` more."""
     o = options
-    chosen = choose_prompts(before, o.num_before, o.before_domain, o.seed)
-    chosen += choose_prompts(after, o.num_after, o.after_domain, o.seed)
-    first_final = len(chosen) - max(1, round(o.num_after * FINAL_SHARE))
-    requests = []
-    for index, (domain, prompt) in enumerate(chosen):
-        # Blocks are counted from the start of the phase, so that both phases
-        # begin at the same place of the cycle.
-        place = index if index < o.num_before else index - o.num_before
-        block = place // o.block_requests
-        requests.append(
-            StreamRequest(
-                index=index,
-                phase=BEFORE_SHIFT if index < o.num_before else AFTER_SHIFT,
-                final=index >= first_final,
-                domain=domain,
-                prompt=prompt,
-                max_tokens=o.max_tokens,
-                concurrency=o.concurrency_cycle[block % len(o.concurrency_cycle)],
-            )
+    requests: list[StreamRequest] = []
+    for phase, prompts, domain, count in (
+        (BEFORE_SHIFT, before, o.before_domain, o.num_before),
+        (AFTER_SHIFT, after, o.after_domain, o.num_after),
+    ):
+        chosen = choose_prompts(prompts, count, domain, o.seed)
+        requests += _stretch(
+            chosen, len(requests), phase, o.max_tokens, o.concurrency_cycle
         )
-    return requests
+    first_final = len(requests) - max(1, round(o.num_after * FINAL_SHARE))
+    return [replace(r, final=r.index >= first_final) for r in requests]
+
+
+def _stretch(
+    chosen: Sequence[tuple[str, str]],
+    first: int,
+    phase: str,
+    max_tokens: int,
+    concurrency: Sequence[int],
+) -> list[StreamRequest]:
+    """Requests of a phase, at whose start the cycle of concurrency begins."""
+    return [
+        StreamRequest(
+            first + place,
+            phase,
+            False,
+            domain,
+            prompt,
+            max_tokens,
+            concurrency[place // BLOCK_REQUESTS % len(concurrency)],
+        )
+        for place, (domain, prompt) in enumerate(chosen)
+    ]
 
 
 def segments(stream: Sequence[StreamRequest]) -> list[list[StreamRequest]]:
@@ -120,9 +132,6 @@ def segments(stream: Sequence[StreamRequest]) -> list[list[StreamRequest]]:
             parts.append([])
         parts[-1].append(request)
     return parts
-
-
-BLOCK_REQUESTS = 4
 
 
 def read_domains(folder: Path, domains: Sequence[str]) -> dict[str, list[str]]:
@@ -147,28 +156,13 @@ def shift_stream(
         except StreamError as error:
             raise BenchError(f"--requests: {error}") from None
         name = segment_name(place, domain)
-        for index, (_, prompt) in enumerate(chosen):
-            requests.append(
-                StreamRequest(
-                    index=len(requests),
-                    phase=name,
-                    final=False,
-                    domain=domain,
-                    prompt=prompt,
-                    max_tokens=max_tokens,
-                    concurrency=_in_flight(concurrency, index),
-                )
-            )
+        requests += _stretch(chosen, len(requests), name, max_tokens, concurrency)
     return requests
 
 
 def segment_name(place: int, domain: str) -> str:
     """Name of a stretch, unique although a domain may come again."""
     return f"{place} {domain}"
-
-
-def _in_flight(concurrency: Sequence[int], index: int) -> int:
-    return concurrency[index // BLOCK_REQUESTS % len(concurrency)]
 
 
 # What the demo's draft was trained on, and what it was not.

@@ -10,26 +10,18 @@ from typing import Any
 from bench.harness.common import BenchError
 from bench.harness.options import CommonOptions
 
-COMMANDS = {
-    "quickstart": "suites.quickstart",
-    "control": "interleaved",
-    "swaps": "swap_soak",
-    "capture": "capture_cost",
-}
-"""Suites whose module reads its own command line."""
-_OPTIONS = {
+SUITES = {
     "long": "LongOptions",
     "multi": "MultiOptions",
     "rollback": "RollbackOptions",
 }
-SUITES = (*COMMANDS, *_OPTIONS)
 
 
 def kind_of(suite: str) -> type[CommonOptions]:
-    if suite not in _OPTIONS:
+    if suite not in SUITES:
         raise BenchError(f"--suite is one of {', '.join(SUITES)}")
     module = import_module(f"bench.suites.{suite}")
-    kind: type[CommonOptions] = getattr(module, _OPTIONS[suite])
+    kind: type[CommonOptions] = getattr(module, SUITES[suite])
     return kind
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arm import TRAINER_TIMEOUT_S
+from bench.harness.arm import TRAINER_TIMEOUT_S, has_trainer
 from bench.harness.arms import (
     MEMORY_TOKENS,
     STATIC,
@@ -40,7 +40,7 @@ from bench.harness.arms import (
 )
 from bench.harness.blocks import NONE, ratio_of
 from bench.harness.client import RequestResult
-from bench.harness.common import BenchError, OutOfTimeError, Progress
+from bench.harness.common import BenchError, OutOfTimeError, Progress, rounded
 from bench.harness.identity import identity_of, identity_problems
 from bench.harness.measure import (
     CLIENT_NICE,
@@ -67,7 +67,6 @@ from bench.harness.server import (
 )
 from bench.harness.session import Document, conduct
 from bench.harness.stream import BenchRequest, load_pool
-from bench.harness.trainers import trainer_statuses
 
 GROUPS = REPETITIVE, OTHER = "repetitive", "other"
 POSITION_EDGES = (200, 500, 900, 1300)
@@ -219,9 +218,9 @@ def rows_of(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "concurrency": concurrency,
                     "group": group,
                     "output_tokens_per_s": _mean([math.exp(x) for x in mine.values()]),
-                    "ratio_to_static": _round(ratio[0]),
-                    "low": _round(ratio[1]),
-                    "high": _round(ratio[2]),
+                    "ratio_to_static": rounded(ratio[0]),
+                    "low": rounded(ratio[1]),
+                    "high": rounded(ratio[2]),
                     "acceptance_length": _mean(lengths),
                     "by_position": [_mean(column) for column in known],
                     "blocks": len(mine),
@@ -230,12 +229,8 @@ def rows_of(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _round(number: float | None) -> float | None:
-    return None if number is None else round(number, 4)
-
-
 def _mean(numbers: Sequence[float]) -> float | None:
-    return _round(statistics.fmean(numbers)) if numbers else None
+    return rounded(statistics.fmean(numbers)) if numbers else None
 
 
 class LongDocument(Document):
@@ -262,12 +257,6 @@ class LongDocument(Document):
 def visits(arm: str, cell: Cell) -> bool:
     """True if a cell is served by an arm."""
     return arm != EXACT or cell.batch == 1
-
-
-def has_trainer(run_dir: Path) -> bool:
-    """True if a trainer has joined its engine."""
-    states = [status.get("state") for status in trainer_statuses(run_dir)]
-    return any(state not in (None, "starting") for state in states)
 
 
 def wait_for_fast_draft(server: VllmServer) -> None:

@@ -21,7 +21,7 @@ from bench.harness.arm import (
     stop,
     wait_for_trainer,
 )
-from bench.harness.common import BenchError, StoppedError, rounded
+from bench.harness.common import BenchError, StoppedError, columns_text, rounded
 from bench.harness.options import SuiteOptions
 from bench.harness.scrape import SWAPS, Scrape
 from bench.harness.server import BROKEN, VllmServer, sentence
@@ -159,7 +159,7 @@ def _measure(
                     other_cpus=cpus,
                 )
             )
-            session.say(f"starting the server of {domain}")
+            session.progress.say(f"starting the server of {domain}")
             stack.enter_context(server)
             server.wait_ready(lambda _: None)
             known = {member.engine_id for member in members}
@@ -239,17 +239,11 @@ def _report(session: Session, member: _Member) -> None:
 
 
 def table(servers: dict[str, Any]) -> str:
-    lines = [f"{'server':12}{'tokens/s':>10}{'first':>8}{'last':>8}{'swaps':>7}"]
-    for name, figures in servers.items():
-        cells = (
-            figures["output_tokens_per_s"],
-            figures["acceptance_length_before_first_swap"],
-            figures["acceptance_length_last_part"],
-            figures["swaps"]["count"],
-        )
-        text = "".join(
-            ("-" if cell is None else f"{cell:g}").rjust(width)
-            for cell, width in zip(cells, (10, 8, 8, 7), strict=True)
-        )
-        lines.append(f"{name:12}{text}")
-    return "\n".join(lines)
+    found = list(servers.values())
+    rows = {
+        "tokens/s": [f["output_tokens_per_s"] for f in found],
+        "first": [f["acceptance_length_before_first_swap"] for f in found],
+        "last": [f["acceptance_length_last_part"] for f in found],
+        "swaps": [f["swaps"]["count"] for f in found],
+    }
+    return columns_text(12, list(servers), rows)

@@ -34,7 +34,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from bench.harness.common import BenchError
 
 NAN, PERMUTED, NOISE = "nan", "permuted", "noise"
-_ROWS = ("lm_head.weight", "embed_tokens.weight")  # of tokens, not of the layer
 
 
 @dataclass(frozen=True, slots=True)

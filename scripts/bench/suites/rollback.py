@@ -246,7 +246,7 @@ def _serve(
 
     hooks = Hooks(on_sample=watch.on_sample, on_result=on_result, between=between)
     limit_s = session.left_s()
-    session.say(f"arm planted: {len(stream)} requests")
+    session.progress.say(f"arm planted: {len(stream)} requests")
     server = VllmServer(server_options(options, session.target.path, "planted", config))
     view = LiveView("planted", len(stream), run_dir)
     module = (rollback_trainer.__file__,)
