@@ -53,13 +53,13 @@ CASES = [
     ([*CHECK, "DIR/broken.json"], 2, "is not valid JSON: Expecting ','"),
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),
     ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json' has no tide section"),
-    ([*CHECK, "DIR/twice.json"], 2, "tide.capture: given twice; leave one"),
-    ([*CHECK, "DIR/twice.yaml"], 2, "tide.capture: given twice; leave one"),
+    ([*CHECK, "DIR/twice.json"], 2, "error: capture: given twice; leave one"),
+    ([*CHECK, "DIR/twice.yaml"], 2, "error: capture: given twice; leave one"),
     ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is no text; put it in"),
-    ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. The draft is"),
+    ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. vllm serve"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
     ([*CHECK, '{"tide"}'], 2, "the inline JSON is not valid JSON: "),
-    ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": fine. The draft is"),
+    ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": fine. vllm serve"),
     ([*CHECK, inline(tide={"captur": {}})], 2, "captur: unknown key; did you mean 'ca"),
     ([*CHECK, inline(tide=[])], 2, "tide: must be an object like {}"),
     ([*CHECK, inline(model="path/to/draft")], 2, "model: no draft at 'path"),
@@ -109,23 +109,6 @@ CASES = [
     (["patch", "apply", "--target", "/nonexistent"], 5, "There is no vllm package in "),
     (["patch", "rebase", "--to", "1"], 2, "invalid choice: 'rebase'"),
 ]
-BY_VLLM = [
-    (
-        [*CHECK, inline(num_speculative_tokens=-3)],
-        2,
-        "num_speculative_tokens: Input should be greater than 0, got -3.",
-    ),
-    (
-        [*CHECK, inline(methd="eagle3")],
-        2,
-        "error: methd: unknown key; did you mean 'method'?",
-    ),
-    (
-        [*CHECK, inline(draft_sample_method="best")],
-        2,
-        "draft_sample_method: Input should be 'greedy' or 'probabilistic', got 'best'.",
-    ),
-]
 
 
 def answered(words: list[str], folder: Path) -> tuple[int, list[str]]:
@@ -155,12 +138,6 @@ def check(case, folder: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[0])[:60])
 def test_a_bad_input_gets_one_sentence(case, tmp_path):
-    check(case, tmp_path)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("case", BY_VLLM, ids=lambda case: case[2][:30])
-def test_what_vllm_would_refuse_gets_one_sentence(case, tmp_path):
     check(case, tmp_path)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
-from pydantic_core import PydanticCustomError
 
 from tests import toys
 from tests.engine.test_arguments import refusal, target, target_dir
@@ -44,30 +41,6 @@ def adaptive(tmp_path, target_dir, **control):
     return {"model": str(draft), "tide": {"control": control}, **ADAPTIVE}
 
 
-def test_adaptive_verification_needs_v2_a_gpu_and_graphs(
-    gpu, target, target_dir, tmp_path, monkeypatch
-):
-    from vllm.platforms import current_platform
-
-    from vllm_tide.engine.arguments import check_speculative_config
-
-    config = adaptive(tmp_path, target_dir)
-    check_speculative_config(dict(config), target)
-    eager = copy.copy(target)
-    eager.enforce_eager = True
-    assert refusal(dict(config), eager).startswith(
-        "enable_adaptive_verification: it needs CUDA graphs, which --enforce-eager "
-    )
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert refusal(dict(config), target).startswith(
-        "enable_adaptive_verification: Model Runner V1 has none; unset VLLM_USE_V2"
-    )
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
-    said = refusal(dict(config), target)
-    assert "which a CPU has not" in said and "tide.control.verify" in said
-
-
 @pytest.mark.parametrize("policy", ["static", "threshold"])
 def test_a_limit_that_adaptive_verification_cannot_keep_is_refused(
     gpu, policy, target, target_dir, tmp_path
@@ -82,71 +55,6 @@ def test_a_limit_that_adaptive_verification_cannot_keep_is_refused(
     check_speculative_config(dict(limited), target)
     timed = adaptive(tmp_path, target_dir, policy="adaspec", slo_tpot_ms=40)
     check_speculative_config(timed, target)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            {"full_graphs": False},
-            "enable_adaptive_verification: Adaptive verification requires full CUDA",
-        ),
-        (
-            {"runner": "v1"},
-            "enable_adaptive_verification: Model Runner V1 does not support: adaptive",
-        ),
-        ({"lora": True}, "--enable-lora: tide cannot tell adapters' hidden states"),
-        ({"stages": 2}, "--pipeline-parallel-size: tide needs 1"),
-    ],
-)
-def test_what_vllm_says_against_adaptive_verification_is_a_sentence_too(
-    change, sentence, capsys, monkeypatch
-):
-    from vllm_tide.engine.arguments import speculative_config_argument
-
-    monkeypatch.setattr(sys, "excepthook", lambda *error: print("Traceback"))
-    speculative_config_argument('{"tide": {}}')
-    said = refusal_by_vllm(**change)
-    sys.excepthook(ValidationError, vllm_error(said), None)
-    seen = capsys.readouterr()
-    assert seen.err.startswith(f"error: --speculative-config: {sentence}")
-    assert seen.err.count("\n") == 1 and seen.out == ""
-    sys.excepthook(ValidationError, vllm_error("--port: no such port"), None)
-    sys.excepthook(ValueError, ValueError(said), None)
-    seen = capsys.readouterr()
-    assert seen.err == "" and seen.out == 2 * "Traceback\n"
-
-
-def refusal_by_vllm(full_graphs=True, lora=False, stages=1, runner="v2") -> str:
-    """What vLLM's own check says of such a configuration."""
-    from types import SimpleNamespace as Config
-
-    from vllm.config import VllmConfig
-
-    config = Config(
-        speculative_config=Config(method="eagle3", **ADAPTIVE),
-        lora_config=object() if lora else None,
-        compilation_config=Config(
-            cudagraph_mode=Config(has_full_cudagraphs=lambda: full_graphs)
-        ),
-        parallel_config=Config(pipeline_parallel_size=stages),
-        _get_v1_model_runner_unsupported_features=lambda: [
-            "adaptive draft verification"
-        ],
-    )
-    with pytest.raises(ValueError) as refused:
-        VllmConfig._validate_adaptive_verification(config)
-        assert runner == "v1"
-        VllmConfig._validate_v1_model_runner(config)
-    return str(refused.value)
-
-
-def vllm_error(said: str) -> ValidationError:
-    """As vLLM's configuration raises it."""
-    refused = PydanticCustomError("value_error", f"Value error, {said}")
-    return ValidationError.from_exception_data(
-        "VllmConfig", [{"type": refused, "loc": (), "input": {}}]
-    )
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,7 @@ EXIT_CODES = {
 EXIT_ERROR = 5
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "patch", help="Install, judge and remove the vLLM patches."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
         ("apply", "Install the series (nothing happens if it is installed)."),

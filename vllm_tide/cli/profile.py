@@ -16,12 +16,10 @@ TABLE_CONTEXT = 256
 TABLE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure the models' forward times for speculation control",
-        epilog="Options of `vllm serve` that change timing (parallelism, "
-        "--max-num-seqs, --enforce-eager, ...) go after `--`.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Options of `vllm serve` that change timing (parallelism, --max-num-seqs, "
+        "--enforce-eager, ...) go after `--`."
     )
     add = parser.add_argument
     add("--model", required=True, help="the target")
@@ -33,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--quick", action="store_true", help=text)
     add("--seconds", type=float, help="time to spend on measuring")
     add("serve_args", nargs="*", metavar="-- SERVE_ARGS")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
