@@ -148,7 +148,6 @@ def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
     """All that is wrong with a configuration with a `tide` section, a sentence each.
 
     Args:
-        config: As it was read.
         whole: Nothing is added to it, so what is missing is wrong.
     """
     config = {key.replace("-", "_"): value for key, value in config.items()}

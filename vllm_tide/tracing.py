@@ -28,11 +28,7 @@ _TIMEOUT_S = 5
 
 
 class Tracing:
-    """Sends spans.
-
-    Args:
-        tracer: OpenTelemetry's.
-    """
+    """Sends spans."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
@@ -67,9 +63,6 @@ def open_tracing(process: str) -> Tracing | None:
 
     vLLM's own provider where it set one up in this process, so that spans of both come
     from one resource; else one of ours.
-
-    Args:
-        process: "engine" or "trainer".
     """
     if not (os.environ.get(_ENDPOINT) or os.environ.get(_GENERAL)):
         return None

@@ -40,7 +40,7 @@ def test_a_draft_that_fits_is_ok(tmp_path, target):
     [
         ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size"),
         ({"vocab_size": 321}, "its vocab_size is 321"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "each id must lie in 0..4"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "the ids must lie in 0..4"),
         ({"hidden_act": "gelu"}, "The trainer cannot take the draft"),
         ({"intermediate_size": 64}, "has shape (64, 128)"),
     ],

@@ -32,10 +32,10 @@ def draw(*shape, scale=2.0, seed=0):
     return torch.randn(*shape, generator=random) * scale
 
 
-def by_definition(z, t, weights, reverse, ids):
+def by_definition(z, t, weights, reverse):
     """Values, and the gradient by autograd, in float64."""
     z = z.double().detach().requires_grad_()
-    t = t.double() if ids is None else t.double()[:, ids]
+    t = t.double()
     p, q = t.softmax(-1), z.softmax(-1)
     if reverse:
         values = (q * (q / p.clamp_min(FLOOR)).log()).sum(-1)
@@ -45,10 +45,10 @@ def by_definition(z, t, weights, reverse, ids):
     return values.detach(), grad
 
 
-def check(z, t, weights, reverse, ids=None):
+def check(z, t, weights, reverse):
     grad = torch.empty_like(z)
-    values = kl_rows(z, t, weights, reverse=reverse, target_ids=ids, grad_out=grad)
-    wanted, slope = by_definition(z, t, weights, reverse, ids)
+    values = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
+    wanted, slope = by_definition(z, t, weights, reverse)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), wanted, rtol=2e-6, atol=1e-5)
     largest = float(slope.abs().max()) if slope.numel() else 0.0
@@ -60,19 +60,12 @@ def check(z, t, weights, reverse, ids=None):
 @pytest.mark.interpreted
 @KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "size", "all_tokens"),
-    [(1, 1, 1), (3, 131, 131), (4, 77, 200), (1, 64, 64), (2, 65, 300)],
-)
-def test_kernel_is_the_definition(monkeypatch, dtype, reverse, rows, size, all_tokens):
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 131), (1, 64), (2, 65)])
+def test_kernel_is_the_definition(monkeypatch, dtype, reverse, rows, size):
     monkeypatch.setattr(op, "MAX_BLOCK", 64)
     monkeypatch.setattr(op, "kl_rows_reference", None)
-    ids = None
-    if all_tokens > size:
-        ids = torch.randperm(all_tokens, generator=torch.Generator().manual_seed(1))
-        ids = ids[:size].sort().values
-    z, t = draw(rows, size).to(dtype), draw(rows, all_tokens, seed=1).to(dtype)
-    check(z, t, torch.linspace(0.1, 1.0, rows), reverse, ids)
+    z, t = draw(rows, size).to(dtype), draw(rows, size, seed=1).to(dtype)
+    check(z, t, torch.linspace(0.1, 1.0, rows), reverse)
 
 
 @pytest.mark.interpreted
@@ -179,13 +172,11 @@ def test_loss_and_gradients_are_those_of_training(
 
 @KINDS
 def test_reference_is_the_definition(reverse):
-    z, t = draw(5, 40).double(), draw(5, 90, seed=1).double()
-    ids, weights = torch.arange(0, 80, 2), torch.rand(5).double()
+    z, t = draw(5, 40).double(), draw(5, 40, seed=1).double()
+    weights = torch.rand(5).double()
     grad = torch.empty_like(z)
-    values = kl_rows_reference(
-        z, t, weights, reverse=reverse, target_ids=ids, grad_out=grad
-    )
-    wanted, slope = by_definition(z, t, weights, reverse, ids)
+    values = kl_rows_reference(z, t, weights, reverse=reverse, grad_out=grad)
+    wanted, slope = by_definition(z, t, weights, reverse)
     torch.testing.assert_close(values, wanted, rtol=0, atol=1e-13)
     torch.testing.assert_close(grad, slope, rtol=0, atol=1e-13)
 
@@ -197,16 +188,13 @@ def test_floor_is_training_s():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"draft_logits": torch.zeros(2)}, "draft logits must be"),
-        ({"draft_logits": torch.zeros(4, 2).T}, "neighbouring draft"),
-        ({"teacher_logits": torch.zeros(2, 5)}, "teacher logits must be"),
-        ({"teacher_logits": torch.zeros(2, 4).long()}, "teacher logits must be floats"),
-        ({"weights": torch.ones(3)}, "weights must be"),
-        ({"weights": torch.ones(2).half()}, "weights must be fp32"),
-        ({"target_ids": torch.arange(3)}, "target_ids must be"),
+        ({"draft_logits": torch.zeros(2)}, "draft_logits must be"),
+        ({"draft_logits": torch.zeros(4, 2).T}, "draft_logits .* neighbours"),
+        ({"teacher_logits": torch.zeros(2, 5)}, "teacher_logits must be"),
+        ({"weights": torch.ones(2).half()}, "weights must be"),
         ({"grad_out": torch.zeros(2, 3)}, "grad_out must be"),
     ],
-    ids=["1d", "transposed", "width", "long", "rows", "half", "ids", "grad"],
+    ids=["1d", "transposed", "width", "half", "grad"],
 )
 def test_wrong_inputs_say_what_is_wrong(change, says):
     given = {

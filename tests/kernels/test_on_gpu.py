@@ -66,22 +66,17 @@ def test_topk_teacher_beyond_two_gigaelements():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize(("vocab", "kept"), [(7, 7), (32_000, 9_000), (VOCAB, VOCAB)])
-def test_kl_rows(vocab, kept, reverse, dtype):
-    z, t = draw(3, kept, dtype=dtype), draw(3, vocab, dtype=dtype, seed=1)
+@pytest.mark.parametrize("vocab", [7, 9_000, VOCAB])
+def test_kl_rows(vocab, reverse, dtype):
+    z, t = draw(3, vocab, dtype=dtype), draw(3, vocab, dtype=dtype, seed=1)
     weights = torch.tensor([0.2, 1.0, 0.7])
-    ids = None if kept == vocab else torch.arange(kept) * 3
     grad, wanted_grad = torch.empty_like(z), z.cpu().double()
-    given = None if ids is None else ids.cuda()
-    values = kl_rows(
-        z, t, weights.cuda(), reverse=reverse, target_ids=given, grad_out=grad
-    )
+    values = kl_rows(z, t, weights.cuda(), reverse=reverse, grad_out=grad)
     wanted = kl_rows_reference(
         z.cpu().double(),
         t.cpu().double(),
         weights.double(),
         reverse=reverse,
-        target_ids=ids,
         grad_out=wanted_grad,
     )
     torch.testing.assert_close(values.cpu().double(), wanted, rtol=1e-5, atol=1e-4)

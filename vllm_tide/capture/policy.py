@@ -156,9 +156,6 @@ class RowBudget:
     took while the ring was not empty, or all that came while it was; it is tried out
     upwards in small steps, as admitted requests cannot be taken back.
 
-    Args:
-        clock: Monotonic seconds.
-
     Attributes:
         staged: Bytes on their way to the ring.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks versions, patches, configuration, draft, shared memory, directories, "
-        "GPUs and spool. Changes nothing, loads no weights, fetches nothing."
+        "device and spool. Changes nothing, loads no weights, fetches nothing."
     )
     parser.epilog = (
         "Exit status: 0 nothing failed (1 with --strict, where there are warnings), 2 "

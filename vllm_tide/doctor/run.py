@@ -28,8 +28,7 @@ CHECKS = {
     "fit": "models",
     "shared_memory": "machine",
     "run_directory": "machine",
-    "preload": "install",
-    "gpus": "machine",
+    "trainer_device": "machine",
     "state_directory": "machine",
     "spool": "machine",
 }

@@ -70,7 +70,6 @@ def factors(
         tensors: Of the same names, shapes and types, on any device. Of float32 both,
             nothing is lost; what rounding took from one of them alone would count as
             change.
-        rank: r, at most.
 
     Returns:
         See above; on the host, in the base's types.

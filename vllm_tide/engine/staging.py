@@ -179,11 +179,7 @@ class StagedRows:
 
 
 class HostRows(StagedRows):
-    """The rows of one step on a CPU.
-
-    Args:
-        layout: Of the largest step.
-    """
+    """The rows of one step on a CPU."""
 
     def __init__(self, layout: RunLayout, stage: HostStage | None = None) -> None:
         self._largest, self._stage = layout, stage
@@ -214,7 +210,6 @@ class HostStage:
 
     Args:
         max_steps: Steps under way, at most.
-        layout: Of the largest step.
     """
 
     def __init__(self, max_steps: int, layout: RunLayout) -> None:
@@ -328,9 +323,6 @@ class RunRing:
 
     A step takes one run for all its rows, so the memory holds many short steps or few
     long ones. The memory may be a device's, its mirror on the host, or both.
-
-    Args:
-        align: Each run starts at a multiple of this.
     """
 
     def __init__(self, num_bytes: int, align: int = 256) -> None:

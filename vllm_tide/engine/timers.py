@@ -23,11 +23,7 @@ NAN = math.nan
 
 
 class RoundTimer:
-    """Makes one `RoundSample` per step.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Makes one `RoundSample` per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -43,13 +43,10 @@ def kl_rows_reference(
     weights: Tensor,
     *,
     reverse: bool,
-    target_ids: Tensor | None = None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
     """`kl_rows` in Torch, the same arguments (and float64)."""
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
-    if target_ids is not None:
-        teacher_logits = teacher_logits[:, target_ids]
     log_p = torch.log_softmax(teacher_logits.to(wide), dim=-1)
     log_q = torch.log_softmax(draft_logits.to(wide), dim=-1)
     p, q = log_p.exp(), log_q.exp()
@@ -67,20 +64,10 @@ def kl_rows_reference(
 
 
 @triton.jit
-def _load_pair(
-    z_row,
-    t_row,
-    target_ids,
-    start,
-    vocab,
-    PRUNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _load_pair(z_row, t_row, start, vocab, BLOCK: tl.constexpr):
     columns = start + tl.arange(0, BLOCK)
     inside = columns < vocab
     z = tl.load(z_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    if PRUNED:
-        columns = tl.load(target_ids + columns, mask=inside, other=0)
     t = tl.load(t_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
     return z, t
 
@@ -98,14 +85,12 @@ def _kl_kernel(
     draft_stride,
     teacher_logits,
     teacher_stride,
-    target_ids,
     weights,
     values,
     grad,
     grad_stride,
     vocab,
     REVERSE: tl.constexpr,
-    PRUNED: tl.constexpr,
     GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -120,14 +105,14 @@ def _kl_kernel(
     p_top = _LOWEST
     p_sum = 0.0
     for start in range(0, vocab, BLOCK):
-        z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+        z, t = _load_pair(z_row, t_row, start, vocab, BLOCK)
         q_top, q_sum = _grow(q_top, q_sum, z)
         p_top, p_sum = _grow(p_top, p_sum, t)
     q_lse = q_top + tl.log(q_sum)
     p_lse = p_top + tl.log(p_sum)
     parts = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
-        z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+        z, t = _load_pair(z_row, t_row, start, vocab, BLOCK)
         log_q = z - q_lse
         log_p = t - p_lse
         q = tl.exp(log_q)
@@ -147,7 +132,7 @@ def _kl_kernel(
     if REVERSE and GRAD:
         # Only now is the row's KL known, which its gradient needs.
         for start in range(0, vocab, BLOCK):
-            z, t = _load_pair(z_row, t_row, target_ids, start, vocab, PRUNED, BLOCK)
+            z, t = _load_pair(z_row, t_row, start, vocab, BLOCK)
             log_q = z - q_lse
             q = tl.exp(log_q)
             ratio = log_q - tl.maximum(t - p_lse, _LOG_FLOOR)
@@ -163,7 +148,6 @@ def kl_rows(
     weights: Tensor,
     *,
     reverse: bool,
-    target_ids: Tensor | None = None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
     """KL of n rows of logits that are already there, and its gradient.
@@ -171,10 +155,9 @@ def kl_rows(
     Args:
         draft_logits: [n, V_d], bfloat16, float16 or float32 (float64 in the
             reference); rows may be strided.
-        teacher_logits: [n, V_d], the same dtypes; [n, V_t] with `target_ids`.
+        teacher_logits: [n, V_d], the same dtypes.
         weights: fp32 [n], weight of each row in the loss.
         reverse: KL(q || p) instead of KL(p || q).
-        target_ids: int64 [V_d], target id of each draft id (`VocabMap.target_ids`).
         grad_out: [n, V_d], receives the gradient of the weighted sum with respect to
             `draft_logits`; a tensor of its own (warps of a program may read and
             write in different layouts).
@@ -185,7 +168,7 @@ def kl_rows(
     Raises:
         ValueError: A shape, dtype or stride is not as above.
     """
-    _check_rows(draft_logits, teacher_logits, weights, target_ids, grad_out)
+    _check_rows(draft_logits, teacher_logits, weights, grad_out)
     count, vocab = draft_logits.shape
     exact = torch.float64 in (draft_logits.dtype, teacher_logits.dtype)
     if exact or not runs_triton(draft_logits, teacher_logits, weights):
@@ -194,7 +177,6 @@ def kl_rows(
             teacher_logits,
             weights,
             reverse=reverse,
-            target_ids=target_ids,
             grad_out=grad_out,
         )
     values = torch.empty(count, dtype=torch.float32, device=draft_logits.device)
@@ -208,14 +190,12 @@ def kl_rows(
         draft_logits.stride(0),
         teacher_logits,
         teacher_logits.stride(0),
-        weights if target_ids is None else target_ids,
         weights,
         values,
         grad,
         grad.stride(0),
         vocab,
         REVERSE=reverse,
-        PRUNED=target_ids is not None,
         GRAD=grad_out is not None,
         BLOCK=block,
         num_warps=_num_warps(block),
@@ -227,41 +207,28 @@ def _check_rows(
     draft_logits: Tensor,
     teacher_logits: Tensor,
     weights: Tensor,
-    target_ids: Tensor | None,
     grad_out: Tensor | None,
 ) -> None:
     floats = (*_NAMES, torch.float64)
-    for name, logits in (("draft", draft_logits), ("teacher", teacher_logits)):
-        if logits.ndim != 2 or logits.dtype not in floats or not logits.shape[1]:
-            raise ValueError(
-                f"{name} logits must be floats [n, V], not {logits.dtype} "
-                f"{list(logits.shape)}."
-            )
-        if logits.stride(1) != 1 and logits.shape[1] > 1:
-            raise ValueError(f"neighbouring {name} logits must be so in memory.")
-    count, vocab = draft_logits.shape
-    wanted = (count, vocab if target_ids is None else teacher_logits.shape[1])
-    if tuple(teacher_logits.shape) != wanted:
-        raise ValueError(
-            f"teacher logits must be {list(wanted)}, not {list(teacher_logits.shape)}."
-        )
-    if target_ids is not None and (
-        target_ids.dtype != torch.int64
-        or tuple(target_ids.shape) != (vocab,)
-        or not target_ids.is_contiguous()
-    ):
-        raise ValueError(f"target_ids must be int64 [{vocab}] and contiguous.")
-    if tuple(weights.shape) != (count,) or not weights.is_contiguous():
-        raise ValueError(f"weights must be [{count}] and contiguous.")
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
-    if weights.dtype not in (torch.float32, wide):
-        raise ValueError(f"weights must be fp32, not {weights.dtype}.")
-    if grad_out is not None and (
-        grad_out.shape != draft_logits.shape
-        or (vocab > 1 and grad_out.stride(1) != 1)
-        or grad_out.dtype not in floats
+    shape = draft_logits.shape
+    if len(shape) != 2 or not shape[1]:
+        raise ValueError(f"draft_logits must be [n, V], not {list(shape)}.")
+    for name, tensor, wanted, dtypes in (
+        ("draft_logits", draft_logits, shape, floats),
+        ("teacher_logits", teacher_logits, shape, floats),
+        ("weights", weights, shape[:1], (torch.float32, wide)),
+        ("grad_out", grad_out, shape, floats),
     ):
-        raise ValueError("grad_out must be as draft_logits are.")
+        if tensor is not None and (
+            tensor.shape != wanted
+            or tensor.dtype not in dtypes
+            or (tensor.stride(-1) != 1 and wanted[-1] > 1)
+        ):
+            raise ValueError(
+                f"{name} must be {list(wanted)} of {dtypes}, neighbours in memory, not "
+                f"{list(tensor.shape)} of {tensor.dtype}, stride {tensor.stride()}."
+            )
 
 
 def _num_warps(block: int) -> int:
@@ -272,29 +239,22 @@ def _num_warps(block: int) -> int:
 def variants() -> list[Variant]:
     """What `compile_all` compiles: vocabularies of `MAX_BLOCK` and more."""
     out = []
-    for dtype, reverse, pruned, grad in (
-        ("bf16", False, False, True),
-        ("bf16", True, False, True),
-        ("bf16", False, True, True),
-        ("bf16", True, True, True),
-        ("bf16", False, False, False),
-        ("fp16", False, False, True),
-        ("fp32", False, False, True),
-        ("fp32", True, False, True),
+    for dtype, reverse, grad in (
+        ("bf16", False, True),
+        ("bf16", True, True),
+        ("bf16", False, False),
+        ("fp16", False, True),
+        ("fp32", False, True),
+        ("fp32", True, True),
     ):
         types = {"draft_logits": f"*{dtype}", "draft_stride": "i32"}
         types |= {"teacher_logits": f"*{dtype}", "teacher_stride": "i32"}
-        types |= {"target_ids": "*i64" if pruned else "*fp32", "weights": "*fp32"}
-        types |= {"values": "*fp32", "grad": f"*{dtype}", "grad_stride": "i32"}
+        types |= {"weights": "*fp32", "values": "*fp32"}
+        types |= {"grad": f"*{dtype}", "grad_stride": "i32"}
         types["vocab"] = "i32"
-        constants = {
-            "REVERSE": reverse,
-            "PRUNED": pruned,
-            "GRAD": grad,
-            "BLOCK": MAX_BLOCK,
-        }
+        constants = {"REVERSE": reverse, "GRAD": grad, "BLOCK": MAX_BLOCK}
         name = f"{dtype}-{'reverse' if reverse else 'forward'}"
-        name += ("-pruned" if pruned else "") + ("" if grad else "-loss")
+        name += "" if grad else "-loss"
         warps = _num_warps(MAX_BLOCK)
         out.append(Variant(_kl_kernel, name, types, constants, warps))
     return out

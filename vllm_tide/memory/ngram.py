@@ -55,9 +55,7 @@ class NgramIndex:
     """Proposes what followed the latest occurrence of a request's last tokens.
 
     Args:
-        capacity: Slots of requests.
         longest: Tokens of a request, at most; sizes the tables.
-        most: Tokens proposed, K.
     """
 
     def __init__(self, capacity: int, longest: int, most: int) -> None:

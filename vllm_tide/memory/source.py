@@ -33,7 +33,6 @@ class SourceRecord:
     means shrunk to the bucket and that to a prior; a level per request in log-odds.
 
     Args:
-        capacity: Slots of requests.
         most: Tokens proposed, K.
     """
 
@@ -116,8 +115,6 @@ class Memory:
     """The memory of all running requests.
 
     Args:
-        capacity: Slots of requests.
-        longest: Tokens of a request, at most.
         most: Tokens proposed, K.
 
     Attributes:
@@ -146,7 +143,6 @@ class Memory:
 
         Args:
             slots: int64 [n].
-            text: Of these requests.
             room: int64 [n], most draft tokens of each request.
             counts: Say what the draft's tokens are worth too.
 

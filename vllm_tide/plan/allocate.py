@@ -20,7 +20,6 @@ class Row:
     """One way to run the cluster.
 
     Attributes:
-        name: What it is.
         training: Accelerators of each class that train; None: no class can.
         tokens_per_s: Mean, at most the demand.
     """

@@ -127,7 +127,6 @@ class Accelerators:
     Attributes:
         serves: Tokens per second of one, without speculation, at the planned load.
         trains: Trained tokens per second of one.
-        usd_per_hour: Of one.
         step: Accelerators of one instance: as many train or serve together.
     """
 

@@ -247,7 +247,6 @@ class Sample:
     """One moment.
 
     Attributes:
-        t_s: Monotonic clock.
         pages: By URL: the page, or why there is none.
     """
 
@@ -263,7 +262,6 @@ class Sampler:
 
     Args:
         run_dir: Run directory; need not exist, now or later.
-        urls: Servers.
 
     Attributes:
         history: Samples, oldest first.

@@ -84,7 +84,6 @@ def be_nice(increment: int, autogroup: Path = Path("/proc/self/autogroup")) -> N
 
     Args:
         increment: Adds to the niceness, which ends at 19.
-        autogroup: Of this process's session.
     """
     nice = os.nice(increment)
     if os.getsid(0) == os.getpid():

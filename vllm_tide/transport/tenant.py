@@ -32,7 +32,6 @@ def tenant_id(name: str, key: bytes) -> int:
 
     Args:
         name: As the request gives it; any text.
-        key: Of :func:`tenant_key`.
     """
     # surrogatepass: JSON can carry what UTF-8 cannot, and that must not raise here.
     text = name.encode("utf-8", "surrogatepass")
