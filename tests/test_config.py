@@ -248,7 +248,7 @@ MISTAKES = [
     (
         {"tide": {"capture": {"sample_rate": 0}, "test_time": {"adapt": "shared"}}},
         "tide.test_time.adapt: 'shared' trains on rows of running requests, of which "
-        "none is captured; set tide.capture.sample_rate to a share above 0, or set",
+        "none is captured; change tide.capture.enabled, consent or sample_rate, or set",
     ),
 ]
 

@@ -347,14 +347,9 @@ def _why_not_adapt(tide: TideConfig) -> str:
         return ""
     capture = tide.capture
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
-        knob, value = "enabled", "true"
-        if capture.enabled:
-            knob, value = "consent", "'opt_out' or 'opt_in'"
-            if capture.consent != "off":
-                knob, value = "sample_rate", "a share above 0"
         return (
             f"{how!r} trains on rows of running requests, of which none is captured; "
-            f"set tide.capture.{knob} to {value}, {back}"
+            f"change tide.capture.enabled, consent or sample_rate, {back}"
         )
     if not tide.swap.enabled:
         return f"{how!r} swaps drafts; set tide.swap.enabled to true, {back}"
@@ -373,9 +368,6 @@ def _why_not_adapt(tide: TideConfig) -> str:
 
 def parse_tide(section: Any) -> TideConfig:
     """Validate a `tide` section.
-
-    Args:
-        section: The JSON value under the key `tide`.
 
     Raises:
         ConfigError: A line for each mistake, a sentence naming the knob.

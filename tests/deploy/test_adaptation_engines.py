@@ -152,16 +152,9 @@ def test_memory_of_versions_is_bounded(monkeypatch):
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (
-            {"capture": {"enabled": False}},
-            "trains on rows of running requests, of which none is captured; set "
-            "tide.capture.enabled to true",
-        ),
-        (
-            {"capture": {"consent": "off"}},
-            "trains on rows of running requests, of which none is captured; set "
-            "tide.capture.consent to 'opt_out' or 'opt_in'",
-        ),
+        ({"capture": {"enabled": False}}, "of which none is captured; change"),
+        ({"capture": {"consent": "off"}}, "of which none is captured; change"),
+        ({"capture": {"sample_rate": 0}}, "of which none is captured; change"),
         (
             {"swap": {"enabled": False}},
             "swaps drafts; set tide.swap.enabled to true",

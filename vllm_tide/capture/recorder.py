@@ -132,11 +132,7 @@ class Recorder:
         self._salted.update(req_ids)
 
     def _admit(self, req_id: str, params: Any, supported: bool) -> Ticket:
-        """Decide about a new request, and count why it is not captured.
-
-        Args:
-            params: vLLM's `SamplingParams`, or None.
-        """
+        """Decide about a new request, and count why it is not captured."""
         extra = params.extra_args if params is not None else None
         ticket = self._policy.admit(extra, supported, req_id in self._salted)
         ticket.sampled = params is not None and params.temperature > 1e-5

@@ -105,9 +105,6 @@ def apply(
 ) -> dict[str, Tensor]:
     """The draft that `factors` make of `base`; always from the base, so errors stay.
 
-    Args:
-        base: On any device, where the draft is made.
-
     Returns:
         Every tensor of the base's names, shapes and types; of what did not change the
         base's own, not copies.

@@ -115,9 +115,6 @@ def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, An
 
     It may where `tide.control.verify` is not given (`switch_adaptive_on`), as only the
     dictionary that a configuration is made from shows what an operator left out.
-
-    Args:
-        asked: The knob of adaptive verification, None where it is not given.
     """
     control = dict(section.get("control", {}))
     if asked is None and control.get("verify"):
@@ -138,10 +135,6 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
 
     Only on Model Runner V2 and a GPU. An attention backend that cannot do it shows
     later: `WorkerTideV2.make_verification`.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`; its `speculative_config` is changed.
-        log: Where one sentence goes if it stays off.
     """
     speculative = vllm_config.speculative_config
     control = parse_tide(speculative.tide).control

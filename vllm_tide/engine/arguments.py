@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -279,16 +278,15 @@ def _capture_every_length(vllm_config: Any) -> None:
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
-    path = Path(os.path.expanduser(model), "config.json")
-    if not path.is_file():
-        path = _hub_file(model, revision)
+    from vllm_tide.draft.config import DraftError, read_config
+
+    folder = Path(os.path.expanduser(model))
+    if not (folder / "config.json").is_file():
+        folder = _hub_file(model, revision).parent
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {str(path)!r} cannot be read ({error}).") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"model: {str(path)!r} holds no JSON object.")
-    return loaded
+        return read_config(folder)
+    except DraftError as error:
+        raise ConfigError(f"model: {error}") from None
 
 
 def _hub_file(model: str, revision: str | None) -> Path:

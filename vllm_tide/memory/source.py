@@ -31,9 +31,6 @@ class SourceRecord:
 
     Counts per (source, bucket, depth) that decay by half each `HALF_LIFE_TOKENS`, Beta
     means shrunk to the bucket and that to a prior; a level per request in log-odds.
-
-    Args:
-        most: Tokens proposed, K.
     """
 
     def __init__(self, capacity: int, most: int) -> None:
@@ -113,9 +110,6 @@ class SourceRecord:
 
 class Memory:
     """The memory of all running requests.
-
-    Args:
-        most: Tokens proposed, K.
 
     Attributes:
         record: What the sources were worth.

@@ -70,9 +70,6 @@ def best_whole(case: Case, value: Callable[[Allocation], float]) -> Allocation |
     """Return the best allocation of whole instances, of which some train, some serve.
 
     Of large counts some numbers are tried, small ones more densely.
-
-    Args:
-        value: Mean tokens per second of an allocation.
     """
     able = sum(group.trains > 0 for group in case.classes)
     places = int(_COMBINATIONS ** (1 / max(able, 1)))

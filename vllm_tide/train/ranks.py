@@ -67,10 +67,6 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(kind.type, (self.size,))
 
-    @staticmethod
-    def asked() -> bool:
-        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
     @property
     def is_leader(self) -> bool:
         """True if this rank owns engines, buffers and the gate."""
