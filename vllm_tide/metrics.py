@@ -394,12 +394,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def samples_of(metric: Metric) -> list[str]:
-    """Names of a metric's samples on `/metrics`."""
-    endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-    return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
-
-
 def reference(metrics: Iterable[Metric] = (*ENGINE, *TRAINER)) -> list[str]:
     """Lines of a Markdown table."""
     lines = [

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from vllm_tide.transport.rendezvous import inspect_manifests
 from vllm_tide.transport.ring import peek_ring
+from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 10.0
@@ -37,15 +38,7 @@ _TOTALS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 _PAGE_S = 3.0
 _MOST_BYTES = 16 << 20
 
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_DAMAGE = (IndexError, OSError, *MALFORMED)
 
 Json = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]
