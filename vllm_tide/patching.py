@@ -363,7 +363,6 @@ def manifest_path(root: Path) -> Path:
 
 
 def load_manifest(root: Path) -> Manifest:
-    """Reads the manifest of the patch folder ``root``."""
     path = manifest_path(root)
     try:
         raw = json.loads(path.read_text())

@@ -157,18 +157,6 @@ def test_the_size_follows_the_stored_type(tmp_path, monkeypatch, dtype, num_byte
     assert draft_bytes(make_subject(tmp_path, draft=tmp_path)) == 6 * num_bytes
 
 
-def test_the_server_s_own_check_judges_the_device(tmp_path, monkeypatch):
-    def refuse(device, *, v2):
-        raise ConfigError(f"tide: not {device!r}, {v2}.")
-
-    monkeypatch.setattr(arguments, "check_device", refuse)
-    monkeypatch.setattr(models, "vllm_device", lambda: "rocm")
-    found = examined(make_subject(tmp_path), "device")
-    assert (found.status, found.sentence) == (Status.FAILED, "tide: not 'cuda', True.")
-    monkeypatch.setattr(models, "vllm_device", lambda: "")
-    assert examined(make_subject(tmp_path), "device").status is Status.SKIPPED
-
-
 def test_another_device_and_v1_on_a_gpu_are_refused():
     with pytest.raises(ConfigError, match="tide: device 'tpu' is not supported"):
         arguments.check_device("tpu", v2=True)

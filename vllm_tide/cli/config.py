@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def example_names() -> list[str]:
-    """Names of the examples that ship with the package."""
     names = (item.name for item in files("vllm_tide.examples").iterdir())
     return sorted(name[:-5] for name in names if name.endswith(".json"))
 

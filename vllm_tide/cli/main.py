@@ -83,7 +83,6 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def version() -> str:
-    """The installed version of this package."""
     try:
         return metadata.version("vllm-tide")
     except metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import mmap
 import os
 import platform
 import re
@@ -188,20 +187,12 @@ def _missing_patches(files: Mapping[str, str], vllm: Path, root: Path) -> Iterat
 
 @check("extension")
 def extension(subject: Subject) -> Finding:
-    """Try the C++ functions that rings and weights segments rest on."""
+    """Check that the C++ functions load and that checksums are right."""
     try:
         from vllm_tide import _shm
     except ImportError as error:
         return failed(f"vllm_tide._shm does not load: {error}.", _BUILD)
-    with mmap.mmap(-1, mmap.PAGESIZE) as shared, memoryview(shared) as words:
-        _shm.store(words, 64, 5)
-        steps = (
-            ("fetch_add", _shm.fetch_add(words, 64, 2) == 5),
-            ("compare_exchange", bool(_shm.compare_exchange(words, 64, 7, 9))),
-            ("load", _shm.load(words, 64) == 9 and _shm.load(words, 0) == 0),
-            ("crc32c", _shm.crc32c(_CRC_INPUT) == _CRC),
-        )
-    if wrong := [name for name, correct in steps if not correct]:
-        return failed(f"Wrong results from {', '.join(wrong)}.", _BUILD)
+    if _shm.crc32c(_CRC_INPUT) != _CRC:
+        return failed("Wrong results from crc32c.", _BUILD)
     how = "in hardware" if _shm.crc32c_is_hardware() else "by table"
-    return ok(f"Loads; atomics work, CRC-32C {how}.")
+    return ok(f"Loads; CRC-32C {how}.")

@@ -166,7 +166,6 @@ def load_draft(
     target: TargetRows | str | Path,
     shared: Collection[str] = (),
 ) -> Eagle3Draft:
-    """Load a draft directory."""
     rows = target if isinstance(target, TargetRows) else TargetRows.load(target)
     config = Eagle3Config.from_json(read_config(directory), rows.config)
     return build_draft(config, read_tensors(directory), rows, shared)

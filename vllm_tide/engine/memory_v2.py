@@ -50,7 +50,6 @@ class MemoryV2:
         self._warm_up()
 
     def begin(self) -> None:
-        """A step begins."""
         self._steps += 1
         self._chose = False
         self.guard.retry()

@@ -321,7 +321,6 @@ class Stager:
 
     @property
     def staged_fast(self) -> bool:
-        """True if that is a fast draft."""
         staged = self._staged
         return staged is not None and staged.stands_on is not None
 

@@ -127,8 +127,6 @@ class HostClock(RoundTimer):
 
 
 class _Marks:
-    """The events of one step."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self.began, self.planned, self.first, self.ended = (make() for _ in range(4))
         self.number = 0

@@ -200,7 +200,6 @@ class Case:
         )
 
     def mean(self, training: Sequence[float]) -> float:
-        """Return mean tokens per second."""
         return self.tokens(training, self.every) / self.every
 
     def switched_tokens(self, training: Sequence[float], seconds: float) -> float:

@@ -91,7 +91,6 @@ class Page:
         return of(values) if values else None
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Sum by the values of one label."""
         sums: dict[str, float] = defaultdict(float)
         for (sample, labels), value in self.values.items():
             if sample == name and (key := dict(labels).get(label)):
@@ -99,7 +98,6 @@ class Page:
         return sums
 
     def models(self) -> list[str]:
-        """Return the names of the models served."""
         names = {dict(labels).get("model_name", "") for _, labels in self.values}
         return sorted(names - {""})
 

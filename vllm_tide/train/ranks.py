@@ -115,7 +115,6 @@ LEADER = 0
 
 
 def encode(batch: PackedBatch) -> tuple[bytes, bytes]:
-    """A batch as JSON and safetensors."""
     teacher = batch.teacher
     listed = vars(teacher) if isinstance(teacher, TopK) else {}
     held = {n: t for n, t in (vars(batch) | listed).items() if isinstance(t, Tensor)}

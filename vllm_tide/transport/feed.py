@@ -115,7 +115,6 @@ class RingFeed:
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        """Feedback of the engine."""
         self._told = self._writer.feedback()
         return self._told
 
@@ -200,7 +199,6 @@ class RunDirSource:
         return self._identities[engine_id]
 
     def open(self, engine_id: str) -> RingFeed:
-        """Attach to an engine."""
         return RingFeed(self._manifests[engine_id])
 
     def gone(self, engine_id: str) -> None:

@@ -222,7 +222,6 @@ class RingWriter:
             self._disabled = "closed" if segment.closed else "truncated"
 
     def count(self, frames: Frames) -> None:
-        """Count what became of records."""
         for code in np.unique(frames.status).tolist():
             rows = frames.metas["rows"][frames.status == code]
             if code != Status.SKIPPED:
