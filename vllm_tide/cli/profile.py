@@ -72,10 +72,7 @@ def print_report(
     """Prints how well the model fits, and what a verify step of n requests costs.
 
     Args:
-        model: The fitted model.
-        report: The fit's report.
         steps: Longest speculative length.
-        max_requests: Largest batch.
         least: Draft passes that run in every step, one on Model Runner V2.
     """
     print(

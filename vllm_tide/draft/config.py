@@ -138,7 +138,7 @@ class Eagle3Config:
             aux_layer_ids=_layer_ids(body, eagle, target),
             target_hidden_size=int(body.get("target_hidden_size") or hidden),
             rms_norm_eps=float(body.get("rms_norm_eps", 1e-6)),
-            rope=_rope(body),
+            rope=read_rope(body),
             fc_norm=bool(body.get("fc_norm", False)),
             norm_output=bool(body.get("norm_output", False)),
             max_position_embeddings=int(body.get("max_position_embeddings", 2048)),
@@ -247,7 +247,8 @@ def _layer_ids(
     return out
 
 
-def _rope(body: dict[str, Any]) -> Rope:
+def read_rope(body: dict[str, Any]) -> Rope:
+    """Rotary embedding of a `config.json`; DraftError if the draft has none such."""
     scaling = body.get("rope_parameters") or body.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_TYPES:

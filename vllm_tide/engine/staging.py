@@ -206,11 +206,7 @@ class HostRows(StagedRows):
 
 
 class HostStage:
-    """Buffers for the rows of several steps, on a CPU.
-
-    Args:
-        max_steps: Steps under way, at most.
-    """
+    """Buffers for the rows of several steps, on a CPU."""
 
     def __init__(self, max_steps: int, layout: RunLayout) -> None:
         self._free = [HostRows(layout, self) for _ in range(max_steps)]

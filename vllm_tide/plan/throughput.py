@@ -86,12 +86,7 @@ class Learning:
     def served(
         self, seconds: float, rate: float, speed: SpeedUp, most: float = math.inf
     ) -> float:
-        """Integrate the speed-up over the first seconds after a shift.
-
-        Args:
-            rate: Trained tokens per second.
-            most: Tokens after which training stops.
-        """
+        """Integrate the speed-up over the first seconds after a shift."""
         best = self.best
         gap = best - self.before
         if seconds <= self.delay or rate <= 0 or gap == 0:

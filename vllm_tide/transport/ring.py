@@ -193,9 +193,6 @@ class RingWriter:
     def create(cls, spec: RingSpec, capacity_bytes: int) -> RingWriter:
         """Create a ring; it is unlinked by :meth:`close`, at the latest at exit.
 
-        Args:
-            capacity_bytes: Room for frames, rounded up to 64 bytes.
-
         Raises:
             TransportError: If the memory is not to be had.
         """
