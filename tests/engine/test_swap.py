@@ -276,7 +276,7 @@ def test_the_servers_log_says_what_is_captured_and_what_changes(models, tmp_path
         while not (found := pattern.findall(log.read_text())):
             assert time.monotonic() < until, (sentence, log.read_text()[-4000:])
             time.sleep(0.05)
-        assert len(found) == 1 or "metrics" in sentence, found
+        assert len(found) == 1, found
 
     with OfflineEngine(started) as engine:
         said(
@@ -296,10 +296,6 @@ def test_the_servers_log_says_what_is_captured_and_what_changes(models, tmp_path
                 time.sleep(0.1)
 
         serve(0)
-        said(
-            r"TIDE metrics: Draft version: 0, Mean drafted length: 3.00, "
-            r"Captured: [\d.]+ rows/s, Dropped: .+, Trainer: (?:collects|none)"
-        )
         publish(writer, weights, 1)
         serve(1)
         said(r"draft 1 is live; pause [\d.]+ ms")
@@ -308,7 +304,6 @@ def test_the_servers_log_says_what_is_captured_and_what_changes(models, tmp_path
         said(
             r"draft 2 is live, a rollback of 1 to the weights of 0 \('slower'\); pause"
         )
-        said("TIDE metrics: Draft version: 2")
         reader.set_collect(False)
         said("the trainer asks for no rows")
         reader.set_collect(True)
