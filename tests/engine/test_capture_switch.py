@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from tests.transport.spool_toys import ToyEngine
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.cli.main import main
-from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.metrics import TideProm
 from vllm_tide.transport.rendezvous import write_manifest
-from vllm_tide.transport.ring import Collect, RingReader, RingWriter
+from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.spool import ReaderState
 from vllm_tide.transport.spool_store import open_store
 
@@ -157,24 +155,6 @@ def test_the_gauge_is_there_where_capture_is():
     for on in (True, False):
         prom.observe({"capture_on": on})
         assert value() == on
-
-
-@pytest.mark.parametrize("wish", [Collect.FULL, Collect.NOTHING])
-def test_a_ring_that_replaces_another_is_as_paused(step, wish):
-    """By a trainer of another host: no file here says so."""
-    tide = object.__new__(WorkerTide)
-    tide._ring, tide.capture = step.ring, step.capture
-    tide._collecting = True
-    tide._losses, tide._lost_drops = Counter(), Counter()
-    step.reader.set_collect(wish)
-    tide._tell_pause(step.ring)
-    step.reader.close()
-    tide._create_ring = lambda: RingWriter.create(step.ring.spec, 1 << 18)
-    tide._replace_ring()
-    step.ring = tide._ring
-    step.reader = RingReader.attach(step.ring.name)
-    assert step.capture.wish is wish
-    assert bool(step.run()) is (wish is Collect.FULL)
 
 
 @pytest.mark.vllm
