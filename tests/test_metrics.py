@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
+from tests.dashboards.known import samples_of
 from vllm_tide import metrics
 from vllm_tide.metrics import TideProm, increments
 from vllm_tide.sidecar.report import StatusCollector, TrainerStatus
@@ -99,7 +100,7 @@ def test_the_reference_has_every_metric_once():
     table = "\n".join(metrics.reference())
     for metric in (*metrics.ENGINE, *metrics.TRAINER):
         assert table.count(f"| {metric.text} |") == 1, metric
-        (first, *_) = metrics.samples_of(metric)
+        (first, *_) = samples_of(metric)
         assert (
             table.count(f"| `{first.removesuffix('_bucket')}` | {metric.kind} |") == 1
         )

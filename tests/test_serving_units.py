@@ -343,8 +343,8 @@ def test_off_makes_nothing():
     class Plain:
         tide = None
 
-    assert make_scheduler(None) is None
-    assert make_scheduler(Plain()) is None
+    assert make_scheduler(None, None) is None
+    assert make_scheduler(Plain(), None) is None
     assert make_prometheus(Plain(), {0: ["m", "0"]}) is None
 
 

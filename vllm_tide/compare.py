@@ -35,8 +35,6 @@ class Run:
     Attributes:
         figures: By name, in the order of the table.
         texts: Prompt length and output by request, where it was served and kept.
-        prompt: Mean length of the prompts.
-        settings: Values of `SETTINGS` as text.
     """
 
     figures: Mapping[str, float]

@@ -324,8 +324,8 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     return list(getattr(root, "model_fields", {}))
 
 
-def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
-    """Dotted key and sentence of each of pydantic's errors about a model."""
+def explained(error: ValidationError, model: Any) -> Iterator[str]:
+    """A sentence for each of pydantic's errors about a model."""
     start = "tide." if model is TideConfig else ""
     for found in error.errors():
         loc = tuple(part for part in found["loc"] if part != "[key]")
@@ -337,7 +337,7 @@ def explained(error: ValidationError, model: Any) -> Iterator[tuple[str, str]]:
             names = ", ".join(known)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {names}."
             said = f"unknown key; {hint}"
-        yield knob, f"{knob}: {said}"
+        yield f"{knob}: {said}"
 
 
 def _why_not_adapt(tide: TideConfig) -> str:
@@ -347,14 +347,9 @@ def _why_not_adapt(tide: TideConfig) -> str:
         return ""
     capture = tide.capture
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
-        knob, value = "enabled", "true"
-        if capture.enabled:
-            knob, value = "consent", "'opt_out' or 'opt_in'"
-            if capture.consent != "off":
-                knob, value = "sample_rate", "a share above 0"
         return (
             f"{how!r} trains on rows of running requests, of which none is captured; "
-            f"set tide.capture.{knob} to {value}, {back}"
+            f"change tide.capture.enabled, consent or sample_rate, {back}"
         )
     if not tide.swap.enabled:
         return f"{how!r} swaps drafts; set tide.swap.enabled to true, {back}"
@@ -374,9 +369,6 @@ def _why_not_adapt(tide: TideConfig) -> str:
 def parse_tide(section: Any) -> TideConfig:
     """Validate a `tide` section.
 
-    Args:
-        section: The JSON value under the key `tide`.
-
     Raises:
         ConfigError: A line for each mistake, a sentence naming the knob.
     """
@@ -390,8 +382,7 @@ def parse_tide(section: Any) -> TideConfig:
     try:
         tide = TideConfig.model_validate(section)
     except ValidationError as error:
-        sentences = (sentence for _, sentence in explained(error, TideConfig))
-        raise ConfigError("\n".join(sentences)) from None
+        raise ConfigError("\n".join(explained(error, TideConfig))) from None
     if why := _why_not_adapt(tide):
         raise ConfigError(f"tide.test_time.adapt: {why}")
     return tide

@@ -26,8 +26,6 @@ class Metric(NamedTuple):
 
     Attributes:
         kind: A counter's samples end in `_total`.
-        name: Without `PREFIX`.
-        text: Help.
         source: Key of the engine's report, or field of `TrainerStatus`; a key of that
             field follows after a dot.
         label: Label beside `LABELS` or `TRAINER_LABELS`; the source is a dictionary.
@@ -283,7 +281,6 @@ def increments(stats: dict[str, Any], seen: dict[Any, float]) -> dict[str, Any]:
     Several API servers add up what each has counted; totals would be counted by all.
 
     Args:
-        stats: Totals.
         seen: Totals of the last report; kept up to date.
     """
     grown = dict(stats)
@@ -395,12 +392,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def samples_of(metric: Metric) -> list[str]:
-    """Names of a metric's samples on `/metrics`."""
-    endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-    return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
 
 
 def reference(metrics: Iterable[Metric] = (*ENGINE, *TRAINER)) -> list[str]:

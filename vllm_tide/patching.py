@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +37,6 @@ VLLM_VERSIONS = (VLLM_VERSION, "0.33.0")
 SUPPORTED = "vLLM " + " or ".join(VLLM_VERSIONS)
 STATE_DIR = ".vllm_tide_patches"
 MANIFEST_FORMAT = 1
-FIELDS = "Why", "Why-Not-Plugin", "Neutral-When", "Guarded-By", "Forwarded", "Drop-When"
 
 Reader = Callable[[str], bytes]
 """Returns the content of a path such as ``vllm/outputs.py``."""
@@ -84,8 +83,7 @@ class Patch:
     """One file of the series: its header, and its hunks by the path they change."""
 
     name: str
-    subject: str
-    fields: Mapping[str, str]
+    header: str
     hunks: Mapping[str, tuple[Hunk, ...]]
     sha256: str
 
@@ -365,7 +363,6 @@ def manifest_path(root: Path) -> Path:
 
 
 def load_manifest(root: Path) -> Manifest:
-    """Reads the manifest of the patch folder ``root``."""
     path = manifest_path(root)
     try:
         raw = json.loads(path.read_text())
@@ -421,16 +418,8 @@ def parse_patch(name: str, data: bytes) -> Patch:
     head, separator, diff = data.partition(b"\ndiff --git ")
     if not separator:
         raise PatchError(f"{name}: no diff.")
-    mail, _, body = head.decode().partition("\n\n")
-    subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", mail, re.M)
-    body = re.sub(r"[ \t]*\n[ \t]+", " ", body)
-    return Patch(
-        name=name,
-        subject=" ".join(subject[1].split()) if subject else "",
-        fields=dict(re.findall(r"^([A-Z][A-Za-z-]+):[ \t]+(.*)$", body, re.M)),
-        hunks=_parse_diff(name, separator[1:] + diff),
-        sha256=sha256(data),
-    )
+    hunks = _parse_diff(name, separator[1:] + diff)
+    return Patch(name, head.decode(), hunks, sha256(data))
 
 
 def _parse_diff(name: str, diff: bytes) -> dict[str, tuple[Hunk, ...]]:
@@ -509,30 +498,3 @@ def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> 
         out += [*lines[done : found[0]], *hunk.after]
         done = found[0] + size
     return b"".join(out + lines[done:])
-
-
-def lint(root: Path, patches: Iterable[Patch]) -> Iterator[str]:
-    """Problems of the series with its files, headers and the law."""
-    names = series_names(root)
-    yield from (f"{name} is in series twice" for name in names if names.count(name) > 1)
-    on_disk = {path.stem for path in manifest_path(root).parent.glob("*.patch")}
-    yield from (f"{name}.patch is not in series" for name in sorted(on_disk - {*names}))
-    for patch in patches:
-        name, fields = patch.name, patch.fields
-        for field in FIELDS:
-            if not fields.get(field):
-                yield f"{name}: header field {field} is missing"
-        slug = re.sub(r"[^a-z0-9]+", "-", patch.subject.lower()).strip("-")
-        if slug != name:
-            yield f"{name}: its subject gives the name {slug}"
-        if not re.match(r"(no|not-needed|https://\S+)$", fields.get("Forwarded", "no")):
-            yield f"{name}: Forwarded is neither no, not-needed nor a link"
-        guards = re.findall(r"[^,\s]+", fields.get("Guarded-By", ""))
-        for guard in guards if (root.parent / "tests").is_dir() else ():
-            if not (root.parent / guard.partition("::")[0]).is_file():
-                yield f"{name}: guard test {guard} does not exist"
-        for path, line in patch.added:
-            if re.match(rb"(from|import)\s+vllm_tide", line):
-                yield f"{name}: {path} imports vllm_tide at module top"
-            if line.rstrip(b"\r\n") != line.rstrip():
-                yield f"{name}: {path} gets trailing white space"

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 logger = logging.getLogger("vllm.tide")
@@ -28,11 +29,7 @@ _TIMEOUT_S = 5
 
 
 class Tracing:
-    """Sends spans.
-
-    Args:
-        tracer: OpenTelemetry's.
-    """
+    """Sends spans."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
@@ -67,9 +64,6 @@ def open_tracing(process: str) -> Tracing | None:
 
     vLLM's own provider where it set one up in this process, so that spans of both come
     from one resource; else one of ours.
-
-    Args:
-        process: "engine" or "trainer".
     """
     if not (os.environ.get(_ENDPOINT) or os.environ.get(_GENERAL)):
         return None
@@ -103,22 +97,16 @@ def _exporter() -> Any:
     """An exporter; the protocol is vLLM's default unless the environment says so."""
     chosen = [value for name in _PROTOCOLS if (value := os.environ.get(name))]
     protocol = chosen[0] if chosen else "grpc"
-    # The exporters read the endpoint from the environment, each by its own rules.
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter as HttpExporter,
-        )
-
-        return HttpExporter(timeout=_TIMEOUT_S)
-    if protocol != "grpc":
+    kind = {"grpc": "grpc", "http/protobuf": "http"}.get(protocol)
+    if kind is None:
         raise ValueError(
             f"{_PROTOCOLS[0]}: {protocol!r} is not supported; use grpc or http/protobuf"
         )
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-        OTLPSpanExporter as GrpcExporter,
-    )
-
-    # As with vLLM `grpc://host` and a bare address are collectors without TLS.
-    endpoint = os.environ.get(_ENDPOINT) or os.environ[_GENERAL]
-    insecure = not endpoint.startswith("https://")
-    return GrpcExporter(insecure=insecure, timeout=_TIMEOUT_S)
+    # The exporters read the endpoint from the environment, each by its own rules.
+    options: dict[str, Any] = {"timeout": _TIMEOUT_S}
+    if kind == "grpc":
+        # As with vLLM `grpc://host` and a bare address are collectors without TLS.
+        endpoint = os.environ.get(_ENDPOINT) or os.environ[_GENERAL]
+        options["insecure"] = not endpoint.startswith("https://")
+    module = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
+    return module.OTLPSpanExporter(**options)

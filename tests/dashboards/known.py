@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.dashboards.promql import metrics_in
-from vllm_tide.metrics import ENGINE, TRAINER, samples_of
+from vllm_tide.metrics import ENGINE, PREFIX, TRAINER, Metric
 
 # vLLM 0.32: attribute that makes a metric -> endings of its samples
 _ENDINGS = {
@@ -18,6 +18,12 @@ _ENDINGS = {
     "_gauge_cls": ("",),
     "_histogram_cls": ("_bucket", "_sum", "_count"),
 }
+
+
+def samples_of(metric: Metric) -> list[str]:
+    """Names of a metric's samples on `/metrics`."""
+    endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+    return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
 
 
 def of_serving() -> set[str]:

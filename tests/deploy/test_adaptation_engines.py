@@ -149,19 +149,18 @@ def test_memory_of_versions_is_bounded(monkeypatch):
     assert feeds.number_of("a", a.installed) == 0
 
 
+NO_ROWS = (
+    "trains on rows of running requests, of which none is captured; change "
+    "tide.capture.enabled, consent or sample_rate"
+)
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (
-            {"capture": {"enabled": False}},
-            "trains on rows of running requests, of which none is captured; set "
-            "tide.capture.enabled to true",
-        ),
-        (
-            {"capture": {"consent": "off"}},
-            "trains on rows of running requests, of which none is captured; set "
-            "tide.capture.consent to 'opt_out' or 'opt_in'",
-        ),
+        ({"capture": {"enabled": False}}, NO_ROWS),
+        ({"capture": {"consent": "off"}}, NO_ROWS),
+        ({"capture": {"sample_rate": 0}}, NO_ROWS),
         (
             {"swap": {"enabled": False}},
             "swaps drafts; set tide.swap.enabled to true",

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from bench.harness.server import free_port
+from tests.dashboards.known import samples_of
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import write_record
 from vllm_tide.deploy.deployment import master_of
 from vllm_tide.draft.checkpoint import canonical_name
-from vllm_tide.metrics import TRAINER, samples_of
+from vllm_tide.metrics import TRAINER
 from vllm_tide.sidecar.report import open_metrics
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.judgement import CycleResult

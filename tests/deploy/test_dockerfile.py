@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.dockerfile_steps import Step, read_steps, stage_chain
-from vllm_tide.cli.trainer import add_parser
+from vllm_tide.cli.trainer import add_arguments
 from vllm_tide.patching import VLLM_VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +122,8 @@ def test_health_check_of_the_trainer_is_a_command_of_ours() -> None:
     program, *words = check.words
     assert program == "vllm-tide"
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(), "status")
-    args = parser.parse_args(words)
+    add_arguments(parser, "status")
+    args = parser.parse_args(words[1:])
     assert args.probe
     patience = next(f for f in check.flags if f.startswith("--timeout="))
     assert args.timeout < int(patience.removeprefix("--timeout=").rstrip("s"))

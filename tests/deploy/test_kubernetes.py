@@ -55,8 +55,8 @@ def named(pod: dict[str, Any], name: str) -> dict[str, Any]:
 
 def parsed(module: Any, words: list[str], *name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    module.add_parser(parser.add_subparsers(), *name)
-    return parser.parse_args(words)
+    module.add_arguments(parser, *name)
+    return parser.parse_args(words[1:])
 
 
 @pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])

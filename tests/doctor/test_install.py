@@ -1,7 +1,6 @@
-"""The installation as it is, and as planted: packages, patches, extension, preload."""
+"""The installation as it is, and as planted: packages, patches, extension."""
 
 import builtins
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,32 +161,3 @@ def test_each_missing_patch_is_named(world):
     assert finding.status is Status.FAILED
     assert finding.sentence.startswith("foreign: vllm/a.py")
     assert "Reinstall vLLM" in finding.advice
-
-
-def test_preload(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    monkeypatch.setattr(install.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    omp, other = tmp_path / "libiomp5.so", tmp_path / "libtcmalloc_minimal.so.4"
-    for library in (omp, other):
-        library.write_bytes(b"")
-
-    def judged(value):
-        monkeypatch.setenv("LD_PRELOAD", str(value))
-        finding = examined(None, "preload")
-        return finding.status, finding.sentence + finding.advice
-
-    assert judged(f"{other}:{omp}")[0] is Status.OK
-    for value, part in (
-        ("", "scripts/env.sh"),
-        ("", "pip install intel-openmp"),
-        (other, "is not preloaded"),
-        (tmp_path / "gone" / "libiomp5.so", "does not exist"),
-    ):
-        status, text = judged(value)
-        assert status is Status.WARNING
-        assert part in text
-    monkeypatch.setattr(install.platform, "machine", lambda: "aarch64")
-    assert judged("")[0] is Status.SKIPPED
-    monkeypatch.setattr(install, "vllm_device", lambda: "cuda")
-    assert judged("")[0] is Status.SKIPPED

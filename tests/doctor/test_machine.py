@@ -1,4 +1,4 @@
-"""Shared memory, directories, GPUs, spool: real ones, planted faults."""
+"""Shared memory, directories, device, spool: real ones, planted faults."""
 
 import os
 import time
@@ -107,45 +107,20 @@ def test_another_user_s_run_directory_fails(tmp_path):
     assert "12345" in sentence
 
 
-CPU = TorchBuild("2.13.0+cpu", None, None)
-CUDA = TorchBuild("2.13.0", "13.0", None)
-ROCM = TorchBuild("2.13.0", None, "7.0")
-ONE = "echo 'NVIDIA H200, 143771 MiB, 580.95'"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "script", "status", "part"),
+    ("cuda", "device", "status"),
     [
-        (CUDA, f"{ONE}; {ONE}", Status.OK, "580.95; NVIDIA H200, 143771 MiB"),
-        (CUDA, "true", Status.FAILED, "built for CUDA 13.0 and no GPU"),
-        (CUDA, "exit 9", Status.WARNING, "CalledProcessError"),
-        (CPU, None, Status.SKIPPED, "built for the CPU"),
+        (None, "cpu", Status.OK),
+        ("13.0", "cuda:1", Status.OK),
+        (None, "cuda:1", Status.FAILED),
     ],
 )
-def test_nvidia_gpus(tmp_path, monkeypatch, build, script, status, part):
-    monkeypatch.setenv("PATH", f"{tmp_path}")
-    if script is not None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-    monkeypatch.setattr(machine, "torch_build", lambda: build)
-    finding = examined(make_subject(tmp_path), "gpus")
-    assert finding.status is status, finding
-    assert part in finding.sentence
-
-
-def test_amd_gpus_and_a_trainer_s_device_without_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "torch_build", lambda: ROCM)
-    monkeypatch.setattr(machine, "KFD", tmp_path / "kfd")
-    assert examined(make_subject(tmp_path), "gpus").status is Status.FAILED
-    (tmp_path / "kfd").write_text("")
-    assert examined(make_subject(tmp_path), "gpus").status is Status.OK
-    monkeypatch.setattr(machine, "torch_build", lambda: CPU)
-    subject = make_subject(tmp_path, {"train": {"device": "cuda:1"}})
-    finding = examined(subject, "gpus")
-    assert finding.status is Status.FAILED
-    assert finding.sentence.startswith("tide.train.device is cuda:1 and torch is built")
+def test_a_trainer_s_device_needs_its_build_of_torch(
+    tmp_path, monkeypatch, cuda, device, status
+):
+    monkeypatch.setattr(machine, "torch_build", lambda: TorchBuild("2.13", cuda, None))
+    subject = make_subject(tmp_path, {"train": {"device": device}})
+    assert examined(subject, "trainer_device").status is status
 
 
 def spool(url):

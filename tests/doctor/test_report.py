@@ -65,7 +65,7 @@ def test_a_whole_report_is_in_order_gives_advice_and_leaves_nothing(tmp_path):
     names = [finding.name for finding in findings]
     assert names[:2] == ["Python", "vLLM"]
     assert names[-2:] == ["state directory", "spool"]
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 16
     for finding in findings:
         assert finding.sentence.endswith("."), finding
         if finding.status in (Status.WARNING, Status.FAILED):

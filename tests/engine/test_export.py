@@ -61,8 +61,8 @@ def run_export(*words: object) -> int:
     import argparse
 
     parser = argparse.ArgumentParser()
-    export.add_parser(parser.add_subparsers(dest="command"))
-    return export.run(parser.parse_args(["export", *map(str, words)]))
+    export.add_arguments(parser)
+    return export.run(parser.parse_args(list(map(str, words))))
 
 
 def cached(target: Path, folder: Path) -> Path:

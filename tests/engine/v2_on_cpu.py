@@ -49,9 +49,8 @@ def verify_adaptively(
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
 
-    from vllm_tide.engine import arguments, verification
+    from vllm_tide.engine import verification
 
-    arguments.check_adaptive = lambda control, target: None
     VllmConfig._validate_adaptive_verification = lambda self: None
     upstream.get_varlen_cudagraph_unsupported_backend = lambda *args, **kwargs: None
     upstream._assign_draft_token_budget_compiled = upstream._assign_draft_token_budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +15,38 @@ from vllm_tide.cli import main as cli
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_patch_keeps_the_law() -> None:
-    patches = patching.load_series(ROOT / "patches")
-    assert patches
-    assert list(patching.lint(ROOT / "patches", patches)) == []
+PATCHES = patching.load_series(ROOT / "patches")
+FIELDS = "Why", "Why-Not-Plugin", "Neutral-When", "Guarded-By", "Forwarded", "Drop-When"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_every_patch_keeps_the_law(patch: patching.Patch) -> None:
+    mail, _, body = patch.header.partition("\n\n")
+    subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", mail, re.M)
+    assert subject is not None
+    words = " ".join(subject[1].split()).lower()
+    assert re.sub(r"[^a-z0-9]+", "-", words).strip("-") == patch.name
+    body = re.sub(r"[ \t]*\n[ \t]+", " ", body)
+    fields = dict(re.findall(r"^([A-Z][A-Za-z-]+):[ \t]+(.*)$", body, re.M))
+    assert all(fields.get(name) for name in FIELDS)
+    assert re.match(r"(no|not-needed|https://\S+)$", fields["Forwarded"])
+    for guard in re.findall(r"[^,\s]+", fields["Guarded-By"]):
+        assert (ROOT / guard.partition("::")[0]).is_file(), guard
+    for _, line in patch.added:
+        assert not re.match(rb"(from|import)\s+vllm_tide", line)
+        assert line.rstrip(b"\r\n") == line.rstrip()
+
+
+def test_series_names_each_file_once() -> None:
+    names = patching.series_names(ROOT / "patches")
+    files = patching.manifest_path(ROOT / "patches").parent.glob("*.patch")
+    assert sorted(names) == sorted(path.stem for path in files)
 
 
 def test_manifest_is_of_this_series() -> None:
     manifest = patching.load_manifest(ROOT / "patches")
-    patches = patching.load_series(ROOT / "patches")
-    assert manifest["patches"] == {patch.name: patch.sha256 for patch in patches}
-    assert manifest["files"].keys() == {path for p in patches for path in p.hunks}
+    assert manifest["patches"] == {patch.name: patch.sha256 for patch in PATCHES}
+    assert manifest["files"].keys() == {path for p in PATCHES for path in p.hunks}
 
 
 @pytest.mark.vllm

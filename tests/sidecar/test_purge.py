@@ -125,8 +125,8 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
 
 def call(run_dir, *more):
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(dest="command"), "purge")
-    args = parser.parse_args(["purge", "--run-dir", str(run_dir), *more])
+    command.add_arguments(parser, "purge")
+    args = parser.parse_args(["--run-dir", str(run_dir), *more])
     return command.run(args)
 
 

@@ -429,10 +429,10 @@ from vllm_tide.cli import relay
 from vllm_tide.transport import spool_writer
 spool_writer.SHARD_SECONDS = 0.05
 parser = argparse.ArgumentParser()
-relay.add_parser(parser.add_subparsers())
+relay.add_arguments(parser)
 sys.exit(relay.run(parser.parse_args(sys.argv[1:])))
 '''
-relay = subprocess.Popen([sys.executable, "-c", code, "relay", "--run-dir",
+relay = subprocess.Popen([sys.executable, "-c", code, "--run-dir",
     str(engine.run_dir), "--engine", sys.argv[3]])
 print("up", flush=True)
 deadline = time.monotonic() + 60

@@ -216,8 +216,8 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
 
 def relay_command(*argv):
     parser = argparse.ArgumentParser()
-    cli_relay.add_parser(parser.add_subparsers())
-    return cli_relay.run(parser.parse_args(["relay", *argv]))
+    cli_relay.add_arguments(parser)
+    return cli_relay.run(parser.parse_args(argv))
 
 
 def test_the_command_says_what_is_missing(engines, tmp_path, capsys, monkeypatch):

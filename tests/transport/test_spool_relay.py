@@ -161,9 +161,9 @@ def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
     (tmp_path / "file").write_text("")
     mend.append(lambda: (engine.run_dir / "engine-e1.json").unlink())
     parser = argparse.ArgumentParser()
-    cli_relay.add_parser(parser.add_subparsers())
+    cli_relay.add_arguments(parser)
     told = ["--run-dir", str(engine.run_dir), "--spool", str(tmp_path / "file")]
-    assert cli_relay.run(parser.parse_args(["relay", *told])) == 0
+    assert cli_relay.run(parser.parse_args(told)) == 0
     assert slept == [1, 2, 4, 8, 16, 30, 30]
     assert live_keepers(engine.run_dir) == set()
 

@@ -22,11 +22,7 @@ FIRST_SECONDS, MOST_SECONDS = 60.0, 3600.0
 
 
 class Suspension:
-    """Time for which a failed part is left out: 1, 2, 4, ... minutes, at most an hour.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Time for which a failed part is left out: 1, 2, 4 ... minutes, at most 60."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -50,9 +46,6 @@ class Suspension:
 
 class Guard:
     """Runs callables and contains whatever they raise.
-
-    Args:
-        clock: Monotonic seconds.
 
     Attributes:
         tripped: True after `LIMIT` faults within an hour, until `retry`: calls of `run`

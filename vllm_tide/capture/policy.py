@@ -155,12 +155,6 @@ class RowBudget:
     rows at such a rate that it can take those of one request more. The rate is what it
     took while the ring was not empty, or all that came while it was; it is tried out
     upwards in small steps, as admitted requests cannot be taken back.
-
-    Args:
-        clock: Monotonic seconds.
-
-    Attributes:
-        staged: Bytes on their way to the ring.
     """
 
     FILL, SAFE, GROWTH, SECONDS = 0.75, 0.4, 1.1, 2.0

@@ -54,7 +54,6 @@ class Recorder:
     Args:
         ring: Where records go; it drops and counts what does not fit.
         tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
-        threaded: Write from a thread of its own.
 
     Attributes:
         rows: Rows written to the ring so far, those of metadata-only records left out.
@@ -133,11 +132,7 @@ class Recorder:
         self._salted.update(req_ids)
 
     def _admit(self, req_id: str, params: Any, supported: bool) -> Ticket:
-        """Decide about a new request, and count why it is not captured.
-
-        Args:
-            params: vLLM's `SamplingParams`, or None.
-        """
+        """Decide about a new request, and count why it is not captured."""
         extra = params.extra_args if params is not None else None
         ticket = self._policy.admit(extra, supported, req_id in self._salted)
         ticket.sampled = params is not None and params.temperature > 1e-5
@@ -147,11 +142,7 @@ class Recorder:
         return ticket
 
     def _end_records(self, tickets: list[Ticket], counts: list[int]) -> None:
-        """Nothing may leave now: of these requests nothing ever will again.
-
-        Args:
-            counts: Rows of each, in this step.
-        """
+        """Nothing may leave now: of these requests nothing ever will again."""
         ended = [ticket for ticket in tickets if ticket.refusal is None]
         for ticket in ended:
             ticket.refusal = "paused"
@@ -161,11 +152,7 @@ class Recorder:
                 self.dropped["paused"] += count
 
     def _takes(self, ticket: Ticket | None, count: int, prompt: int) -> bool:
-        """True if full rows of a request are to be staged; see `RowBudget`.
-
-        Args:
-            count: Its rows in this step, at most.
-        """
+        """True if full rows of a request are to be staged; see `RowBudget`."""
         if ticket is None:
             return False
         if ticket.refusal is None:

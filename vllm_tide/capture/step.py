@@ -84,7 +84,6 @@ class Step:
         cost: For capture: `Record.cost`, once control has learnt of the step.
         verify_chance: `Record.verify_chance` of requests that `explored` does not name.
         explored: The same of drafts that only exploration verified, by request.
-        number: Which step it is.
         memory: bool [n], whether the verified drafts were the memory's instead of
             the draft's, once control has learnt of the step; None: nobody's were.
         ended: Requests that were known to have ended when the next step began; None
@@ -162,12 +161,9 @@ class RequestRows:
     Attributes:
         low: First row of each among the staged ones.
         first: The same among `Step.token_ids`.
-        count: Its rows, without padding.
         drafts: Drafted tokens, in the last of them.
         padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
             their rows say nothing about the model.
-        start: Position of its first row.
-        logit_end: End of its rows in the logits, padding included.
         committed: Tokens that were sampled; 0 for a prefill chunk that is not the last.
         next_token: The sampled one that follows the last real row (a placeholder may be
             accepted by chance); -1 if nothing was sampled.
@@ -197,7 +193,6 @@ def lay_out(
 
     Args:
         topk: k of the ring's teacher; 0 if that is the hidden state.
-        max_rows: Rows from which on a record is split.
 
     Returns:
         The records, and int64 [records], which request each is of.

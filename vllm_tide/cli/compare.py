@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from vllm_tide.cli import fail
+from vllm_tide.cli import fail, write_json
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "compare",
-        help="compare two results of `vllm bench serve`",
-        description="A and B are folders of JSON that `vllm bench serve --save-result "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A and B are folders of JSON that `vllm bench serve --save-result "
         "--save-detailed` writes, or single files; with fewer than two files each "
-        "there is no verdict.",
+        "there is no verdict."
     )
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="how you serve now")
     add("b", type=Path, metavar="B", help="how you might serve")
     add("--json", type=Path, metavar="OUT", help="write the figures, too")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,9 +34,4 @@ def run(args: argparse.Namespace) -> int:
     # Half a character, in a name or a model_id, cannot be written.
     text = "\n".join(lines(result)).encode("utf-8", "backslashreplace")
     print(text.decode("utf-8"))
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            return fail(f"--json {args.json}: {error.strerror or error}.")
-    return 0
+    return write_json(args.json, result)

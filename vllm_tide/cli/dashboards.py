@@ -9,32 +9,23 @@ from vllm_tide.cli import fail
 from vllm_tide.dashboards import FORMATS, RUNBOOKS, exported
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "dashboards", help="write the Grafana boards and the Prometheus rules"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = actions.add_parser("export", help="write them to a directory")
-    export.add_argument("directory", type=Path, metavar="DIR", help="made if missing")
-    export.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="grafana",
-        help="grafana: boards, rules and runbooks as plain files (default); configmap: "
-        "the boards for Grafana's sidecar; prometheusrule: the rules for Prometheus "
-        "Operator",
+    add = export.add_argument
+    add("directory", type=Path, metavar="DIR", help="made if missing")
+    text = (
+        "grafana: boards, rules and runbooks as plain files (default); configmap: the "
+        "boards for Grafana's sidecar; prometheusrule: the rules for Prometheus "
+        "Operator"
     )
-    export.add_argument(
-        "--runbooks",
-        default=RUNBOOKS,
-        metavar="URL",
-        help=f"where alerts' runbook_url leads; #ALERT follows (default: {RUNBOOKS}, "
-        "beside the plain files; without it a prometheusrule has no runbook_url)",
+    add("--format", choices=FORMATS, default="grafana", help=text)
+    text = (
+        f"where alerts' runbook_url leads; #ALERT follows (default: {RUNBOOKS}, beside "
+        "the plain files; without it a prometheusrule has no runbook_url)"
     )
-    export.add_argument(
-        "--force", action="store_true", help="overwrite files that are there"
-    )
-    parser.set_defaults(run=run)
+    add("--runbooks", default=RUNBOOKS, metavar="URL", help=text)
+    add("--force", action="store_true", help="overwrite files that are there")
 
 
 def run(args: argparse.Namespace) -> int:

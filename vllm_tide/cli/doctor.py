@@ -6,32 +6,24 @@ import argparse
 from pathlib import Path
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check installation, configuration and machine",
-        description="Checks versions, patches, configuration, draft, shared memory, "
-        "directories, GPUs and spool. Changes nothing, loads no weights, fetches "
-        "nothing.",
-        epilog="Exit status: 0 nothing failed (1 with --strict, where there are "
-        "warnings), 2 something failed. Checks that do not apply are skipped.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Checks versions, patches, configuration, draft, shared memory, directories, "
+        "device and spool. Changes nothing, loads no weights, fetches nothing."
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="what --speculative-config would be given: JSON or YAML, or inline JSON",
+    parser.epilog = (
+        "Exit status: 0 nothing failed (1 with --strict, where there are warnings), 2 "
+        "something failed. Checks that do not apply are skipped."
     )
-    parser.add_argument(
-        "--model",
-        metavar="TARGET",
-        help="the target, to compare the draft with (a few seconds more)",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, help="by default the configuration's, else the usual"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--strict", action="store_true", help="exit 1 on warnings")
-    parser.set_defaults(run=run)
+    add = parser.add_argument
+    text = "what --speculative-config would be given: JSON or YAML, or inline JSON"
+    add("--config", metavar="FILE", help=text)
+    text = "the target, to compare the draft with (a few seconds more)"
+    add("--model", metavar="TARGET", help=text)
+    text = "by default the configuration's, else the usual"
+    add("--run-dir", type=Path, help=text)
+    add("--json", action="store_true", help="print JSON")
+    add("--strict", action="store_true", help="exit 1 on warnings")
 
 
 def run(args: argparse.Namespace) -> int:

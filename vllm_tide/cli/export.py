@@ -29,14 +29,12 @@ from vllm_tide.transport.weights import WeightsSegment
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="write a trained draft as a directory that vLLM serves",
-        description="Writes weights, configuration and a model card of measured "
-        "figures. Without --engine, --from and --state-dir the newest running engine's "
-        "live draft is taken. Kept drafts carry no configuration: with --state-dir it "
-        "is read from the running engine's draft, or from --from and --target.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes weights, configuration and a model card of measured figures. Without "
+        "--engine, --from and --state-dir the newest running engine's live draft is "
+        "taken. Kept drafts carry no configuration: with --state-dir it is read from "
+        "the running engine's draft, or from --from and --target."
     )
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="must be empty")
@@ -53,7 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--target", help="hub name, written down, or directory")
     text = "draft length written down"
     add("--num-speculative-tokens", type=int, help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

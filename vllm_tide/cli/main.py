@@ -23,10 +23,10 @@ COMMANDS = (
     ("rollback", "Serve the draft before the newest one again."),
     ("pause", "Stop training and capture until `resume`."),
     ("resume", "Train and capture again after `pause`."),
-    ("capture", "Switch capture on or off in running engines."),
+    ("capture", "Switch capture on or off in every engine of a run directory."),
     ("relay", "Carry records and drafts between an engine and a spool."),
     ("export", "Write a draft as a checkpoint that vLLM serves."),
-    ("purge", "Make the running trainers forget captured data."),
+    ("purge", "Make the running trainers and relays forget captured data."),
     ("compare", "Compare two results of `vllm bench serve`."),
     ("plan", "Say on which accelerators to train, if at all."),
     ("profile", "Measure forward times for speculation control."),
@@ -68,24 +68,21 @@ def _main(argv: Sequence[str] | None) -> int:
     near = difflib.get_close_matches(str(wanted), names, n=1)
     if near and wanted not in names:
         parser.error(f"no command {wanted!r}; did you mean {near[0]!r}?")
-    runners = {}
     for name, summary in COMMANDS:
+        command = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
             given = [name] if name in TO_TRAINERS else []
             module = import_module(f"vllm_tide.cli.{'trainer' if given else name}")
-            module.add_parser(subparsers, *given)
-            runners[name] = module.run
-        else:
-            subparsers.add_parser(name, help=summary)
+            module.add_arguments(command, *given)
+            command.set_defaults(run=module.run)
     if not argv:
         parser.print_help()
         return 2
     args = parser.parse_args(argv)
-    return int(runners[args.command](args))
+    return int(args.run(args))
 
 
 def version() -> str:
-    """The installed version of this package."""
     try:
         return metadata.version("vllm-tide")
     except metadata.PackageNotFoundError:

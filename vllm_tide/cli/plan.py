@@ -6,20 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_tide.cli import fail
+from vllm_tide.cli import fail, write_json
 
 NOT_TO_TRAIN = 3
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="say on which accelerators to train, if at all",
-        description="Compares serving without speculation, with a draft that is never "
-        "trained, and with one that is trained on accelerators of its own, on a share "
-        "of one that serves, or on some that serve again once it has learnt.",
-        epilog="Exit status: 0 train, 3 do not, 2 an input is wrong.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares serving without speculation, with a draft that is never trained, and "
+        "with one that is trained on accelerators of its own, on a share of one that "
+        "serves, or on some that serve again once it has learnt."
     )
+    parser.epilog = "Exit status: 0 train, 3 do not, 2 an input is wrong."
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cluster", type=Path, metavar="FILE", help="see --example")
     what.add_argument("--example", action="store_true", help="print a cluster file")
@@ -27,7 +25,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     what.add_argument("--paper-check", action="store_true", help=text)
     text = "write the plan as JSON, too"
     parser.add_argument("--json", type=Path, metavar="OUT", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,13 +42,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return fail(error)
     print(*text(plan), sep="\n")
-    if args.json:
-        content = json.dumps(plan.to_json(), indent=1)
-        try:
-            args.json.write_text(content + "\n", encoding="utf-8")
-        except OSError as error:
-            return fail(f"--json {args.json}: {error.strerror or error}.")
-    return 0 if plan.train else NOT_TO_TRAIN
+    status = write_json(args.json, plan.to_json())
+    return status if status or plan.train else NOT_TO_TRAIN
 
 
 def _paper_check() -> int:

@@ -16,12 +16,10 @@ TABLE_CONTEXT = 256
 TABLE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure the models' forward times for speculation control",
-        epilog="Options of `vllm serve` that change timing (parallelism, "
-        "--max-num-seqs, --enforce-eager, ...) go after `--`.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Options of `vllm serve` that change timing (parallelism, --max-num-seqs, "
+        "--enforce-eager, ...) go after `--`."
     )
     add = parser.add_argument
     add("--model", required=True, help="the target")
@@ -33,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--quick", action="store_true", help=text)
     add("--seconds", type=float, help="time to spend on measuring")
     add("serve_args", nargs="*", metavar="-- SERVE_ARGS")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,10 +72,7 @@ def print_report(
     """Prints how well the model fits, and what a verify step of n requests costs.
 
     Args:
-        model: The fitted model.
-        report: The fit's report.
         steps: Longest speculative length.
-        max_requests: Largest batch.
         least: Draft passes that run in every step, one on Model Runner V2.
     """
     print(

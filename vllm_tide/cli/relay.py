@@ -29,9 +29,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
 """A spool that cannot be reached is tried again after this long, twice that, ..."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    text = "carry records and drafts between an engine and a spool"
-    parser = subparsers.add_parser("relay", help=text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "directory or fsspec URL; the engine's tide.spool.url if absent"
     add("--spool", help=text)
@@ -39,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--run-dir", type=Path, help="where the engine announced itself")
     text = "wait for an engine, again when it dies"
     add("--wait", action="store_true", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

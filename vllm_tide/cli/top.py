@@ -12,42 +12,25 @@ import time
 from pathlib import Path
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "top",
-        help="watch engines and trainers live",
-        description="Says first if adaptation helps, then what servers, engines and "
-        "trainers do. Without --url only what shared memory and the trainers' status "
-        "files say.",
-        epilog="Ctrl-C quits. Where the output is no terminal a plain screen is "
-        "printed every interval. Exit status of --once: 0, or 1 when nobody is there.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says first if adaptation helps, then what servers, engines and trainers do. "
+        "Without --url only what shared memory and the trainers' status files say."
     )
-    parser.add_argument(
-        "--run-dir", type=Path, help="where engines on this host announced themselves"
+    parser.epilog = (
+        "Ctrl-C quits. Where the output is no terminal a plain screen is printed every "
+        "interval. Exit status of --once: 0, or 1 when nobody is there."
     )
-    parser.add_argument(
-        "--url",
-        action="append",
-        type=_address,
-        default=[],
-        help="server whose /metrics is read (http://localhost:8000); repeatable",
-    )
-    parser.add_argument(
-        "--interval",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="time between two looks (2)",
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="look twice, an interval apart, print one plain screen and exit",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, an object a line"
-    )
-    parser.set_defaults(run=run)
+    add = parser.add_argument
+    text = "where engines on this host announced themselves"
+    add("--run-dir", type=Path, help=text)
+    text = "server whose /metrics is read (http://localhost:8000); repeatable"
+    add("--url", action="append", type=_address, default=[], help=text)
+    text = "seconds between two samples (2)"
+    add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
+    text = "sample twice, an interval apart, print one plain screen and exit"
+    add("--once", action="store_true", help=text)
+    add("--json", action="store_true", help="print JSON, an object a line")
 
 
 def run(args: argparse.Namespace) -> int:

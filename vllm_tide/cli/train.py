@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("train", help="train the draft of running engines")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", help="JSON file or text: overrides the engine's")
     add("--engine", help="only this engine or group; else all that fit")
@@ -34,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--once", action="store_true", help="end after one cycle")
     text = "wait for an engine, again when it dies"
     add("--wait", action="store_true", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

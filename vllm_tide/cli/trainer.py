@@ -32,31 +32,16 @@ Counts = dict[purge.Keeper, Counter[str]]
 EXIT_REFUSED, EXIT_ERROR = 1, 2
 MOST_SECONDS = 86400
 POLL_S = 0.2
-# Name: text and epilog of the help.
-COMMANDS = {
-    "status": (
-        "say what the running trainers do",
-        "The trainer itself answers, so its loop turns. `top` watches engines and "
-        "servers too.",
-    ),
-    "rollback": (
-        "serve the draft before the newest one again",
-        "The canary does this by itself when served acceptance falls. Training goes on "
-        "from the older draft after two cycles; `pause` keeps it "
-        "from publishing another.",
-    ),
-    "pause": (
-        "stop training and capture until `resume`",
-        "Nothing leaves the engine then, token ids neither, so a draft on trial is "
-        "judged after `resume`. The pause outlives a restart.",
-    ),
-    "resume": ("train and capture again after `pause`", ""),
-    "capture": (
-        "switch capture on or off in every engine of a run directory",
-        "They follow within a second, with or without a trainer, and so do those that "
-        "start later. Exit status: 0, or 1 when no engine is there.",
-    ),
-    "purge": ("make the running trainers and relays forget captured data", ""),
+EPILOGS = {
+    "status": "The trainer itself answers, so its loop turns. `top` watches engines "
+    "and servers too.",
+    "rollback": "The canary does this by itself when served acceptance falls. Training "
+    "goes on from the older draft after two cycles; `pause` keeps it from publishing "
+    "another.",
+    "pause": "Nothing leaves the engine then, token ids neither, so a draft on trial "
+    "is judged after `resume`. The pause outlives a restart.",
+    "capture": "They follow within a second, with or without a trainer, and so do "
+    "those that start later. Exit status: 0, or 1 when no engine is there.",
 }
 TENANT = "of this tenant (vllm_xargs: tide_tenant)"
 TENANT_ID = """the same by id, for a trainer on another host: the id is printed by
@@ -66,12 +51,9 @@ SPOOL = "directory or fsspec URL: also remove the shards that hold such data"
 PROBE = "exit 0 as well while no engine is there: a trainer that waits is healthy"
 
 
-def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
-    """Adds one of the commands to the command line."""
-    text, epilog = COMMANDS[name]
-    about = None if name == "purge" else text[0].upper() + text[1:] + "."
-    parser = subparsers.add_parser(name, help=text, description=about, epilog=epilog)
-    parser.set_defaults(run=run, command=name)
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.epilog = EPILOGS.get(name)
+    parser.set_defaults(command=name)
     add = parser.add_argument
     if name == "purge":
         whose = parser.add_mutually_exclusive_group().add_argument
@@ -82,11 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction, name: str) -> None:
     if name == "purge":
         add("--state-dir", help=STATE_DIR)
         add("--spool", help=SPOOL)
-        patience = "seconds to wait for the answers"
-        add("--timeout", type=_seconds, default=60.0, help=patience)
-    else:
-        patience = "seconds to wait for an answer"
-        add("--timeout", type=_seconds, default=30.0, help=patience)
+    default = 60.0 if name == "purge" else 30.0
+    text = "seconds to wait for the answers"
+    add("--timeout", type=_seconds, default=default, help=text)
     if name == "capture":
         add("wanted", choices=("on", "off"), metavar="on|off")
     if name == "status":

@@ -85,12 +85,10 @@ class ControlSettings:
 
     Attributes:
         k_max: Most draft tokens of a request in a decode step.
-        min_gain, probe_share: As in `tide.control`.
         verify: Choose the verified set by value; False sends every drafted token
             (ablation).
         explore: Verify whole drafts now and then, within half of `probe_share`, and in
             trials; False where what `choose` says is not what is verified.
-        max_requests: Number of request slots.
     """
 
     k_max: int = 7

@@ -301,7 +301,6 @@ class RequestOffsets:
             slots: int64 [n], each at most once.
             values: float64 [3, most, n]: z, log-odds and probability of acceptance.
             survival: float32 [most, n].
-            steps: Draft steps that the round had.
             answers: int64 [m] each: places among the n, tokens verified and accepted.
 
         Returns:

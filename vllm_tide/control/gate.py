@@ -179,7 +179,6 @@ class Gate:
 
         Args:
             cost: Seconds that are expected to be lost; 0: no share is waited for.
-            now: As in `decide`.
         """
         self.unchecked += 1
         share = _CHECK_SHARE * self._share(self._checks[self.size])
@@ -216,7 +215,6 @@ class AgainstPlain:
 
     Attributes:
         plain_s: Predicted seconds of plain decoding that emits the same tokens.
-        round_s: Measured seconds.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,6 @@ class SloBook:
         Args:
             slots: int64 [n]. Slots before their first token are started by it.
             emitted: int64 [n], tokens of this step; may be 0.
-            now: Time (s).
         """
         if not self._used:
             return
@@ -76,7 +75,6 @@ class SloBook:
 
         Args:
             slots: int64 [n].
-            now: Time (s).
 
         Returns:
             float64 [n]; inf without a budget or before the first token; below the

@@ -53,9 +53,6 @@ class Canary:
     """Trials of new drafts, one after another, on one or many engines.
 
     Versions are the trainer's numbers, the same for all engines (`feeds.py`).
-
-    Attributes:
-        comparison: Latest comparison of the trial under way or the last one.
     """
 
     def __init__(self, config: DeployConfig) -> None:

@@ -29,11 +29,7 @@ from vllm_tide.deploy.served import ServedRequest
 
 
 class Averages:
-    """Short and long exponential average (TIDE, algorithm 1).
-
-    Attributes:
-        short: NaN until started, as `long` is.
-    """
+    """Short and long exponential average (TIDE, algorithm 1)."""
 
     def __init__(self, short_decay: float, long_decay: float, init_values: int) -> None:
         self.short_decay, self.long_decay = short_decay, long_decay

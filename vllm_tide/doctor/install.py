@@ -1,13 +1,11 @@
-"""Checks of the installation: versions, patches, extension, preloaded libraries."""
+"""Checks of the installation: versions, patches, extension."""
 
 from __future__ import annotations
 
 import ast
-import mmap
 import os
 import platform
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_tide import patching
-from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
+from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped
 from vllm_tide.patching import SUPPORTED, PatchError, load_series, patches_root
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ _INSTALL = "Install again with scripts/install.sh, or the named version with pip
 _REINSTALL = "Reinstall vLLM, then run 'vllm-tide patch apply'."
 _APPLY = "Run 'vllm-tide patch apply' before the server is started again."
 _BUILD = "scripts/install.sh builds it (needs g++); or 'pip install .' in the checkout."
-_PRELOAD = "'. scripts/env.sh' before 'vllm serve'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,43 +187,12 @@ def _missing_patches(files: Mapping[str, str], vllm: Path, root: Path) -> Iterat
 
 @check("extension")
 def extension(subject: Subject) -> Finding:
-    """Try the C++ functions that rings and weights segments rest on."""
+    """Check that the C++ functions load and that checksums are right."""
     try:
         from vllm_tide import _shm
     except ImportError as error:
         return failed(f"vllm_tide._shm does not load: {error}.", _BUILD)
-    with mmap.mmap(-1, mmap.PAGESIZE) as shared, memoryview(shared) as words:
-        _shm.store(words, 64, 5)
-        steps = (
-            ("fetch_add", _shm.fetch_add(words, 64, 2) == 5),
-            ("compare_exchange", bool(_shm.compare_exchange(words, 64, 7, 9))),
-            ("load", _shm.load(words, 64) == 9 and _shm.load(words, 0) == 0),
-            ("crc32c", _shm.crc32c(_CRC_INPUT) == _CRC),
-        )
-    if wrong := [name for name, correct in steps if not correct]:
-        return failed(f"Wrong results from {', '.join(wrong)}.", _BUILD)
+    if _shm.crc32c(_CRC_INPUT) != _CRC:
+        return failed("Wrong results from crc32c.", _BUILD)
     how = "in hardware" if _shm.crc32c_is_hardware() else "by table"
-    return ok(f"Loads; atomics work, CRC-32C {how}.")
-
-
-@check("preload")
-def preload(subject: Subject) -> Finding:
-    """Check LD_PRELOAD, which a server started from this shell inherits."""
-    if vllm_device() != "cpu":
-        return skipped("Only the CPU backend needs one.")
-    if platform.machine() != "x86_64":
-        return skipped("Intel OpenMP is for x86-64.")
-    names = re.split(r"[: ]", os.environ.get("LD_PRELOAD", ""))
-    if gone := [name for name in names if name[:1] == "/" and not os.path.isfile(name)]:
-        return warning(
-            f"LD_PRELOAD names {', '.join(gone)}, which does not exist.",
-            f"Correct it, or run {_PRELOAD}.",
-        )
-    if not any(Path(name).name.startswith(("libiomp", "libomp")) for name in names):
-        installed = (Path(sys.prefix) / "lib" / "libiomp5.so").is_file()
-        first = "" if installed else "pip install intel-openmp, then "
-        return warning(
-            "Intel OpenMP is not preloaded: the engine's kernels run slower.",
-            f"{first}{_PRELOAD}.",
-        )
-    return ok("Intel OpenMP is preloaded.")
+    return ok(f"Loads; CRC-32C {how}.")

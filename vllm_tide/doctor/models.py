@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_tide.config import ConfigError
-from vllm_tide.doctor.install import vllm_device
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    """Read the `config.json` of a model."""
     path = directory / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -124,22 +122,6 @@ def configuration(subject: Subject) -> Iterator[Finding]:
         yield ok(
             f"Valid: control {tide.control.policy}, {ring}, trainer {trainer}{swaps}."
         )
-
-
-@check("device")
-def device(subject: Subject) -> Finding:
-    """Ask the server's own check about the device that vLLM was built for."""
-    from vllm_tide.engine.arguments import check_device
-
-    name = vllm_device()
-    if not name:
-        return skipped("vLLM's build is not known.")
-    try:
-        # V2 on a GPU as a plain `vllm serve` has it; ROCm is "cuda" to vLLM.
-        check_device("cpu" if name == "cpu" else "cuda", v2=name != "cpu")
-    except ConfigError as error:
-        return failed(str(error), "See README, 'Status'.")
-    return ok(f"{name} is supported.")
 
 
 @check("draft fit", configured=True)

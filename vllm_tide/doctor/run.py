@@ -21,15 +21,13 @@ from vllm_tide.speculative import mistakes, read_json_object
 # imported with its first check, so that a broken installation hides no other module.
 CHECKS = {
     "versions": "install",
-    "device": "models",
     "patches": "install",
     "extension": "install",
     "configuration": "models",
     "fit": "models",
     "shared_memory": "machine",
     "run_directory": "machine",
-    "preload": "install",
-    "gpus": "machine",
+    "trainer_device": "machine",
     "state_directory": "machine",
     "spool": "machine",
 }
@@ -166,7 +164,6 @@ def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
 
 
 def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
-    """Format findings as JSON for scripts."""
     fields = ("name", "status", "sentence", "advice")
     report = {
         "status": worst(findings),

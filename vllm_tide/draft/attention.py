@@ -263,9 +263,6 @@ Attention = Callable[..., Tensor]
 def attention_backend(name: str, device: str) -> Attention:
     """The attention of this name.
 
-    Args:
-        device: Device type of the tensors, as in `torch.device.type`.
-
     Raises:
         DraftError: It cannot train on this device.
     """

@@ -166,11 +166,6 @@ def load_draft(
     target: TargetRows | str | Path,
     shared: Collection[str] = (),
 ) -> Eagle3Draft:
-    """Load a draft directory.
-
-    Args:
-        target: Rows of the target, or the target's directory.
-    """
     rows = target if isinstance(target, TargetRows) else TargetRows.load(target)
     config = Eagle3Config.from_json(read_config(directory), rows.config)
     return build_draft(config, read_tensors(directory), rows, shared)
@@ -232,10 +227,6 @@ def write_checkpoint(
     """Write a model directory: `model.safetensors` and `config.json`.
 
     Each file is replaced atomically and reaches the disk before it gets its name.
-
-    Args:
-        directory: Made if absent.
-        tensors: CPU tensors by the names to be stored.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
 )
 _ROPE_TYPES = ("default", "linear", "llama3")
+_FIELDS_APART = ("aux_layer_ids", "rope")  # of `Eagle3Config`: written otherwise
 
 
 class DraftError(ValueError):
@@ -137,7 +138,7 @@ class Eagle3Config:
             aux_layer_ids=_layer_ids(body, eagle, target),
             target_hidden_size=int(body.get("target_hidden_size") or hidden),
             rms_norm_eps=float(body.get("rms_norm_eps", 1e-6)),
-            rope=_rope(body),
+            rope=read_rope(body),
             fc_norm=bool(body.get("fc_norm", False)),
             norm_output=bool(body.get("norm_output", False)),
             max_position_embeddings=int(body.get("max_position_embeddings", 2048)),
@@ -166,24 +167,9 @@ class Eagle3Config:
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
             "num_aux_hidden_states": self.num_aux,
         }
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "draft_vocab_size",
-            "target_hidden_size",
-            "rms_norm_eps",
-            "max_position_embeddings",
-            "norm_before_residual",
-            "norm_before_fc",
-            "fc_norm",
-            "norm_output",
-        ):
-            out[name] = getattr(self, name)
-        return out
+        # The other fields have the names that vLLM gives them.
+        fields = {k: v for k, v in vars(self).items() if k not in _FIELDS_APART}
+        return out | fields
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -261,7 +247,8 @@ def _layer_ids(
     return out
 
 
-def _rope(body: dict[str, Any]) -> Rope:
+def read_rope(body: dict[str, Any]) -> Rope:
+    """Rotary embedding of a `config.json`; DraftError if the draft has none such."""
     scaling = body.get("rope_parameters") or body.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_TYPES:

@@ -70,7 +70,6 @@ def factors(
         tensors: Of the same names, shapes and types, on any device. Of float32 both,
             nothing is lost; what rounding took from one of them alone would count as
             change.
-        rank: r, at most.
 
     Returns:
         See above; on the host, in the base's types.
@@ -105,9 +104,6 @@ def apply(
     base: Mapping[str, Tensor], factors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The draft that `factors` make of `base`; always from the base, so errors stay.
-
-    Args:
-        base: On any device, where the draft is made.
 
     Returns:
         Every tensor of the base's names, shapes and types; of what did not change the

@@ -126,7 +126,6 @@ class Eagle3Draft(nn.Module):
         return cls(config, tensors, vocab, embed)
 
     def tensor(self, name: str) -> Tensor:
-        """Master parameter by checkpoint name."""
         return self.weights[_key(name)]
 
     def named_tensors(self) -> dict[str, Tensor]:

@@ -31,7 +31,13 @@ from vllm_tide.draft.checkpoint import (
     hf_config,
     write_checkpoint,
 )
-from vllm_tide.draft.config import DraftError, Eagle3Config, Rope, read_config
+from vllm_tide.draft.config import (
+    DraftError,
+    Eagle3Config,
+    Rope,
+    read_config,
+    read_rope,
+)
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.draft.vocab import VocabMap
@@ -261,21 +267,11 @@ def _rope(text: Mapping[str, Any]) -> Rope:
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if "full_attention" in given:  # one entry per kind of layer
         given = given["full_attention"] or {}
-    theta = float(given.get("rope_theta") or text.get("rope_theta") or 10000.0)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    factor = float(given.get("factor") or 1.0)
-    if kind == "linear":
-        return Rope(theta, "linear", factor)
-    if kind != "llama3":
-        return Rope(theta)
-    return Rope(
-        theta,
-        "llama3",
-        factor,
-        float(given.get("low_freq_factor") or 1.0),
-        float(given.get("high_freq_factor") or 4.0),
-        int(given.get("original_max_position_embeddings") or 8192),
-    )
+    if (given.get("rope_type") or given.get("type")) in ("linear", "llama3"):
+        scaling = {k: v for k, v in given.items() if k != "partial_rotary_factor"}
+    else:
+        scaling = {"rope_theta": given.get("rope_theta")}
+    return read_rope({"rope_parameters": scaling, "rope_theta": text.get("rope_theta")})
 
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -19,25 +19,7 @@ from vllm_tide.draft.checkpoint import canonical_name, dtype_name, write_checkpo
 from vllm_tide.draft.config import DraftError, Eagle3Config
 from vllm_tide.draft.eagle3 import LAYER
 
-# What the layer's configuration holds; everything else stands at the top level.
-_LAYER_KEYS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
+# Keys beside the layer's configuration, and keys of the other form only.
 _TOP_KEYS = (
     "draft_vocab_size",
     "target_hidden_size",
@@ -47,6 +29,7 @@ _TOP_KEYS = (
     "norm_output",
     "eagle_aux_hidden_state_layer_ids",
 )
+_HF_KEYS = ("architectures", "num_aux_hidden_states")
 _DEFAULT_NUM_AUX = 3  # vLLM's, where the configuration does not say
 
 
@@ -87,7 +70,7 @@ def speculators_config(
         dtype: Floating type of the tensors as torch names it.
     """
     flat = config.to_json()
-    layer = {key: flat[key] for key in _LAYER_KEYS}
+    layer = {k: v for k, v in flat.items() if k not in (*_TOP_KEYS, *_HF_KEYS)}
     if layer["rope_scaling"] is None:
         # vLLM sets every key as an attribute, and None would erase the parameters.
         del layer["rope_scaling"]

@@ -75,9 +75,6 @@ class TargetRows:
     def load(cls, directory: str | Path, device: str = "cpu") -> TargetRows:
         """Read a target directory: one safetensors file, or shards with an index.
 
-        Args:
-            device: Of the rows, and of a draft made for them.
-
         Raises:
             DraftError: A needed tensor is absent or quantised.
         """

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.engine.adaptive_arguments import (
     KNOB,
-    check_adaptive,
-    refusal_of_vllm,
     settle_adaptive,
     switch_adaptive_on,
     table_of,
@@ -31,6 +29,27 @@ from vllm_tide.speculative import (
 )
 
 logger = logging.getLogger("vllm.tide")
+
+# What of vLLM's whole configuration is refused where it is on, or more than 1.
+_UNUSABLE = {
+    "lora_config": "--enable-lora: tide cannot tell adapters' hidden states apart; "
+    "switch LoRA off or remove the tide section.",
+    "kv_transfer_config": "--kv-transfer-config: tide captures nothing of a prompt "
+    "whose KV comes from elsewhere, and has not been tried beside a KV connector; "
+    "leave one of them out.",
+    "weight_transfer_config": "--weight-transfer-config: what tide has learnt is of "
+    "the target's old weights, and only tide may swap the draft; leave it out or "
+    "remove the tide section.",
+    "model_config.enable_sleep_mode": "--enable-sleep-mode: level 2 loses the draft's "
+    "weights, which tide would go on to count as served; leave it out or remove the "
+    "tide section.",
+}
+_NEEDS_ONE = {
+    "pipeline_parallel_size": "--pipeline-parallel-size: tide needs 1 (the draft lives "
+    "on the last stage only); use tensor parallelism instead.",
+    "nnodes_within_dp": "--nnodes: tide's segments are shared memory of one host; give "
+    "each host its own server, or remove the tide section.",
+}
 
 
 def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
@@ -70,38 +89,6 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
         folder,
         tide.control.policy,
     )
-
-
-_NO_PIPELINE = (
-    "--pipeline-parallel-size: tide needs 1 (the draft lives on the last stage only); "
-    "use tensor parallelism instead."
-)
-_NO_LORA = (
-    "--enable-lora: tide cannot tell adapters' hidden states apart; switch LoRA off or "
-    "remove the tide section."
-)
-_NO_TRANSFER = (
-    "--kv-transfer-config: tide captures nothing of a prompt whose KV comes from "
-    "elsewhere, and has not been tried beside a KV connector; leave one of them out."
-)
-_NO_UPDATES = (
-    "--weight-transfer-config: what tide has learnt is of the target's old weights, "
-    "and only tide may swap the draft; leave it out or remove the tide section."
-)
-_NO_SLEEP = (
-    "--enable-sleep-mode: level 2 loses the draft's weights, which tide would go on "
-    "to count as served; leave it out or remove the tide section."
-)
-_NO_NODES = (
-    "--nnodes: tide's segments are shared memory of one host; give each host its own "
-    "server, or remove the tide section."
-)
-_MEMORY_MOE = (
-    "tide.test_time.memory: it may leave the draft out on one rank, which a mixture of "
-    "experts with --data-parallel-size above 1 cannot follow; set it to 'off'."
-)
-# vLLM may say it first, of adaptive verification only.
-_NEVER = {"LoRA": _NO_LORA, "pipeline parallelism": _NO_PIPELINE}
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
@@ -161,9 +148,15 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     _check_fit(model, _draft_config(model, config.get("revision")), target)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
+    control = tide.control
     if config.get(KNOB):
-        check_adaptive(tide.control, target)
-    elif tide.control.policy != "static":
+        if control.slo_tpot_ms and control.policy in ("static", "threshold"):
+            raise ConfigError(
+                f"tide.control.slo_tpot_ms: {control.policy!r} predicts no times, so "
+                f"{KNOB} cannot keep a limit; set tide.control.policy to 'adaspec', or "
+                "leave the limit out."
+            )
+    elif control.policy != "static":
         config["tide"] = settle_adaptive(config["tide"], config.get(KNOB))
     # vLLM leaves the last cached block of a prompt out, lest one entry of the draft's
     # KV be of another next token. That costs a block of prefill for every cached
@@ -203,16 +196,11 @@ def check_engine_config(vllm_config: Any) -> None:
     device = vllm_config.device_config.device_type
     check_device(device, v2=vllm_config.use_v2_model_runner)
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(_NO_PIPELINE)
-    for refused, sentence in (
-        (vllm_config.lora_config, _NO_LORA),
-        (vllm_config.kv_transfer_config, _NO_TRANSFER),
-        (vllm_config.weight_transfer_config, _NO_UPDATES),
-        (vllm_config.model_config.enable_sleep_mode, _NO_SLEEP),
-        (parallel.nnodes_within_dp > 1, _NO_NODES),
-    ):
-        if refused:
+    for path, sentence in _UNUSABLE.items():
+        if attrgetter(path)(vllm_config):
+            raise ConfigError(sentence)
+    for name, sentence in _NEEDS_ONE.items():
+        if getattr(parallel, name) > 1:
             raise ConfigError(sentence)
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         _check_moe_ranks(vllm_config.speculative_config)
@@ -231,7 +219,11 @@ def check_engine_config(vllm_config: Any) -> None:
 def _check_moe_ranks(speculative: Any) -> None:
     tide = parse_tide(speculative.tide)
     if tide.test_time.memory != "off":
-        raise ConfigError(_MEMORY_MOE)
+        raise ConfigError(
+            "tide.test_time.memory: it may leave the draft out on one rank, which a "
+            "mixture of experts with --data-parallel-size above 1 cannot follow; set "
+            "it to 'off'."
+        )
     if speculative.enable_adaptive_verification:
         raise ConfigError(
             f"{KNOB}: a rank without drafts follows the others into graphs that it "
@@ -286,16 +278,15 @@ def _capture_every_length(vllm_config: Any) -> None:
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
-    path = Path(os.path.expanduser(model), "config.json")
-    if not path.is_file():
-        path = _hub_file(model, revision)
+    from vllm_tide.draft.config import DraftError, read_config
+
+    folder = Path(os.path.expanduser(model))
+    if not (folder / "config.json").is_file():
+        folder = _hub_file(model, revision).parent
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {str(path)!r} cannot be read ({error}).") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"model: {str(path)!r} holds no JSON object.")
-    return loaded
+        return read_config(folder)
+    except DraftError as error:
+        raise ConfigError(f"model: {error}") from None
 
 
 def _hub_file(model: str, revision: str | None) -> Path:
@@ -335,18 +326,16 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
     ids = draft.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         return
-    fine = isinstance(ids, list) and all(
-        isinstance(i, int) and 0 <= i <= layers for i in ids
-    )
-    if not fine or not ids:
+    if not (
+        isinstance(ids, list)
+        and ids
+        and all(isinstance(i, int) and 0 <= i <= layers for i in ids)
+        and len(set(ids)) == len(ids)
+    ):
         raise ConfigError(
             f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}, but "
-            f"the target has {layers} layers; each id must lie in 0..{layers}."
-        )
-    if len(set(ids)) != len(ids):
-        raise ConfigError(
-            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}; the "
-            "ids must differ from each other."
+            f"the target has {layers} layers; the ids must lie in 0..{layers} and "
+            "differ from each other."
         )
 
 
@@ -355,13 +344,10 @@ def _print_one_line_for_config_errors() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        said = str(error) if isinstance(error, ConfigError) else refusal_of_vllm(error)
-        if said is None:
+        if not isinstance(error, ConfigError):
             before(kind, error, trace)
             return
-        if not isinstance(error, ConfigError):
-            said = next((ours for word, ours in _NEVER.items() if word in said), said)
-        for line in said.splitlines():
+        for line in str(error).splitlines():
             print(f"error: --speculative-config: {line}", file=sys.stderr)
 
     sys.excepthook = hook

@@ -203,11 +203,7 @@ class Capture(Recorder):
         return ticket is not None and ticket.refusal is None
 
     def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
-        """Those of a step that has landed of which records are to be written.
-
-        Args:
-            late: Requests whose rows are no traffic.
-        """
+        """Those of a step that has landed of which records are to be written."""
         at, tickets, names = [], [], step.req_ids
         for i in step.first if step.full else range(len(names)):
             ticket = self._tickets.get(names[i])

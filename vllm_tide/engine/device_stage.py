@@ -57,7 +57,6 @@ class DeviceStage:
 
     Args:
         max_steps: Steps under way, at most.
-        layout: Of the largest step.
         room: Bytes of the ring: no more are staged at once, so twice them suffice.
     """
 

@@ -28,9 +28,6 @@ _STEP_S = 0.02
 class MemoryV2:
     """Puts what a request's own text says in the place of drafts worth less.
 
-    Args:
-        runner: vLLM's `GPUModelRunner` (V2) or its CPU subclass.
-
     Attributes:
         guard: Contains its faults; after one the texts are read anew.
     """
@@ -53,7 +50,6 @@ class MemoryV2:
         self._warm_up()
 
     def begin(self) -> None:
-        """A step begins."""
         self._steps += 1
         self._chose = False
         self.guard.retry()

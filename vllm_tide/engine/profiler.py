@@ -390,7 +390,6 @@ def measure_engine(
     """Starts an engine in this process, measures it and stops it.
 
     Args:
-        draft: Its EAGLE-3 draft.
         seconds: Time to spend; None: by `quick`.
 
     Returns:
@@ -409,11 +408,7 @@ def measure_engine(
 def open_engine(
     model: str, draft: str, num_speculative_tokens: int, serve_args: Sequence[str]
 ) -> Iterator[Any]:
-    """A controlled vLLM engine in this process, as `LLMEngine`.
-
-    Args:
-        draft: Its EAGLE-3 draft.
-    """
+    """A controlled vLLM engine in this process, as `LLMEngine`."""
     # The engine core in this process: the worker is reached without serialisation.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from huggingface_hub.errors import HfHubHTTPError

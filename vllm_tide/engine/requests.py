@@ -104,11 +104,7 @@ class RequestBook:
         self._slo_ms, self._least_ms = config.slo_tpot_ms, config.client_slo_tpot_ms
 
     def admit(self, slot: int, num_prompt_tokens: int, params: Any) -> None:
-        """A request got a slot.
-
-        Args:
-            params: vLLM's `SamplingParams`, or None.
-        """
+        """A request got a slot."""
         wanted = self._longest
         if params is not None and params.max_tokens is not None:
             wanted = num_prompt_tokens + params.max_tokens

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NotRequired, TypedDict
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
 from vllm_tide.metrics import increments
 
@@ -45,24 +45,14 @@ class StepDirective(TypedDict):
     step_costs: NotRequired[Any]
 
 
-def make_scheduler(
-    speculative_config: Any, scheduler: Any = None
-) -> SchedulerTide | None:
+def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | None:
     """None unless `tide` is configured: the cost of *off* is one `is None`.
 
     Args:
         scheduler: vLLM's `Scheduler`; its KV cache manager may not be there yet.
-
-    Raises:
-        ConfigError: vLLM was patched for an earlier vllm_tide, which gave none.
     """
     if speculative_config is None or speculative_config.tide is None:
         return None
-    if not hasattr(scheduler, "requests"):
-        raise ConfigError(
-            "tide: vLLM's patches are of an earlier vllm_tide, which does not show "
-            "the scheduler; run `vllm-tide patch apply`."
-        )
     longest = speculative_config.num_speculative_tokens
     return SchedulerTide(longest, scheduler, parse_tide(speculative_config.tide))
 
@@ -100,11 +90,7 @@ class SchedulerTide:
         self._steps: list[Counter[int]] = [Counter() for _ in CONTEXTS]
 
     def control(self, new_requests: Iterable[Any] = ()) -> StepDirective | None:
-        """What the next step's workers are told, or None.
-
-        Args:
-            new_requests: vLLM's `NewRequestData` of the requests that the step brings.
-        """
+        """What the next step's workers are told, or None."""
         directive = StepDirective()
         if self._staged not in (0, self._ordered):
             self._ordered = directive["install"] = self._staged

@@ -104,11 +104,6 @@ class DeviceBuffer:
 
 
 _TYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -257,7 +252,7 @@ def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
     """Tensors over the publication's own bytes (no copy).
 
     Raises:
-        DraftRefused: A type is not one of F32, F16, BF16, I64.
+        DraftRefused: A type is none of `_TYPES`.
     """
     tensors = {}
     for name, item in publication.tensors.items():
@@ -326,7 +321,6 @@ class Stager:
 
     @property
     def staged_fast(self) -> bool:
-        """True if that is a fast draft."""
         staged = self._staged
         return staged is not None and staged.stands_on is not None
 

@@ -179,11 +179,7 @@ class StagedRows:
 
 
 class HostRows(StagedRows):
-    """The rows of one step on a CPU.
-
-    Args:
-        layout: Of the largest step.
-    """
+    """The rows of one step on a CPU."""
 
     def __init__(self, layout: RunLayout, stage: HostStage | None = None) -> None:
         self._largest, self._stage = layout, stage
@@ -210,12 +206,7 @@ class HostRows(StagedRows):
 
 
 class HostStage:
-    """Buffers for the rows of several steps, on a CPU.
-
-    Args:
-        max_steps: Steps under way, at most.
-        layout: Of the largest step.
-    """
+    """Buffers for the rows of several steps, on a CPU."""
 
     def __init__(self, max_steps: int, layout: RunLayout) -> None:
         self._free = [HostRows(layout, self) for _ in range(max_steps)]
@@ -328,9 +319,6 @@ class RunRing:
 
     A step takes one run for all its rows, so the memory holds many short steps or few
     long ones. The memory may be a device's, its mirror on the host, or both.
-
-    Args:
-        align: Each run starts at a multiple of this.
     """
 
     def __init__(self, num_bytes: int, align: int = 256) -> None:

@@ -158,7 +158,6 @@ class Swapper:
         )
 
     def close(self) -> None:
-        """Stop the thread."""
         self.stager.close()
         if self._room is not None:
             self._room.close()

@@ -23,11 +23,7 @@ NAN = math.nan
 
 
 class RoundTimer:
-    """Makes one `RoundSample` per step.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Makes one `RoundSample` per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -131,8 +127,6 @@ class HostClock(RoundTimer):
 
 
 class _Marks:
-    """The events of one step."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self.began, self.planned, self.first, self.ended = (make() for _ in range(4))
         self.number = 0

@@ -429,5 +429,4 @@ class WorkerTide(Generic[C]):
             "ring_used_bytes": stats.used_bytes,
             "ring_capacity_bytes": stats.capacity_bytes,
             "consumer_alive": stats.consumer_alive,
-            "collecting": self._collecting,
         }

@@ -210,31 +210,25 @@ def _check_rows(
     grad_out: Tensor | None,
 ) -> None:
     floats = (*_NAMES, torch.float64)
-    for name, logits in (("draft", draft_logits), ("teacher", teacher_logits)):
-        if logits.ndim != 2 or logits.dtype not in floats or not logits.shape[1]:
-            raise ValueError(
-                f"{name} logits must be floats [n, V], not {logits.dtype} "
-                f"{list(logits.shape)}."
-            )
-        if logits.stride(1) != 1 and logits.shape[1] > 1:
-            raise ValueError(f"neighbouring {name} logits must be so in memory.")
-    count, vocab = draft_logits.shape
-    if teacher_logits.shape != draft_logits.shape:
-        raise ValueError(
-            f"teacher logits must be {[count, vocab]}, not "
-            f"{list(teacher_logits.shape)}."
-        )
-    if tuple(weights.shape) != (count,) or not weights.is_contiguous():
-        raise ValueError(f"weights must be [{count}] and contiguous.")
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
-    if weights.dtype not in (torch.float32, wide):
-        raise ValueError(f"weights must be fp32, not {weights.dtype}.")
-    if grad_out is not None and (
-        grad_out.shape != draft_logits.shape
-        or (vocab > 1 and grad_out.stride(1) != 1)
-        or grad_out.dtype not in floats
+    shape = draft_logits.shape
+    if len(shape) != 2 or not shape[1]:
+        raise ValueError(f"draft_logits must be [n, V], not {list(shape)}.")
+    for name, tensor, wanted, dtypes in (
+        ("draft_logits", draft_logits, shape, floats),
+        ("teacher_logits", teacher_logits, shape, floats),
+        ("weights", weights, shape[:1], (torch.float32, wide)),
+        ("grad_out", grad_out, shape, floats),
     ):
-        raise ValueError("grad_out must be as draft_logits are.")
+        if tensor is not None and (
+            tensor.shape != wanted
+            or tensor.dtype not in dtypes
+            or (tensor.stride(-1) != 1 and wanted[-1] > 1)
+        ):
+            raise ValueError(
+                f"{name} must be {list(wanted)} of {dtypes}, neighbours in memory, not "
+                f"{list(tensor.shape)} of {tensor.dtype}, stride {tensor.stride()}."
+            )
 
 
 def _num_warps(block: int) -> int:
@@ -258,11 +252,7 @@ def variants() -> list[Variant]:
         types |= {"weights": "*fp32", "values": "*fp32"}
         types |= {"grad": f"*{dtype}", "grad_stride": "i32"}
         types["vocab"] = "i32"
-        constants = {
-            "REVERSE": reverse,
-            "GRAD": grad,
-            "BLOCK": MAX_BLOCK,
-        }
+        constants = {"REVERSE": reverse, "GRAD": grad, "BLOCK": MAX_BLOCK}
         name = f"{dtype}-{'reverse' if reverse else 'forward'}"
         name += "" if grad else "-loss"
         warps = _num_warps(MAX_BLOCK)

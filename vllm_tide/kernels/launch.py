@@ -72,7 +72,6 @@ class Variant:
     Attributes:
         name: Tells it from the kernel's other variants.
         types: Type of each argument that is no constant ("*fp32", "i64", ...).
-        num_warps: Warps of a program, 32 or 64 threads each.
     """
 
     kernel: Any

@@ -39,8 +39,6 @@ class NgramTable:
     """State of the memory for the running requests, on the device.
 
     Args:
-        capacity: Slots of requests, R.
-        longest: Tokens of a request, at most.
         most: Tokens proposed, K.
         prior: Acceptance of a token that nothing is known of: the draft's, the
             memory's.

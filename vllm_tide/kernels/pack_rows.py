@@ -142,29 +142,24 @@ def pack_rows(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
 
 
 def _check(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
-    if len(features) != NUM_LAYERS:
-        raise ValueError(f"three layers are packed, not {len(features)}.")
     if rows.ndim != 1 or rows.dtype != torch.int32 or not rows.is_contiguous():
         raise ValueError("rows must be int32 [n], contiguous.")
     if out.ndim != 2 or out.dtype not in _NAMES or not out.is_contiguous():
-        raise ValueError(
-            "out must be bfloat16, float16 or float32 [rows, 3H], contiguous, not "
-            f"{out.dtype} {list(out.shape)}."
-        )
+        raise ValueError("out must be floats [rows, 3H], contiguous.")
     if rows.numel() > len(out):
         raise ValueError(f"{rows.numel()} rows do not fit a block of {len(out)}.")
-    for f in features:
-        if f.dtype not in _NAMES or f.dtype != features[0].dtype:
-            raise ValueError(
-                "the three layers must be of one dtype (bfloat16, float16 or float32), "
-                f"not {[str(g.dtype) for g in features]}."
-            )
-        if f.ndim != 2 or f.shape[1] * NUM_LAYERS != out.shape[1] or f.stride(1) != 1:
-            raise ValueError(
-                f"a layer must be [rows, {out.shape[1] // NUM_LAYERS}] with "
-                f"neighbouring values in a row, not {list(f.shape)} with strides "
-                f"{list(f.stride())}."
-            )
+    if len(features) != NUM_LAYERS or any(
+        f.dtype not in _NAMES
+        or f.dtype != features[0].dtype
+        or f.ndim != 2
+        or f.shape[1] * NUM_LAYERS != out.shape[1]
+        or f.stride(1) != 1
+        for f in features
+    ):
+        raise ValueError(
+            "features must be three layers of one floating dtype, [rows, "
+            f"{out.shape[1] // NUM_LAYERS}], a row's values neighbours in memory."
+        )
 
 
 def variants() -> list[Variant]:

@@ -231,13 +231,16 @@ def topk_teacher(
     Raises:
         ValueError: A shape, dtype or k is not as above.
     """
-    if logits.ndim != 2 or logits.dtype not in _FLOATS or not logits.shape[1]:
+    if (
+        logits.ndim != 2
+        or logits.dtype not in _FLOATS
+        or not logits.shape[1]
+        or (logits.stride(1) != 1 and logits.shape[1] > 1)
+    ):
         raise ValueError(
-            "logits must be bfloat16, float16 or float32 [M, V] with V at least 1, not "
+            "logits must be floats [M, V] with V at least 1, neighbours in memory, not "
             f"{logits.dtype} {list(logits.shape)}."
         )
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError("neighbouring tokens' logits must be neighbours in memory.")
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}.")
     rows, vocab = logits.shape

@@ -52,13 +52,7 @@ class Text:
 
 
 class NgramIndex:
-    """Proposes what followed the latest occurrence of a request's last tokens.
-
-    Args:
-        capacity: Slots of requests.
-        longest: Tokens of a request, at most; sizes the tables.
-        most: Tokens proposed, K.
-    """
+    """Proposes what followed the latest occurrence of a request's last tokens."""
 
     def __init__(self, capacity: int, longest: int, most: int) -> None:
         self._bits = min(max(longest, 128).bit_length() + 1, _MOST_BITS)

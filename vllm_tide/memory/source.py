@@ -31,10 +31,6 @@ class SourceRecord:
 
     Counts per (source, bucket, depth) that decay by half each `HALF_LIFE_TOKENS`, Beta
     means shrunk to the bucket and that to a prior; a level per request in log-odds.
-
-    Args:
-        capacity: Slots of requests.
-        most: Tokens proposed, K.
     """
 
     def __init__(self, capacity: int, most: int) -> None:
@@ -115,11 +111,6 @@ class SourceRecord:
 class Memory:
     """The memory of all running requests.
 
-    Args:
-        capacity: Slots of requests.
-        longest: Tokens of a request, at most.
-        most: Tokens proposed, K.
-
     Attributes:
         record: What the sources were worth.
     """
@@ -146,7 +137,6 @@ class Memory:
 
         Args:
             slots: int64 [n].
-            text: Of these requests.
             room: int64 [n], most draft tokens of each request.
             counts: Say what the draft's tokens are worth too.
 

@@ -20,7 +20,6 @@ class Row:
     """One way to run the cluster.
 
     Attributes:
-        name: What it is.
         training: Accelerators of each class that train; None: no class can.
         tokens_per_s: Mean, at most the demand.
     """
@@ -71,9 +70,6 @@ def best_whole(case: Case, value: Callable[[Allocation], float]) -> Allocation |
     """Return the best allocation of whole instances, of which some train, some serve.
 
     Of large counts some numbers are tried, small ones more densely.
-
-    Args:
-        value: Mean tokens per second of an allocation.
     """
     able = sum(group.trains > 0 for group in case.classes)
     places = int(_COMBINATIONS ** (1 / max(able, 1)))

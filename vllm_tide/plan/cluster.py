@@ -143,7 +143,7 @@ def read_cluster(path: Path) -> ClusterFile:
     try:
         file = ClusterFile.model_validate(content)
     except ValidationError as error:
-        sentences = (sentence for _, sentence in explained(error, ClusterFile))
+        sentences = explained(error, ClusterFile)
         lines = (f"{path}: {sentence.removeprefix(': ')}" for sentence in sentences)
         raise ConfigError("\n".join(lines)) from None
     if all(g.count * g.serve_tokens_per_s < 1e-6 for g in file.classes):

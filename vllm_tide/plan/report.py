@@ -30,7 +30,6 @@ class Plan:
         return self.best.name in TIDE
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan for scripts."""
         rate = {row.name: row.tokens_per_s for row in self.rows}
         return {
             "train": self.train,
@@ -54,7 +53,6 @@ class Plan:
 
 
 def text(plan: Plan) -> Iterator[str]:
-    """Yield the lines for a terminal."""
     names = [group.name for group in plan.file.classes]
     head = ("", "trains", "tokens/s", "vs static", "vs none", "$/Mtok")
     table: list[tuple[str, ...]] = [head]

@@ -86,12 +86,7 @@ class Learning:
     def served(
         self, seconds: float, rate: float, speed: SpeedUp, most: float = math.inf
     ) -> float:
-        """Integrate the speed-up over the first seconds after a shift.
-
-        Args:
-            rate: Trained tokens per second.
-            most: Tokens after which training stops.
-        """
+        """Integrate the speed-up over the first seconds after a shift."""
         best = self.best
         gap = best - self.before
         if seconds <= self.delay or rate <= 0 or gap == 0:
@@ -127,7 +122,6 @@ class Accelerators:
     Attributes:
         serves: Tokens per second of one, without speculation, at the planned load.
         trains: Trained tokens per second of one.
-        usd_per_hour: Of one.
         step: Accelerators of one instance: as many train or serve together.
     """
 
@@ -201,7 +195,6 @@ class Case:
         )
 
     def mean(self, training: Sequence[float]) -> float:
-        """Return mean tokens per second."""
         return self.tokens(training, self.every) / self.every
 
     def switched_tokens(self, training: Sequence[float], seconds: float) -> float:

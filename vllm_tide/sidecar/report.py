@@ -56,12 +56,10 @@ class TrainerStatus:
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         model_name: Name that the first engine serves the target under.
         waiting_for: Why a better draft would not be published now; empty if it would.
-        schedule: `Schedule.snapshot()`.
         canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
             in tokens per step without drafts, `change`, its `error`, `requests`.
         tenant_keys: Ids of the keys that tenants of its data were named by.
         engines: Per engine: version published, installed, refused.
-        feeds: Per engine: counters of its feed.
         terms: Mean of each loss term over the last step.
         adaptation: Of the fast draft (`tide.test_time.adapt`): `state` "off",
             "waiting", "learning" or "serving", `gain` over its base (tokens per verify

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from vllm_tide.transport.rendezvous import inspect_manifests
 from vllm_tide.transport.ring import peek_ring
+from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 10.0
@@ -37,15 +38,7 @@ _TOTALS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 _PAGE_S = 3.0
 _MOST_BYTES = 16 << 20
 
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_DAMAGE = (IndexError, OSError, *MALFORMED)
 
 Json = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]
@@ -98,7 +91,6 @@ class Page:
         return of(values) if values else None
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Sum by the values of one label."""
         sums: dict[str, float] = defaultdict(float)
         for (sample, labels), value in self.values.items():
             if sample == name and (key := dict(labels).get(label)):
@@ -106,7 +98,6 @@ class Page:
         return sums
 
     def models(self) -> list[str]:
-        """Return the names of the models served."""
         names = {dict(labels).get("model_name", "") for _, labels in self.values}
         return sorted(names - {""})
 
@@ -247,7 +238,6 @@ class Sample:
     """One moment.
 
     Attributes:
-        t_s: Monotonic clock.
         pages: By URL: the page, or why there is none.
     """
 
@@ -263,7 +253,6 @@ class Sampler:
 
     Args:
         run_dir: Run directory; need not exist, now or later.
-        urls: Servers.
 
     Attributes:
         history: Samples, oldest first.

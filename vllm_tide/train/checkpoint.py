@@ -31,6 +31,7 @@ from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.step import TrainStep
 from vllm_tide.transport.rendezvous import read_small, sync_directory
+from vllm_tide.transport.shm import MALFORMED
 
 FORMAT = 3
 KEEP = 2
@@ -39,10 +40,7 @@ _MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-NONSENSE = (
-    *(ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError),
-    RuntimeError,  # of Torch, and nesting without end
-)
+NONSENSE = (*MALFORMED, OSError, RuntimeError)
 """Errors that reading somebody's JSON may raise."""
 
 

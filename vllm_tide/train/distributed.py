@@ -178,7 +178,6 @@ class LeadRank:
 
     Args:
         draft: The trainer's draft: whole, only read and overwritten here.
-        setup: For `build` on the other ranks, see `setup_of`.
     """
 
     def __init__(

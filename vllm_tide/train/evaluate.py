@@ -63,14 +63,6 @@ class Evaluation:
         column = 1 + FORMS.index(form)
         return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
 
-    def conditional(self, form: str = "served") -> list[float]:
-        """Acceptance of draft j given all before it were accepted."""
-        before, out = float(self.num_rows), []
-        for value in self.reached[form]:
-            out.append(value / before if before else math.nan)
-            before = value
-        return out
-
     def only(self, keys: Collection[int]) -> Evaluation:
         """The part of some requests; without the sums over all (`reached`)."""
         kept = {k: r for k, r in self.requests.items() if k in keys}

@@ -44,7 +44,6 @@ class CycleResult:
         harmful: The candidate is worse than the live draft by more than chance, in
             tokens accepted and in probability mass.
         evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
-        evaluation_s: Time in evaluations (s).
         elsewhere_s: Time in the caller's hands, rests of a shared GPU included (s).
     """
 
@@ -92,7 +91,6 @@ class Evidence:
 
     Attributes:
         running: Wealth at stake; with `reserve` it is 1 at the start.
-        reserve: Wealth not staked yet.
         total: Decayed sum of gains (tokens), of `weight` requests.
         squares: Decayed sum of squares of what was bet on (tokens^2).
         largest: Of what was bet on, the largest (tokens).

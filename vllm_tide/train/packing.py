@@ -42,7 +42,6 @@ class PackedBatch:
         features: [R, A*H], capture dtype; row 0 of a branch repeats the trunk's g_a.
         valid: bool [R], entry may serve as teacher.
         segments: int64 [R], document of each row; D + b for branch b.
-        keys: Request key per document.
         teacher: [R, H] after the final norm, or top-k lists.
     """
 
@@ -172,7 +171,6 @@ def plan_rows(
     """Rows of every step up to the last that trains one: none where nothing is trained.
 
     Args:
-        committed: Train rows of documents.
         complete: Keep only rows trained at every step (used by evaluation).
     """
     last, rows = batch.num_rows - 1, torch.arange(batch.num_rows)

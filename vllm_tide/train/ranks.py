@@ -67,10 +67,6 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(kind.type, (self.size,))
 
-    @staticmethod
-    def asked() -> bool:
-        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
     @property
     def is_leader(self) -> bool:
         """True if this rank owns engines, buffers and the gate."""
@@ -119,7 +115,6 @@ LEADER = 0
 
 
 def encode(batch: PackedBatch) -> tuple[bytes, bytes]:
-    """A batch as JSON and safetensors."""
     teacher = batch.teacher
     listed = vars(teacher) if isinstance(teacher, TopK) else {}
     held = {n: t for n, t in (vars(batch) | listed).items() if isinstance(t, Tensor)}

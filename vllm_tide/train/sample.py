@@ -45,7 +45,6 @@ class Sample:
     """S consecutive positions `start .. start + S - 1` of one request.
 
     Attributes:
-        start: Position of row 0.
         num_prompt_tokens: Token x_t is generated iff t >= num_prompt_tokens.
         tokens: int32 [S], token at each position.
         features: [S, A*H], captured residual streams, capture dtype.
@@ -58,7 +57,6 @@ class Sample:
             later than the prompt only in windows that repeat rows as context.
         tenant: Id of who sent the request; 0 is nobody.
         captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
-        draft_version: Version of the draft in the request's first verification.
         trained: Cycle of each pass that was made over it.
     """
 

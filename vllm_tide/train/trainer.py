@@ -60,7 +60,6 @@ class Trainer:
     Args:
         draft: The draft being served; becomes the candidate, a copy stays as live.
         num_speculative_tokens: Depth the engine serves; evaluation uses it.
-        metric: Form of the acceptance length that the gate compares (`evaluate.FORMS`).
         draft_sample_method: vLLM's: how the engine draws drafted tokens.
         stepper: Made from `draft`; None steps in this process alone.
     """
@@ -73,14 +72,13 @@ class Trainer:
         *,
         num_speculative_tokens: int | None = None,
         feature_dtype: str = "bfloat16",
-        metric: str = "served",
         draft_sample_method: str = "greedy",
         stepper: Stepper | None = None,
     ) -> None:
         torch.manual_seed(SEED)
         self.draft, self.target, self.config = draft, target, config
         self.depth = num_speculative_tokens or config.ttt_steps
-        self.metric = metric
+        self.metric = "served"  # of `evaluate.FORMS`, what the gate compares
         drawn = draft_sample_method == "probabilistic"
         self.sampled_form = "mass" if drawn else "argmax_mass"
         self.live = draft.clone()

@@ -61,11 +61,7 @@ class AdminSocket:
             logger.warning("no admin socket at %s: %s", self.path, error)
 
     def poll(self, carry_out: Callable[[dict[str, Any]], Answer]) -> None:
-        """Answer what has arrived.
-
-        Args:
-            carry_out: Given a request; what it returns is the answer.
-        """
+        """Answer what has arrived."""
         if self._listener is None:
             return
         with contextlib.suppress(OSError):  # there is no other

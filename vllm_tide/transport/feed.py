@@ -18,7 +18,7 @@ from vllm_tide.transport.rendezvous import (
     reclaim_orphans,
 )
 from vllm_tide.transport.ring import Collect, RingReader
-from vllm_tide.transport.shm import TransportError, said
+from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import (
     WeightsFeedback,
     WeightsRefused,
@@ -27,8 +27,6 @@ from vllm_tide.transport.weights import (
 )
 
 logger = logging.getLogger("vllm_tide.train")
-
-_SPEC = ("hidden_size", "vocab_size", "feature_dtype", "teacher", "aux_layer_ids")
 
 
 class RingFeed:
@@ -39,7 +37,7 @@ class RingFeed:
     `SpoolFeed` offers the same; `spec` is what an engine's records have in common.
 
     Raises:
-        TransportError: A segment cannot be attached, or is not as announced.
+        TransportError: A segment cannot be attached.
     """
 
     def __init__(self, manifest: EngineManifest) -> None:
@@ -55,13 +53,6 @@ class RingFeed:
         self._reader = RingReader.attach(manifest.ring)
         self.spec = self._reader.spec
         try:
-            for name in _SPEC:
-                ring, told = getattr(self.spec, name), getattr(manifest, name)
-                if ring != told:
-                    raise TransportError(
-                        f"engine {self.id}: its ring says {name} is {said(ring)}, its "
-                        f"manifest {said(told)}: restart it"
-                    )
             self._writer = WeightsWriter.attach(manifest.weights)
             self._told = self._writer.feedback()
         except BaseException:
@@ -124,7 +115,6 @@ class RingFeed:
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        """Feedback of the engine."""
         self._told = self._writer.feedback()
         return self._told
 
@@ -209,7 +199,6 @@ class RunDirSource:
         return self._identities[engine_id]
 
     def open(self, engine_id: str) -> RingFeed:
-        """Attach to an engine."""
         return RingFeed(self._manifests[engine_id])
 
     def gone(self, engine_id: str) -> None:

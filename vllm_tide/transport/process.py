@@ -81,10 +81,6 @@ def be_nice(increment: int, autogroup: Path = Path("/proc/self/autogroup")) -> N
     Linux may weigh sessions against each other (`autogroup`): then the niceness of a
     process counts within its session only. A file that is missing or refuses is no
     error.
-
-    Args:
-        increment: Adds to the niceness, which ends at 19.
-        autogroup: Of this process's session.
     """
     nice = os.nice(increment)
     if os.getsid(0) == os.getpid():

@@ -107,9 +107,6 @@ class PurgeInbox:
         """Answer: nothing that was captured before this call is held any more.
 
         To be true, the ring has to be drained before the buffers are purged.
-
-        Args:
-            request: From :meth:`pending`.
         """
         self._seen.add(request.id)
         answer = {"kind": self._kind, "pid": os.getpid(), "counts": dict(counts)}

@@ -83,8 +83,6 @@ class Record:
 
     Args:
         key: Random u64 of the request, made by the engine; never the client's id.
-        phase: A :class:`Phase`.
-        start: Position of row 0 in the request (tokens).
         num_prompt_tokens: Length of the prompt; token t is generated iff t >= it.
         num_accepted: VERIFY: rows 0..num_accepted are committed. PREFILL: n - 1.
         next_token: Token sampled after row num_accepted; -1 if none was.

@@ -265,12 +265,7 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
 def newest_engine(
     run_dir: Path, engine_id: str | None, hint: str = ""
 ) -> EngineManifest | None:
-    """The engine of this id, or the one that was announced last.
-
-    Args:
-        run_dir: Run directory.
-        engine_id: None is any.
-        hint: What to do where there is none.
+    """The engine of this id, or the one announced last; None if there is none.
 
     Raises:
         TransportError: There is none, and a hint.

@@ -193,9 +193,6 @@ class RingWriter:
     def create(cls, spec: RingSpec, capacity_bytes: int) -> RingWriter:
         """Create a ring; it is unlinked by :meth:`close`, at the latest at exit.
 
-        Args:
-            capacity_bytes: Room for frames, rounded up to 64 bytes.
-
         Raises:
             TransportError: If the memory is not to be had.
         """
@@ -222,7 +219,6 @@ class RingWriter:
             self._disabled = "closed" if segment.closed else "truncated"
 
     def count(self, frames: Frames) -> None:
-        """Count what became of records."""
         for code in np.unique(frames.status).tolist():
             rows = frames.metas["rows"][frames.status == code]
             if code != Status.SKIPPED:

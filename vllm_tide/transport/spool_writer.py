@@ -41,7 +41,6 @@ class SpoolWriter:
 
     Attributes:
         first, last: Numbers of the oldest and the newest shard; 0: none was written.
-        rows: Rows in shards written by this object.
     """
 
     def __init__(self, folder: EngineFolder, config: SpoolConfig) -> None:

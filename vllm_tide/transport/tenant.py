@@ -28,12 +28,7 @@ _FILE = "tenants.key"
 
 
 def tenant_id(name: str, key: bytes) -> int:
-    """Id of a tenant: a u64 that is never :data:`NOBODY`.
-
-    Args:
-        name: As the request gives it; any text.
-        key: Of :func:`tenant_key`.
-    """
+    """Id of a tenant: a u64 that is never :data:`NOBODY`."""
     # surrogatepass: JSON can carry what UTF-8 cannot, and that must not raise here.
     text = name.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(text, digest_size=8, key=key, person=b"tide_tenant")
