@@ -69,7 +69,9 @@ def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
     trainer, asked = served
     order = {"do": "pause", "what": 1}
     answers = ask_all(run_dir, order, 5)
-    assert answers == {f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}}
+    assert answers == {
+        f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}
+    }
     assert asked == [order]
     assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
