@@ -1,8 +1,7 @@
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,61 +24,46 @@ from vllm_tide.transport.ring import Collect, Word
 from vllm_tide.transport.shm import SHM_DIR
 
 
-@pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_every_kind_of_record_comes_back_to_the_bit(
-    ring_pair, teacher, feature_dtype, phase
-):
+def test_every_kind_of_record_comes_back_to_the_bit(ring_pair, teacher, feature_dtype):
     spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
     writer, reader = ring_pair(spec, 1 << 18)
-    for num_rows in (0, 1, 2, 3, 17):
-        for teacher_start in {0, max(num_rows - 1, 0), num_rows}:
-            record = make_record(spec, num_rows, num_rows, phase, teacher_start)
-            assert write_record(writer, record), writer.drops
-            assert identity(reader.read()) == identity(record)
-    assert reader.read() is None
-
-
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk"])
-@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_metadata_only_records_come_back_to_the_bit_among_others(
-    ring_pair, teacher, feature_dtype, phase
-):
-    spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
-    writer, reader = ring_pair(spec, 1 << 16)
-    for num_rows in (0, 1, 2, 3, 17):
-        light = make_metadata_only(spec, num_rows, num_rows, phase)
-        full = make_record(spec, num_rows, num_rows, phase)
-        for sent in (light, full):
-            assert write_record(writer, sent), writer.drops
-            got = reader.read()
-            assert identity(got) == identity(sent)
-            assert got.metadata_only is (sent is light)
-        assert full.tenant == light.tenant != 0
-
-
-def test_a_metadata_only_record_takes_no_room_for_features(ring_pair):
-    spec = make_spec("hidden", hidden_size=4096)
-    writer, _ = ring_pair(spec, 1 << 20)
-    assert write_record(writer, make_metadata_only(spec, 1, 4))
-    assert writer.stats().used_bytes <= 192
-
-
-def test_a_teacher_may_be_left_out(ring_pair):
-    for teacher in ("hidden", "topk"):
-        spec = make_spec(teacher)
-        writer, reader = ring_pair(spec)
+    assert reader.spec == writer.spec == spec
+    assert isinstance(reader.spec.aux_layer_ids, tuple)
+    for n, phase in product((0, 1, 2, 3, 17), Phase):
+        sent = [
+            make_record(spec, n, n, phase, teacher_start)
+            for teacher_start in {0, max(n - 1, 0), n}
+        ]
+        light = make_metadata_only(spec, n, n, phase)
         bare = replace(
-            make_record(spec),
+            make_record(spec, n, n, phase),
             teacher_hidden=None,
             teacher_topk_ids=None,
             teacher_topk_logprobs=None,
             teacher_tail_logprob=None,
         )
-        assert write_record(writer, bare)
-        assert identity(reader.read()) == identity(bare)
+        for record in (*sent, light, bare):
+            assert write_record(writer, record), writer.drops
+            got = reader.read()
+            assert identity(got) == identity(record)
+            assert got.metadata_only is (record is light)
+            assert got.tenant != 0
+        assert write_record(writer, light)
+        assert writer.stats().used_bytes <= 256  # it takes no room for features
+        assert identity(reader.read()) == identity(light)
+    assert reader.read() is None
+
+
+def test_an_impossible_spec_is_refused():
+    for change in ({"teacher": "x"}, {"feature_dtype": "int8"}, {"hidden_size": 0}):
+        with pytest.raises(ValueError):
+            replace(make_spec(), **change)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        RingSpec.from_fields({"engine_id": "x"})
+    with pytest.raises(TransportError, match="engine_id"):  # too large for its page
+        RingWriter.create(replace(make_spec(), engine_id="x" * 5000), 4096)
 
 
 def test_what_was_read_is_private_to_the_caller(ring_pair):
@@ -115,37 +99,6 @@ def test_full_ring_drops_newest_and_counts_it(ring_pair):
     assert write_record(writer, sent[0])
 
 
-def test_a_record_larger_than_the_ring_is_dropped_and_counted(ring_pair):
-    spec = make_spec()
-    writer, reader = ring_pair(spec, 512)
-    assert not write_record(writer, make_record(spec, num_rows=64))
-    assert writer.drops["too_large"] == 1
-    assert write_record(writer, make_record(spec, num_rows=1))
-    assert reader.read() is not None
-
-
-def test_the_largest_record_fits_wherever_the_cursor_stands(ring_pair):
-    spec = make_spec()
-    small = make_record(spec, num_rows=1)
-    large = make_record(spec, num_rows=20)
-    writer, reader = ring_pair(spec, 1 << 16)
-    write_record(writer, large)
-    capacity = writer.stats().used_bytes
-    writer, reader = ring_pair(spec, capacity)
-    for _ in range(30):
-        assert write_record(writer, small)
-        assert reader.read() is not None
-        # The first try may find too little room before the end of the ring; it
-        # leaves a pad there, and the next has the whole ring.
-        for _ in range(2):
-            if write_record(writer, large):
-                break
-            assert reader.read() is None
-        else:
-            pytest.fail("the largest record never fits")
-        assert identity(reader.read()) == identity(large)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -173,56 +126,10 @@ def test_a_record_that_contradicts_itself_is_skipped_and_counted(ring_pair, chan
     assert reader.stats().corrupt_records == 1
 
 
-def test_the_spec_travels_in_the_header(ring_pair):
-    spec = make_spec("hidden", "float32")
-    writer, reader = ring_pair(spec)
-    assert reader.spec == writer.spec == spec
-    assert isinstance(reader.spec.aux_layer_ids, tuple)
-
-
-@pytest.mark.parametrize(
-    "change", [{"teacher": "x"}, {"feature_dtype": "int8"}, {"hidden_size": 0}]
-)
-def test_an_impossible_spec_is_refused(change):
-    with pytest.raises(ValueError):
-        replace(make_spec(), **change)
-
-
-def test_a_spec_too_large_for_its_page_is_refused():
-    with pytest.raises(TransportError, match="engine_id"):
-        RingWriter.create(replace(make_spec(), engine_id="x" * 5000), 4096)
-
-
-def test_a_second_live_consumer_is_refused_by_pid(ring_pair):
-    writer, _ = ring_pair(make_spec())
+def test_one_consumer_at_a_time_which_lives_while_its_heart_beats(ring_pair):
+    writer, reader = ring_pair(make_spec())
     with pytest.raises(TransportError, match=str(os.getpid())):
         RingReader.attach(writer.name)
-
-
-@pytest.mark.slow
-def test_the_claim_of_a_dead_consumer_is_taken_over_where_it_stopped():
-    spec = make_spec()
-    writer = RingWriter.create(spec, 1 << 16)
-    for seed in range(3):
-        assert write_record(writer, make_record(spec, seed))
-    code = (
-        "import os, signal\n"
-        "from vllm_tide.transport import RingReader\n"
-        f"assert RingReader.attach({writer.name!r}).read().draft_version == 0\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=False)
-    assert not writer.stats().consumer_alive
-    reader = RingReader.attach(writer.name)
-    assert [reader.read().draft_version for _ in range(2)] == [1, 2]
-    assert writer.stats().consumer_alive
-    reader.close()
-    assert not writer.stats().consumer_alive
-    writer.close()
-
-
-def test_a_consumer_without_heartbeat_for_ten_seconds_is_not_alive(ring_pair):
-    writer, reader = ring_pair(make_spec())
     assert writer.stats().consumer_alive
     past = time.monotonic_ns() - HEARTBEAT_TIMEOUT_NS
     reader._segment.store(Word.CONSUMER_BEAT, past)
@@ -262,16 +169,12 @@ def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
         assert writer.wish is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
-    reader.close()
-
-
-def test_in_doubt_nothing_leaves(ring_pair):
-    writer, reader = ring_pair(make_spec())
-    for wanted in Collect:
+    for wanted in Collect:  # in doubt nothing leaves
         reader._segment.store(Word.COLLECT, 2**64 - 1)
         assert writer.wish is Collect.NOTHING
         reader.set_collect(wanted)
         assert writer.wish is wanted
+    reader.close()
 
 
 def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
@@ -291,7 +194,7 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     assert not write_record(writer, make_record(spec))
 
 
-def test_a_closed_ring_drops_and_counts(ring_pair):
+def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     writer.close()
@@ -303,22 +206,14 @@ def test_a_closed_ring_drops_and_counts(ring_pair):
     reader.close()
     assert reader.read() is None
     assert reader.stats().used_bytes == 0
-
-
-def test_a_ring_closed_by_another_thread_under_our_hands_raises_nothing(
-    ring_pair, monkeypatch
-):
-    spec = make_spec()
-    writer, _ = ring_pair(spec)
-    writer.close()
-    # What a writer sees that passed the checks just before.
+    # What a writer sees that passed the checks just before another thread closed it.
     monkeypatch.setattr(writer._segment, "closed", False)
     monkeypatch.setattr(writer._segment, "intact", lambda: True)
     assert not writer.collect
     writer.heartbeat()
     writer.stats()
     assert not write_record(writer, make_record(spec))
-    assert writer.stats().dropped_records == 1
+    assert writer.stats().dropped_records == 2
 
 
 def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
@@ -329,20 +224,6 @@ def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
     assert reader.read() is not None
     with pytest.raises(TransportError, match="cannot open"):
         RingReader.attach(writer.name)
-
-
-@pytest.mark.parametrize("tail", [64, 63, 2**64 - 64, 1 << 40])
-def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
-    ring_pair, tail
-):
-    spec = make_spec()
-    writer, reader = ring_pair(spec)
-    reader._segment.store(Word.TAIL, tail)
-    assert not write_record(writer, make_record(spec))
-    assert writer.drops["cursor"] == 1
-    assert reader.read() is None
-    assert write_record(writer, make_record(spec))
-    assert reader.read() is not None
 
 
 def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pair):
@@ -357,17 +238,3 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
     assert reader.read().draft_version == 1
     assert reader.read() is None
     assert reader.stats().corrupt_records == writer.stats().corrupt_records == 2
-
-
-def test_a_ring_spec_from_foreign_fields_is_an_error():
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        RingSpec.from_fields({"engine_id": "x"})
-
-
-def test_a_ring_of_another_format_is_refused_with_a_sentence(monkeypatch):
-    with monkeypatch.context() as older:
-        older.setattr("vllm_tide.transport.ring.FORMAT_VERSION", 1)
-        writer = RingWriter.create(make_spec(), 4096)
-    with pytest.raises(TransportError, match="has format 1, this process speaks 5"):
-        RingReader.attach(writer.name)
-    writer.close()
