@@ -2,25 +2,21 @@
 
 python -m tests.transport.peer produce      creates a ring, prints its name, writes
 python -m tests.transport.peer consume RING reads for ever
-python -m tests.transport.peer publish SEG  publishes ever newer versions
 
-Records and tensors follow from their number alone, so that a reader can tell a whole
-one from a made-up one. Each ends itself after a minute, should the test die first.
+Records follow from their number alone, so that a reader can tell a whole one from a
+made-up one. Each ends itself after a minute, should the test die first.
 """
 
 import sys
 import time
 from functools import cache
 
-import numpy as np
-
 from tests.transport.samples import identity, make_record, make_spec, write_record
-from vllm_tide.transport import RingReader, RingWriter, TransportError, WeightsWriter
+from vllm_tide.transport import RingReader, RingWriter
 
 SPEC = make_spec("topk", hidden_size=16, topk=4)
 NUM_RECORDS = 64
 CAPACITY_BYTES = 40_000
-TENSOR_FLOATS = 100_000
 _DEADLINE = time.monotonic() + 60
 
 
@@ -32,10 +28,6 @@ def record_of(number):
 @cache
 def known_identities():
     return {identity(record_of(number)) for number in range(NUM_RECORDS)}
-
-
-def tensor_of(version):
-    return np.full(TENSOR_FLOATS, version, np.float32)
 
 
 def produce():
@@ -58,22 +50,5 @@ def consume(name):
             sys.exit("made up a record")
 
 
-def publish(name):
-    writer = WeightsWriter.attach(name)
-    print("attached", flush=True)
-    version = writer.latest_version
-    while time.monotonic() < _DEADLINE:
-        version += 1
-        tensors = {"x": ("float32", (TENSOR_FLOATS,), tensor_of(version))}
-        try:
-            writer.publish(
-                tensors, version=version, parent_version=version - 1, meta={}
-            )
-        except TransportError as error:
-            sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    {"produce": produce, "consume": consume, "publish": publish}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    {"produce": produce, "consume": consume}[sys.argv[1]](*sys.argv[2:])
