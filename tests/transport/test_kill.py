@@ -1,92 +1,123 @@
-"""Two real processes, one of them killed with SIGKILL at a random moment."""
+"""A process at one end of a ring, killed with SIGKILL at a random moment.
+
+Records follow from their number alone, so that a reader can tell a whole one from a
+made-up one.
+"""
 
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
+from functools import cache
 from itertools import pairwise
 
 import pytest
 
-from tests.transport import peer
-from tests.transport.samples import identity, write_record
+from tests.transport.samples import identity, make_record, make_spec, write_record
 from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.rendezvous import reclaim_orphans
 from vllm_tide.transport.shm import SHM_DIR
 
+SPEC = make_spec("topk", hidden_size=16, topk=4)
+NUM_RECORDS = 64
+CAPACITY_BYTES = 40_000
 pytestmark = pytest.mark.slow
 
 
-def start(*argv):
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.transport.peer", *argv],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=os.getcwd(),
-    )
-    return child, child.stdout.readline().strip()
+@cache
+def record_of(number):
+    return make_record(SPEC, number, num_rows=number % 11)
 
 
-def kill(child):
-    assert child.poll() is None, "it ended by itself"
-    child.kill()
-    child.wait()
-    child.stdout.close()
+def produce(tell):
+    """Write for ever, into a ring whose name it tells."""
+    writer = RingWriter.create(SPEC, CAPACITY_BYTES)
+    os.write(tell, writer.name.encode())
+    number = 0
+    while True:
+        number += write_record(writer, record_of(number % NUM_RECORDS))
 
 
-def random_delay(seed):
-    return random.Random(seed).uniform(0.0, 0.15)
+def consume(name, tell):
+    """Read for ever; ends itself where a record is made up."""
+    known = {identity(record_of(number)) for number in range(NUM_RECORDS)}
+    reader = RingReader.attach(name)
+    os.write(tell, b"up")
+    while True:
+        record = reader.read()
+        assert record is None or identity(record) in known
+
+
+class Child:
+    """A fork that does so, for a minute at most."""
+
+    def __init__(self, work, *arguments):
+        read, tell = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.alarm(60)
+            try:
+                work(*arguments, tell)
+            finally:
+                os._exit(1)
+        os.close(tell)
+        self.said = os.read(read, 100).decode()
+        os.close(read)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        assert os.WIFSIGNALED(status), "it ended by itself"
+
+
+def soon(seed):
+    return time.monotonic() + random.Random(seed).uniform(0.0, 0.15)
+
+
+def read_on(reader, numbers):
+    while (record := reader.read()) is not None:
+        assert identity(record) == identity(record_of(record.draft_version))
+        numbers.append(record.draft_version)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
-    child, name = start("produce")
-    reader = RingReader.attach(name)
-    end = time.monotonic() + random_delay(seed)
-    numbers = []
-
-    def take():
-        while (record := reader.read()) is not None:
-            assert identity(record) == identity(peer.record_of(record.draft_version))
-            numbers.append(record.draft_version)
-
+    child = Child(produce)
+    reader = RingReader.attach(child.said)
+    end, numbers = soon(seed), []
     while time.monotonic() < end or not numbers:
-        take()
+        read_on(reader, numbers)
     assert reader.producer_alive()
-    kill(child)
-    take()
+    child.kill()
+    read_on(reader, numbers)
     assert not reader.producer_alive()
-    steps = {(b - a) % peer.NUM_RECORDS for a, b in pairwise(numbers)}
+    steps = {(b - a) % NUM_RECORDS for a, b in pairwise(numbers)}
     assert steps <= {1}, "a record is missing or came twice"
     assert reader.stats().corrupt_records == 0
     reclaim_orphans(tmp_path)
-    assert not os.path.exists(f"{SHM_DIR}/{name}")
+    assert not os.path.exists(f"{SHM_DIR}/{child.said}")
     reader.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_consumer_never_stops_the_producer(seed):
-    writer = RingWriter.create(peer.SPEC, peer.CAPACITY_BYTES)
-    child, _ = start("consume", writer.name)
-    end = time.monotonic() + random_delay(seed)
-    number = 0
+    writer = RingWriter.create(SPEC, CAPACITY_BYTES)
+    child = Child(consume, writer.name)
+    end, number = soon(seed), 0
     while time.monotonic() < end or not number:
-        number += write_record(writer, peer.record_of(number % peer.NUM_RECORDS))
+        number += write_record(writer, record_of(number % NUM_RECORDS))
     assert writer.stats().consumer_alive
-    kill(child)
+    child.kill()
     assert not writer.stats().consumer_alive
     for _ in range(200):
-        number += write_record(writer, peer.record_of(number % peer.NUM_RECORDS))
+        number += write_record(writer, record_of(number % NUM_RECORDS))
     assert set(writer.drops) <= {"full"}
     reader = RingReader.attach(writer.name)  # goes on where the dead one stopped
     numbers = []
-    while (record := reader.read()) is not None:
-        assert identity(record) in peer.known_identities()
-        numbers.append(record.draft_version)
-    assert {(b - a) % peer.NUM_RECORDS for a, b in pairwise(numbers)} <= {1}
-    assert numbers[-1] == (number - 1) % peer.NUM_RECORDS
+    read_on(reader, numbers)
+    assert {(b - a) % NUM_RECORDS for a, b in pairwise(numbers)} <= {1}
+    assert numbers[-1] == (number - 1) % NUM_RECORDS
     assert writer.stats().corrupt_records == 0
-    assert write_record(writer, peer.record_of(1))
+    assert write_record(writer, record_of(1))
     reader.close()
     writer.close()
