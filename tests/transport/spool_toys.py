@@ -17,6 +17,7 @@ from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_relay import Relay
 from vllm_tide.transport.spool_shard import SpoolReader
+from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import SpoolWriter
 
 CONFIG = SpoolConfig()
@@ -123,9 +124,18 @@ def head_tensors(value):
     return {"fc.weight": ("float32", (4, 4), np.full((4, 4), value, np.float32))}
 
 
+def writer_of(store, records=(), engine="e1", config=CONFIG):
+    """A writer that holds records, or those of seeds."""
+    writer = SpoolWriter(EngineFolder(store, engine), config)
+    for record in records:
+        record = make_record(SPEC, record) if isinstance(record, int) else record
+        writer.add(body_of(record))
+    return writer
+
+
 def write_shards(store, shards, engine="e1", config=CONFIG):
     """One shard per list of seeds."""
-    writer = SpoolWriter(EngineFolder(store, engine), config)
+    writer = writer_of(store, (), engine, config)
     for seeds in shards:
         for seed in seeds:
             writer.add(body_of(make_record(SPEC, seed)))
@@ -143,6 +153,28 @@ def read_all(store, engine="e1", first=1, last=99, attempts=200):
         if shard is not None:
             found[shard.number] = [r.draft_version for r in shard.records]
     return found, reader
+
+
+def seeds_in(store):
+    """Seeds of the records of each shard of the engine e1."""
+    return read_all(store, last=9, attempts=50)[0]
+
+
+def failing(store, method, part, error=None, after=False):
+    """What takes the place of a store's method, and fails for names with a part.
+
+    Args:
+        after: It says that it failed, and it has not.
+    """
+    works = getattr(store, method)
+
+    def fails(name, *args, **more):
+        done = works(name, *args, **more) if part not in name or after else None
+        if part in name:
+            raise error or StoreError("no space left")
+        return done
+
+    return fails
 
 
 def files_of(store, engine="e1"):
