@@ -38,11 +38,10 @@ def produce(tell):
         number += write_record(writer, record_of(number % NUM_RECORDS))
 
 
-def consume(name, tell):
+def consume(name):
     """Read for ever; ends itself where a record is made up."""
     known = {identity(record_of(number)) for number in range(NUM_RECORDS)}
     reader = RingReader.attach(name)
-    os.write(tell, b"up")
     while True:
         record = reader.read()
         assert record is None or identity(record) in known
@@ -52,17 +51,13 @@ class Child:
     """A fork that does so, for a minute at most."""
 
     def __init__(self, work, *arguments):
-        read, tell = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             signal.alarm(60)
             try:
-                work(*arguments, tell)
+                work(*arguments)
             finally:
                 os._exit(1)
-        os.close(tell)
-        self.said = os.read(read, 100).decode()
-        os.close(read)
 
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
@@ -82,8 +77,11 @@ def read_on(reader, numbers):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
-    child = Child(produce)
-    reader = RingReader.attach(child.said)
+    told, tell = os.pipe()
+    child = Child(produce, tell)
+    name = os.read(told, 100).decode()
+    os.close(told), os.close(tell)
+    reader = RingReader.attach(name)
     end, numbers = soon(seed), []
     while time.monotonic() < end or not numbers:
         read_on(reader, numbers)
@@ -95,7 +93,7 @@ def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
     assert steps <= {1}, "a record is missing or came twice"
     assert reader.stats().corrupt_records == 0
     reclaim_orphans(tmp_path)
-    assert not os.path.exists(f"{SHM_DIR}/{child.said}")
+    assert not os.path.exists(f"{SHM_DIR}/{name}")
     reader.close()
 
 
@@ -104,9 +102,8 @@ def test_a_killed_consumer_never_stops_the_producer(seed):
     writer = RingWriter.create(SPEC, CAPACITY_BYTES)
     child = Child(consume, writer.name)
     end, number = soon(seed), 0
-    while time.monotonic() < end or not number:
+    while time.monotonic() < end or not writer.stats().consumer_alive:
         number += write_record(writer, record_of(number % NUM_RECORDS))
-    assert writer.stats().consumer_alive
     child.kill()
     assert not writer.stats().consumer_alive
     for _ in range(200):
