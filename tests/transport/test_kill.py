@@ -65,6 +65,16 @@ class Child:
         assert os.WIFSIGNALED(status), "it ended by itself"
 
 
+def child_that_tells(work, *arguments):
+    """A child, and what it writes to the descriptor that is its last argument."""
+    told, tell = os.pipe()
+    child = Child(work, *arguments, tell)
+    text = os.read(told, 200).decode()
+    os.close(told)
+    os.close(tell)
+    return child, text
+
+
 def soon(seed):
     return time.monotonic() + random.Random(seed).uniform(0.0, 0.15)
 
@@ -77,10 +87,7 @@ def read_on(reader, numbers):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
-    told, tell = os.pipe()
-    child = Child(produce, tell)
-    name = os.read(told, 100).decode()
-    os.close(told), os.close(tell)
+    child, name = child_that_tells(produce)
     reader = RingReader.attach(name)
     end, numbers = soon(seed), []
     while time.monotonic() < end or not numbers:
