@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +15,6 @@ from tests.transport.feed_toys import FakeSource, look, publish
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
-    ToyEngine,
     head_tensors,
     make_models,
     settle,
@@ -68,19 +65,9 @@ def drain(feeds, engines=(), seconds=5.0, count=None):
 
 
 @pytest.fixture
-def toys(tmp_path):
-    """Engines with the same models; each has a run directory of its own."""
-    made = []
-    models = make_models(tmp_path / "models")
-
-    def make(name, folder=None, **changes):
-        engine = ToyEngine(folder or tmp_path / name, name, models=models, **changes)
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
+def toys(engines, tmp_path):
+    """Engines with the same models."""
+    return partial(engines, models=make_models(tmp_path / "models"))
 
 
 def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
@@ -372,74 +359,3 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
     feeds.close()
     stuck.set()
     s.relay.close()
-
-
-# Processes that share nothing but a directory
-
-ENGINE = """
-import subprocess, sys, time
-from pathlib import Path
-from tests.transport.spool_toys import ToyEngine
-folder, spool, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-tide = {"spool": {"url": spool}, "train": {"nice": 0}}
-engine = ToyEngine(folder, name, tide=tide)
-code = '''
-import sys
-from vllm_tide.cli.main import main
-from vllm_tide.transport import spool_writer
-spool_writer.SHARD_SECONDS = 0.05
-sys.exit(main(sys.argv[1:]))
-'''
-told = ["relay", "--run-dir", str(engine.run_dir), "--engine", name]
-relay = subprocess.Popen([sys.executable, "-c", code, *told])
-engine.serve(range(40))
-version, deadline = 0, time.monotonic() + 60
-while time.monotonic() < deadline:
-    engine.ring.heartbeat()
-    if engine.weights.latest_version() != version:
-        version = engine.weights.read().version
-    engine.weights.report(version)
-    time.sleep(0.02)
-"""
-
-
-@pytest.mark.slow
-def test_engines_of_other_processes_feed_a_trainer_through_storage(tmp_path):
-    spool = str(tmp_path / "spool")
-    children = [
-        subprocess.Popen([sys.executable, "-c", ENGINE, tmp_path / name, spool, name])
-        for name in ("left", "right")
-    ]
-    left = {}
-
-    def installed(version):
-        feeds.heartbeat()
-        return {told.installed for told in feeds.versions().values()} == {version}
-
-    def dropped():
-        feeds.heartbeat()
-        feeds.read()
-        left.update(feeds.poll().left)
-        return left
-
-    try:
-        feeds = Feeds([SpoolSource(spool, cache=tmp_path / "cache")])
-        want = [identity(make_record(SPEC, n)) for n in range(40)]
-        assert drain(feeds, count=80, seconds=60) == {"left": want, "right": want}
-        target, draft = feeds.reference.models()
-        assert (draft / "config.json").exists()
-        assert json.loads((target / "config.json").read_text())["vocab_size"] == 20
-        version = publish(feeds, 3)
-        until(lambda: installed(version), "it is not installed")
-        # One engine dies outright: its relay says so, and the other goes on.
-        children[0].kill()
-        until(dropped, "the dead engine stays")
-        assert left == {"left": "its engine is gone"}
-        assert feeds.ids == ["right"]
-        assert publish(feeds, 4) == version + 1
-        feeds.close()
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert EngineFolder(open_store(spool), "right").latest_draft() == version + 1

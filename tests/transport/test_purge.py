@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from tests.transport.samples import body_of, make_record, make_spec, write_record
-from tests.transport.spool_toys import ToyEngine, failing, writer_of
+from tests.transport.spool_toys import failing, writer_of
 from vllm_tide.transport import purge, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
-from vllm_tide.transport.spool_store import StoreError, open_store
+from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import purge_records
 
 SPEC = make_spec()
@@ -23,15 +23,8 @@ RELAY, TRAINER = (Keeper(kind, os.getpid()) for kind in ("relay", "trainer"))
 
 
 @pytest.fixture
-def store(tmp_path):
-    return open_store(str(tmp_path / "spool"))
-
-
-@pytest.fixture
-def engine(tmp_path):
-    made = ToyEngine(tmp_path / "e1")
-    yield made
-    made.close()
+def store(disk):
+    return disk
 
 
 def of_tenants(*tenants):

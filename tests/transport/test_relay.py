@@ -9,7 +9,6 @@ import pytest
 
 from tests.transport.spool_toys import (
     CONFIG,
-    ToyEngine,
     failing,
     head_tensors,
     read_all,
@@ -29,18 +28,6 @@ from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, ReaderState
 from vllm_tide.transport.spool_store import StoreError, open_store
 from vllm_tide.transport.weights import _Word
-
-
-@pytest.fixture
-def disk(tmp_path):
-    return open_store(str(tmp_path / "spool"))
-
-
-@pytest.fixture
-def engine(tmp_path):
-    made = ToyEngine(tmp_path / "e1")
-    yield made
-    made.close()
 
 
 def read_seeds(store):

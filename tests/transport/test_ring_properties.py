@@ -152,31 +152,6 @@ def test_damage_anywhere_never_raises_and_never_makes_up_a_record(
 
 @normal
 @given(
-    steps=st.lists(st.one_of(write, read), max_size=15),
-    at=st.integers(PAGE_BYTES, DATA_AT + 4095),
-    data=st.binary(min_size=1, max_size=16),
-)
-def test_records_flow_again_after_one_damage(steps, at, data):
-    """Damage outside the claim costs what is unread, and at most a record more."""
-    with Pair(4096) as pair:
-        for action, value in steps:
-            if action == "write":
-                write_record(pair.writer, RECORDS[value])
-            else:
-                pair.reader.read()
-        if not PAGE_BYTES + 8 * 64 <= at < PAGE_BYTES + 11 * 64:
-            pair.buf[at : at + len(data)] = data[: len(pair.buf) - at]
-        while (got := pair.reader.read()) is not None:
-            assert identity(got) in KNOWN
-        write_record(pair.writer, RECORDS[7])
-        while (got := pair.reader.read()) is not None:
-            assert identity(got) in KNOWN
-        assert write_record(pair.writer, RECORDS[7]), pair.writer.drops
-        assert identity(pair.reader.read()) == IDENTITIES[7]
-
-
-@normal
-@given(
     seed=st.integers(0, len(RECORDS) - 1),
     at=st.integers(0, META_BYTES - 1),
     value=st.integers(0, 255),

@@ -7,8 +7,6 @@ import sys
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_tide import _shm
 from vllm_tide.transport import (
@@ -19,7 +17,7 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.publication import DraftBlob
-from vllm_tide.transport.shm import DATA_AT, SHM_DIR
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR, WORDS_AT
 from vllm_tide.transport.weights import BLOB_AT
 
 META = {"steps": 12, "holdout": [1.5, 2.0], "note": "x"}
@@ -38,23 +36,17 @@ def make_tensors(seed=0):
     }
 
 
-def as_bytes(tensors):
-    return {
-        name: (dtype, tuple(shape), np.asarray(data).tobytes() if len(data) else b"")
-        for name, (dtype, shape, data) in tensors.items()
-    }
-
-
 def delivered(got):
     return {name: (t.dtype, t.shape, t.data.tobytes()) for name, t in got.items()}
 
 
-def publish(writer, version, seed=None, parent=0):
-    tensors = make_tensors(version if seed is None else seed)
+def publish(writer, version, parent=0):
+    tensors = make_tensors(version)
     writer.publish(tensors, version=version, parent_version=parent, meta=META)
-    want = as_bytes({k: v for k, v in tensors.items() if k != "scalar"})
-    want["scalar"] = ("float32", (), tensors["scalar"][2])
-    return want
+    return {
+        name: (dtype, shape, memoryview(data).tobytes())
+        for name, (dtype, shape, data) in tensors.items()
+    }
 
 
 def refused(segment):
@@ -92,16 +84,14 @@ def test_a_publication_comes_back_to_the_bit(weights_pair):
         assert publication._DTYPES[tensor.dtype][0] == theirs[name]["dtype"]
 
 
-@pytest.mark.parametrize("version", [0, 4, 5])
-def test_versions_never_go_back(weights_pair, version):
+def test_versions_never_go_back(weights_pair):
     segment, writer = weights_pair()
     publish(writer, 5)
-    with pytest.raises(TransportError, match="not newer than 5"):
-        publish(writer, version)
     writer.close()
     again = WeightsWriter.attach(segment.name)
-    with pytest.raises(TransportError, match="not newer than 5"):
-        publish(again, version)
+    for version in (0, 4, 5):
+        with pytest.raises(TransportError, match="not newer than 5"):
+            publish(again, version)
     publish(again, 6)
     assert segment.read().version == 6
     again._segment.store(0, 5)  # set back in memory
@@ -131,18 +121,25 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_is_written(
 
 def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
     segment, writer = weights_pair()
-    want = publish(writer, 1)
-    size = BLOB_AT + len(publication.encode(make_tensors(1), 1, 0, META).data)
+    publish(writer, 1)
+    publish(writer, 2)
+    want = publish(writer, 3)
+    size = BLOB_AT + len(publication.encode(make_tensors(3), 3, 0, META).data)
     buf = writer._segment.buf
     reasons = set()
-    for at in range(DATA_AT, DATA_AT + size, 3):
-        buf[at] ^= 0x5A
-        try:
-            assert delivered(segment.read().tensors) == want
-        except WeightsRefused as error:
-            reasons.add(error.reason)
-        buf[at] ^= 0x5A
-    assert {"torn", "truncated", "sha256"} <= reasons
+    assert delivered(segment.read().tensors) == want
+    for at in (*range(WORDS_AT, WORDS_AT + 1024), *range(DATA_AT, DATA_AT + size, 3)):
+        for flip in (0x5A, 0x02):
+            buf[at] ^= flip
+            try:
+                assert delivered(segment.read().tensors) == want
+            except WeightsRefused as error:
+                assert error.sentence
+                reasons.add(error.reason)
+            segment.heartbeat()
+            assert isinstance(writer.feedback().installed_version, int)
+            buf[at] ^= flip
+    assert {"torn", "truncated", "sha256", "stale"} <= reasons
     assert delivered(segment.read().tensors) == want
 
 
@@ -316,46 +313,3 @@ def test_a_trainer_killed_at_any_instruction_leaves_a_whole_publication(weights_
         version = got.version
     assert step > 100 and seen == {0, 1}
     assert version == max(wants)  # the last one was not killed
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    steps=st.lists(
-        st.one_of(
-            st.just(("publish", 0, b"")),
-            st.just(("read", 0, b"")),
-            st.tuples(
-                st.just("damage"),
-                st.one_of(st.integers(0, 30_000), st.integers(4096, 4096 + 1024)),
-                st.binary(min_size=1, max_size=40),
-            ),
-        ),
-        max_size=25,
-    )
-)
-def test_damage_anywhere_is_delivered_exactly_or_refused(steps):
-    segment = WeightsSegment.create(8192)
-    writer = WeightsWriter.attach(segment.name)
-    buf = writer._segment.buf
-    version, last, published = 0, 0, {}
-    for action, at, data in steps:
-        if action == "publish":
-            version += 1
-            try:
-                published[version] = publish(writer, version)
-            except TransportError:  # the claim was hit
-                continue
-        elif action == "damage":
-            at %= len(buf) - len(data)
-            buf[at : at + len(data)] = data
-        try:
-            got = segment.read()
-            assert got.version >= last
-            last = got.version
-            assert delivered(got.tensors) == published[got.version]
-        except WeightsRefused as error:
-            assert error.reason and error.sentence
-        segment.report(version, 0, "x")
-        assert isinstance(writer.feedback().installed_version, int)
-    writer.close()
-    segment.close()

@@ -1,8 +1,6 @@
 """Many records in one call, and a ring that several threads of its process look at."""
 
 import os
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from tests.transport.samples import (
     identity,
     make_record,
     make_spec,
-    write_record,
 )
 from vllm_tide import _shm
 from vllm_tide.transport.record import META_BYTES, Status
@@ -27,26 +24,6 @@ def drain(reader):
         found.append(identity(record))
     assert reader.stats().corrupt_records == 0
     return found
-
-
-def test_many_records_are_those_of_as_many_calls(ring_pair):
-    records = [make_record(SPEC, seed, num_rows=seed % 6) for seed in range(30)]
-    memory = []
-    for at_once in (False, True):
-        writer, reader = ring_pair(SPEC, 1 << 16)
-        if at_once:
-            frames = frames_of(records)
-            writer.write(frames)
-            assert not frames.status.any()
-            assert writer.stats().written_records == 0  # counting is another's
-            writer.count(frames)
-        else:
-            assert all(write_record(writer, record) for record in records)
-        memory.append(bytes(reader._segment.buf[DATA_AT:]))
-        assert writer.stats().written_records == 30
-        assert writer.stats().written_rows == sum(r.num_rows for r in records)
-        assert drain(reader) == [identity(record) for record in records]
-    assert memory[0] == memory[1]
 
 
 def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
@@ -143,39 +120,3 @@ def test_nothing_outside_its_buffers_is_read_or_written(changed):
     _shm.write_frames(*good.values())
     assert good["end"].tolist() == [192, 0] and good["ring"].any()
     os.close(given["fd"]), os.close(good["fd"])
-
-
-def test_a_thread_writes_while_others_look(ring_pair):
-    """Counters, level, heartbeats and a reader beside megabytes that are copied."""
-    spec = make_spec(hidden_size=512)
-    records = [make_record(spec, seed, num_rows=4) for seed in range(64)]
-    known = [identity(record) for record in records]
-    writer, reader = ring_pair(spec, 1 << 19)
-    done, ended = [], time.monotonic() + 0.3
-
-    def write():
-        while time.monotonic() < ended:
-            frames = frames_of(records)
-            writer.write(frames)
-            done.append(frames)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    found, last, record = [], 0, None
-    while thread.is_alive() or record is not None:
-        record = reader.read()
-        if record is not None:
-            found.append(record.draft_version)
-            assert identity(record) == known[record.draft_version]
-        head, tail = writer.level()
-        assert last <= head and 0 <= head - tail <= writer.capacity
-        last = head
-        writer.heartbeat()
-        writer.stats()
-    thread.join()
-    found += [known.index(left) for left in drain(reader)]
-    written = [
-        i for frames in done for i in np.flatnonzero(frames.status == 0).tolist()
-    ]
-    assert found == written and written
-    assert {code for frames in done for code in frames.status.tolist()} <= {0, 1}
