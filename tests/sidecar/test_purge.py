@@ -14,7 +14,6 @@ import pytest
 from tests.transport.samples import make_record, write_record
 from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
 from vllm_tide.cli import trainer as command
-from vllm_tide.transport import spool_writer
 from vllm_tide.transport.purge import PurgeInbox, announce_relay
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineFolder
@@ -143,21 +142,18 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_REFUSED
 
 
-@pytest.mark.parametrize("held", ["ring", "open", "blocked"])
 def test_the_command_waits_for_the_relay_and_nothing_comes_after(
-    engine, store, capsys, monkeypatch, held
+    engine, store, capsys, monkeypatch
 ):
-    serve(engine, 7, 255, 8, 255)
+    serve(engine, 7, 255)
     relay, announced = engine.relay(store), threading.Event()
-    if held != "ring":
-        monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
-        relay.tick()
-    if held == "blocked":
-        with monkeypatch.context() as full:
-            full.setattr(store, "write", failing(store, "write", ".json"))
-            with pytest.raises(TransportError):
-                relay._writer.flush()
-        assert relay._writer.blocked
+    relay.tick()
+    with monkeypatch.context() as full:
+        full.setattr(store, "write", failing(store, "write", ".json"))
+        with pytest.raises(TransportError):
+            relay._writer.flush()
+    assert relay._writer.blocked
+    serve(engine, 8, 255)  # in the ring
     announce_relay(engine.run_dir, "e1")
 
     def relaying():

@@ -56,13 +56,16 @@ class Child:
             signal.alarm(60)
             try:
                 work(*arguments)
+                os._exit(0)
             finally:
                 os._exit(1)
 
+    def ended(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        assert os.WIFSIGNALED(status), "it ended by itself"
+        assert self.ended() == -signal.SIGKILL, "it ended by itself"
 
 
 def child_that_tells(work, *arguments):

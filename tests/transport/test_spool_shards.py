@@ -191,16 +191,23 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
     assert reader.skipped["unfit"] == 2
 
 
-def test_size_is_bounded_over_all_engines_oldest_first(store):
-    write_shards(store, [[1], [2]], "a")
+def silence(writer):
+    """To the writer's eyes nobody has said anything for long."""
+    for word in writer._bounds._words.values():
+        word._timeout_s = 0.0
+
+
+def at_time(monkeypatch, unix):
+    monkeypatch.setattr("vllm_tide.transport.spool_writer.steady_unix", lambda: unix)
+
+
+def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
+    with monkeypatch.context() as before:
+        at_time(before, 1.0)
+        write_shards(store, [[1], [2]], "a")
     size = record_bytes(store, "a") / 2
-    for name in files_of(store, "a"):  # a's shards are older than b's
-        if name.endswith(".safetensors"):
-            body = store.read(f"engines/a/records/{name}")
-            store.remove(f"engines/a/records/{name}")
-            store.write(f"engines/a/records/{name[:13]}1.safetensors", body)
-    config = CONFIG.model_copy(update={"max_gib": 4.5 * size / (1 << 30)})
-    config = config.model_copy(update={"max_age_s": 1e10})
+    bounds = {"max_gib": 4.5 * size / (1 << 30), "max_age_s": 1e10}
+    config = CONFIG.model_copy(update=bounds)
     writer = write_shards(store, [[3], [4], [5]], "b", config)
     writer.keep_bounds(now=True)
     assert [n for n in files_of(store, "a") if n.endswith(".json")] == [
@@ -216,16 +223,6 @@ def test_size_is_bounded_over_all_engines_oldest_first(store):
     writer.keep_bounds()
     assert files_of(store, "a") == []
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
-
-
-def silence(writer):
-    """To the writer's eyes nobody has said anything for long."""
-    for word in writer._bounds._words.values():
-        word._timeout_s = 0.0
-
-
-def at_time(monkeypatch, unix):
-    monkeypatch.setattr("vllm_tide.transport.spool_writer.steady_unix", lambda: unix)
 
 
 def test_what_is_too_old_is_removed(store, monkeypatch):
