@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.transport.test_rendezvous import make_manifest
+from tests.transport.samples import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
 from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets

@@ -1,19 +1,23 @@
 """Engines without a server: models on disk, ring, weights segment and manifest."""
 
 import json
-import os
 import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.transport.samples import body_of, make_record, make_spec, write_record
+from tests.transport.samples import (
+    body_of,
+    make_manifest,
+    make_record,
+    make_spec,
+    write_record,
+)
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
 from vllm_tide.transport.identity import identity_of
-from vllm_tide.transport.process import start_time
-from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_relay import Relay
 from vllm_tide.transport.spool_shard import SpoolReader
@@ -68,26 +72,16 @@ class ToyEngine:
         self.ring = RingWriter.create(self.spec, 1 << 20)
         self.weights = WeightsSegment.create(1 << 20)
         told = {
-            "engine_id": engine_id,
-            "pid": os.getpid(),
-            "pid_start": start_time(os.getpid()) or 0,
             "ring": self.ring.name,
             "weights": self.weights.name,
             "target_path": str(target),
             "draft_path": str(draft),
             "target_dtype": "float32",
-            "hidden_size": self.spec.hidden_size,
-            "vocab_size": self.spec.vocab_size,
             "draft_vocab_size": ROWS,
-            "aux_layer_ids": self.spec.aux_layer_ids,
-            "teacher": self.spec.teacher,
-            "teacher_topk": self.spec.teacher_topk,
-            "feature_dtype": self.spec.feature_dtype,
-            "num_speculative_tokens": 3,
             "tide": {},
             "created_unix": time.time(),
         }
-        self.manifest = EngineManifest(**{**told, **changes})
+        self.manifest = make_manifest(engine_id, **{**told, **changes})
         write_manifest(self.run_dir, self.manifest)
 
     def serve(self, seeds, num_rows=4):

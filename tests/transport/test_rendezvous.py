@@ -6,13 +6,11 @@ import uuid
 
 import pytest
 
-from tests.transport.samples import make_spec
+from tests.transport.samples import make_manifest, make_spec
 from tests.transport.test_kill import Child, child_that_tells
 from vllm_tide.transport import RingWriter, TransportError, WeightsSegment, process
-from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
     RUN_DIR_VARIABLE,
-    EngineManifest,
     default_run_dir,
     group_of,
     read_manifests,
@@ -22,31 +20,6 @@ from vllm_tide.transport.rendezvous import (
     write_manifest,
 )
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
-
-
-def make_manifest(engine_id="e1", **changes):
-    me = Holder.me()
-    fields = {
-        "engine_id": engine_id,
-        "pid": me.pid,
-        "pid_start": me.start,
-        "ring": "vllm_tide_ring_0",
-        "weights": "vllm_tide_weights_0",
-        "target_path": "/models/t",
-        "draft_path": "/models/d",
-        "target_dtype": "bfloat16",
-        "hidden_size": 8,
-        "vocab_size": 100,
-        "draft_vocab_size": 50,
-        "aux_layer_ids": (1, 2, 5),
-        "teacher": "hidden",
-        "teacher_topk": 3,
-        "feature_dtype": "bfloat16",
-        "num_speculative_tokens": 5,
-        "tide": {"capture": {"enabled": True}},
-        "created_unix": 1.5,
-    }
-    return EngineManifest(**{**fields, **changes})
 
 
 def test_a_manifest_is_found_replaced_and_taken_back(tmp_path):

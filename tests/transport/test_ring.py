@@ -1,3 +1,5 @@
+"""The ring: whole records or none, and what each check of damage is there for."""
+
 import os
 import time
 from dataclasses import replace
@@ -7,12 +9,16 @@ import numpy as np
 import pytest
 
 from tests.transport.samples import (
+    body_of,
+    frames_of,
     identity,
     make_metadata_only,
     make_record,
     make_spec,
+    without_teacher,
     write_record,
 )
+from vllm_tide import _shm
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
 from vllm_tide.transport.process import (
     HEARTBEAT_TIMEOUT_NS,
@@ -20,8 +26,11 @@ from vllm_tide.transport.process import (
     pid_namespace,
     start_time,
 )
-from vllm_tide.transport.ring import Collect, Word
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.record import META_BYTES, RecordError, Status, decode
+from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Collect, Word, pack_frame
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR
+
+SPEC = make_spec()
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
@@ -37,13 +46,7 @@ def test_every_kind_of_record_comes_back_to_the_bit(ring_pair, teacher, feature_
             for teacher_start in {0, max(n - 1, 0), n}
         ]
         light = make_metadata_only(spec, n, n, phase)
-        bare = replace(
-            make_record(spec, n, n, phase),
-            teacher_hidden=None,
-            teacher_topk_ids=None,
-            teacher_topk_logprobs=None,
-            teacher_tail_logprob=None,
-        )
+        bare = without_teacher(make_record(spec, n, n, phase))
         for record in (*sent, light, bare):
             assert write_record(writer, record), writer.drops
             got = reader.read()
@@ -238,3 +241,205 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
     assert reader.read().draft_version == 1
     assert reader.read() is None
     assert reader.stats().corrupt_records == writer.stats().corrupt_records == 2
+
+
+# Many records in one call
+
+
+def identities(reader):
+    found = []
+    while (record := reader.read()) is not None:
+        found.append(identity(record))
+    assert reader.stats().corrupt_records == 0
+    return found
+
+
+def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [
+        make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((2, 90, 2, 2, 2))
+    ]
+    records.insert(1, make_record(SPEC, 9))
+    frames = frames_of(records, follows=[False, False, False, True, True, False])
+    frames.status[1] = Status.INVALID  # one that has a status is left alone
+    writer.write(frames)
+    assert [Status(code).name for code in frames.status] == [
+        "WRITTEN", "INVALID", "TOO_LARGE", "SKIPPED", "SKIPPED", "WRITTEN",
+    ]  # fmt: skip
+    frames.status[1] = Status.SKIPPED
+    writer.count(frames)
+    assert writer.drops == {"too_large": 1} and writer.dropped_rows == {"too_large": 90}
+    assert identities(reader) == [identity(records[0]), identity(records[5])]
+
+
+def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((9, 22, 1))]
+    frames = frames_of(records)
+    writer.write(frames)
+    assert frames.status.tolist() == [0, Status.FULL, Status.FULL]
+    writer.count(frames)
+    assert writer.dropped_rows == {"full": 23}
+    assert writer.level() == (2048, 0)  # a pad
+    assert identities(reader) == [identity(records[0])]
+    again = frames_of(records[1:])
+    writer.write(again)
+    assert again.status.tolist() == [0, 0] and writer.level()[1] == 2048
+    assert identities(reader) == [identity(record) for record in records[1:]]
+
+
+def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair):
+    """The writer's own check was before: what the call itself finds counts as well."""
+    writer, _ = ring_pair(SPEC)
+    frames = frames_of([make_record(SPEC, 1)])
+    os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
+    intact, writer._segment.intact = writer._segment.intact, lambda: True
+    writer.write(frames)
+    writer._segment.intact = intact
+    assert frames.status.tolist() == [Status.TRUNCATED] and writer.lost
+    os.truncate(f"{SHM_DIR}/{writer.name}", 1 << 20)
+    again = frames_of([make_record(SPEC, 1)])
+    writer.write(again)
+    assert again.status.tolist() == [Status.TRUNCATED]
+
+
+def arguments(**changed):
+    """Those of a call that writes one record without parts; some replaced."""
+    fd = os.memfd_create("ring")
+    os.truncate(fd, DATA_AT + 1024)
+    made = {
+        "ring": np.zeros(DATA_AT + 1024, np.uint8), "fd": fd,
+        "end": np.zeros(2, np.uint64), "metas": np.zeros(META_BYTES, np.uint8),
+        "spans": np.zeros((1, 1, 2), np.int64), "follows": np.zeros(1, np.bool_),
+        "status": np.zeros(1, np.uint8), "sources": (np.zeros(8, np.uint8),),
+    }  # fmt: skip
+    return {**made, **changed}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ring": np.zeros(DATA_AT, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1000, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1025, np.uint8)[1:]},
+        {"end": np.zeros(1, np.uint64)},
+        {"end": np.array([64, 128], np.uint64)},
+        {"end": np.array([8, 0], np.uint64)},
+        {"end": np.array([2048, 64], np.uint64)},
+        {"metas": np.zeros(META_BYTES - 1, np.uint8)},
+        {"spans": np.zeros((1, 2, 2), np.int64)},
+        {"spans": np.array([[[0, 9]]])},
+        {"spans": np.array([[[9, 0]]])},
+        {"spans": np.array([[[-8, 8]]])},
+        {"spans": np.array([[[8, -8]]])},
+        {"spans": np.array([[[8, 2**63 - 1]]])},
+        {"follows": np.zeros(2, np.bool_)},
+        {"status": np.zeros(2, np.uint8)},
+        {"sources": ()},
+        {"sources": (np.zeros(16, np.uint8)[::2],)},
+    ],
+)
+def test_nothing_outside_its_buffers_is_read_or_written(changed):
+    given = arguments(**changed)
+    with pytest.raises((ValueError, BufferError)):
+        _shm.write_frames(*given.values())
+    assert not given["ring"].any() and not given["status"].any()
+    good = arguments()
+    _shm.write_frames(*good.values())
+    assert good["end"].tolist() == [192, 0] and good["ring"].any()
+    os.close(given["fd"]), os.close(good["fd"])
+
+
+# Damage
+
+
+def write(writer, *seeds):
+    """Write records; the length of a frame (all are alike)."""
+    before = writer.stats().used_bytes
+    for seed in seeds:
+        assert write_record(writer, make_record(SPEC, seed))
+    return (writer.stats().used_bytes - before) // len(seeds)
+
+
+def drain(reader):
+    versions = []
+    while (record := reader.read()) is not None:
+        assert identity(record) == identity(make_record(SPEC, record.draft_version))
+        versions.append(record.draft_version)
+    return versions
+
+
+def test_a_record_of_an_earlier_lap_is_not_taken_for_a_new_one(ring_pair):
+    length = write(ring_pair(SPEC)[0], 0)
+    writer, reader = ring_pair(SPEC, 2 * length)
+    write(writer, 1, 2)
+    assert drain(reader) == [1, 2]
+    # The head points past what was written: there lies record 1, sound, one lap old.
+    reader._segment.store(Word.HEAD, 3 * length)
+    assert drain(reader) == []
+    assert reader.stats().corrupt_records == 1
+
+
+def test_every_damaged_byte_of_a_frame_is_noticed(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    for count, at in enumerate(range(FRAME_BYTES), 1):
+        start = DATA_AT + reader._tail % writer.capacity
+        write(writer, 1, 2)
+        reader._segment.buf[start + at] ^= 0x10
+        assert drain(reader) == []  # nor is what came after it looked for
+        assert reader.stats().corrupt_records == count
+        write(writer, 3)
+        assert drain(reader) == [3]
+
+
+@pytest.mark.parametrize("laps", [1, 64, 1 << 40])
+def test_a_frame_that_claims_to_reach_past_the_head_is_none(ring_pair, laps):
+    writer, reader = ring_pair(SPEC)
+    length = write(writer, 1, 2)
+    forged = pack_frame(RECORD, 0, 2 * length + laps * 64, 8)
+    reader._segment.buf[DATA_AT : DATA_AT + FRAME_BYTES] = forged
+    assert drain(reader) == []
+    write(writer, 3)
+    assert drain(reader) == [3]
+
+
+@pytest.mark.parametrize("tail", [0, 64, 63, 2**64 - 64, 1 << 40])
+def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
+    ring_pair, tail
+):
+    writer, reader = ring_pair(SPEC)
+    write(writer, 1, 2, 3)
+    assert drain(reader) == [1, 2, 3]
+    write(writer, 4)  # the writer has seen the tail behind record 3
+    reader._segment.store(Word.TAIL, tail)
+    assert not write_record(writer, make_record(SPEC, 5))
+    assert writer.drops["cursor"] == 1
+    assert drain(reader) == [4]
+    write(writer, 6)
+    assert drain(reader) == [6]
+
+
+@pytest.mark.parametrize("head", [1 << 40, 65, 64, 0, 2**64 - 64])
+def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
+    writer, reader = ring_pair(SPEC)
+    write(writer, 1, 2, 3)
+    assert reader.read().draft_version == 1
+    reader._segment.store(Word.HEAD, head)
+    assert drain(reader) == []
+    assert reader.stats().corrupt_records == 1
+    write_record(writer, make_record(SPEC, 4))  # stores the head
+    assert drain(reader) in ([], [4], [2, 3, 4])  # none comes twice
+    write(writer, 5)
+    assert drain(reader) == [5]
+
+
+def test_a_body_of_another_format_or_length_is_refused_with_a_sentence():
+    body = body_of(make_record(SPEC))
+    assert identity(decode(body.data)) == identity(make_record(SPEC))
+    with pytest.raises(RecordError, match="left over"):
+        decode(np.append(body, np.zeros(8, np.uint8)).data)
+    # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
+    older = np.delete(body, np.s_[72:80])
+    older[71] = 0
+    with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
+        decode(older.data)

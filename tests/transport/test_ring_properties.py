@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.transport.samples import (
-    body_of,
     identity,
     make_metadata_only,
     make_record,
@@ -15,7 +14,6 @@ from tests.transport.samples import (
     write_record,
 )
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
-from vllm_tide.transport.record import META_BYTES, RecordError, decode
 from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 
@@ -148,25 +146,3 @@ def test_damage_anywhere_never_raises_and_never_makes_up_a_record(
                 pair.reader.heartbeat()
             pair.writer.stats()
             pair.reader.stats()
-
-
-@normal
-@given(
-    seed=st.integers(0, len(RECORDS) - 1),
-    at=st.integers(0, META_BYTES - 1),
-    value=st.integers(0, 255),
-    cut=st.integers(0, 200),
-)
-def test_decoding_a_damaged_record_gives_a_record_or_a_record_error(
-    seed, at, value, cut
-):
-    body = body_of(RECORDS[seed], SPEC)
-    size = len(body)
-    assert identity(decode(memoryview(body))) == IDENTITIES[seed]
-    body[at] = value
-    for view in (memoryview(body), memoryview(body)[: max(size - cut, 0)]):
-        try:
-            got = decode(view)
-        except RecordError:
-            continue
-        assert got.num_rows * 4 <= size

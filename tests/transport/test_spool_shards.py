@@ -2,13 +2,18 @@
 
 import os
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tests.transport.samples import body_of, identity, make_record, make_spec
+from tests.transport.samples import (
+    body_of,
+    identity,
+    make_metadata_only,
+    make_record,
+    make_spec,
+)
 from tests.transport.spool_toys import (
     CONFIG,
     failing,
@@ -41,19 +46,11 @@ SPEC = make_spec()
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_come_back_to_the_bit(store, teacher):
     spec = make_spec(teacher)
-    light = replace(
-        make_record(spec, 5, teacher_start=4),
-        features=np.empty((4, 0), np.uint16),
-        teacher_hidden=None,
-        teacher_topk_ids=None,
-        teacher_topk_logprobs=None,
-        teacher_tail_logprob=None,
-    )
     records = [
         make_record(spec, 1),
         make_record(spec, 2, 7, Phase.PREFILL, teacher_start=3),
         make_record(spec, 3, 0),
-        light,
+        make_metadata_only(spec, 5),
     ]
     assert writer_of(store, records).flush() == 1
     reader = SpoolReader(EngineFolder(store, "e1"), spec)
