@@ -18,15 +18,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from tests.transport.samples import write_record
+from tests.transport.samples import make_manifest, write_record
 from tests.transport.test_kill import child_that_tells
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.sidecar.loop import Sidecar
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.feeds import open_feeds
-from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
-from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import RingSpec, RingWriter
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.weights import WeightsSegment
@@ -59,10 +58,8 @@ class Engine:
         self.ring = RingWriter.create(spec, 8 << 20)
         self.weights = WeightsSegment.create(4 << 20)
         self.run_dir = folder / "run"
-        self.manifest = EngineManifest(
-            engine_id="test",
-            pid=os.getpid(),
-            pid_start=start_time(os.getpid()) or 0,
+        self.manifest = make_manifest(
+            "test",
             ring=self.ring.name,
             weights=self.weights.name,
             target_path=str(folder / "target"),
@@ -72,7 +69,6 @@ class Engine:
             vocab_size=VOCAB,
             draft_vocab_size=VOCAB,
             aux_layer_ids=layers,
-            teacher="hidden",
             teacher_topk=1,
             feature_dtype="float32",
             num_speculative_tokens=3,

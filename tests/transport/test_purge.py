@@ -87,11 +87,7 @@ def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
     nowhere.done(new, {})
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"tenant": 5, "asked_unix_s": 1}', '{"tenant": null}',
-     '{"tenant": "x", "asked_unix_s": 1}', '{"tenant": null, "asked_unix_s": NaN}'],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["", '{"tenant": 5, "asked_unix_s": 1}'])
 def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
     (tmp_path / "purge-0.json").write_text(text)
     inbox = PurgeInbox(tmp_path)

@@ -28,16 +28,25 @@ RECORDS = [
 IDENTITIES = [identity(record) for record in RECORDS]
 KNOWN = set(IDENTITIES)
 
-normal = settings(
-    max_examples=int(os.environ.get("TIDE_TEST_EXAMPLES", "150")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
 write = st.tuples(st.just("write"), st.integers(0, len(RECORDS) - 1))
 read = st.tuples(st.just("read"), st.integers(1, 4))
 beat = st.tuples(st.sampled_from(["beat", "reattach"]), st.just(0))
-steps = st.lists(st.one_of(write, write, read, beat), max_size=60)
+damage = st.tuples(
+    st.just("damage"),
+    st.tuples(
+        # Half of all damage hits the words, where it hurts most.
+        st.one_of(
+            st.integers(0, 1 << 16),
+            st.builds(
+                lambda word, byte: PAGE_BYTES + 64 * word + byte,
+                st.integers(0, max(Word)),
+                st.integers(0, 7),
+            ),
+        ),
+        st.binary(min_size=1, max_size=80),
+    ),
+)
+cut = st.tuples(st.just("cut"), st.integers(0, DATA_AT + 63))
 
 
 class Pair:
@@ -61,66 +70,47 @@ class Pair:
         self.reader = RingReader.attach(self.writer.name)
 
 
-@normal
-@given(capacity=st.integers(64, 6000), steps=steps)
-def test_any_interleaving_behaves_as_a_bounded_queue(capacity, steps):
+def as_a_queue(pair, steps):
     queue, dropped = deque(), 0
-    with Pair(capacity) as pair:
-        for action, value in steps:
-            if action == "write":
-                if write_record(pair.writer, RECORDS[value]):
-                    queue.append(IDENTITIES[value])
-                else:
-                    dropped += 1
-            elif action == "read":
-                for _ in range(value):
-                    got = pair.reader.read()
-                    want = queue.popleft() if queue else None
-                    assert (identity(got) if got else None) == want
-            elif action == "reattach":
-                pair.reattach()
+    for action, value in steps:
+        if action == "write":
+            if write_record(pair.writer, RECORDS[value]):
+                queue.append(IDENTITIES[value])
             else:
-                pair.writer.heartbeat()
-                pair.reader.heartbeat()
-            stats = pair.writer.stats()
-            assert stats.used_bytes <= stats.capacity_bytes
-            assert (stats.used_bytes == 0) <= (not queue)
+                dropped += 1
+        elif action == "read":
+            for _ in range(value):
+                got = pair.reader.read()
+                want = queue.popleft() if queue else None
+                assert (identity(got) if got else None) == want
+        elif action == "reattach":
+            pair.reattach()
+        else:
+            pair.writer.heartbeat()
+            pair.reader.heartbeat()
         stats = pair.writer.stats()
-        assert (stats.dropped_records, stats.corrupt_records) == (dropped, 0)
-        assert stats.consumer_alive
-        assert set(pair.writer.drops) <= {"full", "too_large"}
+        assert stats.used_bytes <= stats.capacity_bytes
+        assert (stats.used_bytes == 0) <= (not queue)
+    stats = pair.writer.stats()
+    assert (stats.dropped_records, stats.corrupt_records) == (dropped, 0)
+    assert stats.consumer_alive
+    assert set(pair.writer.drops) <= {"full", "too_large"}
 
 
-damage = st.tuples(
-    st.just("damage"),
-    st.tuples(
-        # Half of all damage hits the words, where it hurts most.
-        st.one_of(
-            st.integers(0, 1 << 16),
-            st.builds(
-                lambda word, byte: PAGE_BYTES + 64 * word + byte,
-                st.integers(0, max(Word)),
-                st.integers(0, 7),
-            ),
-        ),
-        st.binary(min_size=1, max_size=80),
-    ),
-)
-cut = st.tuples(st.just("cut"), st.integers(0, DATA_AT + 600))
-
-
-@normal
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    capacity=st.integers(700, 6000),
-    steps=st.lists(st.one_of(write, write, read, beat, damage), max_size=60),
+    capacity=st.integers(64, 6000),
+    steps=st.lists(st.one_of(write, write, read, beat), max_size=50),
+    harmed=st.lists(st.one_of(write, write, read, beat, damage), max_size=40),
     after=st.lists(st.one_of(write, read, cut), max_size=6),
 )
-def test_damage_anywhere_never_raises_and_never_makes_up_a_record(
-    capacity, steps, after
+def test_a_bounded_queue_of_which_no_damage_raises_or_makes_up_a_record(
+    capacity, steps, harmed, after
 ):
     whole = True
     with Pair(capacity) as pair:
-        for action, value in steps + after:
+        as_a_queue(pair, steps)
+        for action, value in harmed + after:
             if action == "write":
                 written = write_record(pair.writer, RECORDS[value])
                 assert whole or not written
