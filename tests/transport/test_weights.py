@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -294,9 +295,9 @@ def killed_at(name, blob, step):
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.slow
-def test_a_trainer_killed_at_any_instruction_leaves_a_whole_publication(weights_pair):
-    segment, writer = weights_pair()
+def kill_at_each_instruction():
+    segment = WeightsSegment.create(1 << 16)
+    writer = WeightsWriter.attach(segment.name)
     wants = {1: publish(writer, 1)}
     writer.close()
     version, step, killed, seen = 1, 0, True, set()
@@ -313,3 +314,11 @@ def test_a_trainer_killed_at_any_instruction_leaves_a_whole_publication(weights_
         version = got.version
     assert step > 100 and seen == {0, 1}
     assert version == max(wants)  # the last one was not killed
+    segment.close()
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_at_any_instruction_leaves_a_whole_publication():
+    # A process with little memory forks in no time.
+    code = f"from {__name__} import kill_at_each_instruction as kill; kill()"
+    subprocess.run([sys.executable, "-c", code], check=True)
