@@ -288,7 +288,7 @@ def killed_at(name, blob, step):
 
     child = os.fork()
     if child == 0:
-        writer = WeightsWriter.attach(name)  # the claim of the dead one before
+        writer = WeightsWriter.attach(name)
         sys.settrace(trace)
         writer.put(blob)
         os._exit(0)
@@ -297,23 +297,23 @@ def killed_at(name, blob, step):
 
 def kill_at_each_instruction():
     segment = WeightsSegment.create(1 << 16)
-    writer = WeightsWriter.attach(segment.name)
-    wants = {1: publish(writer, 1)}
-    writer.close()
-    version, step, killed, seen = 1, 0, True, set()
+    version, step, killed, seen = 0, 0, True, set()
     while killed:
-        step += 1
+        step, version = step + 1, version + 1
+        writer = WeightsWriter.attach(segment.name)  # the claim of the dead one before
+        want = {version: publish(writer, version)}
+        assert delivered(segment.read().tensors) == want[version]
+        writer.close()
         blob = publication.encode(make_tensors(step), version + 1, version, META)
-        wants[version + 1] = delivered(publication.decode(blob).tensors)
+        want[version + 1] = delivered(publication.decode(blob).tensors)
         killed = killed_at(segment.name, blob, step)
-        assert segment.latest_version() in (version, version + 1)
         got = segment.read()
-        assert delivered(got.tensors) == wants[got.version]
+        assert delivered(got.tensors) == want[got.version]
         assert got.version == segment.latest_version()
         seen.add(got.version - version)
         version = got.version
     assert step > 100 and seen == {0, 1}
-    assert version == max(wants)  # the last one was not killed
+    assert version == max(want)  # the last one was not killed
     segment.close()
 
 
