@@ -66,7 +66,7 @@ class ToyEngine:
     """The engine's side of everything; records are those of ``make_record``."""
 
     def __init__(self, folder, engine_id="e1", seed=0, models=None, **changes):
-        self.run_dir = folder / "run"
+        self.run_dir, self.relays = folder / "run", []
         target, draft = models or make_models(folder / "models", seed)
         self.spec = make_spec()
         self.ring = RingWriter.create(self.spec, 1 << 20)
@@ -89,7 +89,8 @@ class ToyEngine:
             assert write_record(self.ring, make_record(self.spec, seed, num_rows))
 
     def relay(self, store, config=CONFIG):
-        return Relay(self.manifest, self.run_dir, store, config)
+        self.relays.append(Relay(self.manifest, self.run_dir, store, config))
+        return self.relays[-1]
 
     def folder(self, store):
         return EngineFolder(store, self.manifest.engine_id)
@@ -99,6 +100,8 @@ class ToyEngine:
         return identity_of(self.manifest)
 
     def close(self):
+        for relay in self.relays:
+            relay.close()
         self.ring.close()
         self.weights.close()
 

@@ -188,7 +188,6 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     s.step()
     assert s.engine.ring.collect
     again.close()
-    s.relay.close()
 
 
 def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spooled):
@@ -209,7 +208,6 @@ def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spoo
     assert read_feed(other) == more
     for feed in (second, other):
         feed.close()
-    s.relay.close()
 
 
 def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
@@ -225,7 +223,6 @@ def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
     SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False).close()
     feed.close()
     SpoolFeed(s.store, "a", threaded=False).close()
-    s.relay.close()
 
 
 def test_a_head_of_another_trainer_ends_the_feed(spooled):
@@ -239,7 +236,6 @@ def test_a_head_of_another_trainer_ends_the_feed(spooled):
         feed.heartbeat()
     feed.close()
     assert folder.latest_draft() == 5
-    s.relay.close()
 
 
 def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
@@ -272,7 +268,6 @@ def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
     feed.heartbeat()
     assert feed.alive()
     feed.close()
-    s.relay.close()
 
 
 def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
@@ -307,7 +302,6 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     assert feeds.ids == ["near"]
     stuck.set()
     feeds.close()
-    s.relay.close()
 
 
 def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path):
@@ -323,8 +317,6 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     a.step()
     c.step()
     assert drain(feeds, count=9) == want
-    for s in (a, c):
-        s.relay.close()
     feeds.close()
 
 
@@ -358,4 +350,3 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
     assert "near" in feeds.ids
     feeds.close()
     stuck.set()
-    s.relay.close()

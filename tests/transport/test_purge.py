@@ -280,7 +280,6 @@ def test_a_relay_answers_only_when_the_ring_was_empty(store, engine, monkeypatch
     relay.tick()
     (counts,) = purge.answers(engine.run_dir, request).values()
     assert counts["records"] > 0
-    relay.close()
 
 
 # A trainer's feed
@@ -299,7 +298,7 @@ def spooled(store, engine):
 
 @pytest.mark.parametrize("tenant", [255, None])
 def test_a_feed_forgets_what_it_fetched_ahead(store, engine, tenant):
-    relay = spooled(store, engine)
+    spooled(store, engine)
     feed = SpoolFeed(store, "e1", threaded=False)
     feed.heartbeat()
     (first,) = feed.read(1)
@@ -309,13 +308,12 @@ def test_a_feed_forgets_what_it_fetched_ahead(store, engine, tenant):
     assert [r.tenant for r in feed.read(1)] == ([8] if tenant else [])
     assert feed._cursor == ((1, 3) if tenant else (2, 0))
     feed.close()
-    relay.close()
 
 
 def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
     store, engine, monkeypatch
 ):
-    relay = spooled(store, engine)
+    spooled(store, engine)
     feed = SpoolFeed(store, "e1", threaded=False)
     read, purged = store.read, []
 
@@ -330,4 +328,3 @@ def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
     assert purged == [0]
     assert [r.tenant for r in feed.read(9)] == [7, 8]
     feed.close()
-    relay.close()

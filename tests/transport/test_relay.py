@@ -64,7 +64,6 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     settle(relay)
     assert folder.read_state().refused_version == 4
     assert folder.read_state().refused_reason == "norm"
-    relay.close()
 
 
 def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine):
@@ -86,7 +85,6 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine)
     folder.write_draft(publication.encode(head_tensors(3), 3, 0, {}))
     settle(relay)
     assert engine.weights.latest_version() == 3
-    relay.close()
 
 
 def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypatch):
@@ -104,7 +102,6 @@ def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypa
     settle(relay)
     assert engine.weights.latest_version() == 2
     assert folder.read_state().refused_version == 0
-    relay.close()
 
 
 def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine):
@@ -120,7 +117,6 @@ def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine)
         folder.write_reader(name, state)
         settle(relay)
         assert engine.ring.collect is wanted
-    relay.close()
 
 
 def test_storage_that_fails_stops_nothing_and_loses_nothing(
@@ -137,7 +133,6 @@ def test_storage_that_fails_stops_nothing_and_loses_nothing(
     monkeypatch.undo()
     settle(relay, 0.05)
     assert read_seeds(disk) == list(range(6))
-    relay.close()
 
 
 # Its end

@@ -129,6 +129,7 @@ def test_shared_memory_is_left_out_of_cores_on_both_sides(segment):
     other = Segment.attach(segment.name, MAGIC, 1)
     assert kept_from_cores(segment.name) == [True, True]
     other.close()
+    assert kept_from_cores(segment.name) == [True]  # the other one is unmapped
 
 
 @pytest.mark.slow
