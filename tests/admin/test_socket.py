@@ -8,28 +8,30 @@ import threading
 
 import pytest
 
+from tests.transport.samples import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
 from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import TransportError
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     # Longer than a socket's name may be.
+    (tmp_path / ("x" * 100)).mkdir()
     return tmp_path / ("x" * 100) / "run"
 
 
 @pytest.fixture
 def served(run_dir):
     """A socket that is polled as a trainer does."""
-    run_dir.parent.mkdir()
     trainer, ending = AdminSocket(run_dir), threading.Event()
     asked = []
 
     def carry_out(request):
         asked.append(request)
-        return {"ok": True, "did": request["do"]}
+        return {"ok": True, "did": request["do"], "what": request["what"]}
 
     def loop():
         while not ending.wait(0.005):
@@ -43,28 +45,40 @@ def served(run_dir):
     trainer.close()
 
 
-def raw(path, data):
-    """What a client is answered that sends these bytes."""
+def client_of(path):
+    """A client that has said nothing yet."""
     fd = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(5)
-        client.connect(f"/proc/self/fd/{fd}/{path.name}")
-        os.close(fd)
-        client.sendall(data)
-        return client.recv(1 << 16)
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(5)
+    client.connect(f"/proc/self/fd/{fd}/{path.name}")
+    os.close(fd)
+    return client
 
 
-def test_an_order_is_carried_out_and_answered(served, run_dir):
+def leave_socket(run_dir):
+    """What a killed trainer leaves."""
+    dead = run_dir / "admin-1.sock"
+    fd = os.open(run_dir, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"/proc/self/fd/{fd}/{dead.name}")
+    os.close(fd)
+    return dead
+
+
+def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
     trainer, asked = served
-    answers = ask_all(run_dir, {"do": "pause"}, 5)
-    assert answers == {f"trainer {os.getpid()}": {"ok": True, "did": "pause"}}
-    assert asked == [{"do": "pause"}]
-
-
-def test_only_its_user_may_open_it(served, run_dir):
-    trainer, _ = served
+    order = {"do": "pause", "what": 1}
+    answers = ask_all(run_dir, order, 5)
+    assert answers == {
+        f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}
+    }
+    assert asked == [order]
     assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    # One that fails ends nothing.
+    assert send(trainer.path, {"do": "pause"}, 5) == {
+        "ok": False, "error": "it failed (KeyError); see the log",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -74,59 +88,47 @@ def test_what_is_no_request_is_answered_with_a_sentence(served, said):
     trainer, asked = served
     if not said.endswith(b"\n"):
         said = said[:4000] + b"x" * 1000
-    answer = json.loads(raw(trainer.path, said))
+    with client_of(trainer.path) as client:
+        client.sendall(said)
+        answer = json.loads(client.recv(1 << 16))
     assert not answer["ok"] and answer["error"].startswith("a request is")
     assert asked == []
 
 
-def test_silent_clients_hold_nothing_up(served, run_dir):
+def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     trainer, _ = served
-    fd = os.open(run_dir, os.O_RDONLY)
-    silent = [socket.socket(socket.AF_UNIX) for _ in range(8)]
-    for client in silent:
-        client.connect(f"/proc/self/fd/{fd}/{trainer.path.name}")
-    os.close(fd)
-    assert send(trainer.path, {"do": "status"}, 5) == {"ok": True, "did": "status"}
-    for client in silent:
-        client.close()
-    assert send(trainer.path, {"do": "status"}, 5) == {"ok": True, "did": "status"}
-    assert trainer._clients == {}
-
-
-def test_of_too_many_clients_the_oldest_is_sent_away(served, run_dir):
-    trainer, _ = served
-    fd = os.open(run_dir, os.O_RDONLY)
-    silent = [socket.socket(socket.AF_UNIX) for _ in range(admin.MAX_CLIENTS + 8)]
-    for client in silent:
-        client.connect(f"/proc/self/fd/{fd}/{trainer.path.name}")
-    os.close(fd)
-    assert send(trainer.path, {"do": "status"}, 60) == {"ok": True, "did": "status"}
+    order = {"do": "status", "what": 1}
+    silent = [client_of(trainer.path) for _ in range(8)]
+    assert send(trainer.path, order, 60)["ok"]
+    silent += [client_of(trainer.path) for _ in range(admin.MAX_CLIENTS)]
+    assert send(trainer.path, order, 60)["ok"]
     silent[0].settimeout(60)
     error = f"{admin.MAX_CLIENTS} clients say nothing; the oldest is sent away"
     assert json.loads(silent[0].recv(4096)) == {"ok": False, "error": error}
     assert len(trainer._clients) < admin.MAX_CLIENTS
     for client in silent:
         client.close()
+    assert send(trainer.path, order, 5)["ok"]
+    assert trainer._clients == {}
 
 
-def test_a_killed_trainers_socket_is_nobody_and_is_swept(run_dir):
-    run_dir.parent.mkdir()
+def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
     run_dir.mkdir()
-    dead = run_dir / "admin-1.sock"
-    fd = os.open(run_dir, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(f"/proc/self/fd/{fd}/{dead.name}")
-    os.close(fd)
+    leave_socket(run_dir)
+    staged = run_dir / ".admin-1-00000000.new"
+    staged.touch()
     with pytest.raises(TransportError, match="no trainer is running"):
         ask_all(run_dir, {"do": "status"}, 1)
     trainer = AdminSocket(run_dir)
     assert trainer_sockets(run_dir) == [trainer.path]
     trainer.close()
-    assert trainer_sockets(run_dir) == []
+    assert list(run_dir.iterdir()) == [staged]  # it may just be starting
+    os.utime(staged, (0, 0))
+    AdminSocket(run_dir).close()
+    assert list(run_dir.iterdir()) == []
 
 
 def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
-    run_dir.parent.mkdir()
     run_dir.mkdir()
     seen = []
 
@@ -150,21 +152,8 @@ def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
     trainer.close()
 
 
-def test_a_start_that_was_killed_leaves_nothing_for_long(run_dir):
-    run_dir.parent.mkdir()
-    run_dir.mkdir()
-    staged = run_dir / ".admin-1-00000000.new"
-    staged.touch()
-    AdminSocket(run_dir).close()
-    assert staged.exists()
-    os.utime(staged, (0, 0))
-    AdminSocket(run_dir).close()
-    assert list(run_dir.iterdir()) == []
-
-
 def test_trainers_of_one_pid_are_two(run_dir):
     """As in two containers that share the run directory."""
-    run_dir.parent.mkdir()
     first, second = AdminSocket(run_dir), AdminSocket(run_dir)
     assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
     names = sorted(ask_all(run_dir, {"do": "status"}, 0.05))
@@ -175,24 +164,28 @@ def test_trainers_of_one_pid_are_two(run_dir):
     second.close()
 
 
-@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "soon"])
-def test_a_time_to_wait_is_more_than_nothing(run_dir, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["status", "--run-dir", str(run_dir), "--timeout", text])
-    assert "--timeout: " in (said := capsys.readouterr().err)
-    assert "is no time to wait; give seconds" in said
-
-
-def test_a_trainer_that_hangs_is_named(run_dir):
-    run_dir.parent.mkdir()
-    trainer = AdminSocket(run_dir)  # nobody polls it
-    (answer,) = ask_all(run_dir, {"do": "status"}, 0.05).values()
-    assert "has not answered in 0.05 s" in answer["error"]
-    trainer.close()
-
-
 def test_a_place_without_sockets_stops_no_trainer(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = AdminSocket(tmp_path / "file")
     trainer.poll(lambda _: {})
     trainer.close()
+
+
+def probe(run_dir, *more, wait="0.05"):
+    return main(["status", "--run-dir", str(run_dir), "--timeout", wait, *more])
+
+
+def test_a_health_check_asks_for_a_trainer_only_where_an_engine_serves(run_dir):
+    assert probe(run_dir, "--probe") == 0  # not made yet
+    run_dir.mkdir(mode=0o700)
+    leave_socket(run_dir)
+    assert probe(run_dir, "--probe") == 0  # it waits for an engine
+    assert probe(run_dir) == 2  # a person asked: nobody is there
+    write_manifest(run_dir, make_manifest())
+    assert probe(run_dir, "--probe") == 2
+    hung = AdminSocket(run_dir)  # listens, and never polls
+    assert probe(run_dir, "--probe") == 1
+    hung.close()
+    for wait in ("-1", "nan", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            probe(run_dir, wait=wait)

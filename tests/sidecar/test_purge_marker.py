@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import make_record, make_spec, write_record
-from tests.transport.spool_toys import ToyEngine
-from vllm_tide.config import SpoolConfig
 from vllm_tide.sidecar.report import StatusCollector
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.transport import RingReader, RingWriter, purge, spool_writer
+from vllm_tide.transport import RingReader, RingWriter, purge
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import DATA_AT
-from vllm_tide.transport.spool_store import open_store
-from vllm_tide.transport.spool_writer import purge_records
 
 TENANT = 0xFF
 MARKER = (7, 61, 2, 45, 33, 18, 50, 9, 60, 1)
@@ -174,38 +169,6 @@ def test_what_is_too_old_is_not_trained_on_any_more(engine):
     assert in_tensors() == 0
     assert trainer.rows_skipped["evicted_expired"] > 0
     sidecar.feeds.close()
-
-
-def test_no_byte_of_a_spool_is_left(tmp_path, monkeypatch):
-    made = ToyEngine(tmp_path)
-    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
-    store = open_store(str(tmp_path / "spool"))
-    relay = made.relay(store, SpoolConfig())
-
-    def serve():
-        made.serve(range(2))
-        record = make_record(made.spec, 9, len(MARKER))
-        record = replace(record, tenant=TENANT, token_ids=np.asarray(MARKER, np.int32))
-        assert write_record(made.ring, record)
-
-    serve()
-    assert in_ring(made.ring) == 1
-    relay.tick()
-    assert in_ring(made.ring) == 0
-    relay._writer.flush()
-    assert in_files(tmp_path / "spool") > 0
-    serve()
-    relay.tick()  # one in an open shard, one in the ring
-    serve()
-    request = purge.ask(made.run_dir, TENANT)
-    relay._answer_purges()
-    assert sum(c["records"] for c in purge.answers(made.run_dir, request).values()) == 2
-    assert purge_records(store, tenant=TENANT, grace_s=0) == 1
-    relay._writer.flush()
-    assert in_ring(made.ring) == in_files(tmp_path) == 0
-    assert relay._writer.last == 2  # the others of the open shard were written
-    relay.close()
-    made.close()
 
 
 def content(ring: RingWriter) -> int:

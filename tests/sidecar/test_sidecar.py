@@ -18,19 +18,16 @@ import torch
 from safetensors.torch import save_file
 
 from tests.train.toys import HIDDEN, VOCAB, ToyTarget
-from tests.transport.samples import write_record
+from tests.transport.samples import make_manifest, write_record
+from tests.transport.test_kill import child_that_tells
 from vllm_tide.draft import DraftError, load_draft, save_draft
 from vllm_tide.sidecar.loop import Sidecar
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.feeds import open_feeds
-from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import Record
-from vllm_tide.transport.rendezvous import (
-    EngineManifest,
-    reclaim_orphans,
-    write_manifest,
-)
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import RingSpec, RingWriter
+from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.weights import WeightsSegment
 
 TOY = ToyTarget()
@@ -61,10 +58,8 @@ class Engine:
         self.ring = RingWriter.create(spec, 8 << 20)
         self.weights = WeightsSegment.create(4 << 20)
         self.run_dir = folder / "run"
-        self.manifest = EngineManifest(
-            engine_id="test",
-            pid=os.getpid(),
-            pid_start=start_time(os.getpid()) or 0,
+        self.manifest = make_manifest(
+            "test",
             ring=self.ring.name,
             weights=self.weights.name,
             target_path=str(folder / "target"),
@@ -74,7 +69,6 @@ class Engine:
             vocab_size=VOCAB,
             draft_vocab_size=VOCAB,
             aux_layer_ids=layers,
-            teacher="hidden",
             teacher_topk=1,
             feature_dtype="float32",
             num_speculative_tokens=3,
@@ -128,7 +122,23 @@ def engine(tmp_path):
     made.close()
 
 
-def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
+def serve_what_no_target_gives(engine):
+    doc = TOY.document(3, 5, 3, 1)
+    plain = Record(
+        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(),
+        doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
+    )  # fmt: skip
+    ids = np.full(5, VOCAB, np.int32)
+    assert write_record(engine.ring, replace(plain, token_ids=ids))
+    for number, value in enumerate((np.nan, np.inf), 2):
+        rows = np.full_like(plain.features, value)
+        assert write_record(engine.ring, replace(plain, key=number, features=rows))
+
+
+def test_once_trains_and_publishes_a_better_draft_from_which_the_next_goes_on(
+    engine, tmp_path
+):
+    serve_what_no_target_gives(engine)
     engine.serve(60)
     sidecar = attach(engine)
     assert sidecar.run(once=True) == "stopped"
@@ -142,41 +152,17 @@ def test_once_trains_and_publishes_a_better_draft(engine, tmp_path):
     status = engine.status()
     assert status["state"] == "stopped"
     assert status["published_version"] == 1
-    assert status["rows_read"] == 60 * 30
-    assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
-    assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
-
-
-def test_values_that_no_target_gives_end_no_training(engine):
-    doc = TOY.document(3, 5, 3, 1)
-    plain = Record(
-        1, VERIFY, 0, 3, 4, -1, 0, doc.tokens.numpy(),
-        doc.features.numpy(), 0, doc.teacher_hidden.numpy(), finished=True,
-    )  # fmt: skip
-    ids = np.full(5, VOCAB, np.int32)
-    assert write_record(engine.ring, replace(plain, token_ids=ids))
-    for number, value in enumerate((np.nan, np.inf), 2):
-        rows = np.full_like(plain.features, value)
-        assert write_record(engine.ring, replace(plain, key=number, features=rows))
-    engine.serve(60)
-    sidecar = attach(engine)
-    assert sidecar.run(once=True) == "stopped"
-    status = engine.status()
+    assert status["rows_read"] == 60 * 30 + 3 * 5
     assert status["rows_skipped"]["token_out_of_range"] == 5
     assert sidecar.trainer.skipped["unusable_batch"]
-    draft = sidecar.trainer.snapshot()
-    assert all(bool(t.isfinite().all()) for t in draft.values())
-
-
-def test_restarted_trainer_goes_on_from_its_last_publication(engine):
-    engine.serve(60)
-    first = attach(engine)
-    first.run(once=True)
+    assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
+    assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
     engine.weights.report(1)
-    second = attach(engine)
-    live, published = second.trainer.snapshot(), first.trainer.snapshot()
+    again = attach(engine)
+    live, published = again.trainer.snapshot(), sidecar.trainer.snapshot()
     assert all(torch.equal(live[name], published[name]) for name in live)
-    second.feeds.close()
+    assert all(bool(t.isfinite().all()) for t in live.values())
+    again.feeds.close()
 
 
 def test_ring_does_not_fill_during_a_cycle(engine):
@@ -209,116 +195,6 @@ def test_features_of_other_layers_are_refused(tmp_path):
         engine.close()
 
 
-def _engine_in_a_process(tmp_path: Path) -> subprocess.Popen:
-    code = (
-        "import sys, time; from pathlib import Path; "
-        "from tests.sidecar.test_sidecar import Engine; "
-        f"e = Engine(Path({str(tmp_path)!r})); e.serve(5); print('up', flush=True); "
-        "time.sleep(120)"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    )
-    assert engine.stdout is not None
-    assert engine.stdout.readline() == "up\n"
-    return engine
-
-
-def _trainer_until(path: Path, state: str, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "vllm_tide", "train", "--run-dir"]
-    trainer = subprocess.Popen(
-        [*command, str(path.parent), *more], stderr=subprocess.PIPE, text=True
-    )
-    _wait_for(path, state)
-    return trainer
-
-
-def _wait_for(path: Path, state: str) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if path.exists() and json.loads(path.read_text())["state"] == state:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"never {state}")
-
-
-@pytest.mark.slow
-def test_command_stops_gracefully_on_sigterm(engine):
-    path = engine.run_dir / "trainer-test.json"
-    process = _trainer_until(path, "waiting", "--engine", "test")
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert engine.status()["state"] == "stopped"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "relay"])
-def test_a_command_that_waits_for_an_engine_stops_gracefully(command, tmp_path):
-    """A container's first process is not ended by a signal that it does not handle."""
-    options = ["--run-dir", str(tmp_path), "--wait"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tide", command, *options],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    # Until it waits, or has ended.
-    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
-    process.terminate()
-    _, more = process.communicate()
-    assert process.returncode == 0, (*said, more)
-
-
-@pytest.mark.slow
-def test_command_ends_when_its_engine_is_killed(tmp_path):
-    engine = _engine_in_a_process(tmp_path)
-    run_dir = tmp_path / "run"
-    path = run_dir / "trainer-test.json"
-    trainer = _trainer_until(path, "waiting")
-    engine.kill()
-    engine.wait()
-    _, errors = trainer.communicate(timeout=60)
-    assert trainer.returncode == 0, errors
-    assert json.loads(path.read_text())["state"] == "engine_gone"
-    # The trainer reclaimed what the killed engine left: nothing is left to reclaim.
-    assert reclaim_orphans(run_dir) == []
-    assert not list(run_dir.glob("engine-*.json"))
-
-
-@pytest.mark.slow
-def test_a_trainer_that_waits_for_its_next_engine_still_stops(tmp_path):
-    engine = _engine_in_a_process(tmp_path)
-    path = tmp_path / "run" / "trainer-test.json"
-    trainer = _trainer_until(path, "waiting", "--wait")
-    engine.kill()
-    engine.wait()
-    _wait_for(path, "engine_gone")
-    time.sleep(1.0)  # it has begun to wait
-    assert trainer.poll() is None
-    trainer.terminate()
-    trainer.communicate(timeout=20)
-
-
-@pytest.mark.slow
-def test_command_without_an_engine_says_so(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "vllm_tide",
-            "train",
-            "--run-dir",
-            str(tmp_path / "run"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "no live engine" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("method", "form"), [("greedy", "argmax_mass"), ("probabilistic", "mass")]
 )
@@ -328,3 +204,80 @@ def test_sampled_requests_are_judged_as_the_engine_draws_drafts(engine, method, 
     sidecar = attach(engine)
     assert (sidecar.trainer.metric, sidecar.trainer.sampled_form) == ("served", form)
     sidecar.feeds.close()
+
+
+def command(*argv):
+    """A command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_tide", *map(str, argv)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(check):
+    deadline = time.monotonic() + 90
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def state_of(run_dir):
+    path = run_dir / "trainer-test.json"
+    return json.loads(path.read_text())["state"] if path.exists() else ""
+
+
+@pytest.mark.slow
+def test_the_command_stops_on_sigterm_and_without_an_engine_says_so(engine, tmp_path):
+    trainer = command("train", "--run-dir", engine.run_dir, "--engine", "test")
+    until(lambda: state_of(engine.run_dir) == "waiting")
+    trainer.terminate()
+    _, errors = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, errors
+    assert engine.status()["state"] == "stopped"
+    nobody = command("train", "--run-dir", tmp_path / "none")
+    _, errors = nobody.communicate(timeout=60)
+    assert nobody.returncode == 2
+    assert "no live engine" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "relay"])
+def test_a_command_that_waits_for_an_engine_stops_gracefully(kind, tmp_path):
+    """A container's first process is not ended by a signal that it does not handle."""
+    process = command(kind, "--run-dir", tmp_path, "--wait")
+    # Until it waits, or has ended.
+    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
+    process.terminate()
+    _, more = process.communicate()
+    assert process.returncode == 0, (*said, more)
+
+
+def serve_until_killed(folder, tell):
+    engine = Engine(folder)
+    engine.serve(5)
+    os.write(tell, f"{engine.ring.name} {engine.weights.name}".encode())
+    time.sleep(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_command_ends_or_waits_for_the_next_engine_when_one_is_killed(
+    tmp_path, waits
+):
+    engine, told = child_that_tells(serve_until_killed, tmp_path)
+    run_dir = tmp_path / "run"
+    trainer = command("train", "--run-dir", run_dir, *["--wait"] * waits)
+    until(lambda: state_of(run_dir) == "waiting")
+    engine.kill()
+    until(lambda: state_of(run_dir) == "engine_gone")
+    if waits:
+        time.sleep(1.0)  # it has begun to wait
+        assert trainer.poll() is None
+        trainer.terminate()
+    _, errors = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, errors
+    # It reclaimed what the killed engine left.
+    assert len(told.split()) == 2
+    assert not [n for n in told.split() if os.path.exists(f"{SHM_DIR}/{n}")]
+    assert not list(run_dir.glob("engine-*.json"))

@@ -43,21 +43,31 @@ def weights_pair():
         end.close()
 
 
+@pytest.fixture
+def disk(tmp_path):
+    return open_store(str(tmp_path / "spool"))
+
+
 @pytest.fixture(params=["directory", "memory"])
-def store(request, tmp_path):
-    if request.param == "directory":
-        return open_store(str(tmp_path / "spool"))
-    return open_store(f"memory://{uuid.uuid4().hex}")
+def store(request, disk):
+    memory = f"memory://{uuid.uuid4().hex}"
+    return disk if request.param == "directory" else open_store(memory)
 
 
 @pytest.fixture
 def engines(tmp_path):
+    """A factory of engines, each with a run directory of its own."""
     made = []
 
-    def make(name="e1", **changes):
-        made.append(ToyEngine(tmp_path / name, name, **changes))
+    def make(name="e1", folder=None, **changes):
+        made.append(ToyEngine(folder or tmp_path / name, name, **changes))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def engine(engines):
+    return engines()

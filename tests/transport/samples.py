@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from vllm_tide.transport import Phase, Record, RingSpec
+from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import (
     DTYPE_CODES,
     FINISHED,
@@ -16,6 +17,7 @@ from vllm_tide.transport.record import (
     TOPK,
     Frames,
 )
+from vllm_tide.transport.rendezvous import EngineManifest
 
 SHAPES = {"hidden": (True, False), "topk": (False, True)}
 
@@ -78,18 +80,41 @@ def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
     )
 
 
+def without_teacher(record):
+    parts = ("hidden", "topk_ids", "topk_logprobs", "tail_logprob")
+    return replace(record, **{f"teacher_{part}": None for part in parts})
+
+
 def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
     """The same without features and teacher."""
-    record = make_record(spec, seed, num_rows, phase)
-    return replace(
-        record,
-        features=record.features[:, :0],
-        teacher_start=num_rows,
-        teacher_hidden=None,
-        teacher_topk_ids=None,
-        teacher_topk_logprobs=None,
-        teacher_tail_logprob=None,
-    )
+    record = without_teacher(make_record(spec, seed, num_rows, phase))
+    return replace(record, features=record.features[:, :0], teacher_start=num_rows)
+
+
+def make_manifest(engine_id="e1", **changes):
+    """Of an engine of this process, which serves what `make_spec` says."""
+    me = Holder.me()
+    fields = {
+        "engine_id": engine_id,
+        "pid": me.pid,
+        "pid_start": me.start,
+        "ring": "vllm_tide_ring_0",
+        "weights": "vllm_tide_weights_0",
+        "target_path": "/models/t",
+        "draft_path": "/models/d",
+        "target_dtype": "bfloat16",
+        "hidden_size": 8,
+        "vocab_size": 100,
+        "draft_vocab_size": 50,
+        "aux_layer_ids": (1, 2, 5),
+        "teacher": "hidden",
+        "teacher_topk": 3,
+        "feature_dtype": "bfloat16",
+        "num_speculative_tokens": 5,
+        "tide": {"capture": {"enabled": True}},
+        "created_unix": 1.5,
+    }
+    return EngineManifest(**{**fields, **changes})
 
 
 def parts_of(record, feature_dtype):

@@ -1,22 +1,27 @@
 """Engines without a server: models on disk, ring, weights segment and manifest."""
 
 import json
-import os
 import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.transport.samples import body_of, make_record, make_spec, write_record
+from tests.transport.samples import (
+    body_of,
+    make_manifest,
+    make_record,
+    make_spec,
+    write_record,
+)
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
 from vllm_tide.transport.identity import identity_of
-from vllm_tide.transport.process import start_time
-from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_relay import Relay
 from vllm_tide.transport.spool_shard import SpoolReader
+from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import SpoolWriter
 
 CONFIG = SpoolConfig()
@@ -61,32 +66,22 @@ class ToyEngine:
     """The engine's side of everything; records are those of ``make_record``."""
 
     def __init__(self, folder, engine_id="e1", seed=0, models=None, **changes):
-        self.run_dir = folder / "run"
+        self.run_dir, self.relays = folder / "run", []
         target, draft = models or make_models(folder / "models", seed)
         self.spec = make_spec()
         self.ring = RingWriter.create(self.spec, 1 << 20)
         self.weights = WeightsSegment.create(1 << 20)
         told = {
-            "engine_id": engine_id,
-            "pid": os.getpid(),
-            "pid_start": start_time(os.getpid()) or 0,
             "ring": self.ring.name,
             "weights": self.weights.name,
             "target_path": str(target),
             "draft_path": str(draft),
             "target_dtype": "float32",
-            "hidden_size": self.spec.hidden_size,
-            "vocab_size": self.spec.vocab_size,
             "draft_vocab_size": ROWS,
-            "aux_layer_ids": self.spec.aux_layer_ids,
-            "teacher": self.spec.teacher,
-            "teacher_topk": self.spec.teacher_topk,
-            "feature_dtype": self.spec.feature_dtype,
-            "num_speculative_tokens": 3,
             "tide": {},
             "created_unix": time.time(),
         }
-        self.manifest = EngineManifest(**{**told, **changes})
+        self.manifest = make_manifest(engine_id, **{**told, **changes})
         write_manifest(self.run_dir, self.manifest)
 
     def serve(self, seeds, num_rows=4):
@@ -94,7 +89,8 @@ class ToyEngine:
             assert write_record(self.ring, make_record(self.spec, seed, num_rows))
 
     def relay(self, store, config=CONFIG):
-        return Relay(self.manifest, self.run_dir, store, config)
+        self.relays.append(Relay(self.manifest, self.run_dir, store, config))
+        return self.relays[-1]
 
     def folder(self, store):
         return EngineFolder(store, self.manifest.engine_id)
@@ -104,6 +100,8 @@ class ToyEngine:
         return identity_of(self.manifest)
 
     def close(self):
+        for relay in self.relays:
+            relay.close()
         self.ring.close()
         self.weights.close()
 
@@ -123,9 +121,18 @@ def head_tensors(value):
     return {"fc.weight": ("float32", (4, 4), np.full((4, 4), value, np.float32))}
 
 
+def writer_of(store, records=(), engine="e1", config=CONFIG):
+    """A writer that holds records, or those of seeds."""
+    writer = SpoolWriter(EngineFolder(store, engine), config)
+    for record in records:
+        record = make_record(SPEC, record) if isinstance(record, int) else record
+        writer.add(body_of(record))
+    return writer
+
+
 def write_shards(store, shards, engine="e1", config=CONFIG):
     """One shard per list of seeds."""
-    writer = SpoolWriter(EngineFolder(store, engine), config)
+    writer = writer_of(store, (), engine, config)
     for seeds in shards:
         for seed in seeds:
             writer.add(body_of(make_record(SPEC, seed)))
@@ -143,6 +150,28 @@ def read_all(store, engine="e1", first=1, last=99, attempts=200):
         if shard is not None:
             found[shard.number] = [r.draft_version for r in shard.records]
     return found, reader
+
+
+def seeds_in(store):
+    """Seeds of the records of each shard of the engine e1."""
+    return read_all(store, last=9, attempts=50)[0]
+
+
+def failing(store, method, part, error=None, after=False):
+    """What takes the place of a store's method, and fails for names with a part.
+
+    Args:
+        after: It says that it failed, and it has not.
+    """
+    works = getattr(store, method)
+
+    def fails(name, *args, **more):
+        done = works(name, *args, **more) if part not in name or after else None
+        if part in name:
+            raise error or StoreError("no space left")
+        return done
+
+    return fails
 
 
 def files_of(store, engine="e1"):

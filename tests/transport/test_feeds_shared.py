@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +15,6 @@ from tests.transport.feed_toys import FakeSource, look, publish
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
-    ToyEngine,
     head_tensors,
     make_models,
     settle,
@@ -35,7 +28,7 @@ from vllm_tide.transport.feeds import (
 )
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR
-from vllm_tide.transport.spool import EngineFolder, EngineState
+from vllm_tide.transport.spool import EngineFolder
 from vllm_tide.transport.spool_store import open_store
 
 SPEC = make_spec()
@@ -47,6 +40,13 @@ SPEC = make_spec()
 def serve_in(engine, numbers):
     engine.serve(numbers)
     return [identity(make_record(SPEC, n)) for n in numbers]
+
+
+def until(check, what):
+    deadline = time.monotonic() + 60
+    while not check():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 def drain(feeds, engines=(), seconds=5.0, count=None):
@@ -65,19 +65,9 @@ def drain(feeds, engines=(), seconds=5.0, count=None):
 
 
 @pytest.fixture
-def toys(tmp_path):
-    """Engines with the same models; each has a run directory of its own."""
-    made = []
-    models = make_models(tmp_path / "models")
-
-    def make(name, folder=None, **changes):
-        engine = ToyEngine(folder or tmp_path / name, name, models=models, **changes)
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
+def toys(engines, tmp_path):
+    """Engines with the same models."""
+    return partial(engines, models=make_models(tmp_path / "models"))
 
 
 def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
@@ -98,6 +88,9 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     assert not b.ring.collect
     # A trainer that comes after this one goes on from the head.
     feeds.close()
+    only = open_feeds(tmp_path / "host" / "run", engine_id="a")
+    assert only.poll().joined == ("a",)
+    only.close()
     again = open_feeds(tmp_path / "host" / "run")
     again.poll()
     assert again.latest().version == version
@@ -134,16 +127,6 @@ def test_versions_that_an_engine_refused_are_passed_over(toys):
     feed.feedback()
     assert feed.latest_version == 7
     feed.close()
-
-
-def test_only_the_engine_asked_for_is_attached(toys, tmp_path):
-    toys("a", tmp_path / "host")
-    b = toys("b", tmp_path / "host")
-    feeds = Feeds([RunDirSource(tmp_path / "host" / "run", "a")])
-    feeds.poll()
-    assert feeds.ids == ["a"]
-    assert not b.ring.stats().consumer_alive
-    feeds.close()
 
 
 # Spools
@@ -205,7 +188,6 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     s.step()
     assert s.engine.ring.collect
     again.close()
-    s.relay.close()
 
 
 def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spooled):
@@ -226,7 +208,6 @@ def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spoo
     assert read_feed(other) == more
     for feed in (second, other):
         feed.close()
-    s.relay.close()
 
 
 def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
@@ -242,7 +223,6 @@ def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
     SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False).close()
     feed.close()
     SpoolFeed(s.store, "a", threaded=False).close()
-    s.relay.close()
 
 
 def test_a_head_of_another_trainer_ends_the_feed(spooled):
@@ -256,7 +236,6 @@ def test_a_head_of_another_trainer_ends_the_feed(spooled):
         feed.heartbeat()
     feed.close()
     assert folder.latest_draft() == 5
-    s.relay.close()
 
 
 def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
@@ -278,18 +257,17 @@ def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
 def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
-    feed._fresh._timeout_s = 0.1
     assert feed.alive()
-    time.sleep(0.12)
-    feed.heartbeat()
-    assert not feed.alive()
+    with monkeypatch.context() as later:
+        later.setattr(feed._fresh, "_timeout_s", 0.0)
+        feed.heartbeat()
+        assert not feed.alive()
     s.relay.tick()
     s.relay._said = 0.0
     s.step()
     feed.heartbeat()
     assert feed.alive()
     feed.close()
-    s.relay.close()
 
 
 def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
@@ -297,9 +275,14 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
 ):
     s = spooled()
     near = toys("near", tmp_path / "near")
-    stuck = threading.Event()
+    stuck, inside = threading.Event(), threading.Event()
+
+    def hangs(*_):
+        inside.set()
+        stuck.wait()
+
     feed = SpoolFeed(s.store, "a")
-    monkeypatch.setattr(s.store, "read", lambda *_: stuck.wait(20) and None)
+    monkeypatch.setattr(s.store, "read", hangs)
     feeds = Feeds([RunDirSource(tmp_path / "near" / "run")])
     feeds.poll()
     source = FakeSource()
@@ -308,22 +291,17 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     source.identity = lambda _id: near.identity
     feeds._sources.append(source)
     assert look(feeds).joined == ("a",)
-    time.sleep(0.3)  # its thread is in `read` now
+    assert inside.wait(60)
     want = serve_in(near, range(5))
-    begin = time.monotonic()
     publish(feeds)
     assert drain(feeds, count=5) == {"near": want}
     assert near.weights.read().version == 1
-    assert time.monotonic() - begin < 2.0
     feed._fresh._timeout_s = 0.0
     feed._reached = -1e9
-    begin = time.monotonic()
     feeds.poll()
     assert feeds.ids == ["near"]
-    assert time.monotonic() - begin < 1.0
     stuck.set()
     feeds.close()
-    s.relay.close()
 
 
 def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path):
@@ -339,37 +317,7 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     a.step()
     c.step()
     assert drain(feeds, count=9) == want
-    for s in (a, c):
-        s.relay.close()
     feeds.close()
-
-
-def until(check, what):
-    deadline = time.monotonic() + 60
-    while not check():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def test_a_pipe_in_a_spool_stops_nobody(spooled, tmp_path):
-    s = spooled("a")
-    evil = tmp_path / "spool/engines"
-    for name in ("state", "engine"):
-        (evil / name).mkdir()
-        os.mkfifo(evil / name / f"{name}.json")
-    feeds = Feeds([SpoolSource(str(tmp_path / "spool"))])
-
-    def joined():
-        s.step()
-        EngineFolder(s.store, "engine").write_state(EngineState(unix=time.time()))
-        look(feeds)
-        return feeds.ids == ["a"] and "engine" in feeds.refused
-
-    until(joined, "a does not join")
-    assert "has not announced itself" in feeds.refused["engine"]
-    s.relay._writer.keep_bounds(now=True)
-    feeds.close()
-    s.relay.close()
 
 
 @pytest.mark.parametrize("call", ["read", "folders", "write"])
@@ -390,130 +338,15 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
         return real(*args, **more)
 
     monkeypatch.setattr(source._store, call, hangs)
-    ended = threading.Event()
-
-    def train():
-        feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
-        while not (inside.is_set() and "near" in feeds.ids):
-            s.step()  # the relay goes on saying that it lives
-            look(feeds)
-            time.sleep(0.01)
-        for _ in range(20):
-            look(feeds)
-            feeds.read()
-            feeds.heartbeat()
-        assert "near" in feeds.ids
-        feeds.close()
-        ended.set()
-
-    threading.Thread(target=train, daemon=True).start()
-    try:
-        assert ended.wait(60)
-    finally:
-        stuck.set()
-        s.relay.close()
-
-
-# Two trees of processes that share nothing but a directory
-
-ENGINE = """
-import subprocess, sys, time
-from pathlib import Path
-from tests.transport.spool_toys import ToyEngine
-folder, spool = Path(sys.argv[1]), sys.argv[2]
-engine = ToyEngine(folder, sys.argv[3], tide={"spool": {"url": spool},
-    "train": {"nice": 0}})
-code = '''
-import argparse, sys
-from vllm_tide.cli import relay
-from vllm_tide.transport import spool_writer
-spool_writer.SHARD_SECONDS = 0.05
-parser = argparse.ArgumentParser()
-relay.add_arguments(parser)
-sys.exit(relay.run(parser.parse_args(sys.argv[1:])))
-'''
-relay = subprocess.Popen([sys.executable, "-c", code, "--run-dir",
-    str(engine.run_dir), "--engine", sys.argv[3]])
-print("up", flush=True)
-deadline = time.monotonic() + 60
-engine.serve(range(40))
-served, version = 40, 0
-while time.monotonic() < deadline:
-    engine.ring.heartbeat()
-    if engine.weights.latest_version() != version:
-        version = engine.weights.read().version
-    engine.weights.report(version)
-    time.sleep(0.02)
-"""
-
-
-def _isolated(command):
-    """The command with a /dev/shm of its own, where this system lets us."""
-    unshare = shutil.which("unshare")
-    mount = 'mount -t tmpfs none /dev/shm && exec "$@"'
-    if unshare is not None:
-        wrap = [unshare, "--mount", "sh", "-c", mount, "sh"]
-        if subprocess.run([*wrap, "true"], capture_output=True).returncode == 0:
-            return [*wrap, *command], True
-    return command, False
-
-
-def _segments(children) -> set[str]:
-    """Names of the shared memory that the processes have mapped."""
-    maps = (Path(f"/proc/{child.pid}/maps").read_text() for child in children)
-    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
-
-
-def _names() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-@pytest.mark.slow
-def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
-    spool = str(tmp_path / "spool")
-    children = []
-    try:
-        for name in ("left", "right"):
-            command = [sys.executable, "-c", ENGINE, str(tmp_path / name), spool, name]
-            command, isolated = _isolated(command)
-            children.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            )
-        for child in children:
-            assert child.stdout.readline() == "up\n"
-        if isolated:
-            assert _segments(children) and not _segments(children) & _names()
-        feeds = Feeds([SpoolSource(spool, cache=tmp_path / "cache")])
-        want = [identity(make_record(SPEC, n)) for n in range(40)]
-        assert drain(feeds, count=80, seconds=40) == {"left": want, "right": want}
-        target, draft = feeds.reference.models()
-        assert (draft / "config.json").exists()
-        assert json.loads((target / "config.json").read_text())["vocab_size"] == 20
-        version = publish(feeds, 3)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            feeds.heartbeat()
-            installed = {told.installed for told in feeds.versions().values()}
-            if installed == {version}:
-                break
-            time.sleep(0.05)
-        assert installed == {version}
-        # One engine dies outright: its relay says so, and the other goes on.
-        children[0].send_signal(signal.SIGKILL)
-        left = {}
-        deadline = time.monotonic() + 30
-        while "left" not in left and time.monotonic() < deadline:
-            feeds.heartbeat()
-            feeds.read()
-            left |= feeds.poll().left
-            time.sleep(0.05)
-        assert left == {"left": "its engine is gone"}
-        assert feeds.ids == ["right"]
-        assert publish(feeds, 4) == version + 1
-        feeds.close()
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-            child.stdout.close()
-    assert EngineFolder(open_store(spool), "right").latest_draft() == version + 1
+    feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
+    while not (inside.is_set() and "near" in feeds.ids):
+        s.step()  # the relay goes on saying that it lives
+        look(feeds)
+        time.sleep(0.01)
+    for _ in range(20):
+        look(feeds)
+        feeds.read()
+        feeds.heartbeat()
+    assert "near" in feeds.ids
+    feeds.close()
+    stuck.set()

@@ -1,32 +1,43 @@
-"""What the relay carries between an engine and its spool."""
+"""What the relay carries between an engine and its spool, its start and its end."""
 
 import argparse
 import os
+import time
 
 import numpy as np
 import pytest
 
-from tests.transport.samples import make_spec
 from tests.transport.spool_toys import (
+    CONFIG,
+    failing,
     head_tensors,
     read_all,
+    seeds_in,
     settle,
+    write_shards,
+    writer_of,
 )
 from vllm_tide.cli import relay as cli_relay
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.trainer_process import TrainerProcess
-from vllm_tide.transport import TransportError, publication
+from vllm_tide.transport import TransportError, publication, spool_writer
+from vllm_tide.transport.process import Holder, pid_namespace, start_time
+from vllm_tide.transport.purge import live_keepers
+from vllm_tide.transport.ring import Word
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, ReaderState
-
-SPEC = make_spec()
-
-
-# The relay
+from vllm_tide.transport.spool_store import StoreError, open_store
+from vllm_tide.transport.weights import _Word
 
 
-def test_the_relay_carries_records_drafts_and_feedback(store, engines):
-    engine = engines()
+def read_seeds(store):
+    return sum(seeds_in(store).values(), [])
+
+
+# Between ring and spool
+
+
+def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     engine.serve(range(5))
     relay = engine.relay(store)
     settle(relay)
@@ -53,26 +64,11 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engines):
     settle(relay)
     assert folder.read_state().refused_version == 4
     assert folder.read_state().refused_reason == "norm"
-    relay.close()
 
 
-@pytest.mark.parametrize("which", ["ring", "weights"])
-def test_a_relay_whose_memory_was_cut_short_ends(store, engines, which):
-    engine = engines()
-    relay = engine.relay(store)
-    engine.serve(range(2))
-    relay.tick()
-    os.truncate(f"{SHM_DIR}/{getattr(engine.manifest, which)}", 0)
-    assert relay.run() == "engine_gone"
-    last = EngineFolder(store, engine.manifest.engine_id).read_state().last_shard
-    found, _ = read_all(store, last=max(last, 1))
-    assert sum(found.values(), []) == [0, 1]
-
-
-def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(store, engines):
-    engine = engines()
-    relay = engine.relay(store)
-    folder = engine.folder(store)
+def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine):
+    relay = engine.relay(disk)
+    folder = engine.folder(disk)
     big = {"fc.weight": ("float32", (1 << 19,), np.zeros(1 << 19, np.float32))}
     for version, tensors, harm, reason in (
         (1, head_tensors(1), True, "truncated"),
@@ -81,7 +77,7 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(store, engine
         folder.write_draft(publication.encode(tensors, version, 0, {}))
         if harm:
             at = folder.path("heads", f"{version:012d}.safetensors")
-            store.write(at, store.read(at)[:-1])
+            disk.write(at, disk.read(at)[:-1])
         settle(relay)
         state = folder.read_state()
         assert (state.refused_version, state.refused_reason) == (version, reason)
@@ -89,12 +85,10 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(store, engine
     folder.write_draft(publication.encode(head_tensors(3), 3, 0, {}))
     settle(relay)
     assert engine.weights.latest_version() == 3
-    relay.close()
 
 
-def test_a_draft_that_comes_amid_a_look_is_passed_on_once(store, engines, monkeypatch):
-    engine = engines()
-    relay, folder = engine.relay(store), engine.folder(store)
+def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypatch):
+    relay, folder = engine.relay(disk), engine.folder(disk)
     folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
     read = EngineFolder.read_draft
 
@@ -108,102 +102,88 @@ def test_a_draft_that_comes_amid_a_look_is_passed_on_once(store, engines, monkey
     settle(relay)
     assert engine.weights.latest_version() == 2
     assert folder.read_state().refused_version == 0
-    relay.close()
 
 
-def test_full_rows_are_collected_while_any_live_trainer_wants_them(store, engines):
-    engine = engines()
-    relay = engine.relay(store)
-    folder = engine.folder(store)
+def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine):
+    relay = engine.relay(disk)
+    folder = engine.folder(disk)
     settle(relay)
     assert engine.ring.collect  # nobody to ask: kept for the next trainer
-    light = ReaderState("i", unix=1.0, collect=False)
-    folder.write_reader("a", light)
-    settle(relay)
-    assert not engine.ring.collect
-    folder.write_reader("b", ReaderState("j", unix=1.0, collect=True))
-    settle(relay)
-    assert engine.ring.collect
-    folder.write_reader("b", ReaderState("j", unix=2.0, running=False))
-    settle(relay)
-    assert not engine.ring.collect
-    relay.close()
+    for name, state, wanted in (
+        ("a", ReaderState("i", unix=1.0, collect=False), False),
+        ("b", ReaderState("j", unix=1.0, collect=True), True),
+        ("b", ReaderState("j", unix=2.0, running=False), False),
+    ):
+        folder.write_reader(name, state)
+        settle(relay)
+        assert engine.ring.collect is wanted
 
 
 def test_storage_that_fails_stops_nothing_and_loses_nothing(
-    store, engines, monkeypatch, caplog
+    disk, engine, monkeypatch, caplog
 ):
-    engine = engines()
-    relay = engine.relay(store)
-
-    def down(*_args, **_kwargs):
-        raise TransportError("the storage is down")
-
-    monkeypatch.setattr(store, "write", down)
+    relay = engine.relay(disk)
+    monkeypatch.setattr(disk, "write", failing(disk, "write", ""))
     engine.serve(range(3))
     settle(relay)
     engine.serve(range(3, 6))
     settle(relay)
     assert engine.ring.stats().used_bytes > 0  # not taken: memory stays bounded
-    assert sum("is down" in r.message for r in caplog.records) == 1
+    assert sum("no space left" in r.message for r in caplog.records) == 1
     monkeypatch.undo()
-    settle(relay, 0.1)
-    found, _ = read_all(store, last=engine.folder(store).read_state().last_shard)
-    assert sum(found.values(), []) == list(range(6))
-    relay.close()
+    settle(relay, 0.05)
+    assert read_seeds(disk) == list(range(6))
 
 
-def test_the_relay_says_a_last_word(store, engines):
-    engine = engines()
+# Its end
+
+
+@pytest.mark.parametrize("which", ["ring", "weights"])
+def test_a_relay_whose_memory_was_cut_short_ends(disk, engine, which):
+    relay = engine.relay(disk)
     engine.serve(range(2))
-    relay = engine.relay(store)
+    relay.tick()
+    os.truncate(f"{SHM_DIR}/{getattr(engine.manifest, which)}", 0)
+    assert relay.run() == "engine_gone"
+    assert read_seeds(disk) == [0, 1]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_relay_says_a_last_word(disk, engine, monkeypatch, full):
+    engine.serve(range(2))
+    relay = engine.relay(disk)
+    if full:
+        monkeypatch.setattr(disk, "write", failing(disk, "write", "records"))
     relay.stop()
     assert relay.run() == "stopped"
-    state = engine.folder(store).read_state()
-    assert not state.running
-    found, _ = read_all(store, last=state.last_shard)
-    assert sum(found.values(), []) == [0, 1]
+    assert not engine.folder(disk).read_state().running
+    assert read_seeds(disk) == [[0, 1], []][full]
     assert not engine.ring.stats().consumer_alive
 
 
-def test_a_second_relay_or_trainer_of_the_same_engine_is_refused(store, engines):
-    engine = engines()
-    relay = engine.relay(store)
-    with pytest.raises(TransportError, match="already the trainer"):
-        engine.relay(store)
-    relay.close()
-    engine.relay(store).close()
+def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, engine):
+    relay = engine.relay(disk)
+    flush, seeds = relay._writer.flush, iter(range(100))
+
+    def busy():
+        engine.serve([next(seeds)])  # the ring is never empty when a drain begins
+        return flush()
+
+    relay._writer.flush = busy
+    engine.serve([next(seeds)])
+    relay.stop()
+    assert relay.run() == "stopped"
+    assert next(seeds) < 5
+    state = engine.folder(disk).read_state()
+    assert not state.running
+    assert seeds_in(disk)[state.last_shard][0] == 0
 
 
-def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
-    tmp_path, monkeypatch
-):
-    started = []
+# Its start
 
-    class Child:
-        pid = 1
 
-        def __init__(self, command, **_options):
-            started.append(command)
-
-        def poll(self):
-            return 0
-
-    monkeypatch.setattr("vllm_tide.engine.trainer_process.subprocess.Popen", Child)
-    group = "0123456789abcdef"
-    spooled = parse_tide({"spool": {"url": "s3://secret@bucket"}})
-    alone = parse_tide({})
-    for config, kind, whom in ((spooled, "relay", "e1"), (alone, "train", group)):
-        assert TrainerProcess.wanted(config)
-        process = TrainerProcess("e1", tmp_path, group, config.spool)
-        process.start()
-        process.close()
-        command = started.pop()
-        assert command[1:] == [
-            "-m", "vllm_tide", kind, "--engine", whom, "--run-dir", str(tmp_path)
-        ]  # fmt: skip
-    made = ["relay-e1.log", "trainer-e1.log", "trainers.lock"]
-    assert sorted(os.listdir(tmp_path)) == made
+def test_a_server_with_a_spool_has_a_relay_whatever_else_it_wants():
+    assert TrainerProcess.wanted(parse_tide({}))
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},
@@ -214,19 +194,145 @@ def test_with_a_spool_the_server_starts_a_relay_instead_of_a_trainer(
         assert TrainerProcess.wanted(parse_tide({**nobody, "spool": {"url": "/s"}}))
 
 
-def relay_command(*argv):
+def relay_command(run_dir, *argv):
     parser = argparse.ArgumentParser()
     cli_relay.add_arguments(parser)
-    return cli_relay.run(parser.parse_args(argv))
+    return cli_relay.run(parser.parse_args(["--run-dir", str(run_dir), *argv]))
 
 
-def test_the_command_says_what_is_missing(engines, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def pauses(monkeypatch):
+    """What the command sleeps; the seventh sleep calls what `mend` holds."""
+    slept, mend = [], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 7:
+            mend.pop()()
+
+    monkeypatch.setattr(cli_relay.time, "sleep", sleep)
     monkeypatch.setattr(cli_relay, "_prepare", lambda _config: None)
-    assert relay_command("--run-dir", str(tmp_path / "none")) == 2
-    assert "no live engine" in capsys.readouterr().err
-    engine = engines()
-    assert relay_command("--run-dir", str(engine.run_dir)) == 2
-    assert "tide.spool.url" in capsys.readouterr().err
-    argv = ["--run-dir", str(engine.run_dir), "--spool", "nosuch://x"]
-    assert relay_command(*argv) == 2
-    assert "Protocol not known" in capsys.readouterr().err
+    return slept, mend
+
+
+def test_what_no_time_mends_is_said_at_once(engine, disk, tmp_path, pauses, capsys):
+    slept, _ = pauses
+    relay, run_dir = engine.relay(disk), engine.run_dir
+    for argv, sentence in (
+        ((tmp_path / "none",), "no live engine"),
+        ((run_dir,), "tide.spool.url"),
+        ((run_dir, "--spool", "nosuch://x"), "Protocol not known"),
+        ((run_dir, "--spool", disk.url), "already the trainer"),
+    ):
+        assert relay_command(*argv) == 2
+        assert sentence in capsys.readouterr().err
+    relay.close()
+    assert slept == []
+    engine.relay(disk).close()
+
+
+def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
+    engine, tmp_path, monkeypatch, pauses, caplog
+):
+    slept, mend = pauses
+    down = ["is not mounted"]
+
+    def opened(url):
+        store = open_store(url)
+        if down:
+            error = StoreError(f"{url} {down[0]} {len(slept) // 4}")
+            if len(slept) % 2:
+                raise error
+            store.write = failing(store, "write", "", error)
+        return store
+
+    monkeypatch.setattr(cli_relay, "open_store", opened)
+    seen = []
+
+    def mended():
+        down.clear()
+        seen.append(live_keepers(engine.run_dir))
+
+    mend.append(mended)
+    url = str(tmp_path / "spool")
+    relay = cli_relay._connect(engine.manifest, engine.run_dir, url, CONFIG)
+    assert slept == [1, 2, 4, 8, 16, 30, 30]
+    assert sum("is not mounted" in r.message for r in caplog.records) == 2
+    # The ring may hold rows meanwhile: a purge waits for this process.
+    assert {keeper.kind for keeper in seen[0]} == {"relay"}
+    engine.serve([1])
+    relay.tick()
+    relay.stop()
+    assert relay.run() == "stopped"
+    assert seeds_in(open_store(url)) == {1: [1]}
+
+
+def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
+    engine, tmp_path, pauses
+):
+    slept, mend = pauses
+    (tmp_path / "file").write_text("")
+    mend.append(lambda: (engine.run_dir / "engine-e1.json").unlink())
+    assert relay_command(engine.run_dir, "--spool", str(tmp_path / "file")) == 0
+    assert slept == [1, 2, 4, 8, 16, 30, 30]
+    assert live_keepers(engine.run_dir) == set()
+
+
+# Another in its place
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_relay_that_lost_its_claim_writes_nothing_more(
+    disk, engine, monkeypatch, asked
+):
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
+    relay = engine.relay(disk)
+    engine.serve([1, 2])
+    relay.tick()
+    said = engine.folder(disk).read_state()
+    # Another live process takes its claims, as after 10 s without a word.
+    other = Holder(os.getppid(), start_time(os.getppid()), pid_namespace())
+    claims = (
+        (engine.ring._segment, Word.CONSUMER),
+        (engine.weights._segment, _Word.WRITER),
+    )
+    for segment, word in claims:
+        segment.store(word, other.word)
+        segment.store(word + 1, other.namespace)
+        segment.store(word + 2, time.monotonic_ns())
+    write_shards(disk, [[5]])  # the other one's shard has the number that is next
+    if asked:  # SIGTERM came while it hung
+        relay.stop()
+        relay.run()
+    else:
+        with pytest.raises(TransportError, match="already the trainer"):
+            relay.run()
+    assert seeds_in(disk) == {1: [5]}
+    assert engine.folder(disk).read_state() == said
+    assert [segment.load(word) for segment, word in claims] == [other.word] * 2
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_shard_never_takes_the_number_of_another_relays(disk, monkeypatch, when):
+    late = writer_of(disk, [1])
+    write, hung = disk.write, []
+
+    def hangs(name, *parts, durable=True):
+        if name.endswith(".safetensors") and not hung:
+            hung.append(name)
+            with monkeypatch.context() as later:
+                later.setattr(spool_writer, "steady_unix", lambda: 2e9)
+                write_shards(disk, [[5]])
+        write(name, *parts, durable=durable)
+
+    if when == "before":
+        write_shards(disk, [[5]])
+    else:
+        monkeypatch.setattr(disk, "write", hangs)
+    with pytest.raises(TransportError, match="another relay's"):
+        late.flush()
+    assert seeds_in(disk) == {1: [5]}
+    assert late.blocked
+    assert late.flush() == 2  # its records are not lost
+    assert seeds_in(disk) == {1: [5], 2: [1]}
+    assert len(disk.sizes("engines/e1/records")) == 4  # and nothing is left over

@@ -1,19 +1,24 @@
+"""The ring: whole records or none, and what each check of damage is there for."""
+
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from tests.transport.samples import (
+    body_of,
+    frames_of,
     identity,
     make_metadata_only,
     make_record,
     make_spec,
+    without_teacher,
     write_record,
 )
+from vllm_tide import _shm
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
 from vllm_tide.transport.process import (
     HEARTBEAT_TIMEOUT_NS,
@@ -21,65 +26,47 @@ from vllm_tide.transport.process import (
     pid_namespace,
     start_time,
 )
-from vllm_tide.transport.ring import Collect, Word
-from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.record import META_BYTES, RecordError, Status, decode
+from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Collect, Word, pack_frame
+from vllm_tide.transport.shm import DATA_AT, SHM_DIR
+
+SPEC = make_spec()
 
 
-@pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_every_kind_of_record_comes_back_to_the_bit(
-    ring_pair, teacher, feature_dtype, phase
-):
+def test_every_kind_of_record_comes_back_to_the_bit(ring_pair, teacher, feature_dtype):
     spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
     writer, reader = ring_pair(spec, 1 << 18)
-    for num_rows in (0, 1, 2, 3, 17):
-        for teacher_start in {0, max(num_rows - 1, 0), num_rows}:
-            record = make_record(spec, num_rows, num_rows, phase, teacher_start)
+    assert reader.spec == writer.spec == spec
+    assert isinstance(reader.spec.aux_layer_ids, tuple)
+    for n, phase in product((0, 1, 2, 3, 17), Phase):
+        sent = [
+            make_record(spec, n, n, phase, teacher_start)
+            for teacher_start in {0, max(n - 1, 0), n}
+        ]
+        light = make_metadata_only(spec, n, n, phase)
+        bare = without_teacher(make_record(spec, n, n, phase))
+        for record in (*sent, light, bare):
             assert write_record(writer, record), writer.drops
-            assert identity(reader.read()) == identity(record)
+            got = reader.read()
+            assert identity(got) == identity(record)
+            assert got.metadata_only is (record is light)
+            assert got.tenant != 0
+        assert write_record(writer, light)
+        assert writer.stats().used_bytes <= 256  # it takes no room for features
+        assert identity(reader.read()) == identity(light)
     assert reader.read() is None
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("teacher", ["hidden", "topk"])
-@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_metadata_only_records_come_back_to_the_bit_among_others(
-    ring_pair, teacher, feature_dtype, phase
-):
-    spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
-    writer, reader = ring_pair(spec, 1 << 16)
-    for num_rows in (0, 1, 2, 3, 17):
-        light = make_metadata_only(spec, num_rows, num_rows, phase)
-        full = make_record(spec, num_rows, num_rows, phase)
-        for sent in (light, full):
-            assert write_record(writer, sent), writer.drops
-            got = reader.read()
-            assert identity(got) == identity(sent)
-            assert got.metadata_only is (sent is light)
-        assert full.tenant == light.tenant != 0
-
-
-def test_a_metadata_only_record_takes_no_room_for_features(ring_pair):
-    spec = make_spec("hidden", hidden_size=4096)
-    writer, _ = ring_pair(spec, 1 << 20)
-    assert write_record(writer, make_metadata_only(spec, 1, 4))
-    assert writer.stats().used_bytes <= 192
-
-
-def test_a_teacher_may_be_left_out(ring_pair):
-    for teacher in ("hidden", "topk"):
-        spec = make_spec(teacher)
-        writer, reader = ring_pair(spec)
-        bare = replace(
-            make_record(spec),
-            teacher_hidden=None,
-            teacher_topk_ids=None,
-            teacher_topk_logprobs=None,
-            teacher_tail_logprob=None,
-        )
-        assert write_record(writer, bare)
-        assert identity(reader.read()) == identity(bare)
+def test_an_impossible_spec_is_refused():
+    for change in ({"teacher": "x"}, {"feature_dtype": "int8"}, {"hidden_size": 0}):
+        with pytest.raises(ValueError):
+            replace(make_spec(), **change)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        RingSpec.from_fields({"engine_id": "x"})
+    with pytest.raises(TransportError, match="engine_id"):  # too large for its page
+        RingWriter.create(replace(make_spec(), engine_id="x" * 5000), 4096)
 
 
 def test_what_was_read_is_private_to_the_caller(ring_pair):
@@ -115,37 +102,6 @@ def test_full_ring_drops_newest_and_counts_it(ring_pair):
     assert write_record(writer, sent[0])
 
 
-def test_a_record_larger_than_the_ring_is_dropped_and_counted(ring_pair):
-    spec = make_spec()
-    writer, reader = ring_pair(spec, 512)
-    assert not write_record(writer, make_record(spec, num_rows=64))
-    assert writer.drops["too_large"] == 1
-    assert write_record(writer, make_record(spec, num_rows=1))
-    assert reader.read() is not None
-
-
-def test_the_largest_record_fits_wherever_the_cursor_stands(ring_pair):
-    spec = make_spec()
-    small = make_record(spec, num_rows=1)
-    large = make_record(spec, num_rows=20)
-    writer, reader = ring_pair(spec, 1 << 16)
-    write_record(writer, large)
-    capacity = writer.stats().used_bytes
-    writer, reader = ring_pair(spec, capacity)
-    for _ in range(30):
-        assert write_record(writer, small)
-        assert reader.read() is not None
-        # The first try may find too little room before the end of the ring; it
-        # leaves a pad there, and the next has the whole ring.
-        for _ in range(2):
-            if write_record(writer, large):
-                break
-            assert reader.read() is None
-        else:
-            pytest.fail("the largest record never fits")
-        assert identity(reader.read()) == identity(large)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -173,56 +129,10 @@ def test_a_record_that_contradicts_itself_is_skipped_and_counted(ring_pair, chan
     assert reader.stats().corrupt_records == 1
 
 
-def test_the_spec_travels_in_the_header(ring_pair):
-    spec = make_spec("hidden", "float32")
-    writer, reader = ring_pair(spec)
-    assert reader.spec == writer.spec == spec
-    assert isinstance(reader.spec.aux_layer_ids, tuple)
-
-
-@pytest.mark.parametrize(
-    "change", [{"teacher": "x"}, {"feature_dtype": "int8"}, {"hidden_size": 0}]
-)
-def test_an_impossible_spec_is_refused(change):
-    with pytest.raises(ValueError):
-        replace(make_spec(), **change)
-
-
-def test_a_spec_too_large_for_its_page_is_refused():
-    with pytest.raises(TransportError, match="engine_id"):
-        RingWriter.create(replace(make_spec(), engine_id="x" * 5000), 4096)
-
-
-def test_a_second_live_consumer_is_refused_by_pid(ring_pair):
-    writer, _ = ring_pair(make_spec())
+def test_one_consumer_at_a_time_which_lives_while_its_heart_beats(ring_pair):
+    writer, reader = ring_pair(make_spec())
     with pytest.raises(TransportError, match=str(os.getpid())):
         RingReader.attach(writer.name)
-
-
-@pytest.mark.slow
-def test_the_claim_of_a_dead_consumer_is_taken_over_where_it_stopped():
-    spec = make_spec()
-    writer = RingWriter.create(spec, 1 << 16)
-    for seed in range(3):
-        assert write_record(writer, make_record(spec, seed))
-    code = (
-        "import os, signal\n"
-        "from vllm_tide.transport import RingReader\n"
-        f"assert RingReader.attach({writer.name!r}).read().draft_version == 0\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=False)
-    assert not writer.stats().consumer_alive
-    reader = RingReader.attach(writer.name)
-    assert [reader.read().draft_version for _ in range(2)] == [1, 2]
-    assert writer.stats().consumer_alive
-    reader.close()
-    assert not writer.stats().consumer_alive
-    writer.close()
-
-
-def test_a_consumer_without_heartbeat_for_ten_seconds_is_not_alive(ring_pair):
-    writer, reader = ring_pair(make_spec())
     assert writer.stats().consumer_alive
     past = time.monotonic_ns() - HEARTBEAT_TIMEOUT_NS
     reader._segment.store(Word.CONSUMER_BEAT, past)
@@ -262,16 +172,12 @@ def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
         assert writer.wish is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
-    reader.close()
-
-
-def test_in_doubt_nothing_leaves(ring_pair):
-    writer, reader = ring_pair(make_spec())
-    for wanted in Collect:
+    for wanted in Collect:  # in doubt nothing leaves
         reader._segment.store(Word.COLLECT, 2**64 - 1)
         assert writer.wish is Collect.NOTHING
         reader.set_collect(wanted)
         assert writer.wish is wanted
+    reader.close()
 
 
 def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
@@ -291,7 +197,7 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     assert not write_record(writer, make_record(spec))
 
 
-def test_a_closed_ring_drops_and_counts(ring_pair):
+def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     writer.close()
@@ -303,22 +209,14 @@ def test_a_closed_ring_drops_and_counts(ring_pair):
     reader.close()
     assert reader.read() is None
     assert reader.stats().used_bytes == 0
-
-
-def test_a_ring_closed_by_another_thread_under_our_hands_raises_nothing(
-    ring_pair, monkeypatch
-):
-    spec = make_spec()
-    writer, _ = ring_pair(spec)
-    writer.close()
-    # What a writer sees that passed the checks just before.
+    # What a writer sees that passed the checks just before another thread closed it.
     monkeypatch.setattr(writer._segment, "closed", False)
     monkeypatch.setattr(writer._segment, "intact", lambda: True)
     assert not writer.collect
     writer.heartbeat()
     writer.stats()
     assert not write_record(writer, make_record(spec))
-    assert writer.stats().dropped_records == 1
+    assert writer.stats().dropped_records == 2
 
 
 def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
@@ -329,20 +227,6 @@ def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
     assert reader.read() is not None
     with pytest.raises(TransportError, match="cannot open"):
         RingReader.attach(writer.name)
-
-
-@pytest.mark.parametrize("tail", [64, 63, 2**64 - 64, 1 << 40])
-def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
-    ring_pair, tail
-):
-    spec = make_spec()
-    writer, reader = ring_pair(spec)
-    reader._segment.store(Word.TAIL, tail)
-    assert not write_record(writer, make_record(spec))
-    assert writer.drops["cursor"] == 1
-    assert reader.read() is None
-    assert write_record(writer, make_record(spec))
-    assert reader.read() is not None
 
 
 def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pair):
@@ -359,15 +243,203 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
     assert reader.stats().corrupt_records == writer.stats().corrupt_records == 2
 
 
-def test_a_ring_spec_from_foreign_fields_is_an_error():
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        RingSpec.from_fields({"engine_id": "x"})
+# Many records in one call
 
 
-def test_a_ring_of_another_format_is_refused_with_a_sentence(monkeypatch):
-    with monkeypatch.context() as older:
-        older.setattr("vllm_tide.transport.ring.FORMAT_VERSION", 1)
-        writer = RingWriter.create(make_spec(), 4096)
-    with pytest.raises(TransportError, match="has format 1, this process speaks 5"):
-        RingReader.attach(writer.name)
-    writer.close()
+def identities(reader):
+    found = []
+    while (record := reader.read()) is not None:
+        found.append(identity(record))
+    assert reader.stats().corrupt_records == 0
+    return found
+
+
+def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [
+        make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((2, 90, 2, 2, 2))
+    ]
+    records.insert(1, make_record(SPEC, 9))
+    frames = frames_of(records, follows=[False, False, False, True, True, False])
+    frames.status[1] = Status.INVALID  # one that has a status is left alone
+    writer.write(frames)
+    assert [Status(code).name for code in frames.status] == [
+        "WRITTEN", "INVALID", "TOO_LARGE", "SKIPPED", "SKIPPED", "WRITTEN",
+    ]  # fmt: skip
+    frames.status[1] = Status.SKIPPED
+    writer.count(frames)
+    assert writer.drops == {"too_large": 1} and writer.dropped_rows == {"too_large": 90}
+    assert identities(reader) == [identity(records[0]), identity(records[5])]
+
+
+def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_pair):
+    writer, reader = ring_pair(SPEC, 2048)
+    records = [make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((9, 22, 1))]
+    frames = frames_of(records)
+    writer.write(frames)
+    assert frames.status.tolist() == [0, Status.FULL, Status.FULL]
+    writer.count(frames)
+    assert writer.dropped_rows == {"full": 23}
+    assert writer.level() == (2048, 0)  # a pad
+    assert identities(reader) == [identity(records[0])]
+    again = frames_of(records[1:])
+    writer.write(again)
+    assert again.status.tolist() == [0, 0] and writer.level()[1] == 2048
+    assert identities(reader) == [identity(record) for record in records[1:]]
+
+
+def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair):
+    """The writer's own check was before: what the call itself finds counts as well."""
+    writer, _ = ring_pair(SPEC)
+    frames = frames_of([make_record(SPEC, 1)])
+    os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
+    intact, writer._segment.intact = writer._segment.intact, lambda: True
+    writer.write(frames)
+    writer._segment.intact = intact
+    assert frames.status.tolist() == [Status.TRUNCATED] and writer.lost
+    os.truncate(f"{SHM_DIR}/{writer.name}", 1 << 20)
+    again = frames_of([make_record(SPEC, 1)])
+    writer.write(again)
+    assert again.status.tolist() == [Status.TRUNCATED]
+
+
+def arguments(**changed):
+    """Those of a call that writes one record without parts; some replaced."""
+    fd = os.memfd_create("ring")
+    os.truncate(fd, DATA_AT + 1024)
+    made = {
+        "ring": np.zeros(DATA_AT + 1024, np.uint8), "fd": fd,
+        "end": np.zeros(2, np.uint64), "metas": np.zeros(META_BYTES, np.uint8),
+        "spans": np.zeros((1, 1, 2), np.int64), "follows": np.zeros(1, np.bool_),
+        "status": np.zeros(1, np.uint8), "sources": (np.zeros(8, np.uint8),),
+    }  # fmt: skip
+    return {**made, **changed}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ring": np.zeros(DATA_AT, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1000, np.uint8)},
+        {"ring": np.zeros(DATA_AT + 1025, np.uint8)[1:]},
+        {"end": np.zeros(1, np.uint64)},
+        {"end": np.array([64, 128], np.uint64)},
+        {"end": np.array([8, 0], np.uint64)},
+        {"end": np.array([2048, 64], np.uint64)},
+        {"metas": np.zeros(META_BYTES - 1, np.uint8)},
+        {"spans": np.zeros((1, 2, 2), np.int64)},
+        {"spans": np.array([[[0, 9]]])},
+        {"spans": np.array([[[9, 0]]])},
+        {"spans": np.array([[[-8, 8]]])},
+        {"spans": np.array([[[8, -8]]])},
+        {"spans": np.array([[[8, 2**63 - 1]]])},
+        {"follows": np.zeros(2, np.bool_)},
+        {"status": np.zeros(2, np.uint8)},
+        {"sources": ()},
+        {"sources": (np.zeros(16, np.uint8)[::2],)},
+    ],
+)
+def test_nothing_outside_its_buffers_is_read_or_written(changed):
+    given = arguments(**changed)
+    with pytest.raises((ValueError, BufferError)):
+        _shm.write_frames(*given.values())
+    assert not given["ring"].any() and not given["status"].any()
+    good = arguments()
+    _shm.write_frames(*good.values())
+    assert good["end"].tolist() == [192, 0] and good["ring"].any()
+    os.close(given["fd"]), os.close(good["fd"])
+
+
+# Damage
+
+
+def write(writer, *seeds):
+    """Write records; the length of a frame (all are alike)."""
+    before = writer.stats().used_bytes
+    for seed in seeds:
+        assert write_record(writer, make_record(SPEC, seed))
+    return (writer.stats().used_bytes - before) // len(seeds)
+
+
+def drain(reader):
+    versions = []
+    while (record := reader.read()) is not None:
+        assert identity(record) == identity(make_record(SPEC, record.draft_version))
+        versions.append(record.draft_version)
+    return versions
+
+
+def test_a_record_of_an_earlier_lap_is_not_taken_for_a_new_one(ring_pair):
+    length = write(ring_pair(SPEC)[0], 0)
+    writer, reader = ring_pair(SPEC, 2 * length)
+    write(writer, 1, 2)
+    assert drain(reader) == [1, 2]
+    # The head points past what was written: there lies record 1, sound, one lap old.
+    reader._segment.store(Word.HEAD, 3 * length)
+    assert drain(reader) == []
+    assert reader.stats().corrupt_records == 1
+
+
+def test_every_damaged_byte_of_a_frame_is_noticed(ring_pair):
+    writer, reader = ring_pair(SPEC)
+    for count, at in enumerate(range(FRAME_BYTES), 1):
+        start = DATA_AT + reader._tail % writer.capacity
+        write(writer, 1, 2)
+        reader._segment.buf[start + at] ^= 0x10
+        assert drain(reader) == []  # nor is what came after it looked for
+        assert reader.stats().corrupt_records == count
+        write(writer, 3)
+        assert drain(reader) == [3]
+
+
+@pytest.mark.parametrize("laps", [1, 64, 1 << 40])
+def test_a_frame_that_claims_to_reach_past_the_head_is_none(ring_pair, laps):
+    writer, reader = ring_pair(SPEC)
+    length = write(writer, 1, 2)
+    forged = pack_frame(RECORD, 0, 2 * length + laps * 64, 8)
+    reader._segment.buf[DATA_AT : DATA_AT + FRAME_BYTES] = forged
+    assert drain(reader) == []
+    write(writer, 3)
+    assert drain(reader) == [3]
+
+
+@pytest.mark.parametrize("tail", [0, 64, 63, 2**64 - 64, 1 << 40])
+def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
+    ring_pair, tail
+):
+    writer, reader = ring_pair(SPEC)
+    write(writer, 1, 2, 3)
+    assert drain(reader) == [1, 2, 3]
+    write(writer, 4)  # the writer has seen the tail behind record 3
+    reader._segment.store(Word.TAIL, tail)
+    assert not write_record(writer, make_record(SPEC, 5))
+    assert writer.drops["cursor"] == 1
+    assert drain(reader) == [4]
+    write(writer, 6)
+    assert drain(reader) == [6]
+
+
+@pytest.mark.parametrize("head", [1 << 40, 65, 64, 0, 2**64 - 64])
+def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
+    writer, reader = ring_pair(SPEC)
+    write(writer, 1, 2, 3)
+    assert reader.read().draft_version == 1
+    reader._segment.store(Word.HEAD, head)
+    assert drain(reader) == []
+    assert reader.stats().corrupt_records == 1
+    write_record(writer, make_record(SPEC, 4))  # stores the head
+    assert drain(reader) in ([], [4], [2, 3, 4])  # none comes twice
+    write(writer, 5)
+    assert drain(reader) == [5]
+
+
+def test_a_body_of_another_format_or_length_is_refused_with_a_sentence():
+    body = body_of(make_record(SPEC))
+    assert identity(decode(body.data)) == identity(make_record(SPEC))
+    with pytest.raises(RecordError, match="left over"):
+        decode(np.append(body, np.zeros(8, np.uint8)).data)
+    # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
+    older = np.delete(body, np.s_[72:80])
+    older[71] = 0
+    with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
+        decode(older.data)

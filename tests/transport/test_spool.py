@@ -1,16 +1,19 @@
-"""The spool's storage and its words: on a disk and on an object store."""
+"""Storage, words, drafts and models of a spool: on a disk and on an object store."""
 
 import os
 import stat
-import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.transport.samples import make_spec
-from vllm_tide.transport import TransportError
+from tests.transport.spool_toys import ROWS, head_tensors
+from vllm_tide.draft.target import TargetRows
+from vllm_tide.transport import TransportError, WeightsRefused, publication
+from vllm_tide.transport.identity import difference, identity_of
 from vllm_tide.transport.shm import said
 from vllm_tide.transport.spool import (
+    DraftConflict,
     EngineFolder,
     EngineState,
     Freshness,
@@ -19,10 +22,8 @@ from vllm_tide.transport.spool import (
     instance_gone,
     this_instance,
 )
+from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_store import NotOurs, open_store
-
-SPEC = make_spec()
-
 
 # The store
 
@@ -52,29 +53,25 @@ def test_a_file_is_written_replaced_listed_and_removed(store):
 
 
 def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
-    store = open_store(f"file://{tmp_path}/s")
-    store.write("f/x", b"1")
-    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "s/f/x").stat().st_mode) == 0o600
-    assert os.listdir(tmp_path / "s/f") == ["x"]
-    left = tmp_path / "s/f/.abc.tmp"
-    left.write_bytes(b"half")
-    assert store.sizes("f") == {"x": 1}
-    assert left.exists()
-    os.utime(left, (0, 0))
-    assert store.sizes("f") == {"x": 1}
-    assert not left.exists()
-
-
-def test_every_folder_made_is_private_whatever_the_umask(tmp_path):
     before = os.umask(0o022)
     try:
-        open_store(str(tmp_path / "x/y/s")).write("engines/e1/records/f", b"1")
+        store = open_store(f"file://{tmp_path}/x/s")
+        store.write("engines/f/x", b"1")
     finally:
         os.umask(before)
-    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
-    assert len(made) == 6
-    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) == 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+    at = tmp_path / "x/s/engines/f"
+    assert stat.S_IMODE((at / "x").stat().st_mode) == 0o600
+    assert os.listdir(at) == ["x"]
+    left = at / ".abc.tmp"
+    left.write_bytes(b"half")
+    assert store.sizes("engines/f") == {"x": 1}
+    assert left.exists()
+    os.utime(left, (0, 0))
+    assert store.sizes("engines/f") == {"x": 1}
+    assert not left.exists()
 
 
 def test_nothing_but_plain_files_is_read_listed_or_removed(tmp_path):
@@ -91,16 +88,10 @@ def test_nothing_but_plain_files_is_read_listed_or_removed(tmp_path):
         with pytest.raises(NotOurs, match="left"):
             store.remove(name)
     store.write("d/link", b"3")  # takes the link's place
-    assert store.read("d/link") == b"3" and store.read("d/f") == b"1"
-
-
-def test_a_file_of_another_user_is_left(tmp_path):
-    store = open_store(str(tmp_path / "s"))
-    store.write("d/f", b"1")
     store._ours = {os.geteuid() + 1}
     with pytest.raises(NotOurs, match="another user's"):
         store.remove("d/f")
-    assert store.read("d/f") == b"1"
+    assert store.read("d/link") == b"3" and store.read("d/f") == b"1"
 
 
 def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
@@ -115,17 +106,7 @@ def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
         with pytest.raises(TransportError, match=says) as caught:
             open_store(url)
         assert "tide.spool.url" in str(caught.value)
-
-
-def test_a_password_in_the_address_is_not_shown():
-    store = open_store("memory://user:secret@place/x")
-    assert "secret" not in store.url
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "x" * 129])
-def test_an_engine_id_that_is_no_name_is_refused(store, name):
-    with pytest.raises(TransportError, match="engine"):
-        EngineFolder(store, name)
+    assert "secret" not in open_store("memory://user:secret@place/x").url
 
 
 # Words
@@ -145,13 +126,12 @@ def test_words_come_back_and_half_written_ones_are_nothing(store):
     for text in (b"", b'{"unix":1', b"[]", b'{"unix":"x"}', b"[" * 100_000):
         store.write(folder.path("state.json"), text)
         assert folder.read_state() is None
-
-
-def test_an_engine_of_another_format_is_refused_in_a_sentence(store):
-    folder = EngineFolder(store, "e1")
     folder.write_json("engine.json", {"format": 99}, durable=True)
     with pytest.raises(TransportError, match="spool format 99"):
         folder.read_engine()
+    for name in ("", ".", "..", "a/b", ".hidden", "x" * 129):
+        with pytest.raises(TransportError, match="engine"):
+            EngineFolder(store, name)
 
 
 def test_what_another_process_wrote_is_escaped_and_clipped(store):
@@ -175,13 +155,14 @@ def test_what_another_process_wrote_is_escaped_and_clipped(store):
 
 
 def test_freshness_is_told_by_change_not_by_clocks():
-    word = Freshness(timeout_s=0.05)
+    word = Freshness(timeout_s=60.0)
     word.look(5.0)
     assert word.fresh
     assert not word.moved
-    time.sleep(0.06)
+    word._timeout_s = 0.0
     word.look(5.0)
     assert not word.fresh
+    word._timeout_s = 60.0
     word.look(4.0)  # a clock may even go back
     assert word.fresh
     assert word.moved
@@ -193,3 +174,138 @@ def test_a_process_of_this_host_that_is_dead_is_known_to_be():
     assert instance_gone(f"{boot}:{namespace}:{pid}:1")
     assert not instance_gone(f"other:{namespace}:{pid}:1")
     assert not instance_gone("nonsense")
+
+
+# Drafts
+
+
+def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
+    folder = EngineFolder(store, "e1")
+    assert folder.latest_draft() == 0
+    foreign = ["x.safetensors", "y.safetensors", "z.safetensors"]
+    for name in foreign:
+        store.write(folder.path("heads", name), b"")
+    for version in range(1, 6):
+        blob = publication.encode(head_tensors(version), version, 1, {"a": 1})
+        folder.write_draft(blob)
+        assert folder.latest_draft() == version
+        assert folder.read_draft() == blob
+        got = publication.decode(folder.read_draft())
+        assert (got.version, got.parent_version, got.meta) == (version, 1, {"a": 1})
+        want = head_tensors(version)["fc.weight"][2]
+        assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
+    assert sorted(store.sizes(folder.path("heads"))) == sorted(
+        ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
+    )
+    with pytest.raises(DraftConflict, match="not newer"):
+        folder.write_draft(blob)
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "manifest", "gone"])
+def test_a_damaged_draft_is_refused(store, harm):
+    folder = EngineFolder(store, "e1")
+    folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
+    at = folder.path("heads", "000000000001.safetensors")
+    body = bytearray(store.read(at))
+    reason = "sha256"
+    if harm == "cut":
+        store.write(at, body[:-1])
+        reason = "truncated"
+    elif harm == "flip":
+        body[-1] ^= 1
+        store.write(at, body)
+    elif harm == "manifest":
+        entry = folder.read_json("heads/latest.json")
+        folder.write_json("heads/latest.json", {**entry, "sha256": "00"}, durable=True)
+    else:
+        store.remove(folder.path("heads", "latest.json"))
+        reason = "empty"
+    with pytest.raises(WeightsRefused) as caught:
+        publication.decode(folder.read_draft())
+    assert caught.value.reason == reason
+
+
+def test_a_draft_that_another_version_stored_is_refused_in_a_sentence(store):
+    """Before, a manifest of each draft held its digests; its number still counts."""
+    folder = EngineFolder(store, "e1")
+    folder.write_json("heads/latest.json", {"version": 7}, durable=True)
+    with pytest.raises(WeightsRefused, match="run the same vllm_tide on both sides"):
+        folder.read_draft()
+    assert folder.latest_draft() == 7
+    folder.write_draft(publication.encode(head_tensors(8), 8, 0, {}))
+    assert folder.read_draft().version == 8
+
+
+# Identity and models
+
+
+def test_engines_with_the_same_models_fit_and_others_do_not(engines):
+    first = engines("a", seed=0)
+    assert difference("b", engines("b", seed=0).identity, "a", first.identity) == ""
+    other = engines("c", seed=1)
+    sentence = difference("c", other.identity, "a", first.identity)
+    assert "another target" in sentence
+    assert "--engine c" in sentence
+    for changes, says in (
+        ({"aux_layer_ids": (1, 2, 6)}, "other layers"),
+        ({"feature_dtype": "float32"}, "features of another type"),
+        ({"shared": ["lm_head.weight"]}, "shares other"),
+        ({"teacher": "topk"}, "tide.capture.teacher"),
+    ):
+        changed = replace(first.manifest, **changes)
+        assert says in difference("d", identity_of(changed), "a", first.identity)
+
+
+def test_a_trainer_elsewhere_gets_the_rows_and_the_draft(store, engines, tmp_path):
+    engine = engines("a")
+    relay = engine.relay(store)
+    relay.close()
+    folder = engine.folder(store)
+    entry = folder.read_engine()
+    assert entry.identity.items() > engine.identity.items()
+    assert entry.spec == engine.spec
+    assert entry.manifest == engine.manifest
+    here, draft = local_models(folder, entry, tmp_path / "cache")
+    assert str(here) == engine.manifest.target_path  # the same target is here
+    assert (draft / "model.safetensors").read_bytes() == (
+        (tmp_path / "a/models/draft/model.safetensors").read_bytes()
+    )
+    away = replace(entry.manifest, target_path="/nowhere")
+    target, _ = local_models(folder, replace(entry, manifest=away), tmp_path / "cache")
+    assert target.parent == tmp_path / "cache"
+    want, got = TargetRows.load(engine.manifest.target_path), TargetRows.load(target)
+    assert got.embed_tokens.equal(want.embed_tokens)
+    assert got.lm_head.equal(want.lm_head)
+    assert got.lm_head.shape == (ROWS, 8)
+    whole = (tmp_path / "a/models/target/model.safetensors").stat().st_size
+    assert (target / "model.safetensors").stat().st_size < whole
+
+
+def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
+    engine = engines("a")
+    engine.relay(store).close()
+    folder = engine.folder(store)
+    at = folder.path("draft", "model.safetensors")
+    store.write(at, store.read(at)[:-1])
+    with pytest.raises(TransportError, match="damaged"):
+        local_models(folder, folder.read_engine(), tmp_path / "cache")
+    assert [p for p in (tmp_path / "cache").glob("*") if p.is_dir()] == []
+
+
+@pytest.mark.parametrize("left", [b"", b"\x00" * 200, None])
+def test_what_a_crash_left_of_a_model_here_is_fetched_anew(
+    store, engines, tmp_path, left
+):
+    engine = engines("a")
+    engine.relay(store).close()
+    folder, entry = engine.folder(store), engine.folder(store).read_engine()
+    away = replace(entry, manifest=replace(entry.manifest, target_path="/nowhere"))
+    first = local_models(folder, away, tmp_path / "cache")
+    files = [path / "model.safetensors" for path in first]
+    want = [(path.read_bytes(), path.stat().st_ino) for path in files]
+    assert local_models(folder, away, tmp_path / "cache") == first
+    assert [(path.read_bytes(), path.stat().st_ino) for path in files] == want
+    for path in files:
+        path.unlink() if left is None else path.write_bytes(left)
+    assert local_models(folder, away, tmp_path / "cache") == first
+    assert [path.read_bytes() for path in files] == [data for data, _ in want]

@@ -1,24 +1,31 @@
 """Shards of a spool: written whole or not at all, read to the bit."""
 
 import os
-import subprocess
-import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tests.transport.samples import body_of, identity, make_record, make_spec
+from tests.transport.samples import (
+    body_of,
+    identity,
+    make_metadata_only,
+    make_record,
+    make_spec,
+)
 from tests.transport.spool_toys import (
     CONFIG,
+    failing,
     files_of,
     read_all,
     record_bytes,
+    seeds_in,
     write_shards,
+    writer_of,
 )
-from vllm_tide.transport import Phase, TransportError, spool_writer
+from tests.transport.test_kill import Child
+from vllm_tide.transport import Phase, spool_writer
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.spool import EngineFolder, EngineState, engine_ids
 from vllm_tide.transport.spool_shard import (
@@ -27,8 +34,8 @@ from vllm_tide.transport.spool_shard import (
     SpoolReader,
     read_shard,
 )
-from vllm_tide.transport.spool_store import open_store
-from vllm_tide.transport.spool_writer import SpoolWriter, purge_records
+from vllm_tide.transport.spool_store import StoreError, open_store
+from vllm_tide.transport.spool_writer import SpoolWriter
 
 SPEC = make_spec()
 
@@ -39,35 +46,23 @@ SPEC = make_spec()
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_come_back_to_the_bit(store, teacher):
     spec = make_spec(teacher)
-    light = replace(
-        make_record(spec, 5, teacher_start=4),
-        features=np.empty((4, 0), np.uint16),
-        teacher_hidden=None,
-        teacher_topk_ids=None,
-        teacher_topk_logprobs=None,
-        teacher_tail_logprob=None,
-    )
     records = [
         make_record(spec, 1),
         make_record(spec, 2, 7, Phase.PREFILL, teacher_start=3),
         make_record(spec, 3, 0),
-        light,
+        make_metadata_only(spec, 5),
     ]
-    folder = EngineFolder(store, "e1")
-    writer = SpoolWriter(folder, CONFIG)
-    for record in records:
-        writer.add(body_of(record))
-    assert writer.flush() == 1
-    reader = SpoolReader(folder, spec)
+    assert writer_of(store, records).flush() == 1
+    reader = SpoolReader(EngineFolder(store, "e1"), spec)
     got = reader.fetch(EngineState(last_shard=1))
     assert [identity(r) for r in got.records] == [identity(r) for r in records]
     assert all(r.features.flags.writeable for r in got.records)
     assert reader.fetch(EngineState(last_shard=1)) is None
 
 
-def test_a_shard_is_a_safetensors_file():
+def test_a_shard_is_a_safetensors_file_which_its_records_do_not_keep_in_memory():
     builder = ShardBuilder()
-    for seed in range(3):
+    for seed in range(50):
         builder.add(body_of(make_record(SPEC, seed)))
     manifest, body = builder.build(7, 1234.5)
     tensors = load(body)
@@ -75,14 +70,7 @@ def test_a_shard_is_a_safetensors_file():
     assert tensors["offsets"][-1] == len(tensors["records"]) == builder.num_bytes
     assert manifest["file"] == "000000000007-1234.safetensors"
     assert manifest["bytes"] == len(body)
-    assert (manifest["records"], manifest["rows"]) == (3, 12)
-
-
-def test_a_record_does_not_keep_its_shard_in_memory():
-    builder = ShardBuilder()
-    for seed in range(50):
-        builder.add(body_of(make_record(SPEC, seed)))
-    manifest, body = builder.build(1, 0.0)
+    assert (manifest["records"], manifest["rows"]) == (50, 200)
     records, unfit = read_shard(manifest, body, SPEC)
     assert unfit == 0
     base = records[0].features
@@ -142,16 +130,17 @@ def test_a_manifest_cannot_name_a_file_elsewhere(store):
 
 
 def test_a_shard_is_closed_by_size_and_by_age(store, monkeypatch):
-    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 0.05)
-    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
+    writer = writer_of(store)
     assert not writer.due()
     assert writer.flush() == 0
     writer.add(body_of(make_record(SPEC, 1)))
     assert not writer.due()
-    time.sleep(0.06)
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 0.0)
     assert writer.due()
     assert writer.flush() == 1
     assert not writer.due()
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
     writer.add(body_of(make_record(SPEC, 2, num_rows=1 << 15)))
     assert writer.due()
 
@@ -167,31 +156,27 @@ def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
     assert reader.skipped["removed"] == 1
 
 
-def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(store, monkeypatch):
-    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
-    writer.add(body_of(make_record(SPEC, 1)))
-    write = store.write
-
-    def full(name, *parts, durable=True):
-        if name.endswith(".json"):
-            raise TransportError("no space left")
-        write(name, *parts, durable=durable)
-
-    monkeypatch.setattr(store, "write", full)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(
+    store, monkeypatch, after
+):
+    """Also one of which the storage says that it failed, and it has not."""
+    writer = writer_of(store, [1])
+    monkeypatch.setattr(store, "write", failing(store, "write", ".json", after=after))
     for _ in range(3):
-        with pytest.raises(TransportError):
+        with pytest.raises(StoreError):
             writer.flush()
         assert writer.blocked
         assert writer.due()
-    assert read_all(store, last=1)[0] == {}  # the body alone is nothing
+    assert seeds_in(store) == ({1: [1]} if after else {})  # the body alone is nothing
     monkeypatch.undo()
     assert writer.flush() == 1
     assert not writer.blocked
-    assert read_all(store, last=1)[0] == {1: [1]}
+    assert seeds_in(store) == {1: [1]}
 
 
 def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
-    writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
+    writer = writer_of(store)
     malformed = body_of(make_record(SPEC, 1))
     malformed[71] += 1  # its format
     writer.add(malformed)
@@ -203,16 +188,23 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
     assert reader.skipped["unfit"] == 2
 
 
-def test_size_is_bounded_over_all_engines_oldest_first(store):
-    write_shards(store, [[1], [2]], "a")
+def silence(writer):
+    """To the writer's eyes nobody has said anything for long."""
+    for word in writer._bounds._words.values():
+        word._timeout_s = 0.0
+
+
+def at_time(monkeypatch, unix):
+    monkeypatch.setattr("vllm_tide.transport.spool_writer.steady_unix", lambda: unix)
+
+
+def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
+    with monkeypatch.context() as before:
+        at_time(before, 1.0)
+        write_shards(store, [[1], [2]], "a")
     size = record_bytes(store, "a") / 2
-    for name in files_of(store, "a"):  # a's shards are older than b's
-        if name.endswith(".safetensors"):
-            body = store.read(f"engines/a/records/{name}")
-            store.remove(f"engines/a/records/{name}")
-            store.write(f"engines/a/records/{name[:13]}1.safetensors", body)
-    config = CONFIG.model_copy(update={"max_gib": 4.5 * size / (1 << 30)})
-    config = config.model_copy(update={"max_age_s": 1e10})
+    bounds = {"max_gib": 4.5 * size / (1 << 30), "max_age_s": 1e10}
+    config = CONFIG.model_copy(update=bounds)
     writer = write_shards(store, [[3], [4], [5]], "b", config)
     writer.keep_bounds(now=True)
     assert [n for n in files_of(store, "a") if n.endswith(".json")] == [
@@ -228,16 +220,6 @@ def test_size_is_bounded_over_all_engines_oldest_first(store):
     writer.keep_bounds()
     assert files_of(store, "a") == []
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
-
-
-def silence(writer):
-    """To the writer's eyes nobody has said anything for long."""
-    for word in writer._bounds._words.values():
-        word._timeout_s = 0.0
-
-
-def at_time(monkeypatch, unix):
-    monkeypatch.setattr("vllm_tide.transport.spool_writer.steady_unix", lambda: unix)
 
 
 def test_what_is_too_old_is_removed(store, monkeypatch):
@@ -319,67 +301,40 @@ def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
     assert read_all(store, last=1)[0] == {1: [1]}
 
 
-def test_a_tenants_shards_are_purged(store):
-    folder = EngineFolder(store, "e1")
-    writer = SpoolWriter(folder, CONFIG)
-    for seed, tenant in ((1, 0), (2, 77), (3, 5), (4, 77)):
-        writer.add(body_of(replace(make_record(SPEC, seed), tenant=tenant)))
+def spool_for_ever(url):
+    folder = EngineFolder(open_store(url), "e1")
+    writer, seed = SpoolWriter(folder, CONFIG), 0
+    while True:
+        for _ in range(3):
+            writer.add(body_of(make_record(SPEC, seed, num_rows=seed % 5)))
+            seed += 1
         writer.flush()
-    assert purge_records(store, tenant=77) == 2
-    found, reader = read_all(store, last=4)
-    assert found == {1: [1], 3: [3]}
-    assert purge_records(store, before_unix=time.time() + 10) == 2
-    assert files_of(store) == []
-
-
-WRITER = """
-import sys
-from tests.transport.samples import body_of, make_record, make_spec
-from tests.transport.spool_toys import CONFIG
-from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.spool_store import open_store
-from vllm_tide.transport.spool_writer import SpoolWriter
-folder = EngineFolder(open_store(sys.argv[1]), "e1")
-writer, spec, seed = SpoolWriter(folder, CONFIG), make_spec(), 0
-print("up", flush=True)
-while seed < 100_000:
-    for _ in range(3):
-        writer.add(body_of(make_record(spec, seed, num_rows=seed % 5)))
-        seed += 1
-    writer.flush()
-    folder.write_state(EngineState(last_shard=writer.last))
-"""
+        folder.write_state(EngineState(last_shard=writer.last))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.02, 0.11, 0.23])
 def test_a_writer_killed_at_any_moment_leaves_only_whole_shards(tmp_path, delay):
     url = str(tmp_path / "spool")
-    child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, url], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout.readline() == "up\n"
-    store = open_store(url)
-    folder = EngineFolder(store, "e1")
-    reader = SpoolReader(folder, SPEC)
-    seeds = []
+    folder = EngineFolder(open_store(url), "e1")
+    child = Child(spool_for_ever, url)
+    reader, seeds = SpoolReader(folder, SPEC), []
+
+    def take():
+        shard = reader.fetch(folder.read_state() or EngineState())
+        for record in shard.records if shard else ():
+            seed = record.draft_version
+            assert identity(record) == identity(make_record(SPEC, seed, seed % 5))
+            seeds.append(seed)
+        return shard
+
     end = time.monotonic() + delay
     while time.monotonic() < end or not seeds:
-        shard = reader.fetch(folder.read_state() or EngineState())
-        if shard is not None:
-            for record in shard.records:
-                assert identity(record) == identity(
-                    make_record(SPEC, record.draft_version, record.draft_version % 5)
-                )
-                seeds.append(record.draft_version)
+        take()
     child.kill()
-    child.wait()
-    child.stdout.close()
-    while (shard := reader.fetch(folder.read_state())) is not None:
-        seeds += [record.draft_version for record in shard.records]
+    while take():
+        pass
     assert seeds == list(range(len(seeds)))
     assert not reader.skipped["damaged"]
     assert not reader.skipped["removed"]
-    again = SpoolWriter(folder, CONFIG)
-    again.add(body_of(make_record(SPEC, 1)))
-    assert again.flush() > folder.read_state().last_shard
+    assert writer_of(folder.store, [1]).flush() > folder.read_state().last_shard

@@ -1,0 +1,330 @@
+"""What a purge leaves of a tenant in the relay, the spool and a feed: nothing."""
+
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.transport.samples import body_of, make_record, make_spec, write_record
+from tests.transport.spool_toys import failing, writer_of
+from vllm_tide.transport import purge, spool_writer
+from vllm_tide.transport.feed_spool import SpoolFeed
+from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
+from vllm_tide.transport.spool import EngineFolder, EngineState
+from vllm_tide.transport.spool_shard import SpoolReader
+from vllm_tide.transport.spool_store import StoreError
+from vllm_tide.transport.spool_writer import purge_records
+
+SPEC = make_spec()
+RELAY, TRAINER = (Keeper(kind, os.getpid()) for kind in ("relay", "trainer"))
+
+
+@pytest.fixture
+def store(disk):
+    return disk
+
+
+def of_tenants(*tenants):
+    return [
+        replace(make_record(SPEC, seed), tenant=tenant)
+        for seed, tenant in enumerate(tenants)
+    ]
+
+
+def serve(engine, *tenants):
+    for record in of_tenants(*tenants):
+        assert write_record(engine.ring, record)
+
+
+def tenants_in(store):
+    """Tenants of all records of the spool."""
+    folder = EngineFolder(store, "e1")
+    reader = SpoolReader(folder, SPEC)
+    found = []
+    for _ in range(50):
+        shard = reader.fetch(EngineState(last_shard=9))
+        if shard is not None:
+            found += [record.tenant for record in shard.records]
+            named = folder.read_json(f"records/{shard.number:012d}.json")["tenants"]
+            assert set(named) == {r.tenant for r in shard.records} - {0}
+    return found
+
+
+def bodies(store):
+    names = store.sizes("engines/e1/records")
+    return sorted(name for name in names if name.endswith(".safetensors"))
+
+
+# Requests and keepers
+
+
+def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
+    first, second = PurgeInbox(tmp_path), PurgeInbox(tmp_path, "relay")
+    assert first.pending() == []
+    old = purge.ask(tmp_path, 7)
+    new = purge.ask(tmp_path, None)
+    assert first.pending() == second.pending() == [old, new]
+    first.done(old, {"tokens": 3})
+    assert first.pending() == [new]
+    assert second.pending() == [old, new]
+    assert purge.answers(tmp_path, old) == {TRAINER: {"tokens": 3}}
+    second.done(old, {})
+    assert purge.answers(tmp_path, old) == {TRAINER: {"tokens": 3}, RELAY: {}}
+    assert purge.answers(tmp_path, new) == {}
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+    purge.withdraw(tmp_path, old)
+    assert second.pending() == [new]
+    later = time.time() + purge.MAX_AGE_S + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert second.pending() == []  # one that is forgotten goes in the end
+    assert list(tmp_path.iterdir()) == []
+    nowhere = PurgeInbox(tmp_path / "gone")
+    assert nowhere.pending() == []
+    nowhere.done(new, {})
+
+
+@pytest.mark.parametrize("text", ["", '{"tenant": 5, "asked_unix_s": 1}'])
+def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
+    (tmp_path / "purge-0.json").write_text(text)
+    inbox = PurgeInbox(tmp_path)
+    for _ in range(3):
+        assert inbox.pending() == []
+    assert caplog.text.count("is no purge request") == 1
+
+
+def test_live_trainers_are_those_that_say_so(tmp_path):
+    now = time.time()
+    for pid, state, said in (
+        (1, "waiting", now),
+        (2, "stopped", now),
+        (3, "waiting", now - purge.FRESH_S - 1),
+    ):
+        status = {"pid": pid, "state": state, "updated_unix": said}
+        (tmp_path / f"trainer-{pid}.json").write_text(json.dumps(status))
+    (tmp_path / "trainer-d.json").write_text("{")
+    assert purge.live_keepers(tmp_path) == {Keeper("trainer", 1)}
+
+
+def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path):
+    announce_relay(tmp_path, "e")
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = json.loads(path.read_text())
+
+    def said(**changes):
+        path.write_text(json.dumps({**found, **changes}))
+        return purge.live_keepers(tmp_path)
+
+    assert said() == {RELAY}
+    assert said(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
+    assert said(namespace=1) == {RELAY}
+    assert said(namespace=1, updated_unix=0) == set()
+    assert said(start=1) == set()
+    assert not path.exists()  # a dead one's word is removed
+    path.write_text("{")
+    assert purge.live_keepers(tmp_path) == set()
+    announce_relay(tmp_path, "e")
+    retract_relay(tmp_path, "e")
+    assert list(tmp_path.iterdir()) == []
+
+
+# The writer
+
+
+@pytest.mark.parametrize("written", ["open", "nothing", "body", "all"])
+@pytest.mark.parametrize(("tenant", "left"), [(7, [0, 8]), (None, []), (9, [7, 0, 8])])
+def test_records_that_are_not_spooled_yet_are_forgotten_and_what_they_left(
+    store, monkeypatch, written, tenant, left
+):
+    """In the open shard, and in one of which so much was written as it failed."""
+    writer = writer_of(store, of_tenants(7, 0, 8))
+    if written != "open":
+        part = {"nothing": "records", "body": ".json", "all": ".json"}[written]
+        fails = failing(store, "write", part, after=written == "all")
+        monkeypatch.setattr(store, "write", fails)
+        with pytest.raises(StoreError):
+            writer.flush()
+        monkeypatch.undo()
+    assert writer.purge(tenant) == 3 - len(left)
+    assert writer.blocked == (written != "open" and bool(left))
+    if tenant != 9:
+        assert bodies(store) == []
+    writer.flush()
+    assert tenants_in(store) == left
+    assert writer.rows == 4 * len(left)
+
+
+def test_a_purge_of_a_blocked_shard_is_not_over_while_the_storage_is_down(
+    store, monkeypatch
+):
+    writer = writer_of(store, of_tenants(7))
+    monkeypatch.setattr(store, "write", failing(store, "write", ".json"))
+    with pytest.raises(StoreError):
+        writer.flush()
+    monkeypatch.setattr(store, "remove", failing(store, "remove", ".safetensors"))
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            writer.purge(7)
+        assert writer._closed is None  # it is out of memory
+        assert writer.blocked
+    assert len(bodies(store)) == 1
+    monkeypatch.undo()
+    assert writer.purge(7) == 0
+    assert not writer.blocked
+    assert bodies(store) == []
+
+
+# The spool
+
+
+def test_shards_with_a_tenants_rows_or_older_than_a_time_are_removed(store):
+    writer = writer_of(store)
+    for record in of_tenants(0, 77, 5, 77):
+        writer.add(body_of(record))
+        writer.flush()
+    assert purge_records(store, tenant=77) == 2
+    assert tenants_in(store) == [0, 5]
+    assert purge_records(store, before_unix=time.time() + 10) == 2
+    assert store.sizes("engines/e1/records") == {}
+
+
+@pytest.mark.parametrize("tenant", [7, None])
+def test_a_body_that_no_manifest_names_is_removed_however_young(store, tenant):
+    writer = writer_of(store, of_tenants(7))
+    writer.flush()
+    at = "engines/e1/records/"
+    store.remove(at + "000000000001.json")  # its writer died between the two
+    writer.add(body_of(*of_tenants(8)))
+    writer.flush()
+    store.write(at + "000000000002-5.safetensors", b"another relay's")
+    assert purge_records(store, tenant=tenant, grace_s=0.0) == 2
+    assert len(bodies(store)) == 1
+    assert tenants_in(store) == [8]
+
+
+def test_a_body_whose_manifest_follows_stays(store, monkeypatch):
+    writer_of(store, of_tenants(8)).flush()
+    at = "engines/e1/records/000000000001.json"
+    manifest = store.read(at)
+    store.remove(at)
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        store.write(at, manifest)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert purge_records(store, tenant=7) == 0
+    assert len(waited) == 1
+    assert tenants_in(store) == [8]
+
+
+# The relay
+
+
+def test_a_relay_answers_and_keeps_what_is_not_asked_for(
+    store, engine, caplog, monkeypatch
+):
+    monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
+    caplog.set_level(logging.INFO)
+    relay = engine.relay(store)
+    serve(engine, 7, 8)
+    relay.tick()  # now they are in the open shard
+    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    request = purge.ask(engine.run_dir, 7)
+    relay._next_poll = 0.0
+    relay._drain = lambda: 0  # what comes before the purge stays in the ring
+    serve(engine, 7, 9, 7)
+    relay.tick()
+    assert purge.answers(engine.run_dir, request) == {RELAY: {"records": 3}}
+    assert engine.ring.stats().used_bytes == 0
+    assert "a purge removed 3 records" in caplog.text
+    relay.stop()
+    relay.run()
+    assert tenants_in(store) == [8, 9]
+    assert purge.live_keepers(engine.run_dir) == set()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_relay_that_starts_or_ends_answers_before_it_writes(store, engine, ends):
+    relay = engine.relay(store) if ends else None
+    serve(engine, 7)
+    request = purge.ask(engine.run_dir, 7)
+    relay = relay or engine.relay(store)
+    if ends:
+        relay.stop()
+        relay.run()
+    else:
+        relay.tick()
+    assert len(purge.answers(engine.run_dir, request)) == 1
+    relay.close()
+    assert tenants_in(store) == []
+    assert bodies(store) == []
+
+
+def test_a_relay_answers_only_when_the_ring_was_empty(store, engine, monkeypatch):
+    relay = engine.relay(store)
+    monkeypatch.setattr("vllm_tide.transport.spool_relay._EMPTY_LIMIT_S", 0.02)
+    relay._drain = lambda: 0
+    take, body = relay._reader.take, body_of(*of_tenants(7))
+    relay._reader.take = lambda: body  # an engine that never pauses
+    request = purge.ask(engine.run_dir, 7)
+    relay.tick()
+    assert purge.answers(engine.run_dir, request) == {}
+    relay._reader.take = take
+    relay._next_poll = 0.0
+    relay.tick()
+    (counts,) = purge.answers(engine.run_dir, request).values()
+    assert counts["records"] > 0
+
+
+# A trainer's feed
+
+
+def spooled(store, engine):
+    """A relay that has written a shard."""
+    relay = engine.relay(store)
+    serve(engine, 7, 255, 8, 255)
+    relay.tick()
+    relay._writer.flush()
+    relay._next_poll = 0.0
+    relay.tick()
+    return relay
+
+
+@pytest.mark.parametrize("tenant", [255, None])
+def test_a_feed_forgets_what_it_fetched_ahead(store, engine, tenant):
+    spooled(store, engine)
+    feed = SpoolFeed(store, "e1", threaded=False)
+    feed.heartbeat()
+    (first,) = feed.read(1)
+    assert first.tenant == 7
+    assert feed.purge(tenant) == (2 if tenant else 3)
+    # The cursor counts what was purged: the others keep their places in the shard.
+    assert [r.tenant for r in feed.read(1)] == ([8] if tenant else [])
+    assert feed._cursor == ((1, 3) if tenant else (2, 0))
+    feed.close()
+
+
+def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
+    store, engine, monkeypatch
+):
+    spooled(store, engine)
+    feed = SpoolFeed(store, "e1", threaded=False)
+    read, purged = store.read, []
+
+    def slow(name, most=None):
+        body = read(name, most)
+        if name.endswith(".safetensors") and not purged:
+            purged.append(feed.purge(255))
+        return body
+
+    monkeypatch.setattr(store, "read", slow)
+    feed.heartbeat()
+    assert purged == [0]
+    assert [r.tenant for r in feed.read(9)] == [7, 8]
+    feed.close()
