@@ -63,10 +63,3 @@ def test_knobs_that_the_first_page_names_exist():
     named = re.findall(r"^\| `([a-z_.]+)` \| ", table, flags=re.MULTILINE)
     assert len(named) == 10
     assert [knob for knob in named if f"`tide.{knob}`" not in REFERENCE] == []
-
-
-def test_the_parts_of_the_first_page_that_advice_names_exist():
-    sources = [path.read_text("utf-8") for path in ROOT.glob("vllm_tide/**/*.py")]
-    named = re.findall(r"README, '([^']+)'", "\n".join(sources))
-    assert named
-    assert [part for part in named if f"\n## {part}\n" not in README] == []
