@@ -384,7 +384,7 @@ def pair_of(gains: dict[int, float]) -> Pair:
             found.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)
         return found
 
-    return Pair([], evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
+    return Pair(evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
 
 
 def run(

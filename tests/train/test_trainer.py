@@ -77,7 +77,7 @@ def test_requests_are_judged_before_they_are_learnt_from():
     assert (second.gain, second.gain_error) == pytest.approx(gain(new, live))
     # By all of these gains together, not by one standard error of this cycle.
     expected = Evidence()
-    expected.add(list(Pair(unseen, new, live).gains("served").values()))
+    expected.add(list(Pair(new, live).gains("served").values()))
     assert second.evidence == pytest.approx(expected.wealth)
     assert second.publish == (expected.wealth >= ENOUGH and expected.gain >= 0.01)
     assert second.new is not None

@@ -161,8 +161,14 @@ def test_records_of_any_draft_version_are_trained_on():
 def test_tokens_outside_the_vocabulary_are_refused_and_counted():
     trainer = toy_trainer(0)
     document = TOY.document(1, 20, 3, 7)
-    trainer.add_samples([replace(document, tokens=document.tokens + 60)])
-    assert trainer.rows_skipped == {"token_out_of_range": 20}
+    trainer.add_samples(
+        [
+            replace(document, tokens=document.tokens + 60),
+            replace(document, tokens=document.tokens - VOCAB),
+        ]
+    )
+    assert trainer.rows_skipped == {"token_out_of_range": 40}
+    assert not trainer.buffer.num_samples
 
 
 def test_buffers_stay_bounded_and_keep_the_newest():
