@@ -379,17 +379,6 @@ def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
     sidecar.feeds.close()
 
 
-def test_a_stride_beyond_a_batch_is_waited_for(engine):
-    knobs = ADAPT | {"stride": KNOBS["batch_tokens"]}  # a request's share is a quarter
-    tide = {"train": KNOBS, "test_time": knobs}
-    engine.manifest = replace(engine.manifest, tide=tide)
-    engine.announce()
-    sidecar = attach(engine)
-    engine.begin(1)
-    learn(sidecar, engine, 2)
-    sidecar.feeds.close()
-
-
 def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
     sidecar, order = served(engine), []
     evaluate, run = sidecar.trainer.evaluate, FastStep.run

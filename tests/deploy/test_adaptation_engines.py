@@ -138,17 +138,6 @@ def test_versions_of_a_fast_draft_are_its_bases():
     assert publish(feeds) == 35
 
 
-def test_memory_of_versions_is_bounded(monkeypatch):
-    monkeypatch.setattr("vllm_tide.transport.feeds.FAST_KEPT", 8)
-    a = FakeFeed("a")
-    feeds, _ = feeds_of(a)
-    for _ in range(50):
-        feeds.send_fast("a", head_tensors(2), meta(True), base=0)
-        a.installed = a.latest_version
-    assert len(feeds._fast["a"]) == len(feeds._numbers["a"]) == 8
-    assert feeds.number_of("a", a.installed) == 0
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [

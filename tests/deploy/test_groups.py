@@ -11,8 +11,6 @@ from vllm_tide.deploy.groups import (
     FOUNDING_TOKENS,
     MIN_TOKENS,
     Groups,
-    clear_cut,
-    signature,
 )
 
 VOCAB = 4096
@@ -51,15 +49,6 @@ def purity(ids, order):
     return sum(best.values()) / len(ids)
 
 
-def test_signature_is_a_unit_vector_and_sees_order():
-    tokens = np.arange(50) % 7
-    assert np.linalg.norm(signature(tokens)) == pytest.approx(1.0)
-    assert not np.allclose(signature(tokens), signature(tokens[::-1]))
-    assert np.array_equal(signature(tokens), signature(tokens.tolist()))
-    assert not signature([]).any()
-    assert np.linalg.norm(signature([5])) == pytest.approx(1.0)
-
-
 def test_one_domain_stays_one_group_by_and_large():
     founded = 0
     for seed in range(3):
@@ -77,20 +66,6 @@ def test_mixed_domains_are_told_apart(seed):
     order = rng.integers(0, 4, 400).tolist()
     ids = assign(Groups(), [Domain(10 * seed + d) for d in range(4)], order, rng)
     assert purity(ids[150:], order[150:]) > 0.95
-
-
-def test_each_half_of_a_cut_is_judged_on_rows_it_was_not_fitted_on():
-    rng = np.random.default_rng(0)
-    one, other = Domain(0), Domain(1)
-    noise = np.stack([signature(one.request(rng)) for _ in range(40)])
-    assert clear_cut(noise) is None
-    mixed = np.stack(
-        [signature((one, other)[i % 3 == 0].request(rng)) for i in range(60)]
-    )
-    sides = clear_cut(mixed)
-    expected = np.arange(60) % 3 == 0
-    assert np.array_equal(sides, expected) or np.array_equal(sides, ~expected)
-    assert clear_cut(np.tile(noise[:1], (40, 1))) is None
 
 
 def test_a_new_domain_founds_a_group_at_once():
@@ -149,12 +124,3 @@ def test_number_of_groups_is_bounded_and_idle_ones_give_way():
     new = groups.assign(domains[2].request(rng))
     assert new == 2  # id 1 is not used again
     assert groups.ids == (0, 2)
-
-
-def test_groups_stay_bounded_on_a_stream_of_many_domains():
-    rng = np.random.default_rng(0)
-    groups = Groups(max_groups=3)
-    domains = [Domain(d) for d in range(8)]
-    ids = assign(groups, domains, np.arange(400) // 50, rng)
-    assert len(groups.ids) <= 3
-    assert set(ids[-20:]) <= set(groups.ids)

@@ -7,26 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench.judges import Loop, Truth, canary_rows, trial
+from scripts.bench.judges import Loop, Truth, trial
 from vllm_tide.config import ScheduleConfig
 from vllm_tide.deploy.schedule import Schedule
 from vllm_tide.deploy.served import ServedRequest
 
 BOTH = pytest.mark.parametrize("policy", ["static", "adaspec"])
-
-
-@pytest.mark.nightly
-@BOTH
-def test_a_slower_draft_is_rolled_back_and_an_equal_one_is_not(policy):
-    """At commit 9d3d4e7 a loss of 16% under `adaspec` was rolled back 0 of 5 times."""
-    # Trials end as soon as they may, some with luck: the mean needs many of them.
-    same, some, much = canary_rows(
-        policies=(policy,), batches=(64,), trials=12, quiet=80
-    )
-    assert same["rolled_back"] == 0
-    assert abs(same["change_mean"]) < 0.015
-    assert some["rolled_back"] >= 11 and some["requests_max"] <= 48
-    assert much["rolled_back"] == 12 and much["requests_p50"] <= 24
 
 
 @BOTH
@@ -75,11 +61,3 @@ def test_a_shift_is_seen_whatever_lengths_control_chooses(policy):
         seen = [place - 250 for place in found if place >= 250]
         # 64 requests were under way at the shift: they began in the easier text.
         assert seen and seen[0] <= 96, (seed, found)
-
-
-def test_first_token_acceptance_is_the_same_under_both_kinds_of_control():
-    levels = []
-    for policy in ("static", "adaspec"):
-        requests = [r for seed in range(2) for r in stream(policy, 2 * seed, 300, 0)]
-        levels.append(sum(r.hits for r in requests) / sum(r.tries for r in requests))
-    assert levels[0] == pytest.approx(levels[1], abs=0.02)

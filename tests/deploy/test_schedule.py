@@ -13,7 +13,6 @@ from vllm_tide.deploy.schedule import (
     INIT_REQUESTS,
     LONG_DECAY,
     SHORT_DECAY,
-    Averages,
     Schedule,
 )
 from vllm_tide.deploy.served import ServedRequest
@@ -30,19 +29,6 @@ def shared(value):
 
 
 # --- averages
-
-
-def test_averages_follow_algorithm_1():
-    averages = Averages(0.9, 0.99, 3)
-    values = [0.5, 0.6, 0.7, 0.2, 0.3, 0.9]
-    moved = [averages.add(v) for v in values]
-    assert moved == [False] * 3 + [True] * 3
-    short = long = sum(values[:3]) / 3
-    for value in values[3:]:
-        short = 0.9 * short + 0.1 * value
-        long = 0.99 * long + 0.01 * value
-    assert averages.short == pytest.approx(short, abs=1e-15)
-    assert averages.long == pytest.approx(long, abs=1e-15)
 
 
 # --- always

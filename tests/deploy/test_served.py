@@ -137,35 +137,6 @@ def test_a_worse_base_is_taken_back_though_a_fast_draft_was_served_before_it():
     assert canary.poll().decision == "rollback"
 
 
-def verdict_on(level, marked):
-    """What the canary says of a draft of that level after one of 0.6."""
-    random, served = np.random.default_rng(0), ServedRequests()
-    canary, number = Canary(DeployConfig()), 0
-    for version, each in ((1, 0.6), (2, level)):
-        if version == 2:
-            canary.begin("", 2)
-        for _ in range(96):
-            number += 1
-            if version == 2:
-                canary.look()
-                if (verdict := canary.poll()) is not None:
-                    return verdict
-            # Draws of the draft are the same with and without the memory.
-            random = np.random.default_rng(number)
-            for step in played(random, version, each, number, marked):
-                for request in served.add(step, "", 0.0):
-                    canary.observe(request)
-    raise AssertionError("undecided")
-
-
-@pytest.mark.parametrize("level", [0.05, 0.45])
-def test_a_bad_draft_is_taken_back_as_soon_with_the_memory_as_without(level):
-    without, marked = verdict_on(level, None), verdict_on(level, marked=True)
-    assert (marked.decision, marked.requests) == ("rollback", without.requests)
-    hidden = verdict_on(level, marked=False)  # if nothing said which drafts are whose
-    assert hidden.comparison.change > 0.6 * marked.comparison.change, "half of it"
-
-
 def test_first_token_acceptance_does_not_move_with_the_lengths_that_control_chooses():
     rng = np.random.default_rng(0)
     found = []
@@ -255,17 +226,6 @@ def test_an_open_request_unlike_every_group_is_not_listed():
     assert (found.key, found.group) == (100, 0)
     # Its end founds a group.
     assert served.add(end_record(101), "e", 0.0)[0].group == 1
-
-
-def test_version_is_that_of_the_first_record_and_changes_are_kept():
-    (request,) = serve(
-        record(0, 10, version=4),
-        record(10, 4, 1, version=4),
-        record(12, 4, 1, version=5),
-        end_record(),
-    )
-    assert request.versions == (4, 5)
-    assert request.first_version == 4
 
 
 @pytest.mark.parametrize(

@@ -22,21 +22,6 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", [WHEEL, INSTALL], ids=lambda path: path.name)
-def test_it_says_how_it_is_used(script: Path) -> None:
-    done = run(script, "--help")
-    assert done.returncode == 0
-    assert "Environment:" in done.stdout and "PYTHON " in done.stdout
-    assert "set -euo" not in done.stdout
-    assert run(script, "--nonsense").returncode == 2
-
-
-def test_a_wheel_needs_a_folder_and_only_one(tmp_path: Path) -> None:
-    assert run(WHEEL).returncode == run(WHEEL, "--try").returncode == 2
-    assert run(WHEEL, tmp_path / "a", tmp_path / "b").returncode == 2
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_wheel_that_is_not_there_is_named_before_anything_is_made(
     tmp_path: Path,
 ) -> None:

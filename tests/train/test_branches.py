@@ -175,20 +175,6 @@ def test_branches_train_where_no_trunk_row_does() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_the_last_row_that_is_trained_decides_the_number_of_steps() -> None:
-    draft, (a, _, _) = make_draft(), make_samples()
-
-    def sizes(size: int, **kinds: bool) -> list[int]:
-        batch = pack([replace(a, branches=(make_branch(4, size),))])
-        return [len(x) for x in run(draft, batch, plan_rows(batch, 9, **kinds))]
-
-    # Teachers of the document are at 3..8.
-    assert sizes(5, branches=False) == [6, 6, 6, 5, 4, 3, 2, 1]
-    assert sizes(5, committed=False) == [5, 4, 3, 2, 1]
-    assert sizes(5) == [11, 10, 9, 7, 5, 3, 2, 1]
-    assert sizes(9) == [15, 14, 13, 11, 9, 7, 5, 3, 1]
-
-
 def test_targets_are_the_teachers_after_each_embedded_token() -> None:
     samples = make_samples()
     batch = pack(samples)
@@ -222,19 +208,6 @@ def test_row_without_a_usable_teacher_is_not_trained() -> None:
     assert [(s.active - 9).tolist() for s in plan] == [[0, 1, 2], [0, 1], [0]]
     valid[9:] = False
     assert plan_rows(replace(batch, valid=valid), 4, committed=False) == []
-
-
-def test_batch_without_branches_is_as_before() -> None:
-    batch = pack([make_sample(9, 3, 0, 1)])
-    assert batch.layout.branch_starts == [9] and not batch.layout.docs
-    assert plan_rows(batch, STEPS, committed=False) == []
-    assert batch.num_rows == batch.num_tokens == 9
-
-
-def test_branches_can_be_left_out() -> None:
-    samples = make_samples()
-    assert pack(samples, branches=False).num_rows == 27
-    assert len(take_batch(deque(samples), 27, branches=False)) == 3
 
 
 def test_branch_rows_fill_the_capacity_of_a_batch() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from scripts.bench import judges
-from tests.train.gains import SHAPES, TIED
 from tests.train.toys import VOCAB, ToyTarget
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -102,14 +101,6 @@ def test_the_gate_keeps_what_it_promises(seed):
     assert tenth["published_within_60"] >= 0.9 * tenth["runs"]
     assert by_gain[0.3]["published"] == by_gain[0.3]["runs"]
     assert by_gain[0.3]["requests_p50"] <= 25
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", [*SHAPES, *TIED])
-def test_no_shape_of_gains_fools_the_gate(shape):
-    for spread in (0.15, 0.6):
-        row = judges.gate_row(0.0, 200, 3, spread=spread, shape=shape)
-        assert row["published"] <= 0.08 * row["runs"], row  # 0.05 and its error
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(20, marks=pytest.mark.nightly)])

@@ -10,7 +10,6 @@ import torch
 
 from tests.train.toys import VOCAB as TOY_VOCAB
 from tests.train.toys import ToyTarget
-from tests.train.toys import config as shape
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
@@ -21,7 +20,6 @@ from vllm_tide.train.losses import (
     HiddenTeacher,
     LossTask,
     fused_head_loss,
-    request_weights,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
 from vllm_tide.train.sample import Branch, Sample
@@ -135,20 +133,6 @@ def _config(**changes) -> TrainConfig:
     return TrainConfig(**changes)
 
 
-def test_following_token_is_the_next_of_the_document():
-    batch = pack(_documents()[:2])
-    plan = plan_rows(batch, 2, branches=False)
-    rows = LossRows.from_plan(batch, plan)
-    trained = sum(step.loss.numel() for step in plan)
-    assert rows.num_committed == rows.teacher.numel() == trained
-    assert rows.step.tolist() == sorted(rows.step.tolist())
-    for teacher, doc, token in zip(rows.teacher, rows.doc, rows.token, strict=True):
-        start, end = batch.layout.doc_starts[int(doc) :][:2]
-        assert start <= int(teacher) < end
-        last = int(teacher) == end - 1
-        assert int(token) == (-1 if last else int(batch.tokens[int(teacher) + 1]))
-
-
 def test_labels_outside_the_draft_vocabulary_are_none():
     batch = pack(_documents()[:1])
     rows = LossRows.from_plan(batch, plan_rows(batch, 1, branches=False))
@@ -156,33 +140,6 @@ def test_labels_outside_the_draft_vocabulary_are_none():
     labels = rows.labels(vocab.draft_ids)
     for token, label in zip(rows.token.tolist(), labels.tolist(), strict=True):
         assert label == (token // 2 if token >= 0 and token % 2 == 0 else -1)
-
-
-def test_branch_rows_come_last_and_outputs_in_the_same_order():
-    batch = pack(_documents())
-    plan = plan_rows(batch, 3)
-    rows = LossRows.from_plan(batch, plan)
-    at = [step.active[step.loss] for step in plan]
-    outputs = [r + i + (r < batch.num_tokens) for i, r in enumerate(at)]
-    assert torch.equal(torch.cat(outputs)[rows.order], rows.teacher)
-    assert torch.equal(rows.branch, rows.teacher >= batch.num_tokens)
-    assert bool(rows.branch[rows.num_committed :].all())
-    assert not rows.branch[: rows.num_committed].any()
-    assert torch.bincount(rows.step).tolist() == list(map(len, at))
-
-
-def test_requests_weigh_the_same_however_long():
-    batch = pack(_documents())
-    rows = LossRows.from_plan(batch, plan_rows(batch, 2))
-    weights = request_weights(rows, batch.keys)
-    first = rows.step == 0
-    # documents 2 and 3 are one request of 89 + 9 rows; the others are short
-    short = first & ~rows.branch & (rows.doc == 0)
-    assert float(weights[short].sum()) == pytest.approx(16 / 64)
-    third = first & ~rows.branch & (rows.doc >= 2)
-    assert int(third.sum()) == 98
-    assert float(weights[third].sum()) == pytest.approx(1.0)
-    assert torch.allclose(weights[rows.branch], torch.tensor(1 / 64).double())
 
 
 def _reference_loss(
@@ -271,37 +228,6 @@ def test_discard_alone_trains_on_branch_rows_only():
     assert first.num_loss_rows == first.num_branch_rows == 16
     assert last.loss < first.loss
     assert step.run(pack(_documents()[3:])) is None
-
-
-def test_weights_of_terms_do_not_change_other_terms():
-    """Branch rows are a mean of their own: lambda scales their share, no more."""
-    batch = pack(_documents())
-    found = {}
-    for weight in (0.5, 2.0):
-        config = _config(loss={"forward_kl": 1.0, "discard": weight})
-        found[weight] = TrainStep(TOY.draft(), TOY.rows, config).run(batch)
-    assert found[0.5].terms == found[2.0].terms
-    kl, off = found[2.0].terms["forward_kl"][0], found[2.0].terms["discard"][0]
-    assert found[2.0].step_losses[0] == pytest.approx(kl + 2 * off)
-    assert found[0.5].step_losses[0] == pytest.approx(kl + 0.5 * off)
-
-
-@pytest.mark.parametrize("term", ["lk_hybrid", "reverse_kl", "next_token"])
-def test_every_term_trains_with_a_pruned_vocabulary(term):
-    vocab = VocabMap.from_target_ids(torch.arange(0, TOY_VOCAB, 3), TOY_VOCAB)
-    draft = Eagle3Draft.initialise(
-        shape(draft_vocab_size=vocab.target_ids.numel()), TOY.embed, TOY.head, vocab
-    )
-    config = _config(loss={term: 1.0}, learning_rate=1e-2)
-    step = TrainStep(draft, TOY.rows, config)
-    batch = pack(_documents())
-    first = step.run(batch)
-    for _ in range(10):
-        last = step.run(batch)
-    assert first is not None
-    assert last is not None
-    assert last.loss < first.loss
-    assert last.terms[term] == pytest.approx(last.step_losses)
 
 
 class _Ranks:

@@ -13,32 +13,6 @@ def _sample(size: int, prompt: int) -> Sample:
     return ToyTarget().document(1, size, prompt, key=1)
 
 
-def _trained_rows(sample: Sample, steps: int) -> list[list[int]]:
-    batch = pack([sample])
-    plan = plan_rows(batch, steps)
-    return [step.active[step.loss].tolist() for step in plan]
-
-
-def test_first_trained_row_is_the_last_prompt_row():
-    # P = 4: row 3 embeds x_4, the first generated token, and predicts x_5
-    assert _trained_rows(_sample(10, 4), 1)[0][0] == 3
-
-
-def test_last_captured_position_is_not_trained():
-    # row 9 would need the teacher of position 10, which was not captured
-    assert _trained_rows(_sample(10, 4), 1)[0][-1] == 8
-
-
-def test_one_row_fewer_per_step():
-    rows = _trained_rows(_sample(10, 1), 3)
-    assert rows == [list(range(9)), list(range(8)), list(range(7))]
-
-
-def test_rows_before_the_prompt_end_train_only_later_steps():
-    rows = _trained_rows(_sample(10, 4), 3)
-    assert [r[0] for r in rows] == [3, 2, 1]
-
-
 def test_targets_are_shifted_by_one_and_the_step():
     batch = pack([_sample(8, 2), _sample(6, 1)])
     plan = plan_rows(batch, 2)
@@ -47,18 +21,6 @@ def test_targets_are_shifted_by_one_and_the_step():
         rows, target = step.active[step.loss], found.teacher[found.step == i]
         assert rows.numel() and torch.equal(target, rows + 1 + i)
         assert torch.equal(batch.segments[target], batch.segments[rows])
-
-
-def test_active_rows_shrink_to_subsets():
-    batch = pack([_sample(8, 5), _sample(6, 1)])
-    plan = plan_rows(batch, 3)
-    sets = [set(s.active.tolist()) for s in plan]
-    assert sets[0] >= sets[1] >= sets[2]
-
-
-def test_prompt_only_batch_has_no_plan():
-    batch = pack([_sample(5, 5)])
-    assert plan_rows(batch, 3) == []
 
 
 def test_complete_plan_keeps_rows_trained_at_every_step():

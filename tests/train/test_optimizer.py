@@ -6,7 +6,6 @@ import torch
 
 from tests.train.toys import ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.step import BETAS
@@ -36,17 +35,6 @@ def test_each_weight_moves_as_torch_moves_it():
         adamw.step()
         for name, value in named.items():
             assert torch.equal(value, twin[name]), name
-
-
-def test_a_reset_forgets_the_moments():
-    ours = stepper()
-    ours.run(DOCUMENTS)
-    state = ours.step.optimizer.state
-    kinds = {frozenset(state[parameter]) for parameter in ours.step.parameters}
-    assert kinds == {frozenset({"step", "exp_avg", "exp_avg_sq"})}
-    assert checkpoint.optimizer_steps(ours.step) == 1
-    ours.step.reset()
-    assert not state
 
 
 def test_moments_of_which_some_are_missing_are_left_out(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, Side, is_held_out
+from vllm_tide.train.reservoir import Purged, SampleBuffer, is_held_out
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.transport.tenant import NOBODY
 
@@ -199,14 +199,6 @@ def test_a_branch_is_held_once():
     assert found == [(5, 0), (18, 7)]
 
 
-def test_a_branch_keeps_its_context_when_the_rows_after_it_go():
-    whole = replace(document(TRAIN_KEYS[0], 40), branches=(branch(30),))
-    left = whole.superseded(torch.arange(10, 40), frozenset())
-    assert left is not None
-    assert (left.num_tokens, len(left.branches)) == (31, 1)
-    assert left.trained_positions.tolist() == list(range(3, 10))
-
-
 # ------------------------------------------------------------------------ tenants
 
 
@@ -239,17 +231,6 @@ def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
         buffer.add(document(key, tenant=key % 5 + 1))
     drawn = appearances(buffer, 60)
     assert drawn[9] / drawn.total() == pytest.approx(0.25, abs=0.03)
-
-
-def test_every_part_of_a_capped_pass_is_mixed():
-    buffer, _ = buffer_of(tenant_share=0.5)
-    for key in TRAIN_KEYS[:40]:
-        buffer.add(document(key, tenant=1))
-    buffer.shuffled()
-    for key in TRAIN_KEYS[40:80]:
-        buffer.add(document(key, tenant=2))
-    first_half = Counter(s.tenant for s in list(buffer.shuffled())[:40])
-    assert 8 < first_half[2] < 32
 
 
 # ------------------------------------------------- a loud client and the held-out side
@@ -295,17 +276,6 @@ def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
     assert len(flooded(honest, attacker, times=2)) >= 16
 
 
-def test_a_maker_of_names_does_not_take_a_floor_away():
-    """A name for so many requests that it earns a floor of its own."""
-    assert len(flooded(lambda n: HONEST, lambda n: 1000 + n // 60, times=9)) >= 2
-
-
-def test_a_flood_among_the_unnamed_holds_its_share_of_the_traffic_alone():
-    """Newest first none was left of the honest ones."""
-    left = len(flooded(lambda n: NOBODY, lambda n: NOBODY))
-    assert 5 <= left < 20  # 32 / e, since the flood is as much as is held
-
-
 def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
     buffer, clock = buffer_of()  # 51 windows of 20 tokens
     for key in HELD_KEYS[:60]:
@@ -315,30 +285,6 @@ def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
         buffer.add(document(key, tenant=key % 2 * 2))
     left = Counter(s.tenant for s in buffer.holdout)
     assert left[1] <= 3 and min(left[0], left[2]) > 15
-
-
-def test_held_out_windows_of_all_sizes_and_tenants_stay_bounded(monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 128)
-    buffer, clock = buffer_of(batch_tokens=256)
-    rng = random.Random(4)
-    for key in HELD_KEYS[:200]:
-        who = rng.choice([NOBODY, 1, 2, 3, key])
-        buffer.add(document(key, rng.choice([5, 20, 128, 600]), tenant=who))
-        clock.now += rng.choice([0, 1, 50, 700])
-        assert buffer.holdout_tokens <= 1024 and buffer.holdout
-
-
-def test_the_choice_of_what_is_held_out_is_that_of_the_seed():
-    found = []
-    for seed in (0, 0, 1):
-        side = Side(1024, 1.0, random.Random(seed))
-        for key in HELD_KEYS[:300]:
-            side.add(document(key))
-            while (victim := side.overfull()) is not None:
-                side.remove(victim)
-        found.append([s.key for s in side.windows.values()])
-    assert found[0] == found[1] != found[2]
-    assert found[0] != HELD_KEYS[300 - len(found[0]) : 300]
 
 
 # ----------------------------------------------------------------------------- age

@@ -19,17 +19,6 @@ def shares(masses: dict[int, float], share: float) -> dict[int, float]:
     return {t: m / total for t, m in after.items()}
 
 
-def test_one_loud_tenant_is_brought_to_its_share():
-    got = shares({1: 900.0, 2: 50.0, 3: 50.0}, 0.5)
-    assert got[1] == pytest.approx(0.5)
-    assert got[2] == pytest.approx(0.25)
-
-
-def test_all_tenants_capped_leave_the_rest_to_nobody():
-    got = shares({1: 900.0, 2: 500.0, NOBODY: 100.0}, 0.2)
-    assert got == pytest.approx({1: 0.2, 2: 0.2, NOBODY: 0.6})
-
-
 def test_a_share_that_cannot_be_kept_becomes_equal_shares():
     assert cap_factors({1: 10.0}, 0.25) == {}
     assert shares({1: 90.0, 2: 10.0}, 0.25) == pytest.approx({1: 0.5, 2: 0.5})

@@ -280,30 +280,6 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
     assert result.new.requests
 
 
-def test_what_expires_amid_a_comparison_is_not_kept_for_its_scores(monkeypatch):
-    trainer, rng = toy_trainer(0, max_age_s=100.0), random.Random(3)
-    now = 1000.0
-    monkeypatch.setattr(trainer.buffer, "_clock", lambda: now)
-    trainer.add_samples(TOY.document(5, 20, 3, rng.getrandbits(64)) for _ in range(60))
-    trainer.train_cycle()
-    trainer.add_samples(TOY.document(5, 20, 3, rng.getrandbits(64)) for _ in range(20))
-    whole = trainer.evaluate
-
-    def evaluate(draft=None, progress=None, samples=None):
-        nonlocal now
-        found = whole(draft, progress, samples)
-        held = is_held_out(samples[0].key, trainer.config.holdout_share)
-        if draft is trainer.live and held:
-            now += 200.0
-            trainer.expire()
-        return found
-
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
-    trainer.train_cycle()
-    assert not trainer.buffer.holdout
-    assert not trainer._live_scores._kept
-
-
 def test_a_restore_amid_an_evaluation_leaves_no_score_of_the_draft_that_is_gone():
     trainer = toy_trainer(40)
     snapshot = trainer.snapshot()
