@@ -80,9 +80,9 @@ def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
     assert sum(n is not None and n <= 11 for n in better) >= 0.9 * seeds
 
 
-@pytest.mark.parametrize("spread", [0.15, 0.6])
-def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
-    runs = 100
+@pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.nightly)])
+def test_the_gate_publishes_what_is_better_and_hardly_anything_else(runs):
+    spread = 0.6
     useless = judges.gate_row(0.0, runs, 0, spread=spread)
     # One in twenty, and three standard deviations of that count.
     assert useless["published"] <= 0.05 * runs + 3 * (0.05 * 0.95 * runs) ** 0.5
@@ -92,31 +92,14 @@ def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_gate_keeps_what_it_promises(seed):
-    found = judges.gate_rows(seed)
+def test_the_gate_keeps_what_it_promises():
+    found = judges.gate_rows(0)
     by_gain = {row["true_gain"]: row for row in reversed(found)}
     assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
     tenth = by_gain[0.1]
     assert tenth["published_within_60"] >= 0.9 * tenth["runs"]
     assert by_gain[0.3]["published"] == by_gain[0.3]["runs"]
     assert by_gain[0.3]["requests_p50"] <= 25
-
-
-@pytest.mark.parametrize("seeds", [3, pytest.param(20, marks=pytest.mark.nightly)])
-def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better(
-    seeds,
-):
-    found = []
-    for seed in range(seeds):
-        evidence, rng = Evidence(), random.Random(seed)
-        for _ in range(200):
-            evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
-        requests = evidence.requests
-        while evidence.wealth < 20:
-            evidence.add([rng.gauss(0.3, 0.3) for _ in range(5)])
-        found.append(evidence.requests - requests)
-    assert sorted(found)[seeds // 2] <= 75
 
 
 def test_a_dropped_candidate_never_leaves_more_evidence():
@@ -126,6 +109,16 @@ def test_a_dropped_candidate_never_leaves_more_evidence():
         left = evidence.dropped()
         assert left.wealth == pytest.approx(min(1.0, evidence.wealth))
         assert left.gain == 0.0
+
+
+def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better():
+    evidence, rng = Evidence(), random.Random(0)
+    for _ in range(200):
+        evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
+    requests = evidence.requests
+    while evidence.wealth < 20:
+        evidence.add([rng.gauss(0.3, 0.3) for _ in range(5)])
+    assert evidence.requests - requests <= 75
 
 
 def test_gains_of_nothing_and_without_end_stay_numbers():
@@ -193,10 +186,6 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     assert not again.unscored
 
 
-PROVEN = {"running": 40.0, "total": 5.0, "weight": 20.0, "requests": 60}
-NOTHING = judges.pair_of({})
-
-
 # ------------------------------------------------------------------------ no number
 
 
@@ -215,12 +204,17 @@ def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
     assert 0 < trainer.rows_skipped["not_finite"] < 12
 
 
-def test_a_candidate_that_is_no_number_is_harmful():
-    worse, live = judges.pair_of(dict.fromkeys(range(9), 0.1)), NOTHING
-    for row in worse.new.requests.values():
+def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
+    """It accepts less, or is no number."""
+    worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
+    broken = judges.pair_of(dict.fromkeys(range(9), 0.1))
+    for row in broken.new.requests.values():
         row[1:] = [float("nan")] * len(FORMS)
-    found = judge(1, 0.0, live, worse, TrainConfig(), "served", Evidence(**PROVEN))
-    assert found.harmful and not found.publish
+    for pair in (worse, broken):
+        evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
+        nothing = judges.pair_of({})
+        found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
+        assert found.harmful and not found.publish
 
 
 # --------------------------------------------------------------------- form served
@@ -276,10 +270,3 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
     assert result.fresh_requests == 30
     assert result.publish is sampled, result.reason
     assert result.gain > 0.1 if sampled else result.gain < -0.1
-
-
-def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
-    """It is dropped: what would be published is the live draft itself."""
-    worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
-    found = judge(1, 0.0, NOTHING, worse, TrainConfig(), "served", Evidence(**PROVEN))
-    assert found.harmful and not found.publish

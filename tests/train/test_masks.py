@@ -49,3 +49,17 @@ def test_windows_leave_out_a_long_prompt():
     windows = split_windows(_sample(100, 95), 24)
     assert len(windows) == 1
     assert windows[0].start == 76
+
+
+def test_rows_of_each_step_begin_at_the_prompt_s_end_and_need_a_teacher():
+    """With a prompt of 4, row 3 embeds the first generated token and predicts x_5."""
+    for prompt, expected in (
+        (4, [range(3, 9), range(2, 8), range(1, 7)]),
+        (1, [range(9), range(8), range(7)]),  # row 9 has no teacher
+        (10, []),
+    ):
+        plan = plan_rows(pack([_sample(10, prompt)]), 3)
+        rows = [step.active[step.loss].tolist() for step in plan]
+        assert rows == list(map(list, expected))
+        sets = [set(step.active.tolist()) for step in plan]
+        assert sets == sorted(sets, key=len, reverse=True)

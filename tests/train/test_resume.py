@@ -116,16 +116,6 @@ def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     assert (again.steps, again.cycles) == (steps + 1 + KNOBS.steps_per_cycle, 2)
 
 
-def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
-    fresh = Run()
-    path = fresh.save(tmp_path)
-    again = Run(seed=3)
-    again.train(2)
-    again.stepper.load(path)
-    assert torch.equal(weights(again), weights(fresh))
-    assert not again.stepper.step.optimizer.state
-
-
 def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
     trainer.add_samples(documents(12))

@@ -249,15 +249,6 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     assert 0 < counted["live"] < held  # the new requests alone
 
 
-def test_what_is_purged_is_not_kept_for_its_scores():
-    trainer = toy_trainer(40)
-    trainer.train_cycle()
-    held = trainer.buffer.holdout
-    assert not trainer._live_scores.missing(held)
-    trainer.purge()
-    assert trainer._live_scores.missing(held) == held
-
-
 def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkeypatch):
     trainer, rng = toy_trainer(60), random.Random(6)
     trainer.train_cycle()
@@ -328,27 +319,6 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     assert trainer.buffer.new_tokens > waiting  # what came is still to be learnt
     # Where nobody could publish it, training goes on.
     assert trainer.train_cycle().steps == 3
-
-
-def test_a_cycles_time_is_told_apart(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    trainer = toy_trainer()
-    exact = trainer.evaluate
-
-    def slow(draft=None, progress=None, samples=None):
-        clock[0] += 3.0
-        return exact(draft, progress, samples)
-
-    def progress() -> bool:
-        clock[0] += 10.0
-        return True
-
-    calls = []
-    trainer.evaluate = slow  # type: ignore[method-assign]
-    result = trainer.train_cycle(lambda: calls.append(1) or progress())
-    assert result.evaluation_s == 6.0  # both drafts on what is held out
-    assert result.elsewhere_s == 10.0 * len(calls) > 30.0
 
 
 def test_evaluations_add_up():
