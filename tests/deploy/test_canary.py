@@ -124,13 +124,6 @@ def test_a_draft_that_control_cuts_short_is_seen_to_be_slower():
     assert (found.before, found.after) == pytest.approx((2.0, 2.0 / 1.2))
 
 
-def test_length_zero_on_both_sides_reads_zero():
-    plain = [_served(1.0, 1.0) for _ in range(96)]
-    found = compare(Window(plain), plain[:48], cap=48)
-    assert found.change == 0.0
-    assert found.settled
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -167,15 +160,6 @@ def test_only_whole_requests_begun_after_the_swap_count():
     machine.look()
     assert machine.undecided
     assert machine.comparison is None
-
-
-def test_requests_that_end_later_under_the_old_draft_join_the_window():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    window(machine, rng, count=4)
-    machine.begin("", 2)
-    window(machine, rng, count=60)
-    assert trial_on(machine, rng, 0.05).decision == "rollback"
 
 
 def test_a_draft_that_slows_plain_decoding_down_is_taken_back():
@@ -284,23 +268,19 @@ def test_harm_is_found_over_a_chain_of_drafts_that_superseded_each_other(seeds):
     assert all(v.version == version for v, version in found if v is not None)
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(20, marks=pytest.mark.nightly)])
-def test_better_drafts_supersede_each_other_without_a_rollback(seeds):
-    found = [superseded(0.6, seed, 12) for seed in range(seeds)]
-    back = sum(v is not None and v.decision == "rollback" for v, _ in found)
-    assert back <= seeds // 20
-    assert max(version for _, version in found) > 4
-
-
 def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
     rng = np.random.default_rng(0)
     machine = canary()
     window(machine, rng)
+    for _ in range(300):  # a fast draft served them whole: they push nothing out
+        machine.observe(ServedRequest(key=0, versions=(1,), began=next(BEGAN)))
     machine.begin("", 2)
     machine.begin("", 3)
     assert trial_on(machine, rng, 0.05, 3).decision == "rollback"
-    for version in (2, 3):
+    for version in (2, 3):  # they were still running
         window(machine, rng, 0.05, 100, version=version)
+    for _ in range(100):
+        machine.observe(replace(make_request(rng, 0.05), versions=(3, 4)))
     window(machine, rng, 0.6, 8, version=4)  # the old draft, put back
     assert trial(machine, rng, 0.3, version=5).decision == "rollback"
 
@@ -317,20 +297,6 @@ def test_backoff_doubles_and_a_kept_draft_resets_it():
         machine.backoff = 0
     assert backoffs == [2, 4, 8, 0, 2]
     assert machine.rollbacks == 4
-
-
-def test_requests_of_a_bad_draft_never_enter_the_window():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    window(machine, rng)
-    assert trial(machine, rng, 0.05).decision == "rollback"
-    for _ in range(200):  # they were still running
-        machine.observe(make_request(rng, 0.05, version=2))
-        machine.observe(replace(make_request(rng, 0.05), versions=(2, 3)))
-    # version 3 is the old draft put back; version 4 is half as bad as version 2
-    for _ in range(8):
-        machine.observe(make_request(rng, 0.6, version=3))
-    assert trial(machine, rng, 0.3, version=4).decision == "rollback"
 
 
 def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
@@ -362,20 +328,6 @@ def test_engines_never_try_two_versions_at_once():
         machine.look()
         verdict = machine.poll()
     assert (verdict.decision, verdict.version) == ("keep", 3)
-
-
-def test_a_verdict_is_not_lost_to_an_engine_that_is_late():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    for engine in "ab":
-        window(machine, rng, engine=engine)
-    machine.begin("a", 2)
-    while machine.undecided:
-        machine.observe(make_request(rng, 0.05, version=2, engine="a"))
-        machine.look()
-    machine.begin("b", 2)
-    assert not machine.undecided
-    assert machine.poll().decision == "rollback"
 
 
 def test_switched_off_it_never_waits():

@@ -79,15 +79,6 @@ def test_a_new_domain_founds_a_group_at_once():
     assert again.count(first) >= 18
 
 
-def test_same_stream_gives_the_same_groups():
-    def run():
-        rng = np.random.default_rng(5)
-        order = rng.integers(0, 3, 120)
-        return assign(Groups(), [Domain(d) for d in range(3)], order, rng)
-
-    assert run() == run()
-
-
 def test_short_requests_join_but_found_nothing():
     rng = np.random.default_rng(0)
     groups, domain = Groups(), Domain(0)

@@ -63,12 +63,14 @@ def test_newest_is_the_last_one_put_whatever_its_version(tmp_path):
     assert [h.version for h in store(tmp_path).drafts()] == [1, 9]
 
 
-def test_two_fingerprints_share_a_directory(tmp_path):
+def test_keeps_the_last_three_of_each_fingerprint(tmp_path):
     ours, other = store(tmp_path), store(tmp_path, fingerprint="f" * 64)
     ours.put(tensors(), 1)
-    for version in range(4):
-        other.put(tensors(), version)
+    for version in range(1, 6):
+        other.put(tensors(version), version)
     assert ours.newest().version == 1
+    assert [h.version for h in other.drafts()] == [5, 4, 3]
+    assert len(list(ours.directory.iterdir())) == 8
 
 
 def test_files_are_private(tmp_path):
@@ -97,9 +99,7 @@ def test_damaged_is_passed_over_with_the_reason(tmp_path, suffix, how):
         assert path.stem in reason
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"format": 1}', "[" * 100_000, "\xff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "[" * 100_000, "\xff"])
 def test_a_foreign_manifest_is_refused(tmp_path, text):
     path = store(tmp_path).put(tensors(), 1)
     path.with_suffix(".json").write_text(text, encoding="latin-1")
@@ -128,17 +128,14 @@ def test_a_head_of_another_target_is_refused(tmp_path):
     assert read_draft(path.with_suffix(".json")).version == 1
 
 
-def test_writable_by_others_is_refused(tmp_path):
+def test_a_file_that_others_may_write_and_a_link_are_refused(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)
     path.chmod(0o620)
     assert ours.newest() is None
     assert "another user" in ours.refused[0]
-
-
-def test_links_are_not_followed(tmp_path):
-    ours = store(tmp_path)
-    path = ours.put(tensors(), 1)
+    path.chmod(0o600)
+    assert ours.newest() is not None
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert ours.newest() is None
