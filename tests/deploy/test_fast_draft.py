@@ -26,8 +26,7 @@ PROMPT, DEPTH = 4, 3
 def rows_of(tokens):
     """Features and teachers of tokens, whatever came before them."""
     x = torch.tensor(tokens)
-    features = torch.cat([TOY.embed[x] @ m for m in TOY.mix], dim=-1)
-    return features, TOY.head[TOY.next_token(x)]
+    return TOY.features(x), TOY.head[TOY.next_token(x)]
 
 
 def record(key, start, tokens, accepted, phase=VERIFY, **more) -> Record:

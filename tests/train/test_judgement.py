@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from scripts.bench import judges
-from tests.train.toys import VOCAB, ToyTarget
+from tests.train.toys import VOCAB, ToyTarget, documents_of
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.judgement import Evidence, judge
-from vllm_tide.train.sample import Sample
 from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
@@ -53,19 +52,12 @@ def scored(trainer: Trainer, rng: random.Random, gain: float):
     return evaluate
 
 
-def fresh(rng: random.Random, count: int) -> list[Sample]:
-    return [
-        TOY.document(rng.randrange(VOCAB), 12, 3, rng.getrandbits(64))
-        for _ in range(count)
-    ]
-
-
 def cycles_until_published(gain: float, seed: int, cycles: int = 20) -> int | None:
     trainer, rng = trainer_of(buffer_tokens=1024), random.Random(seed)
     trainer.evaluate = scored(trainer, rng, gain)  # type: ignore[method-assign]
     trainer._differs = True
     for cycle in range(cycles):
-        trainer.add_samples(fresh(rng, rng.randint(3, 8)))
+        trainer.add_samples(documents_of(rng, rng.randint(3, 8), 12))
         if trainer.train_cycle().publish:
             return cycle + 1
     return None
@@ -136,7 +128,7 @@ def test_a_request_is_evidence_once():
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
     trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
     trainer._differs = True
-    trainer.add_samples(fresh(rng, 40))
+    trainer.add_samples(documents_of(rng, 40, 12))
     unscored = {s.key for s in trainer.unscored}
     calls = []
 
@@ -162,7 +154,7 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeyp
     rng = random.Random(1)
     trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
     trainer._differs = True
-    documents = fresh(rng, 40)
+    documents = documents_of(rng, 40, 12)
     trainer.add_samples(documents)
     result = trainer.train_cycle()
     assert (result.fresh_requests, trainer.unscored_requests) == (21, 19)
@@ -174,7 +166,7 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     trainer, rng = trainer_of(), random.Random(1)
     trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
     trainer._differs = True
-    documents = fresh(rng, 10)
+    documents = documents_of(rng, 10, 12)
     trainer.add_samples(documents)
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
@@ -191,7 +183,7 @@ def test_evidence_survives_a_checkpoint(tmp_path):
 
 def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
-    trainer.add_samples(fresh(rng, 40))
+    trainer.add_samples(documents_of(rng, 40, 12))
     broken = trainer.buffer.holdout[3]
     broken.features[5] = float("nan")
     trainer.draft.take(TOY.draft(seed=3).named_tensors())
@@ -261,7 +253,7 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
     trainer.draft.take(candidate.named_tensors())
     trainer._differs = True
     rng = random.Random(5)
-    for document in fresh(rng, 30):
+    for document in documents_of(rng, 30, 12):
         best = TOY.next_token(document.tokens.long())
         both = torch.stack([nearly_even(int(token)) for token in best])
         changed = replace(document, teacher_hidden=both, sampled=sampled)

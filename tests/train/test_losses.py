@@ -22,7 +22,7 @@ from vllm_tide.train.losses import (
     fused_head_loss,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
-from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
@@ -109,15 +109,8 @@ def test_pruned_vocabulary_renormalises_the_teacher_and_keeps_its_mass(
 
 
 def _with_branch(sample: Sample, position: int, size: int) -> Sample:
-    """Reject `size` random tokens after a position; the target goes on from them."""
-    tokens = torch.randint(0, TOY_VOCAB, (size,))
-    features = torch.cat([TOY.embed[tokens] @ m for m in TOY.mix], dim=-1)
-    branch = Branch(
-        position=position,
-        tokens=tokens.int(),
-        features=features,
-        teacher_hidden=TOY.head[TOY.next_token(tokens)],
-    )
+    """Reject `size` random tokens after a position."""
+    branch = TOY.branch(position, torch.randint(0, TOY_VOCAB, (size,)))
     return replace(sample, branches=(*sample.branches, branch))
 
 
