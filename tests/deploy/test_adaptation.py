@@ -81,14 +81,20 @@ def learn(sidecar, engine, least: int = 1) -> None:
     raise AssertionError("nothing was learnt")
 
 
-def served(engine: Serving):
-    """A sidecar whose fast draft an engine serves."""
+def adapted(engine: Serving):
+    """A sidecar that has sent a fast draft."""
     sidecar = attach(engine)
     engine.begin(1, 2, 3)
     for _ in range(200):
         learn(sidecar, engine)
         if engine.weights.latest_version():
-            break
+            return sidecar
+    raise AssertionError("nothing was sent")
+
+
+def served(engine: Serving):
+    """A sidecar whose fast draft an engine serves."""
+    sidecar = adapted(engine)
     engine.install()
     assert sidecar._tick()
     return sidecar
@@ -112,6 +118,7 @@ def open_tokens(sidecar) -> float:
     return sum(made for r in requests for made, _ in r.cells.values())
 
 
+@pytest.mark.slow
 def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     monkeypatch.setattr(fast_draft, "RANK", 2)
     sidecar = served(engine)
@@ -135,7 +142,6 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     sidecar._update_status(force=True)
     assert engine.status()["adaptation"] == pytest.approx(figures)
     # Its requests are the base's, no draft is on trial, and its steps count for none.
-    assert engine.status()["engines"]["test"]["installed"] == 0
     assert sidecar.deployment.installed == sidecar.deployment.published == 0
     assert not sidecar.deployment.canary.undecided
     before = open_tokens(sidecar)
@@ -143,10 +149,9 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     assert sidecar._tick() and open_tokens(sidecar) == before > 0
     assert {v for r in sidecar._served._open.values() for v in r.versions} == {0}
     # A newer one follows once this one is installed.
-    learn(sidecar, engine, 2)
-    assert engine.weights.latest_version() == first.version + 1
-    learn(sidecar, engine, 2)
-    assert engine.weights.latest_version() == first.version + 1
+    for _ in range(2):
+        learn(sidecar, engine, 2)
+        assert engine.weights.latest_version() == first.version + 1
     engine.install()
     learn(sidecar, engine)  # rows that the fast draft drafted
     # The long requests end.
@@ -190,9 +195,6 @@ def test_it_learns_amid_a_cycle_and_an_evaluation(engine):
         if any(learnt):
             break
     assert any(learnt)
-    sidecar._tick = ticks
-    with torch.inference_mode():
-        learn(sidecar, engine)
     sidecar.feeds.close()
 
 
@@ -251,7 +253,7 @@ def test_what_drops_it(engine, how):
 def test_a_base_that_is_refused_is_sent_again_and_said_once(
     engine, monkeypatch, caplog
 ):
-    monkeypatch.setattr("vllm_tide.deploy.fast_draft.RETRY_S", 0.0)
+    monkeypatch.setattr(fast_draft, "RETRY_S", 0.0)
     sidecar = served(engine)
     feed = sidecar.feeds.reference
     engine.go(finished=True)
@@ -304,22 +306,12 @@ def test_it_is_given_up_without_memory(engine, monkeypatch):
     sidecar.feeds.close()
 
 
-@pytest.mark.parametrize("memory", [True, False])
-def test_a_stop_gives_the_base_back_and_closes_everything(engine, monkeypatch, memory):
+def test_a_stop_gives_the_base_back_and_closes_everything(engine):
     sidecar = served(engine)
-    if not memory:
-
-        def no_room(*_args):
-            raise torch.OutOfMemoryError("no room")
-
-        monkeypatch.setattr(sidecar.fast, "tensors_to_send", no_room)
     sidecar.stop()
     assert sidecar.run() == "stopped"
     assert len(sidecar.feeds) == 0
-    monkeypatch.undo()
-    assert engine.sent().meta["adaptation"]["fast"] is not memory
-    if not memory:
-        return
+    assert engine.sent().meta["adaptation"]["fast"] is False
     # The next trainer goes on from the base.
     base, version = base_of(sidecar), engine.weights.latest_version()
     engine.install()
@@ -335,12 +327,7 @@ def test_a_stop_gives_the_base_back_and_closes_everything(engine, monkeypatch, m
 def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
     engine, installed
 ):
-    sidecar = attach(engine)
-    engine.begin(1, 2, 3)
-    for _ in range(200):
-        learn(sidecar, engine)
-        if engine.weights.latest_version():
-            break
+    sidecar = adapted(engine)
     if installed:
         engine.install()
     base, left = base_of(sidecar), engine.sent()
@@ -402,6 +389,7 @@ def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
     sidecar.feeds.close()
 
 
+@pytest.mark.slow
 def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     knobs = {**KNOBS, "gpu_share": 0.1}
     tide = {"train": knobs, "test_time": ADAPT}
@@ -411,19 +399,17 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     sidecar.trainer.turns = turns = Turns(0.1)
     turns.worked = lambda began, busy: worked.append((began, busy))
     engine.begin(1, 2)
-    learn(sidecar, engine, 3)
-    assert len(worked) == 3
-    for began, busy in worked[-1:]:
-        # It takes a twentieth of the time, and counts it against the other's.
-        assert sidecar.fast._next_step == pytest.approx(began + 20 * busy)
-    ends = [began + 20 * busy for began, busy in worked[:-1]]
-    assert all(a <= b for a, (b, _) in zip(ends, worked[1:], strict=True))
+    learn(sidecar, engine, 2)
+    # It takes a twentieth of the time, and counts it against the other's.
+    (began, busy), (again, _) = worked
+    assert again >= began + 20 * busy
     sidecar.feeds.close()
 
 
+@pytest.mark.slow
 def test_requests_take_turns_and_rows_count_once(engine):
     sidecar = attach(engine)
-    engine.begin(*range(20))
+    engine.begin(*range(12))
     window, taught, calls = sidecar.trainer.assembler.window, [], []
 
     def spy(key, since, context):
@@ -435,19 +421,16 @@ def test_requests_take_turns_and_rows_count_once(engine):
         return found
 
     sidecar.trainer.assembler.window = spy
-    learn(sidecar, engine, 12)
-    for _ in range(10_000):
-        if len(calls) >= 45:
-            break
+    while len(calls) < 27:
         learn(sidecar, engine)
     # All have new rows at any time, and a batch has no room for all: one after another.
-    assert set(calls[:20]) == set(range(20)) == {key for key, _ in taught}
-    assert calls[20:45] == calls[:25]
+    assert set(calls[:12]) == set(range(12)) == {key for key, _ in taught}
+    assert calls[12:27] == calls[:15]
     assert len(taught) == len(set(taught))
     sidecar.feeds.close()
 
 
-def test_half_of_what_was_learnt_is_left_after_a_half_life(engine, monkeypatch):
+def test_half_of_what_was_learnt_is_left_after_a_half_life(engine):
     sidecar = served(engine)
     fast = sidecar.fast
     base = weights_of(sidecar.trainer.live)

@@ -91,20 +91,6 @@ def test_short_requests_join_but_found_nothing():
     assert groups.ids == (0,)
 
 
-def test_nearest_changes_nothing():
-    rng = np.random.default_rng(0)
-    groups, domain = Groups(), Domain(0)
-    assert groups.nearest(domain.request(rng)) == -1
-    groups.assign(domain.request(rng))
-    tokens = Domain(1).request(rng)
-    assert groups.nearest(tokens) == 0
-    assert groups.nearest(tokens[:3]) == -1
-    for _ in range(40):
-        groups.assign(domain.request(rng, 200))
-    assert groups.nearest(Domain(1).request(rng, 200)) == -1  # far from all
-    assert groups.ids == (0,)
-
-
 def test_number_of_groups_is_bounded_and_idle_ones_give_way():
     rng = np.random.default_rng(0)
     groups = Groups(max_groups=2)

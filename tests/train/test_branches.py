@@ -198,18 +198,6 @@ def test_targets_are_the_teachers_after_each_embedded_token() -> None:
     assert bool(found.branch.all()) and set(found.token.tolist()) == {-1}
 
 
-def test_row_without_a_usable_teacher_is_not_trained() -> None:
-    batch = pack([replace(make_sample(9, 3, 0, 1), branches=(make_branch(4, 4),))])
-    valid = batch.valid.clone()
-    valid[9:] = torch.tensor([True, False, True, False])
-    plan = plan_rows(replace(batch, valid=valid), 4, committed=False)
-    trained = [(s.active[s.loss] - 9).tolist() for s in plan]
-    assert trained == [[0, 2], [1], [0]]
-    assert [(s.active - 9).tolist() for s in plan] == [[0, 1, 2], [0, 1], [0]]
-    valid[9:] = False
-    assert plan_rows(replace(batch, valid=valid), 4, committed=False) == []
-
-
 def test_branch_rows_fill_the_capacity_of_a_batch() -> None:
     samples = make_samples()  # 9 + 7, 6, 12 + 8 rows
     assert [num_branch_rows(s) for s in samples] == [7, 0, 8]

@@ -43,12 +43,6 @@ def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeach
     return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, kept)
 
 
-def _task(index: torch.Tensor, weights: torch.Tensor) -> LossTask:
-    none = torch.full_like(index, -1)
-    mix = LossMix({"forward_kl": 1.0})
-    return LossTask(mix, index, weights[None], none, index.numel())
-
-
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
 def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     """Chunks and blocks of any size; committed rows first, then branch rows."""
@@ -80,34 +74,6 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
 
 
-def test_frozen_head_gets_no_gradient():
-    normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN)
-    task = _task(torch.arange(ROWS), torch.ones(ROWS).double())
-    teacher = _teacher(_double(ROWS, HIDDEN), head)
-    total, _ = fused_head_loss(normed, head, head, teacher, task)
-    total.backward()
-    assert head.grad is None
-    assert normed.grad is not None
-
-
-@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
-def test_pruned_vocabulary_renormalises_the_teacher_and_keeps_its_mass(
-    monkeypatch, chunk_bytes
-):
-    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
-    hidden, rows = _double(ROWS, HIDDEN), _double(VOCAB, HIDDEN)
-    kept = torch.tensor([1, 4, 5, 9])
-    full = (hidden @ rows.T).softmax(-1)[:, kept]
-    shape = full / full.sum(-1, keepdim=True)
-    whole, short = _teacher(hidden, rows, kept), _teacher(hidden, rows[kept])
-    assert whole.mass is not None
-    assert short.mass is None
-    torch.testing.assert_close(whole.mass, full.sum(-1))
-    for teacher in (whole, short):
-        torch.testing.assert_close(teacher.probs, shape)
-        torch.testing.assert_close(teacher.plogp, torch.xlogy(shape, shape).sum(-1))
-
-
 def _with_branch(sample: Sample, position: int, size: int) -> Sample:
     """Reject `size` random tokens after a position."""
     branch = TOY.branch(position, torch.randint(0, TOY_VOCAB, (size,)))
@@ -120,10 +86,6 @@ def _documents() -> list[Sample]:
     out[0] = _with_branch(_with_branch(out[0], 6, 3), 11, 1)
     out[2] = _with_branch(out[2], 40, 4)
     return out
-
-
-def _config(**changes) -> TrainConfig:
-    return TrainConfig(**changes)
 
 
 def test_labels_outside_the_draft_vocabulary_are_none():
@@ -182,7 +144,7 @@ def _reference_loss(
 
 
 def test_loss_of_a_batch_is_the_sum_of_per_step_means():
-    config = _config(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
+    config = TrainConfig(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
     draft, batch = TOY.draft(), pack(_documents())
     made = TrainStep(draft, TOY.rows, config)
     found = made.loss_of(batch)
@@ -203,7 +165,7 @@ def test_branches_are_left_alone_unless_discard_is_named():
     plain = [replace(d, branches=()) for d in _documents()]
     losses_of = []
     for documents in (_documents(), plain):
-        result = TrainStep(TOY.draft(), TOY.rows, _config()).run(pack(documents))
+        result = TrainStep(TOY.draft(), TOY.rows, TrainConfig()).run(pack(documents))
         assert result is not None
         assert result.num_branch_rows == 0
         losses_of.append((result.loss, result.grad_norm))
@@ -211,7 +173,7 @@ def test_branches_are_left_alone_unless_discard_is_named():
 
 
 def test_discard_alone_trains_on_branch_rows_only():
-    config = _config(loss={"discard": 1.0}, learning_rate=1e-2)
+    config = TrainConfig(loss={"discard": 1.0}, learning_rate=1e-2)
     step, batch = TrainStep(TOY.draft(), TOY.rows, config), pack(_documents())
     first = step.run(batch)
     for _ in range(10):
@@ -269,7 +231,7 @@ LOSS = {"forward_kl": 1.0, "next_token": 0.5, "discard": 0.3}
 
 def test_averaged_gradients_of_ranks_are_those_of_one_rank():
     # very unlike documents, and one rank without any
-    config, documents = _config(loss=LOSS), _documents()
+    config, documents = TrainConfig(loss=LOSS), _documents()
     step = TrainStep(TOY.draft(), TOY.rows, config)
     found = step.loss_of(pack(documents))
     assert found is not None
@@ -290,7 +252,7 @@ def test_averaged_gradients_of_ranks_are_those_of_one_rank():
 
 def test_ranks_without_anything_to_train_agree_to_do_nothing():
     prompt_only = pack([TOY.document(1, 6, 6, 1)])
-    assert _on_ranks([prompt_only, None], _config()) == [None, None]
+    assert _on_ranks([prompt_only, None], TrainConfig()) == [None, None]
 
 
 def test_infinite_gradient_changes_nothing():
@@ -300,6 +262,6 @@ def test_infinite_gradient_changes_nothing():
     documents[0] = replace(documents[0], features=features)
     draft = TOY.draft()
     before = [t.detach().clone() for t in draft.named_tensors().values()]
-    assert TrainStep(draft, TOY.rows, _config()).run(pack(documents)) is None
+    assert TrainStep(draft, TOY.rows, TrainConfig()).run(pack(documents)) is None
     after = draft.named_tensors().values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

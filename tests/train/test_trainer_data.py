@@ -140,16 +140,6 @@ def test_no_document_is_trained_on_more_often_than_max_passes(changes):
         assert min(seen[key] for key in newest) >= 3
 
 
-def test_publication_leaves_t2d_out_and_keeps_d2t():
-    kept = VocabMap.from_target_ids(torch.arange(40), VOCAB)
-    draft = Eagle3Draft.initialise(
-        replace(TOY.draft().config, draft_vocab_size=40), TOY.embed, TOY.head, kept
-    )
-    names = set(Trainer(draft, TOY.rows, TrainConfig(**KNOBS)).candidate_tensors())
-    assert "d2t" in names
-    assert "t2d" not in names
-
-
 def test_records_of_any_draft_version_are_trained_on():
     """Features and teacher come from the target, whatever draft made the tokens."""
     trainer = toy_trainer(0)
@@ -187,11 +177,6 @@ def test_buffers_stay_bounded_and_keep_the_newest():
     assert buffer.train[-1].key == newest
     assert buffer.evicted["train"] > 0
     assert not {s.key for s in buffer.train} & {s.key for s in buffer.holdout}
-
-
-def test_held_out_share_is_what_was_asked():
-    share = sum(is_held_out(k, 0.1) for k in range(20000)) / 20000
-    assert abs(share - 0.1) < 0.01
 
 
 def test_a_pruned_vocabulary_follows_what_the_target_says():
