@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.train.toys import ToyTarget
+from tests.train.toys import TOY, documents_of
 from vllm_tide.config import TrainConfig
 from vllm_tide.train import step
-from vllm_tide.train.sample import Sample, TopK
+from vllm_tide.train.sample import TopK
 from vllm_tide.train.trainer import Trainer
 
 
@@ -22,12 +22,12 @@ def test_training_raises_held_out_acceptance(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fresh draft accepts next to nothing; two cycles later most of it."""
-    toy, rng = ToyTarget(), random.Random(0)
+    rng = random.Random(0)
     monkeypatch.setattr(step, "COMPUTE_DTYPE", getattr(torch, dtype))
     knobs = TrainConfig(batch_tokens=256, steps_per_cycle=40, learning_rate=1e-2)
-    trainer = Trainer(toy.draft(), toy.rows, knobs)
+    trainer = Trainer(TOY.draft(), TOY.rows, knobs)
     trainer.add_samples(
-        toy.document(rng.randrange(64), rng.randrange(8, 40), 3, rng.getrandbits(64))
+        TOY.document(rng.randrange(64), rng.randrange(8, 40), 3, rng.getrandbits(64))
         for _ in range(150)
     )
     before = trainer.evaluate().acceptance()
@@ -44,27 +44,17 @@ def test_training_raises_held_out_acceptance(
     assert again.new.acceptance() > 3.5
 
 
-def _as_topk(sample: Sample, toy: ToyTarget, k: int) -> Sample:
-    """Replace the hidden teacher by the top k of the same distribution."""
-    assert sample.teacher_hidden is not None
-    logp = (sample.teacher_hidden @ toy.head.T).log_softmax(-1)
-    values, ids = logp.topk(k)
-    tail = (1 - values.exp().sum(-1)).clamp_min(0).log()
-    topk = TopK(ids.int(), values, tail)
-    return replace(sample, teacher_hidden=None, teacher_topk=topk)
-
-
 def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
     """A tail bucket carries the rest of the mass."""
-    toy, rng = ToyTarget(), random.Random(0)
     knobs = TrainConfig(
         batch_tokens=256, steps_per_cycle=20, learning_rate=1e-2, holdout_share=0.2
     )
-    trainer = Trainer(toy.draft(), toy.rows, knobs)
-    documents = [
-        toy.document(rng.randrange(64), 24, 3, rng.getrandbits(64)) for _ in range(80)
-    ]
-    trainer.add_samples(_as_topk(d, toy, 4) for d in documents)
+    trainer = Trainer(TOY.draft(), TOY.rows, knobs)
+    for sample in documents_of(random.Random(0), 80, 24):
+        logp = (sample.teacher_hidden @ TOY.head.T).log_softmax(-1)
+        values, ids = logp.topk(4)
+        topk = TopK(ids.int(), values, (1 - values.exp().sum(-1)).clamp_min(0).log())
+        trainer.add_samples([replace(sample, teacher_hidden=None, teacher_topk=topk)])
     result = trainer.train_cycle()
     assert result.new is not None and result.live is not None
     assert result.live.acceptance() < 2.0 < 2.5 < result.new.acceptance()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from tests.train.toys import VOCAB, ToyTarget
+from tests.train.toys import VOCAB, ToyTarget, weights_of
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
@@ -21,6 +21,7 @@ from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.judgement import Evidence
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.sample import Sample
+from vllm_tide.train.step import BETAS
 from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
@@ -71,7 +72,7 @@ def documents(count: int) -> list[Sample]:
 
 
 def weights(run: Run) -> torch.Tensor:
-    return torch.cat([t.detach().flatten() for t in run.draft.named_tensors().values()])
+    return weights_of(run.draft)
 
 
 def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_path):
@@ -86,6 +87,37 @@ def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_p
     again.done = state.steps
     assert again.train(STEPS) == losses[STOP:]
     assert torch.equal(weights(again), weights(whole))
+
+
+def test_each_weight_moves_as_torch_moves_it():
+    ours = OneRank(TOY.draft(draft_vocab_size=64), TOY.rows, KNOBS)
+    named = ours.step.draft.named_tensors()
+    twin = {name: value.detach().clone() for name, value in named.items()}
+    trained = {n: twin[n] for n, v in named.items() if v.requires_grad}
+    adamw = torch.optim.AdamW(
+        trained.values(), betas=BETAS, weight_decay=0.0, fused=True
+    )
+    for scale in (1.0, 0.5, 0.25):
+        assert ours.run(documents(4), scale) is not None
+        for name, value in trained.items():
+            value.grad = named[name].grad.clone()
+        adamw.param_groups[0]["lr"] = KNOBS.learning_rate * scale
+        adamw.step()
+        for name, value in named.items():
+            assert torch.equal(value, twin[name]), name
+    assert checkpoint.optimizer_steps(ours.step) == 3
+    ours.step.reset()
+    assert not ours.step.optimizer.state
+
+
+def test_moments_of_which_some_are_missing_are_left_out(tmp_path):
+    first, again = Run(count=4), Run(seed=3, count=4)
+    first.train(1), again.train(1)
+    matrix = next(p for p in reversed(first.stepper.step.parameters) if p.ndim == 2)
+    del first.stepper.step.optimizer.state[matrix]
+    assert again.stepper.load(first.save(tmp_path)).steps == 1
+    assert not again.stepper.step.optimizer.state
+    assert torch.equal(weights(again), weights(first))
 
 
 def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
