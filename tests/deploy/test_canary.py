@@ -67,6 +67,14 @@ def trial_on(machine, rng, level, version=2, most=400, **fields):
     raise AssertionError("undecided")
 
 
+def on_trial(**changes):
+    """A canary with a full window whose version 2 is on trial."""
+    machine, rng = canary(**changes), np.random.default_rng(0)
+    window(machine, rng)
+    machine.begin("", 2)
+    return machine, rng
+
+
 FEW_OR_MANY = pytest.mark.parametrize(
     "seeds", [4, pytest.param(40, marks=pytest.mark.nightly)]
 )
@@ -146,10 +154,7 @@ def test_another_batch_or_a_new_group_cannot_be_compared(unlike):
 
 
 def test_only_whole_requests_begun_after_the_swap_count():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    window(machine, rng)
-    machine.begin("", 2)
+    machine, rng = on_trial()
     bad = make_request(rng, 0.05)
     for request in (
         replace(bad, versions=(1, 2)),
@@ -163,8 +168,7 @@ def test_only_whole_requests_begun_after_the_swap_count():
 
 
 def test_a_draft_that_slows_plain_decoding_down_is_taken_back():
-    rng = np.random.default_rng(0)
-    machine = canary()
+    machine, rng = canary(), np.random.default_rng(0)
     for i in range(96):
         machine.observe(_served(1.0, 1.0, began=i + 1))
     machine.begin("", 2)
@@ -219,10 +223,7 @@ def test_a_full_window_before_holds_every_request_since_one_moment():
 
 
 def test_only_new_kinds_of_requests_after_the_swap_mean_keep():
-    rng = np.random.default_rng(0)
-    machine = canary(canary_requests=8)
-    window(machine, rng)
-    machine.begin("", 2)
+    machine, rng = on_trial(canary_requests=8)
     for _ in range(8 * PATIENCE):
         assert machine.may_publish and machine.poll() is None
         machine.observe(make_request(rng, 0.3, version=2, group=9))
@@ -231,10 +232,7 @@ def test_only_new_kinds_of_requests_after_the_swap_mean_keep():
 
 
 def test_a_trial_that_shows_harm_holds_the_next_draft_up():
-    rng = np.random.default_rng(0)
-    machine = canary()
-    window(machine, rng)
-    machine.begin("", 2)
+    machine, rng = on_trial()
     for _ in range(MIN_COMPARED):
         machine.observe(make_request(rng, 0.42, version=2))
     machine.look()
@@ -269,8 +267,7 @@ def test_harm_is_found_over_a_chain_of_drafts_that_superseded_each_other(seeds):
 
 
 def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
-    rng = np.random.default_rng(0)
-    machine = canary()
+    machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng)
     for _ in range(300):  # a fast draft served them whole: they push nothing out
         machine.observe(ServedRequest(key=0, versions=(1,), began=next(BEGAN)))
@@ -286,8 +283,7 @@ def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
 
 
 def test_backoff_doubles_and_a_kept_draft_resets_it():
-    rng = np.random.default_rng(0)
-    machine = canary()
+    machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng)
     backoffs = []
     for version, level in enumerate((0.05, 0.05, 0.05, 0.85, 0.05), start=2):
@@ -300,8 +296,7 @@ def test_backoff_doubles_and_a_kept_draft_resets_it():
 
 
 def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
-    rng = np.random.default_rng(0)
-    machine = canary()
+    machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng, engine="a")
     machine.begin("a", 2)
     machine.observe(make_request(rng, 0.05, version=2, engine="a"))
@@ -313,8 +308,7 @@ def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
 
 
 def test_engines_never_try_two_versions_at_once():
-    rng = np.random.default_rng(0)
-    machine = canary()
+    machine, rng = canary(), np.random.default_rng(0)
     for engine in "ab":
         window(machine, rng, engine=engine)
     machine.begin("a", 2)
@@ -331,10 +325,7 @@ def test_engines_never_try_two_versions_at_once():
 
 
 def test_switched_off_it_never_waits():
-    rng = np.random.default_rng(0)
-    machine = canary(canary=False)
-    window(machine, rng)
-    machine.begin("", 2)
+    machine, rng = on_trial(canary=False)
     window(machine, rng, 0.01)
     assert machine.may_publish
     assert machine.poll() is None
@@ -365,9 +356,7 @@ def test_a_draft_that_control_never_uses_is_neither_kept_nor_in_the_way():
 
 
 def test_a_command_to_go_back_rejects_what_the_draft_superseded_too():
-    rng, machine = np.random.default_rng(1), canary()
-    window(machine, rng)
-    machine.begin("", 2)
+    machine, rng = on_trial()
     machine.observe(make_request(rng, 0.6, version=2))
     machine.begin("", 3)
     machine.overruled(3)

@@ -19,7 +19,6 @@ import yaml
 from vllm_tide.cli import train
 from vllm_tide.cli import trainer as commands
 from vllm_tide.config import TideConfig, parse_tide
-from vllm_tide.dashboards import BOARDS
 from vllm_tide.patching import VLLM_VERSION
 from vllm_tide.speculative import read_json_object
 
@@ -217,9 +216,7 @@ def test_prometheus_scrapes_both_and_grafana_has_the_boards() -> None:
     assert all((DEPLOY / source).exists() for source in inside.values())
     assert config["rule_files"] == [t for t in inside if t.endswith("alerts.yml")]
     boards = yaml.safe_load((DEPLOY / "monitoring/boards.yaml").read_text())
-    (provider,) = boards["providers"]
-    folder = DEPLOY / inside[provider["options"]["path"]]
-    assert {path.name for path in folder.glob("*.json")} == set(BOARDS)
+    assert boards["providers"][0]["options"]["path"] in inside
 
 
 @pytest.mark.parametrize("file", ["compose.cuda.yaml", "compose.rocm.yaml"])
@@ -252,17 +249,6 @@ def test_configurations_are_valid(file: str) -> None:
     assert model.startswith("/models/")
     assert tide.train.state_dir is not None
     assert tide.train.state_dir.startswith("/var/lib/tide/")
-
-
-def test_the_configuration_of_the_script_that_tries_the_images_is_valid(
-    tmp_path: Path,
-) -> None:
-    text = (DEPLOY / "build_and_try.sh").read_text()
-    assert f"owner={UID}:0" in text
-    (tmp_path / "tide.json").write_text(
-        text.partition("<< 'JSON'\n")[2].partition("\nJSON\n")[0]
-    )
-    assert not tide_of(str(tmp_path / "tide.json")).train.autostart
 
 
 # --------------------------------------------------------------------- Kubernetes

@@ -15,7 +15,6 @@ from tests.train.toys import HIDDEN, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.packing import (
-    LossRows,
     PackedBatch,
     num_branch_rows,
     pack,
@@ -173,29 +172,6 @@ def test_branches_train_where_no_trunk_row_does() -> None:
     only = plan_rows(whole, STEPS, committed=False)
     for a, b in zip(found, run(draft, whole, only), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-def test_targets_are_the_teachers_after_each_embedded_token() -> None:
-    samples = make_samples()
-    batch = pack(samples)
-    found = LossRows.from_plan(batch, plan_rows(batch, STEPS, committed=False))
-    rows = [
-        (doc, branch, j)
-        for doc, sample in enumerate(samples)
-        for branch in sample.branches
-        for j in range(branch.tokens.numel())
-    ]
-    for i in range(STEPS):
-        wanted = [
-            (doc, branch.teacher_hidden[j + i])
-            for doc, branch, j in rows
-            if j + i < branch.tokens.numel()
-        ]
-        mine = found.step == i
-        assert found.doc[mine].tolist() == [doc for doc, _ in wanted]
-        teacher = batch.teacher[found.teacher[mine]]
-        assert torch.equal(teacher, torch.stack([t for _, t in wanted]))
-    assert bool(found.branch.all()) and set(found.token.tolist()) == {-1}
 
 
 def test_branch_rows_fill_the_capacity_of_a_batch() -> None:

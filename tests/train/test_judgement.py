@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from scripts.bench import judges
-from tests.train.toys import VOCAB, ToyTarget, documents_of
+from tests.train.toys import VOCAB, ToyTarget, documents_of, set_gains
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
-from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.judgement import Evidence, judge
 from vllm_tide.train.trainer import Trainer
 
@@ -36,26 +35,9 @@ def trainer_of(**changes) -> Trainer:
     return Trainer(TOY.draft(), TOY.rows, TrainConfig(**{**KNOBS, **changes}))
 
 
-def scored(trainer: Trainer, rng: random.Random, gain: float):
-    """In place of `Trainer.evaluate`: the candidate's true gain is known."""
-
-    def evaluate(draft=None, progress=None, samples=None):
-        found = Evaluation(3)
-        found.reached = {form: [0.0] * 3 for form in FORMS}
-        for sample in samples:
-            more = 0.0 if draft is trainer.live else rng.gauss(gain, 0.15)
-            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
-        if progress is not None:
-            progress()
-        return found
-
-    return evaluate
-
-
 def cycles_until_published(gain: float, seed: int, cycles: int = 20) -> int | None:
     trainer, rng = trainer_of(buffer_tokens=1024), random.Random(seed)
-    trainer.evaluate = scored(trainer, rng, gain)  # type: ignore[method-assign]
-    trainer._differs = True
+    set_gains(trainer, lambda _: rng.gauss(gain, 0.15))
     for cycle in range(cycles):
         trainer.add_samples(documents_of(rng, rng.randint(3, 8), 12))
         if trainer.train_cycle().publish:
@@ -126,8 +108,7 @@ def test_gains_of_nothing_and_without_end_stay_numbers():
 def test_a_request_is_evidence_once():
     """Whether its cycle is broken off, or it is held out and scored every time."""
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
     trainer.add_samples(documents_of(rng, 40, 12))
     unscored = {s.key for s in trainer.unscored}
     calls = []
@@ -152,8 +133,7 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeyp
     monkeypatch.setattr("vllm_tide.train.trainer.HOLDOUT_TOKENS", 256)
     trainer = trainer_of()
     rng = random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
     documents = documents_of(rng, 40, 12)
     trainer.add_samples(documents)
     result = trainer.train_cycle()
@@ -164,8 +144,7 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeyp
 
 def test_evidence_survives_a_checkpoint(tmp_path):
     trainer, rng = trainer_of(), random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
     documents = documents_of(rng, 10, 12)
     trainer.add_samples(documents)
     trainer.train_cycle()

@@ -12,13 +12,13 @@ import torch
 from tests.train.toys import (
     TOY,
     documents_of,
+    set_gains,
     small,
     toy_trainer,
     weights_of,
 )
 from vllm_tide.train.evaluate import (
     FORMS,
-    Evaluation,
     evaluate,
     gain,
 )
@@ -105,23 +105,17 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
 
 
-def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse(monkeypatch):
+def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse():
     trainer = toy_trainer(40, holdout_share=0.3, learning_rate=1e-9)
     trainer.train_cycle()
     rng = random.Random(9)
     trainer.add_samples(documents_of(rng, 40))
     held = {s.key for s in trainer.buffer.holdout}
 
-    def judge(draft=None, progress=None, samples=None):
-        """The candidate is worse on what is held out, much better on the rest."""
-        found = Evaluation(3)
-        found.reached = {f: [0.0] * 3 for f in FORMS}
-        for index, sample in enumerate(samples):
-            sign = 0.0 if draft is trainer.live else -0.1 if sample.key in held else 1.0
-            found.requests[sample.key] = [20.0] + [20.0 + sign * (20 + index % 3)] * 4
-        return found
+    def gain(sample):
+        return (-0.1 if sample.key in held else 1.0) * (1 + sample.key % 3 / 20)
 
-    monkeypatch.setattr(trainer, "evaluate", judge)
+    set_gains(trainer, gain)
     trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
     assert result.gain > result.gain_error > 0
@@ -278,18 +272,9 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     trainer.train_cycle()
     scored = weights_of(trainer.draft)
     trainer.evidence = Evidence(running=19.0, total=5.0, weight=20.0, requests=60)
-    trainer._differs, waiting = True, trainer.buffer.new_tokens
-    rng = random.Random(8)
-
-    def better(draft=None, progress=None, samples=None):
-        found = Evaluation(3)
-        more = 0.0 if draft is trainer.live else 10.0
-        for sample in samples:
-            found.requests[sample.key] = [20.0] + [20.0 + more] * 4
-        return found
-
-    trainer.evaluate = better  # type: ignore[method-assign]
-    trainer.add_samples(documents_of(rng, 10))
+    waiting = trainer.buffer.new_tokens
+    set_gains(trainer, lambda _: 0.5)
+    trainer.add_samples(documents_of(random.Random(8), 10))
     result = trainer.train_cycle()
     assert (result.publish, result.steps) == (True, 0)
     assert result.evidence >= ENOUGH > 19

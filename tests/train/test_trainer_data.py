@@ -14,10 +14,10 @@ from tests.train.toys import (
     KNOBS,
     TOY,
     VOCAB,
-    ToyTarget,
     small,
     toy_trainer,
 )
+from tests.train.toys import config as shape
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
@@ -64,14 +64,14 @@ def test_rows_that_a_pruned_draft_can_say_by_each_kind_of_teacher():
     assert rows_of(document, even).tolist() == [True, False, True]
 
 
+def pruned_draft(kept: torch.Tensor) -> Eagle3Draft:
+    vocab = VocabMap.from_target_ids(kept, VOCAB)
+    config = shape(draft_vocab_size=kept.numel())
+    return Eagle3Draft.initialise(config, TOY.embed, TOY.head, vocab)
+
+
 def test_rows_the_pruned_draft_cannot_say_are_not_trained():
-    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
-    draft = Eagle3Draft.initialise(
-        replace(TOY.draft().config, draft_vocab_size=VOCAB // 2),
-        TOY.embed,
-        TOY.head,
-        kept,
-    )
+    draft = pruned_draft(torch.arange(0, VOCAB, 2))
     trainer = Trainer(draft, TOY.rows, TrainConfig(**KNOBS))
     key = next(k for k in range(100) if not is_held_out(k, 0.3))
     document = TOY.document(1, 30, 1, key)
@@ -180,20 +180,12 @@ def test_buffers_stay_bounded_and_keep_the_newest():
 
 
 def test_a_pruned_vocabulary_follows_what_the_target_says():
-    toy = ToyTarget()
     ids = torch.arange(VOCAB // 2)
-    vocab = VocabMap.from_target_ids(ids, VOCAB)
-    draft = Eagle3Draft.initialise(
-        replace(toy.draft().config, draft_vocab_size=VOCAB // 2),
-        toy.rows.embed_tokens,
-        toy.rows.lm_head,
-        vocab,
-    )
     config = TrainConfig(batch_tokens=256, steps_per_cycle=4, holdout_share=0.3)
-    trainer = Trainer(draft, toy.rows, config)
+    trainer = Trainer(pruned_draft(ids), TOY.rows, config)
     assert trainer.vocabulary is not None
     trainer.vocabulary.counts[VOCAB // 2 :] = 10_000.0
-    trainer.add_samples(toy.document(k % VOCAB, 60, 3, k) for k in range(20))
+    trainer.add_samples(TOY.document(k % VOCAB, 60, 3, k) for k in range(20))
     before = trainer.snapshot()
     trainer.train_cycle()
     new = trainer.draft.vocab.target_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.train.evaluate import FORMS, Evaluation
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.train.trainer import Trainer
 
@@ -115,6 +117,23 @@ def toy_trainer(count: int = 30, **changes: object) -> Trainer:
     trainer, rng = Trainer(TOY.draft(), TOY.rows, config), random.Random(1)
     trainer.add_samples(documents_of(rng, count))
     return trainer
+
+
+def set_gains(trainer: Trainer, gain: Callable[[Sample], float]) -> None:
+    """Let the candidate accept so many tokens more a step than the live draft."""
+
+    def evaluate(draft=None, progress=None, samples=None):  # type: ignore[no-untyped-def]
+        found = Evaluation(3)
+        found.reached = {form: [0.0] * 3 for form in FORMS}
+        for sample in samples:
+            more = 0.0 if draft is trainer.live else gain(sample)
+            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
+        if progress is not None:
+            progress()
+        return found
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+    trainer._differs = True
 
 
 def weights_of(draft: Eagle3Draft) -> Tensor:
