@@ -55,6 +55,7 @@ def test_tokens_and_cost_of_every_decode_step_are_counted():
         record(13, 4, 0, cost=1.5),
         record(14, 4, 3, cost=1.25),
         record(18, 1, 0),  # no draft
+        record(19, 1, cost=0.0),  # of a server whose control failed
         end_record(),
     )
     assert request.cells == {(0, 3, 0): [3 + 1 + 4 + 1, 1.5 + 1.5 + 1.25 + 1.0]}
@@ -127,13 +128,6 @@ def test_steps_are_counted_by_position_concurrency_and_cached_share():
     ]  # fmt: skip
 
 
-def test_steps_of_a_server_whose_control_failed_are_left_out():
-    (request,) = serve(
-        record(0, 10), record(10, 4, 2, cost=1.5), record(13, 1, cost=0.0), end_record()
-    )
-    assert request.cells == {(0, 3, 0): [3, 1.5]}
-
-
 def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
     (request,) = serve(
         record(0, 10, version=4),
@@ -173,15 +167,10 @@ def test_a_request_whose_beginning_was_missed_is_not_whole(first):
 
 
 @pytest.mark.parametrize("first", [record(8, 2), record(9, 1, 0)])
-def test_prefix_cached_prompt_is_whole(first):
-    (request,) = serve(first, record(10, 4, 1), end_record())
+def test_a_prefix_cached_prompt_is_whole_and_a_last_record_with_rows_counts(first):
+    (request,) = serve(first, record(10, 4, 3, finished=True))
     assert request.whole
-    assert request.cells == {(0, 3, 2): [2, 1]}
-
-
-def test_a_last_record_with_rows_counts():
-    (request,) = serve(record(0, 10), record(10, 4, 3, finished=True))
-    assert request.cells == {(0, 3, 0): [4, 1]}
+    assert request.cells == {(0, 3, 2): [4, 1]}
 
 
 def test_requests_of_two_engines_with_one_key_are_two():
@@ -194,8 +183,9 @@ def test_requests_of_two_engines_with_one_key_are_two():
     assert (a.hits, b.hits) == (1, 0)
 
 
-def test_the_end_record_of_an_unknown_request_says_nothing():
+def test_an_unknown_request_s_end_and_a_negative_position_say_nothing():
     assert serve(end_record()) == []
+    assert serve(record(-3, 10), end_record()) == []
 
 
 def test_idle_requests_and_those_above_the_limit_are_handed_out():
@@ -258,7 +248,3 @@ def test_a_record_of_the_ring_is_understood():
     (request,) = serve(made)
     ((tokens, cost),) = request.cells.values()
     assert (tokens, cost) == (made.num_accepted + 1, made.cost)
-
-
-def test_a_record_at_a_negative_position_is_left_out():
-    assert serve(record(-3, 10), end_record()) == []

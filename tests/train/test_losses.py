@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -185,74 +184,7 @@ def test_discard_alone_trains_on_branch_rows_only():
     assert step.run(pack(_documents()[3:])) is None
 
 
-class _Ranks:
-    """Sums vectors of threads that play ranks."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count)
-        self.lock = threading.Lock()
-        self.total = torch.zeros(0)
-
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        if self.barrier.wait() == 0:
-            self.total = torch.zeros_like(vector)
-        self.barrier.wait()
-        with self.lock:
-            self.total = self.total + vector
-        self.barrier.wait()
-        out = self.total.clone()
-        self.barrier.wait()
-        return out
-
-
-def _on_ranks(batches: list[PackedBatch | None], config: TrainConfig) -> list:
-    """Loss, sums and gradients of each rank, from equal drafts."""
-    ranks, out = _Ranks(len(batches)), [None] * len(batches)
-
-    def work(rank: int) -> None:
-        step = TrainStep(TOY.draft(), TOY.rows, config, ranks.sum)
-        found = step.loss_of(batches[rank])
-        if found is not None:
-            total, sums = found
-            total.backward()
-            grads = [p.grad for p in step.parameters]
-            out[rank] = (float(total.detach()), sums, grads)
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return out
-
-
 LOSS = {"forward_kl": 1.0, "next_token": 0.5, "discard": 0.3}
-
-
-def test_averaged_gradients_of_ranks_are_those_of_one_rank():
-    # very unlike documents, and one rank without any
-    config, documents = TrainConfig(loss=LOSS), _documents()
-    step = TrainStep(TOY.draft(), TOY.rows, config)
-    found = step.loss_of(pack(documents))
-    assert found is not None
-    total, sums = found
-    total.backward()
-    halves = [pack([documents[0]]), pack(documents[1:]), None]
-    ranks = _on_ranks(halves, config)
-    assert sum(r[0] for r in ranks) / 3 == pytest.approx(float(total.detach()))
-    for i, parameter in enumerate(step.parameters):
-        mean = torch.stack([r[2][i] for r in ranks]).mean(0)
-        torch.testing.assert_close(mean, parameter.grad, rtol=1e-4, atol=1e-6)
-    for _, other, _ in ranks:
-        assert other.step_losses == pytest.approx(sums.step_losses)
-        assert other.num_tokens == sums.num_tokens
-        assert other.num_loss_rows == sums.num_loss_rows
-        assert other.num_branch_rows == sums.num_branch_rows
-
-
-def test_ranks_without_anything_to_train_agree_to_do_nothing():
-    prompt_only = pack([TOY.document(1, 6, 6, 1)])
-    assert _on_ranks([prompt_only, None], TrainConfig()) == [None, None]
 
 
 def test_infinite_gradient_changes_nothing():

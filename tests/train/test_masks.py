@@ -5,22 +5,12 @@ from __future__ import annotations
 import torch
 
 from tests.train.toys import ToyTarget
-from vllm_tide.train.packing import LossRows, pack, plan_rows
+from vllm_tide.train.packing import pack, plan_rows
 from vllm_tide.train.sample import Sample, split_windows
 
 
 def _sample(size: int, prompt: int) -> Sample:
     return ToyTarget().document(1, size, prompt, key=1)
-
-
-def test_targets_are_shifted_by_one_and_the_step():
-    batch = pack([_sample(8, 2), _sample(6, 1)])
-    plan = plan_rows(batch, 2)
-    found = LossRows.from_plan(batch, plan)
-    for i, step in enumerate(plan):
-        rows, target = step.active[step.loss], found.teacher[found.step == i]
-        assert rows.numel() and torch.equal(target, rows + 1 + i)
-        assert torch.equal(batch.segments[target], batch.segments[rows])
 
 
 def test_complete_plan_keeps_rows_trained_at_every_step():
