@@ -112,12 +112,6 @@ def is_base(sidecar, publication) -> bool:
     )
 
 
-def open_tokens(sidecar) -> float:
-    """Tokens of open requests, of steps that say something of the base."""
-    requests = sidecar._served._open.values()
-    return sum(made for r in requests for made, _ in r.cells.values())
-
-
 @pytest.mark.slow
 def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     monkeypatch.setattr(fast_draft, "RANK", 2)
@@ -144,9 +138,14 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     # Its requests are the base's, no draft is on trial, and its steps count for none.
     assert sidecar.deployment.installed == sidecar.deployment.published == 0
     assert not sidecar.deployment.canary.undecided
-    before = open_tokens(sidecar)
+
+    def tokens() -> float:
+        requests = sidecar._served._open.values()
+        return sum(made for r in requests for made, _ in r.cells.values())
+
+    before = tokens()
     engine.go(20)
-    assert sidecar._tick() and open_tokens(sidecar) == before > 0
+    assert sidecar._tick() and tokens() == before > 0
     assert {v for r in sidecar._served._open.values() for v in r.versions} == {0}
     # A newer one follows once this one is installed.
     for _ in range(2):

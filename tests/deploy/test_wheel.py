@@ -32,19 +32,6 @@ def test_a_wheel_that_is_not_there_is_named_before_anything_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_older_wheels_do_not_outlive_a_build_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    older = tmp_path / "vllm_tide-0.0.1-cp311-abi3-linux_x86_64.whl"
-    other = tmp_path / "other-1.0-py3-none-any.whl"
-    for path in (older, other):
-        path.touch()
-    monkeypatch.setenv("PYTHON", "false")
-    done = run(WHEEL, tmp_path)
-    assert done.returncode == 1 and "no Python with a venv module" in done.stderr
-    assert list(tmp_path.iterdir()) == [other]
-
-
 @pytest.mark.parametrize("changed", ["", "vllm_tide/config.py", "patches/series"])
 def test_a_wheel_of_other_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str

@@ -33,23 +33,6 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
-    kept = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
-    draft = TOY.draft()
-    pruned = Eagle3Draft(
-        replace(draft.config, draft_vocab_size=VOCAB // 2),
-        draft.named_tensors()
-        | {"lm_head.weight": draft.tensor("lm_head.weight")[kept.target_ids]},
-        kept,
-        TOY.embed,
-    )
-    sample = TOY.document(1, 30, 1, 5)
-    result = evaluate(pruned, TOY.rows, [sample], 2)
-    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept.target_ids]
-    assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
-    assert result.reached["greedy"][0] <= result.num_rows
-
-
 def test_rows_that_a_pruned_draft_can_say_by_each_kind_of_teacher():
     even = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
     rows_of = InVocabulary(TOY.rows, torch.float32).rows_of
@@ -68,6 +51,15 @@ def pruned_draft(kept: torch.Tensor) -> Eagle3Draft:
     vocab = VocabMap.from_target_ids(kept, VOCAB)
     config = shape(draft_vocab_size=kept.numel())
     return Eagle3Draft.initialise(config, TOY.embed, TOY.head, vocab)
+
+
+def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
+    kept = torch.arange(0, VOCAB, 2)
+    sample = TOY.document(1, 30, 1, 5)
+    result = evaluate(pruned_draft(kept), TOY.rows, [sample], 2)
+    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept]
+    assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
+    assert result.reached["greedy"][0] <= result.num_rows
 
 
 def test_rows_the_pruned_draft_cannot_say_are_not_trained():
@@ -102,21 +94,6 @@ def passes_of(trainer: Trainer) -> Counter[int]:
 
     trainer.stepper.run = counted
     return seen
-
-
-def test_a_small_buffer_gets_few_steps(monkeypatch):
-    """60 tokens in batches of 64: four passes in a cycle at most."""
-    monkeypatch.setattr("vllm_tide.train.reservoir.window_tokens", lambda _: 64)
-    key = next(k for k in range(100) if not is_held_out(k, 0.3))
-    for most, steps in ((1, [1, 0]), (6, [4, 2, 0]), (10**6, [4, 4, 4])):
-        knobs = {**KNOBS, "max_passes": most, "steps_per_cycle": 9, "batch_tokens": 64}
-        trainer = Trainer(TOY.draft(), TOY.rows, TrainConfig(**knobs))
-        seen = passes_of(trainer)
-        trainer.add_samples([TOY.document(1, 60, 3, key)])
-        found = [trainer.train_cycle() for _ in steps]
-        assert [result.steps for result in found] == steps
-        assert seen == {key: sum(steps)}
-    assert trainer.train_cycle().reason != "no row could be trained"
 
 
 @pytest.mark.parametrize("changes", [{}, {"tenant_share": 0.5}, {"max_passes": 3}])
