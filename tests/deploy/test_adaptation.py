@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.deploy.test_deployment import events, full
 from tests.deploy.test_fast_draft import Stream
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import weights_of
@@ -21,7 +21,6 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
 from vllm_tide.train.gpu import Turns
 from vllm_tide.transport.purge import ask
-from vllm_tide.transport.shm import TransportError
 
 ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
 
@@ -63,11 +62,6 @@ def engine(tmp_path):
     made = Serving(tmp_path)
     yield made
     made.close()
-
-
-def events(engine: Engine, *names: str) -> list[dict]:
-    lines = (engine.run_dir / "events-test.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] in names]
 
 
 def learn(sidecar, engine, least: int = 1) -> None:
@@ -256,9 +250,6 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
     sidecar = served(engine)
     feed = sidecar.feeds.reference
     engine.go(finished=True)
-
-    def full(*_args, **_more):
-        raise TransportError("no space left")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
         patched.setattr(feed, "publish", full)

@@ -194,7 +194,7 @@ def test_nobody_has_more_rights_or_network_than_needed() -> None:
     assert SERVICES["serve"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
-def test_prometheus_scrapes_both_and_grafana_has_the_boards() -> None:
+def test_prometheus_scrapes_both_and_what_is_mounted_exists() -> None:
     content = yaml.safe_load((DEPLOY / "compose.monitoring.yaml").read_text())
     services = content["services"]
     config = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())
@@ -207,16 +207,9 @@ def test_prometheus_scrapes_both_and_grafana_has_the_boards() -> None:
         assert "inside" in services[name]["networks"]
         assert services[name]["cap_drop"] == ["ALL"]
     assert services["grafana"]["ports"] == ["127.0.0.1:3000:3000"]
-    inside = dict(
-        reversed(mount.removesuffix(":ro").split(":"))
-        for one in services.values()
-        for mount in one["volumes"]
-        if mount.startswith(".")
-    )
-    assert all((DEPLOY / source).exists() for source in inside.values())
-    assert config["rule_files"] == [t for t in inside if t.endswith("alerts.yml")]
-    boards = yaml.safe_load((DEPLOY / "monitoring/boards.yaml").read_text())
-    assert boards["providers"][0]["options"]["path"] in inside
+    mounts = [m.split(":") for one in services.values() for m in one["volumes"]]
+    assert all((DEPLOY / m[0]).exists() for m in mounts if m[0].startswith("."))
+    assert set(config["rule_files"]) <= {m[1] for m in mounts}
 
 
 @pytest.mark.parametrize("file", ["compose.cuda.yaml", "compose.rocm.yaml"])
@@ -344,23 +337,6 @@ def test_the_tenants_key_and_the_caches_outlive_the_server(
 
 def kustomization(folder: str) -> dict[str, Any]:
     return yaml.safe_load((KUBERNETES / folder / "kustomization.yaml").read_text())
-
-
-def test_server_and_trainer_are_scraped_under_one_job() -> None:
-    (file,) = kustomization("monitoring")["resources"]
-    monitor = yaml.safe_load((KUBERNETES / "monitoring" / file).read_text())
-    assert monitor["kind"] == "PodMonitor"
-    deployment = next(doc for doc in ONE_POD if doc["kind"] == "Deployment")
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert monitor["spec"]["selector"] == {"matchLabels": labels}
-    ports = {port["name"] for one in containers(POD) for port in one.get("ports", [])}
-    scraped = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
-    assert set(scraped) == ports == {"http", "metrics"}
-    (port,) = named(POD, "train")["ports"]
-    assert port["containerPort"] == tide_of(CONFIG).train.metrics_port
-    (policy,) = (doc["spec"] for doc in ONE_POD if doc["kind"] == "NetworkPolicy")
-    allowed = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert set(scraped) <= allowed
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 
@@ -56,20 +55,13 @@ def test_what_is_put_comes_back_to_the_bit(tmp_path):
         assert torch.equal(head.tensors[name], value)
 
 
-def test_newest_is_the_last_one_put_whatever_its_version(tmp_path):
-    store(tmp_path).put(tensors(0), 9)
-    store(tmp_path).put(tensors(1), 1)  # a restarted server counts anew
-    assert store(tmp_path).newest().version == 1
-    assert [h.version for h in store(tmp_path).drafts()] == [1, 9]
-
-
 def test_keeps_the_last_three_of_each_fingerprint(tmp_path):
     ours, other = store(tmp_path), store(tmp_path, fingerprint="f" * 64)
     ours.put(tensors(), 1)
-    for version in range(1, 6):
+    for version in (7, 8, 9, 1, 2):  # a restarted server counts anew
         other.put(tensors(version), version)
     assert ours.newest().version == 1
-    assert [h.version for h in other.drafts()] == [5, 4, 3]
+    assert [h.version for h in other.drafts()] == [2, 1, 9]
     assert len(list(ours.directory.iterdir())) == 8
 
 
@@ -105,19 +97,6 @@ def test_a_foreign_manifest_is_refused(tmp_path, text):
     path.with_suffix(".json").write_text(text, encoding="latin-1")
     with pytest.raises(DraftRefused):
         read_draft(path)
-
-
-def test_every_field_of_the_manifest_is_covered_by_its_digest(tmp_path):
-    path = store(tmp_path).put(tensors(), 1, held_out={"a": 1.5})
-    manifest = path.with_suffix(".json")
-    before = json.loads(manifest.read_text())
-    for name in set(before) - {"format"}:
-        changed = {**before, name: {} if isinstance(before[name], dict) else 5}
-        if changed == before:
-            changed[name] = {"b": 2}
-        manifest.write_text(json.dumps(changed))
-        with pytest.raises(DraftRefused, match="damaged"):
-            read_draft(path)
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -49,23 +50,13 @@ def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
     )
 
 
-@dataclass
-class Scenario:
-    """Records of one request, and the first captured position."""
-
-    key: int
-    size: int
-    prompt: int
-    first: int
-    records: list = field(default_factory=list)
-
-
 @st.composite
-def requests(draw, key: int) -> Scenario:
+def requests(draw, key: int) -> SimpleNamespace:
+    """Records of one request, and the first captured position."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     prompt = rng.randint(1, 20)
     first = rng.choice([0, rng.randint(0, prompt - 1)])  # prefix-cache hit
-    s = Scenario(key, 0, prompt, first)
+    s = SimpleNamespace(key=key, prompt=prompt, first=first, records=[])
 
     def prefill(until: int, start: int) -> int:
         while start < until:
@@ -122,22 +113,17 @@ def _verify(start, count, key=1, **more):
     return record(key, start, tokens, phase=VERIFY, prompt=2, **more)
 
 
-def test_hole_starts_a_new_document_and_is_counted():
+def test_hole_starts_a_new_document_and_an_end_without_rows_closes_it():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
-    out = assembler.add(_verify(9, 3, finished=True), 0.0)
-    assert [(s.start, s.num_tokens) for s in out] == [(2, 4), (9, 3)]
-    assert assembler.num_holes == 3
-
-
-def test_finished_record_without_rows_closes_the_request():
-    assembler = Assembler(WIDTH, "float32")
-    assembler.add(_verify(2, 4), 0.0)
+    assembler.add(_verify(9, 3), 0.0)
     end = Record(
-        1, VERIFY, 6, 2, 0, -1, 0, np.zeros(0, np.int32),
+        1, VERIFY, 12, 2, 0, -1, 0, np.zeros(0, np.int32),
         np.zeros((0, WIDTH), np.float32), 0, finished=True,
     )  # fmt: skip
-    assert [s.num_tokens for s in assembler.add(end, 0.0)] == [4]
+    out = assembler.add(end, 0.0)
+    assert [(s.start, s.num_tokens) for s in out] == [(2, 4), (9, 3)]
+    assert assembler.num_holes == 3
     assert assembler.add(end, 0.0) == []
 
 

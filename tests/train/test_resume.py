@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from tests.train.toys import VOCAB, ToyTarget, weights_of
+from tests.train.toys import ToyTarget, documents_of, weights_of
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
@@ -20,7 +20,6 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.judgement import Evidence
 from vllm_tide.train.packing import take_batch
-from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import BETAS
 from vllm_tide.train.trainer import Trainer
 
@@ -42,7 +41,7 @@ class Run:
         self.draft = TOY.draft(seed)
         self.stepper = OneRank(self.draft, TOY.rows, KNOBS)
         self.done = 0
-        self.batches, queue = [], deque(documents(count))
+        self.batches, queue = [], deque(documents_of(random.Random(1), count))
         while queue:
             self.batches.append(take_batch(queue, KNOBS.batch_tokens))
 
@@ -59,16 +58,6 @@ class Run:
     def save(self, folder: Path) -> Path:
         state = TrainState(steps=self.done, extra={"schedule": "collecting"})
         return self.stepper.save(folder, state)
-
-
-def documents(count: int) -> list[Sample]:
-    rng = random.Random(1)
-    return [
-        TOY.document(
-            rng.randrange(VOCAB), rng.randrange(10, 40), 3, rng.getrandbits(64)
-        )
-        for _ in range(count)
-    ]
 
 
 def weights(run: Run) -> torch.Tensor:
@@ -98,7 +87,7 @@ def test_each_weight_moves_as_torch_moves_it():
         trained.values(), betas=BETAS, weight_decay=0.0, fused=True
     )
     for scale in (1.0, 0.5, 0.25):
-        assert ours.run(documents(4), scale) is not None
+        assert ours.run(documents_of(random.Random(1), 4), scale) is not None
         for name, value in trained.items():
             value.grad = named[name].grad.clone()
         adamw.param_groups[0]["lr"] = KNOBS.learning_rate * scale
@@ -123,7 +112,7 @@ def test_moments_of_which_some_are_missing_are_left_out(tmp_path):
 def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     """From a checkpoint in the middle of a cycle too: a step done stays done."""
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
-    trainer.add_samples(documents(60))
+    trainer.add_samples(documents_of(random.Random(1), 60))
     trainer.train_cycle()
     trainer.rate = 0.5
     trainer.evidence.add([0.25, 0.5])
@@ -142,7 +131,7 @@ def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     assert (again.steps, again.cycles, again.rate) == (steps + 1, 1, 0.5)
     assert (again.train_tokens, again.evidence) == taken[0]
     assert again.evidence != Evidence()
-    again.add_samples(documents(60))
+    again.add_samples(documents_of(random.Random(1), 60))
     again.evidence = Evidence(running=30.0)  # enough before: no cycle without steps
     assert again.train_cycle().steps == KNOBS.steps_per_cycle
     assert (again.steps, again.cycles) == (steps + 1 + KNOBS.steps_per_cycle, 2)
@@ -150,7 +139,7 @@ def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
 
 def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
-    trainer.add_samples(documents(12))
+    trainer.add_samples(documents_of(random.Random(1), 12))
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
     held = [*trainer.buffer.train, *trainer.buffer.holdout]
