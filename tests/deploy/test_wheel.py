@@ -22,16 +22,6 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_wheel_that_is_not_there_is_named_before_anything_is_made(
-    tmp_path: Path,
-) -> None:
-    missing = tmp_path / "no" / "vllm_tide.whl"
-    done = run(INSTALL, "--venv", tmp_path / "venv", "--wheel", missing)
-    assert done.returncode == 1
-    assert f"--wheel {missing}: no such file" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("changed", ["", "vllm_tide/config.py", "patches/series"])
 def test_a_wheel_of_other_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str

@@ -58,7 +58,6 @@ def run(
     batch: PackedBatch,
     plan: list[StepRows],
     dtype: torch.dtype = torch.float32,
-    attention: str = "auto",
 ) -> list[Tensor]:
     """Logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
@@ -70,7 +69,6 @@ def run(
         plan,
         dtype,
         w,
-        attention=attention,
     )
     return [draft.logits(x, w) for x in outputs]
 

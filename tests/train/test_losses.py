@@ -184,9 +184,6 @@ def test_discard_alone_trains_on_branch_rows_only():
     assert step.run(pack(_documents()[3:])) is None
 
 
-LOSS = {"forward_kl": 1.0, "next_token": 0.5, "discard": 0.3}
-
-
 def test_infinite_gradient_changes_nothing():
     documents = _documents()
     features = documents[0].features.clone()

@@ -265,9 +265,6 @@ def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
     assert left[1] <= 3 and min(left[0], left[2]) > 15
 
 
-# ----------------------------------------------------------------------------- age
-
-
 # --------------------------------------------------------------------------- purge
 
 

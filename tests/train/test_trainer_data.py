@@ -85,23 +85,16 @@ def test_a_candidate_that_is_no_number_shows_in_the_loss():
     assert np.isnan(trainer.last_loss)
 
 
-def passes_of(trainer: Trainer) -> Counter[int]:
-    """Counts steps on each request from now on."""
-    seen: Counter[int] = Counter()
-    run = trainer.stepper.run
+@pytest.mark.parametrize("changes", [{}, {"tenant_share": 0.5}, {"max_passes": 3}])
+def test_no_document_is_trained_on_more_often_than_max_passes(changes):
+    trainer = toy_trainer(0, steps_per_cycle=20, **changes)
+    seen, rng, run = Counter(), random.Random(3), trainer.stepper.run
 
     def counted(samples, *how):
         seen.update(sample.key for sample in samples)
         return run(samples, *how)
 
     trainer.stepper.run = counted
-    return seen
-
-
-@pytest.mark.parametrize("changes", [{}, {"tenant_share": 0.5}, {"max_passes": 3}])
-def test_no_document_is_trained_on_more_often_than_max_passes(changes):
-    trainer = toy_trainer(0, steps_per_cycle=20, **changes)
-    seen, rng = passes_of(trainer), random.Random(3)
     most = trainer.config.max_passes
     for _ in range(4):
         for n in range(9):
