@@ -116,7 +116,6 @@ def is_base(sidecar, publication) -> bool:
     )
 
 
-@pytest.mark.slow
 def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     monkeypatch.setattr(fast_draft, "RANK", 2)
     sidecar = served(engine)

@@ -56,9 +56,10 @@ def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
                 break
 
 
-def events(engine: Engine, name: str) -> list[dict]:
+def events(engine: Engine, *names: str) -> list[dict]:
+    """Its events of these names, or all."""
     lines = (engine.run_dir / "events-test.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] == name]
+    return [e for e in map(json.loads, lines) if not names or e["event"] in names]
 
 
 def offer(sidecar) -> None:

@@ -156,7 +156,6 @@ def until_stepped(sidecar) -> None:
     raise AssertionError("no step was made")
 
 
-@pytest.mark.slow
 def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypatch):
     clone = Eagle3Draft.clone
     monkeypatch.setattr(Eagle3Draft, "clone", lambda d, *a: clone(d, *a).double())
