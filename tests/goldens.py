@@ -215,17 +215,24 @@ def gate(_: float) -> Any:
             made.requests[key] = [100.0] + [100 * (3 + more)] * len(FORMS)
         return made
 
+    # Pair of the base commit begins with the samples.
+    first: list[Any] = [[]] if "samples" in Pair.__dataclass_fields__ else []
+
+    def pair_of(gains: dict[int, float]) -> Pair:
+        live = dict.fromkeys(gains, 0.0)
+        return Pair(*first, evaluation(gains), evaluation(live))
+
     found: list[Any] = []
     for seed in range(40):
         rng, evidence = random.Random(seed), Evidence()
         gain, published = (-0.1, 0.0, 0.05, 0.1, 0.3)[seed % 5], None
-        nothing = Pair([], evaluation({}), evaluation({}))
+        nothing = pair_of({})
         for cycle in range(30):
             gains = {
                 1000 * cycle + i: gain + rng.gauss(0, 0.15)
                 for i in range(rng.randint(3, 8))
             }
-            pair = Pair([], evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
+            pair = pair_of(gains)
             evidence.add(list(pair.gains("served").values()))
             if judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence).publish:
                 published = evidence.requests

@@ -25,7 +25,7 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -364,15 +364,6 @@ SMALL = (3, 8)
 """Requests of a cycle, from and to."""
 
 
-def _normal(spread: float, random_: random.Random) -> Iterator[float]:
-    while True:
-        yield random_.gauss(0, spread)
-
-
-NOISE = {"normal": _normal}
-"""Deviations of one cycle's gains from their truth (tokens), by shape."""
-
-
 def pair_of(gains: dict[int, float]) -> Pair:
     """Evaluations in which the candidate accepts so many tokens more a row."""
 
@@ -384,7 +375,7 @@ def pair_of(gains: dict[int, float]) -> Pair:
             found.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)
         return found
 
-    return Pair([], evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
+    return Pair(evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
 
 
 def run(
@@ -393,16 +384,14 @@ def run(
     random_: random.Random,
     *,
     spread: float = 0.15,
-    shape: str = "normal",
     requests: tuple[int, int] = SMALL,
 ) -> int | None:
     """Requests scored until the first publication; None if there was none."""
     evidence, nothing = Evidence(), pair_of({})
     for cycle in range(cycles):
-        source = NOISE[shape](spread, random_)
         count = random_.randint(*requests)
         gains = {
-            1000 * cycle + i: max(-DEPTH, min(DEPTH, gain + next(source)))
+            1000 * cycle + i: max(-DEPTH, min(DEPTH, gain + random_.gauss(0, spread)))
             for i in range(count)
         }
         pair = pair_of(gains)
@@ -427,7 +416,6 @@ def gate_row(
         "requests_p50": median(published) if published else None,
         "published_within_60": sum(n <= 60 for n in published),
         "spread": how.get("spread", 0.15),
-        "shape": how.get("shape", "normal"),
         "requests_per_cycle": list(how.get("requests", SMALL)),
     }
 

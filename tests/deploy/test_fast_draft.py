@@ -26,8 +26,7 @@ PROMPT, DEPTH = 4, 3
 def rows_of(tokens):
     """Features and teachers of tokens, whatever came before them."""
     x = torch.tensor(tokens)
-    features = torch.cat([TOY.embed[x] @ m for m in TOY.mix], dim=-1)
-    return features, TOY.head[TOY.next_token(x)]
+    return TOY.features(x), TOY.head[TOY.next_token(x)]
 
 
 def record(key, start, tokens, accepted, phase=VERIFY, **more) -> Record:
@@ -170,8 +169,6 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
         verify = stream.verify()
         assert write_record(engine.ring, verify)
         until_stepped(sidecar)
-        if len(before) > 256:  # what it attends to is bounded
-            break
         reference.update(before, verify.token_ids[:-1].tolist())
         installed = engine.weights.latest_version()
         engine.weights.report(installed, 0, "", 1.0)
@@ -225,7 +222,6 @@ def test_canvas_holds_what_was_drafted_last():
     before = list(stream.tokens)
     last = stream.verify(0)
     assembler.add(last, 0.0)
-    counted = assembler.open_rows, dict(assembler.skipped), assembler.num_holes
     canvas = assembler.canvas(7, 2)
     assert canvas.loss_from == len(before)
     assert canvas.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
@@ -243,7 +239,6 @@ def test_canvas_holds_what_was_drafted_last():
     assembler.add(short, 0.0)
     assert assembler.canvas(7, 2).loss_from == start
     assert int(assembler.canvas(7, 2).valid.sum()) == 1
-    assert counted[1:] == (dict(assembler.skipped), assembler.num_holes)
 
 
 def test_windows_of_an_open_request_teach_every_row_once():
@@ -255,21 +250,12 @@ def test_windows_of_an_open_request_teach_every_row_once():
         if i == 30:  # a preemption: all is computed again, and nothing of it is new
             again = record(9, 0, stream.tokens[:-1], len(stream.tokens) - 2, PREFILL)
             assembler.add(again, 0.0)
-        end = assembler.long_requests(0)[9]
-        if i % 7 == 6 or i == 30:
-            counted = assembler.open_rows, dict(assembler.skipped), assembler.num_holes
-            found = assembler.window(9, upto, 8)
-            assert counted == (
-                assembler.open_rows, dict(assembler.skipped), assembler.num_holes
-            )  # fmt: skip
-            for sample in found:
+        if i % 7 == 6 or i in (30, 59):
+            for sample in assembler.window(9, upto, 8):
                 windows.append(sample)
                 taught += (sample.start + sample.valid.nonzero()[:, 0]).tolist()
                 assert sample.start >= upto - 8
-            upto = end
-    assembler.add(stream.verify(finished=False), 0.0)
-    windows += assembler.window(9, upto, 8)
-    taught += (windows[-1].start + windows[-1].valid.nonzero()[:, 0]).tolist()
+            upto = assembler.long_requests(0)[9]
     (document,) = assembler.flush()
     assert taught == list(range(PROMPT, document.num_tokens))
     for sample in windows:
@@ -285,14 +271,10 @@ def test_gain_is_a_ratio_with_its_error():
     assert math.isnan(gain.mean)
     for rows, total in pairs:
         gain.add(rows, total)
-    weights = [0.5 ** (sum(n for n, _ in pairs[i + 1 :]) / 512) for i in range(4)]
-    rows = sum(w * n for w, (n, _) in zip(weights, pairs, strict=True))
-    total = sum(w * d for w, (_, d) in zip(weights, pairs, strict=True))
-    assert gain.mean == pytest.approx(total / rows)
-    squares = sum(
-        (w * (d - gain.mean * n)) ** 2 for w, (n, d) in zip(weights, pairs, strict=True)
-    )
+    n, total = np.array(pairs).T
+    later = n.sum() - n.cumsum()
+    weights = 0.5 ** (later / 512)
+    rows = weights @ n
+    assert gain.mean == pytest.approx(weights @ total / rows)
+    squares = ((weights * (total - gain.mean * n)) ** 2).sum()
     assert gain.error == pytest.approx(math.sqrt(squares * 4 / 3) / rows)
-    for _ in range(50):
-        gain.add(64, -3.2)
-    assert gain.mean == pytest.approx(-0.05, abs=0.01)

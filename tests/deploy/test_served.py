@@ -1,15 +1,14 @@
-"""Requests put together from verification records."""
+"""Requests put together from verification records, and their groups."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from vllm_tide.config import DeployConfig
-from vllm_tide.deploy.canary import Canary
-from vllm_tide.deploy.groups import Groups
+from vllm_tide.deploy.groups import FOUNDING_TOKENS, MIN_TOKENS, Groups
 from vllm_tide.deploy.served import ServedRequests, bucket_of
 
 PREFILL, VERIFY = 0, 1
@@ -57,6 +56,7 @@ def test_tokens_and_cost_of_every_decode_step_are_counted():
         record(13, 4, 0, cost=1.5),
         record(14, 4, 3, cost=1.25),
         record(18, 1, 0),  # no draft
+        record(19, 1, cost=0.0),  # of a server whose control failed
         end_record(),
     )
     assert request.cells == {(0, 3, 0): [3 + 1 + 4 + 1, 1.5 + 1.5 + 1.25 + 1.0]}
@@ -100,87 +100,12 @@ def test_steps_of_memory_and_fast_draft_say_nothing_of_the_deployed_one(memory):
         assert getattr(among, name) == getattr(without, name), name
 
 
-def played(random, version, level, number, marked):
-    """Records of a request half of whose steps the memory drafts for, all right."""
-    at = 10
-    yield record(0, 10, key=number, version=version)
-    for _ in range(24):
-        for memory in (False, True):
-            if memory and marked is None:
-                continue
-            hits = [memory or random.random() < level for _ in range(3)]
-            accepted = 3 if all(hits) else hits.index(False)
-            step = record(at, 4, accepted, key=number, version=version, cost=1.2)
-            step.memory = bool(memory and marked)
-            yield step
-            at += accepted + 1
-    yield end_record(number)
-
-
-def test_a_worse_base_is_taken_back_though_a_fast_draft_was_served_before_it():
-    """Requests that a fast draft served whole do not push others out of the window."""
-    random, served = np.random.default_rng(0), ServedRequests()
-    canary, number = Canary(DeployConfig()), 0
-    for version, level, count, fast in (
-        (1, 0.7, 60, False),
-        (1, 0.9, 300, True),
-        (2, 0.3, 8, False),
-    ):
-        if version == 2:
-            canary.begin("", 2)
-        for _ in range(count):
-            number += 1
-            for step in played(random, version, level, number, None):
-                for request in served.add(step, "", 0.0, fast=fast):
-                    canary.observe(request)
-    canary.look()
-    assert canary.poll().decision == "rollback"
-
-
-def verdict_on(level, marked):
-    """What the canary says of a draft of that level after one of 0.6."""
-    random, served = np.random.default_rng(0), ServedRequests()
-    canary, number = Canary(DeployConfig()), 0
-    for version, each in ((1, 0.6), (2, level)):
-        if version == 2:
-            canary.begin("", 2)
-        for _ in range(96):
-            number += 1
-            if version == 2:
-                canary.look()
-                if (verdict := canary.poll()) is not None:
-                    return verdict
-            # Draws of the draft are the same with and without the memory.
-            random = np.random.default_rng(number)
-            for step in played(random, version, each, number, marked):
-                for request in served.add(step, "", 0.0):
-                    canary.observe(request)
-    raise AssertionError("undecided")
-
-
-@pytest.mark.parametrize("level", [0.05, 0.45])
-def test_a_bad_draft_is_taken_back_as_soon_with_the_memory_as_without(level):
-    without, marked = verdict_on(level, None), verdict_on(level, marked=True)
-    assert (marked.decision, marked.requests) == ("rollback", without.requests)
-    hidden = verdict_on(level, marked=False)  # if nothing said which drafts are whose
-    assert hidden.comparison.change > 0.6 * marked.comparison.change, "half of it"
-
-
-def test_first_token_acceptance_does_not_move_with_the_lengths_that_control_chooses():
-    rng = np.random.default_rng(0)
-    found = []
-    for share in (1.0, 0.1):  # of the unlikely tokens that are verified
-        records, at = [record(0, 10)], 10
-        for _ in range(6000):
-            likely = rng.random() < 0.5
-            verified = likely or rng.random() < share
-            chance = 1.0 if likely else share
-            accepted = int(verified and rng.random() < (0.8 if likely else 0.3))
-            records.append(record(at, 1 + verified, accepted, chance=chance))
-            at += accepted + 1
-        (request,) = serve(*records, end_record())
-        found.append(request.hits / request.tries)
-    assert found == pytest.approx([0.55, 0.55], abs=0.04)
+def test_a_request_that_a_fast_draft_served_whole_says_nothing():
+    served = ServedRequests()
+    for item in (record(0, 10), record(10, 4, 2), record(13, 2, 1)):
+        served.add(item, "e", 0.0, fast=item.start >= 10)
+    (request,) = served.add(end_record(), "e", 0.0)
+    assert request.cells == {} and request.tries == 0
 
 
 def test_steps_are_counted_by_position_concurrency_and_cached_share():
@@ -202,13 +127,6 @@ def test_steps_are_counted_by_position_concurrency_and_cached_share():
     assert [bucket_of(n) for n in (0, 15, 16, 63, 64, 1023, 1024)] == [
         0, 0, 1, 1, 2, 3, 4,
     ]  # fmt: skip
-
-
-def test_steps_of_a_server_whose_control_failed_are_left_out():
-    (request,) = serve(
-        record(0, 10), record(10, 4, 2, cost=1.5), record(13, 1, cost=0.0), end_record()
-    )
-    assert request.cells == {(0, 3, 0): [3, 1.5]}
 
 
 def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
@@ -236,38 +154,6 @@ def test_open_requests_are_listed_in_the_order_in_which_they_began():
     assert [r.key for r in served.open_requests()] == [7]
 
 
-def test_an_open_request_unlike_every_group_is_not_listed():
-    rng = np.random.default_rng(0)
-    served = ServedRequests(Groups())
-
-    def begin(key, low):
-        made = record(0, 200, prompt=200, key=key)
-        made.token_ids = rng.integers(low, low + 50, 200).astype(np.int32)
-        served.add(made, "e", 0.0)
-        served.add(record(200, 4, 2, prompt=200, key=key, first=low), "e", 0.0)
-
-    for key in range(40):
-        begin(key, 0)
-        served.add(end_record(key), "e", 0.0)
-    begin(100, 0)
-    begin(101, 9000)
-    (found,) = served.open_requests()
-    assert (found.key, found.group) == (100, 0)
-    # Its end founds a group.
-    assert served.add(end_record(101), "e", 0.0)[0].group == 1
-
-
-def test_version_is_that_of_the_first_record_and_changes_are_kept():
-    (request,) = serve(
-        record(0, 10, version=4),
-        record(10, 4, 1, version=4),
-        record(12, 4, 1, version=5),
-        end_record(),
-    )
-    assert request.versions == (4, 5)
-    assert request.first_version == 4
-
-
 @pytest.mark.parametrize(
     "first",
     [
@@ -282,15 +168,10 @@ def test_a_request_whose_beginning_was_missed_is_not_whole(first):
 
 
 @pytest.mark.parametrize("first", [record(8, 2), record(9, 1, 0)])
-def test_prefix_cached_prompt_is_whole(first):
-    (request,) = serve(first, record(10, 4, 1), end_record())
+def test_a_prefix_cached_prompt_is_whole_and_a_last_record_with_rows_counts(first):
+    (request,) = serve(first, record(10, 4, 3, finished=True))
     assert request.whole
-    assert request.cells == {(0, 3, 2): [2, 1]}
-
-
-def test_a_last_record_with_rows_counts():
-    (request,) = serve(record(0, 10), record(10, 4, 3, finished=True))
-    assert request.cells == {(0, 3, 0): [4, 1]}
+    assert request.cells == {(0, 3, 2): [4, 1]}
 
 
 def test_requests_of_two_engines_with_one_key_are_two():
@@ -303,8 +184,9 @@ def test_requests_of_two_engines_with_one_key_are_two():
     assert (a.hits, b.hits) == (1, 0)
 
 
-def test_the_end_record_of_an_unknown_request_says_nothing():
+def test_an_unknown_request_s_end_and_a_negative_position_say_nothing():
     assert serve(end_record()) == []
+    assert serve(record(-3, 10), end_record()) == []
 
 
 def test_idle_requests_and_those_above_the_limit_are_handed_out():
@@ -318,7 +200,7 @@ def test_idle_requests_and_those_above_the_limit_are_handed_out():
     assert served.flush_idle(1e9) == []
 
 
-def test_group_is_found_from_committed_tokens_only():
+def test_a_group_is_found_from_committed_tokens_nearest_to_the_generation():
     class Spy(Groups):
         def assign(self, token_ids):
             self.got = list(token_ids)
@@ -334,15 +216,6 @@ def test_group_is_found_from_committed_tokens_only():
         groups=spy,
     )
     assert spy.got == [*range(12), 50, 51]
-
-
-def test_tokens_kept_are_bounded_and_nearest_to_the_generation():
-    class Spy(Groups):
-        def assign(self, token_ids):
-            self.got = list(token_ids)
-            return super().assign(token_ids)
-
-    spy = Spy()
     serve(
         record(0, 3000, prompt=5000),
         record(3000, 2000, prompt=5000, first=3000),
@@ -378,5 +251,79 @@ def test_a_record_of_the_ring_is_understood():
     assert (tokens, cost) == (made.num_accepted + 1, made.cost)
 
 
-def test_a_record_at_a_negative_position_is_left_out():
-    assert serve(record(-3, 10), end_record()) == []
+VOCAB = 4096
+
+
+class Domain:
+    """Zipf over a vocabulary; a share of the tokens is common to all domains."""
+
+    def __init__(self, seed: int, common: float = 0.35) -> None:
+        rng = np.random.default_rng(seed)
+        zipf = 1.0 / np.arange(1, VOCAB + 1) ** 1.1
+        own = np.zeros(VOCAB)
+        own[rng.permutation(VOCAB)] = zipf / zipf.sum()
+        shared = np.zeros(VOCAB)
+        shared[np.random.default_rng(99).permutation(VOCAB)] = zipf / zipf.sum()
+        self.chances = (1 - common) * own + common * shared
+
+    def request(self, rng, size=None):
+        """Tokens of one request, with a topic of its own."""
+        size = int(rng.integers(80, 250)) if size is None else size
+        topic = rng.integers(0, VOCAB, 12)
+        tokens = rng.choice(VOCAB, size, p=self.chances)
+        mine = rng.random(size) < 0.15
+        tokens[mine] = rng.choice(topic, int(mine.sum()))
+        return tokens.astype(np.int32)
+
+
+def assign(groups, domains, order, rng):
+    return [groups.assign(domains[d].request(rng)) for d in order]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_domains_are_told_apart_and_one_stays_one(seed):
+    rng = np.random.default_rng(seed)
+    order = rng.integers(0, 4, 400).tolist()
+    ids = assign(Groups(), [Domain(10 * seed + d) for d in range(4)], order, rng)
+    pairs = Counter(zip(ids[150:], order[150:], strict=True))
+    of_most = {group: max(n for (g, _), n in pairs.items() if g == group)
+               for group in set(ids[150:])}  # fmt: skip
+    assert sum(of_most.values()) > 0.95 * 250
+    groups = Groups()
+    alone = Counter(assign(groups, [Domain(seed)], [0] * 200, rng))
+    assert alone.most_common(1)[0][1] >= 0.7 * 200 and groups.num_founded <= 2
+
+
+def test_a_new_domain_founds_a_group_at_once():
+    rng = np.random.default_rng(1)
+    groups = Groups()
+    assign(groups, [Domain(0)], [0] * 100, rng)
+    before = groups.num_founded
+    first = groups.assign(Domain(1).request(rng))
+    assert groups.num_founded == before + 1
+    again = [groups.assign(Domain(1).request(rng)) for _ in range(20)]
+    assert again.count(first) >= 18
+
+
+def test_short_requests_join_but_found_nothing():
+    rng = np.random.default_rng(0)
+    groups, domain = Groups(), Domain(0)
+    assert groups.assign(domain.request(rng, MIN_TOKENS - 1)) == -1
+    assert groups.assign(domain.request(rng, 200)) == 0
+    for _ in range(50):
+        groups.assign(domain.request(rng, 200))
+    short = Domain(1).request(rng, FOUNDING_TOKENS - 1)
+    assert groups.assign(short) == 0
+    assert groups.ids == (0,)
+
+
+def test_number_of_groups_is_bounded_and_idle_ones_give_way():
+    rng = np.random.default_rng(0)
+    groups = Groups(max_groups=2)
+    domains = [Domain(d) for d in range(3)]
+    assert assign(groups, domains, [0] * 60 + [1], rng) == [0] * 60 + [1]
+    assert groups.assign(domains[2].request(rng)) in (0, 1)  # both were seen just now
+    assign(groups, domains, [0] * 60, rng)
+    new = groups.assign(domains[2].request(rng))
+    assert new == 2  # id 1 is not used again
+    assert groups.ids == (0, 2)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 
 import pytest
 import torch
 
-from vllm_tide.deploy import store as store_module
 from vllm_tide.deploy.store import (
     DraftRefused,
     DraftStore,
@@ -57,27 +55,14 @@ def test_what_is_put_comes_back_to_the_bit(tmp_path):
         assert torch.equal(head.tensors[name], value)
 
 
-def test_newest_is_the_last_one_put_whatever_its_version(tmp_path):
-    store(tmp_path).put(tensors(0), 9)
-    store(tmp_path).put(tensors(1), 1)  # a restarted server counts anew
-    assert store(tmp_path).newest().version == 1
-    assert [h.version for h in store(tmp_path).drafts()] == [1, 9]
-
-
-def test_keeps_the_last_three(tmp_path):
-    ours = store(tmp_path)
-    for version in range(1, 6):
-        ours.put(tensors(version), version)
-    assert [h.version for h in ours.drafts()] == [5, 4, 3]
-    assert len(list(ours.directory.iterdir())) == 6
-
-
-def test_two_fingerprints_share_a_directory(tmp_path):
+def test_keeps_the_last_three_of_each_fingerprint(tmp_path):
     ours, other = store(tmp_path), store(tmp_path, fingerprint="f" * 64)
     ours.put(tensors(), 1)
-    for version in range(4):
-        other.put(tensors(), version)
+    for version in (7, 8, 9, 1, 2):  # a restarted server counts anew
+        other.put(tensors(version), version)
     assert ours.newest().version == 1
+    assert [h.version for h in other.drafts()] == [2, 1, 9]
+    assert len(list(ours.directory.iterdir())) == 8
 
 
 def test_files_are_private(tmp_path):
@@ -106,27 +91,12 @@ def test_damaged_is_passed_over_with_the_reason(tmp_path, suffix, how):
         assert path.stem in reason
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"format": 1}', "[" * 100_000, "\xff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "[" * 100_000, "\xff"])
 def test_a_foreign_manifest_is_refused(tmp_path, text):
     path = store(tmp_path).put(tensors(), 1)
     path.with_suffix(".json").write_text(text, encoding="latin-1")
     with pytest.raises(DraftRefused):
         read_draft(path)
-
-
-def test_every_field_of_the_manifest_is_covered_by_its_digest(tmp_path):
-    path = store(tmp_path).put(tensors(), 1, held_out={"a": 1.5})
-    manifest = path.with_suffix(".json")
-    before = json.loads(manifest.read_text())
-    for name in set(before) - {"format"}:
-        changed = {**before, name: {} if isinstance(before[name], dict) else 5}
-        if changed == before:
-            changed[name] = {"b": 2}
-        manifest.write_text(json.dumps(changed))
-        with pytest.raises(DraftRefused, match="damaged"):
-            read_draft(path)
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):
@@ -137,24 +107,14 @@ def test_a_head_of_another_target_is_refused(tmp_path):
     assert read_draft(path.with_suffix(".json")).version == 1
 
 
-def test_another_format_is_refused(tmp_path, monkeypatch):
-    path = store(tmp_path).put(tensors(), 1)
-    monkeypatch.setattr(store_module, "FORMAT", 2)
-    with pytest.raises(DraftRefused, match="format 1, not 2"):
-        read_draft(path)
-
-
-def test_writable_by_others_is_refused(tmp_path):
+def test_a_file_that_others_may_write_and_a_link_are_refused(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)
     path.chmod(0o620)
     assert ours.newest() is None
     assert "another user" in ours.refused[0]
-
-
-def test_links_are_not_followed(tmp_path):
-    ours = store(tmp_path)
-    path = ours.put(tensors(), 1)
+    path.chmod(0o600)
+    assert ours.newest() is not None
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert ours.newest() is None

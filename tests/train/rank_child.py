@@ -42,7 +42,7 @@ from vllm_tide.train.distributed import (
     follow,
 )
 from vllm_tide.train.ranks import RankLost, Ranks, leave
-from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.train.sample import Sample
 from vllm_tide.transport.weights import WeightsWriter
 
 step.COMPUTE_DTYPE = torch.float32
@@ -80,12 +80,7 @@ def documents(index: int) -> list[Sample]:
         size = number(8, 60)
         sample = TOY.document(number(0, VOCAB), size, number(1, 5), 100 * index + i)
         tokens = torch.randint(0, VOCAB, (3,), generator=random)
-        branch = Branch(
-            position=size - 3,
-            tokens=tokens.int(),
-            features=torch.cat([TOY.embed[tokens] @ m for m in TOY.mix], dim=-1),
-            teacher_hidden=TOY.head[TOY.next_token(tokens)],
-        )
+        branch = TOY.branch(size - 3, tokens)
         out.append(replace(sample, branches=(branch,) if i % 2 else ()))
     if index == BAD:
         out[0].features[2] = float("nan")

@@ -1,4 +1,4 @@
-"""Config-built tiny targets of several families: load, capture, train from day 0."""
+"""Tiny targets of families other than Llama: load, capture, train from day 0."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 FAMILIES = {
-    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},

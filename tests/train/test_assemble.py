@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,23 +50,13 @@ def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
     )
 
 
-@dataclass
-class Scenario:
-    """Records of one request, and the first captured position."""
-
-    key: int
-    size: int
-    prompt: int
-    first: int
-    records: list = field(default_factory=list)
-
-
 @st.composite
-def requests(draw, key: int) -> Scenario:
+def requests(draw, key: int) -> SimpleNamespace:
+    """Records of one request, and the first captured position."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     prompt = rng.randint(1, 20)
     first = rng.choice([0, rng.randint(0, prompt - 1)])  # prefix-cache hit
-    s = Scenario(key, 0, prompt, first)
+    s = SimpleNamespace(key=key, prompt=prompt, first=first, records=[])
 
     def prefill(until: int, start: int) -> int:
         while start < until:
@@ -123,22 +113,17 @@ def _verify(start, count, key=1, **more):
     return record(key, start, tokens, phase=VERIFY, prompt=2, **more)
 
 
-def test_hole_starts_a_new_document_and_is_counted():
+def test_hole_starts_a_new_document_and_an_end_without_rows_closes_it():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
-    out = assembler.add(_verify(9, 3, finished=True), 0.0)
-    assert [(s.start, s.num_tokens) for s in out] == [(2, 4), (9, 3)]
-    assert assembler.num_holes == 3
-
-
-def test_finished_record_without_rows_closes_the_request():
-    assembler = Assembler(WIDTH, "float32")
-    assembler.add(_verify(2, 4), 0.0)
+    assembler.add(_verify(9, 3), 0.0)
     end = Record(
-        1, VERIFY, 6, 2, 0, -1, 0, np.zeros(0, np.int32),
+        1, VERIFY, 12, 2, 0, -1, 0, np.zeros(0, np.int32),
         np.zeros((0, WIDTH), np.float32), 0, finished=True,
     )  # fmt: skip
-    assert [s.num_tokens for s in assembler.add(end, 0.0)] == [4]
+    out = assembler.add(end, 0.0)
+    assert [(s.start, s.num_tokens) for s in out] == [(2, 4), (9, 3)]
+    assert assembler.num_holes == 3
     assert assembler.add(end, 0.0) == []
 
 
@@ -171,6 +156,13 @@ def test_long_request_is_cut_and_goes_on_with_context():
 
 
 def test_rejected_rows_become_a_branch_when_asked_for():
+    """At most so many of a request, and none of what the memory drafted."""
+    assembler = Assembler(WIDTH, "float32", max_branches=2)
+    for start, memory in ((2, False), (4, True)):
+        assembler.add(replace(_verify(start, 5, accepted=1), memory=memory), 0.0)
+    (one,) = assembler.flush()
+    assert [branch.position for branch in one.branches] == [3]
+    assert one.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
     assembler = Assembler(WIDTH, "float32", max_branches=1)
     for start in (2, 4):
         assembler.add(_verify(start, 5, accepted=1), 0.0)
@@ -180,21 +172,6 @@ def test_rejected_rows_become_a_branch_when_asked_for():
     assert branch.tokens.tolist() == [token(1, p) for p in (4, 5, 6)]
     assert branch.features[:, 0].tolist() == [1004.0, 1005.0, 1006.0]
     assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
-
-
-def test_rejected_rows_of_the_memory_are_no_branch_and_its_accepted_ones_are_taught():
-    assembler = Assembler(WIDTH, "float32", max_branches=4)
-    for start, memory in ((2, False), (4, True)):
-        assembler.add(replace(_verify(start, 5, accepted=1), memory=memory), 0.0)
-    (sample,) = assembler.flush()
-    assert [branch.position for branch in sample.branches] == [3]
-    assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
-
-
-def test_malformed_records_are_counted_not_raised():
-    assembler = Assembler(WIDTH + 1, "float32")
-    assert assembler.add(_verify(2, 4), 0.0) == []
-    assert assembler.skipped["malformed"] == 4
 
 
 def test_recomputed_row_without_teacher_keeps_the_one_it_had():
@@ -235,7 +212,7 @@ def test_metadata_only_record_is_a_hole_that_is_counted_once():
     assert assembler.num_holes == 0
 
 
-def test_sample_says_whose_it_is_and_which_draft_it_met_first():
+def test_sample_names_its_tenant_and_first_draft_and_a_malformed_one_is_counted():
     assembler = Assembler(WIDTH, "float32")
     first = _verify(2, 2)
     assembler.add(replace(first, tenant=77, draft_version=3), 0.0)
@@ -243,6 +220,12 @@ def test_sample_says_whose_it_is_and_which_draft_it_met_first():
     (sample,) = assembler.flush()
     assert (sample.tenant, sample.draft_version) == (77, 3)
     assert sample.captured_unix_s > 0
+    for sampled in (True, False):
+        served = replace(_verify(2, 4, finished=True), sampled=sampled)
+        assert [s.sampled for s in assembler.add(served, 0.0)] == [sampled]
+    narrow = Assembler(WIDTH - 1, "float32")
+    assert narrow.add(first, 0.0) == []
+    assert narrow.skipped["malformed"] == 2
 
 
 def test_purge_forgets_the_open_requests_of_a_tenant():
@@ -281,10 +264,3 @@ def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
     assert branch.teacher_hidden is None
     assert branch.teacher_topk.ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert branch.teacher_topk.tail_logprob.tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_documents_know_whether_their_request_was_sampled(sampled):
-    assembler = Assembler(WIDTH, "float32")
-    served = replace(_verify(2, 4, finished=True), sampled=sampled)
-    assert [s.sampled for s in assembler.add(served, 0.0)] == [sampled]

@@ -1,4 +1,4 @@
-"""Rejected branches in the same pass equal the draft on the counterfactual sequence."""
+"""Which rows are trained; branches equal the draft on the counterfactual sequence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tests.draft.rollout import rollout_logits
 from tests.draft.test_rollout import SWITCHES, make_draft, make_sample
-from tests.train.toys import HIDDEN, VOCAB
+from tests.train.toys import HIDDEN, TOY, VOCAB
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.packing import (
-    LossRows,
     PackedBatch,
     num_branch_rows,
     pack,
@@ -59,7 +58,6 @@ def run(
     batch: PackedBatch,
     plan: list[StepRows],
     dtype: torch.dtype = torch.float32,
-    attention: str = "auto",
 ) -> list[Tensor]:
     """Logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
@@ -71,7 +69,6 @@ def run(
         plan,
         dtype,
         w,
-        attention=attention,
     )
     return [draft.logits(x, w) for x in outputs]
 
@@ -175,68 +172,6 @@ def test_branches_train_where_no_trunk_row_does() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_the_last_row_that_is_trained_decides_the_number_of_steps() -> None:
-    draft, (a, _, _) = make_draft(), make_samples()
-
-    def sizes(size: int, **kinds: bool) -> list[int]:
-        batch = pack([replace(a, branches=(make_branch(4, size),))])
-        return [len(x) for x in run(draft, batch, plan_rows(batch, 9, **kinds))]
-
-    # Teachers of the document are at 3..8.
-    assert sizes(5, branches=False) == [6, 6, 6, 5, 4, 3, 2, 1]
-    assert sizes(5, committed=False) == [5, 4, 3, 2, 1]
-    assert sizes(5) == [11, 10, 9, 7, 5, 3, 2, 1]
-    assert sizes(9) == [15, 14, 13, 11, 9, 7, 5, 3, 1]
-
-
-def test_targets_are_the_teachers_after_each_embedded_token() -> None:
-    samples = make_samples()
-    batch = pack(samples)
-    found = LossRows.from_plan(batch, plan_rows(batch, STEPS, committed=False))
-    rows = [
-        (doc, branch, j)
-        for doc, sample in enumerate(samples)
-        for branch in sample.branches
-        for j in range(branch.tokens.numel())
-    ]
-    for i in range(STEPS):
-        wanted = [
-            (doc, branch.teacher_hidden[j + i])
-            for doc, branch, j in rows
-            if j + i < branch.tokens.numel()
-        ]
-        mine = found.step == i
-        assert found.doc[mine].tolist() == [doc for doc, _ in wanted]
-        teacher = batch.teacher[found.teacher[mine]]
-        assert torch.equal(teacher, torch.stack([t for _, t in wanted]))
-    assert bool(found.branch.all()) and set(found.token.tolist()) == {-1}
-
-
-def test_row_without_a_usable_teacher_is_not_trained() -> None:
-    batch = pack([replace(make_sample(9, 3, 0, 1), branches=(make_branch(4, 4),))])
-    valid = batch.valid.clone()
-    valid[9:] = torch.tensor([True, False, True, False])
-    plan = plan_rows(replace(batch, valid=valid), 4, committed=False)
-    trained = [(s.active[s.loss] - 9).tolist() for s in plan]
-    assert trained == [[0, 2], [1], [0]]
-    assert [(s.active - 9).tolist() for s in plan] == [[0, 1, 2], [0, 1], [0]]
-    valid[9:] = False
-    assert plan_rows(replace(batch, valid=valid), 4, committed=False) == []
-
-
-def test_batch_without_branches_is_as_before() -> None:
-    batch = pack([make_sample(9, 3, 0, 1)])
-    assert batch.layout.branch_starts == [9] and not batch.layout.docs
-    assert plan_rows(batch, STEPS, committed=False) == []
-    assert batch.num_rows == batch.num_tokens == 9
-
-
-def test_branches_can_be_left_out() -> None:
-    samples = make_samples()
-    assert pack(samples, branches=False).num_rows == 27
-    assert len(take_batch(deque(samples), 27, branches=False)) == 3
-
-
 def test_branch_rows_fill_the_capacity_of_a_batch() -> None:
     samples = make_samples()  # 9 + 7, 6, 12 + 8 rows
     assert [num_branch_rows(s) for s in samples] == [7, 0, 8]
@@ -277,3 +212,49 @@ def test_a_branch_is_trained_in_one_window_only() -> None:
         assert batch.num_rows > batch.num_tokens
         positions += batch.positions[batch.num_tokens :].tolist()
     assert sorted(positions) == list(range(1, size))
+
+
+def _document(size: int, prompt: int) -> Sample:
+    return TOY.document(1, size, prompt, key=1)
+
+
+def test_complete_plan_keeps_rows_trained_at_every_step():
+    batch = pack([_document(10, 4)])
+    plan = plan_rows(batch, 3, complete=True)
+    assert len(plan) == 3
+    for step in plan:
+        assert step.active[step.loss].tolist() == [3, 4, 5, 6]
+
+
+def test_windows_train_every_row_once_and_keep_positions():
+    sample = _document(100, 7)
+    windows = split_windows(sample, 24)
+    trained: list[int] = []
+    for window in windows:
+        assert window.num_tokens <= 24
+        first = window.start - sample.start
+        again = sample.tokens[first : first + window.num_tokens]
+        assert torch.equal(window.tokens, again)
+        positions = torch.arange(window.start, window.start + window.num_tokens)
+        trained += positions[1:][window.valid[1:]].tolist()
+    assert sorted(trained) == list(range(7, 100))
+
+
+def test_windows_leave_out_a_long_prompt():
+    windows = split_windows(_document(100, 95), 24)
+    assert len(windows) == 1
+    assert windows[0].start == 76
+
+
+def test_rows_of_each_step_begin_at_the_prompt_s_end_and_need_a_teacher():
+    """With a prompt of 4, row 3 embeds the first generated token and predicts x_5."""
+    for prompt, expected in (
+        (4, [range(3, 9), range(2, 8), range(1, 7)]),
+        (1, [range(9), range(8), range(7)]),  # row 9 has no teacher
+        (10, []),
+    ):
+        plan = plan_rows(pack([_document(10, prompt)]), 3)
+        rows = [step.active[step.loss].tolist() for step in plan]
+        assert rows == list(map(list, expected))
+        sets = [set(step.active.tolist()) for step in plan]
+        assert sets == sorted(sets, key=len, reverse=True)

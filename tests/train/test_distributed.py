@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, deal_documents
-from vllm_tide.train.packing import PackedBatch, pack
-from vllm_tide.train.ranks import RankLost, Ranks, decode, encode, watched
-from vllm_tide.train.sample import TopK
+from vllm_tide.train.packing import pack
+from vllm_tide.train.ranks import RankLost, Ranks, watched
 from vllm_tide.transport.weights import WeightsSegment
 
 SAVED = 4
@@ -113,32 +111,6 @@ def test_documents_are_dealt_evenly_and_whole_requests_stay_together():
         rows = [pack(share).num_rows for share in shares]
         assert max(rows) - min(rows) <= 130
     assert deal_documents(samples[:1], 3)[1:] == [[], []]
-
-
-def tensors_of(batch: PackedBatch) -> dict[str, torch.Tensor]:
-    held = vars(batch) | (
-        vars(batch.teacher) if isinstance(batch.teacher, TopK) else {}
-    )
-    return {name: t for name, t in held.items() if isinstance(t, torch.Tensor)}
-
-
-def test_a_batch_survives_the_wire():
-    hidden = documents(1)
-    ids = torch.arange(12, dtype=torch.int32).view(6, 2)
-    topk = TopK(ids, torch.randn(6, 2), torch.randn(6))
-    first = replace(hidden[0].window(0, 6, 0), branches=())
-    for samples, count in (
-        (hidden, 6),
-        ([replace(first, teacher_hidden=None, teacher_topk=topk)], 8),
-    ):
-        batch = pack(samples)
-        assert bool(batch.layout.docs) == (samples is hidden)
-        back = decode(*encode(batch))
-        assert (back.layout, back.keys) == (batch.layout, batch.keys)
-        sent, got = tensors_of(batch), tensors_of(back)
-        assert sent.keys() == got.keys() and len(sent) == count
-        for name, tensor in sent.items():
-            assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
 
 
 def test_only_a_failed_collective_is_a_lost_rank():

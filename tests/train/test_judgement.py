@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from scripts.bench import judges
-from tests.train.gains import SHAPES, TIED
-from tests.train.toys import VOCAB, ToyTarget
+from tests.train.toys import VOCAB, ToyTarget, documents_of, set_gains
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
-from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.judgement import Evidence, judge
-from vllm_tide.train.sample import Sample
 from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
-FORMS = ("greedy", "mass", "argmax_mass", "served")
 KNOBS = {
     "batch_tokens": 64,
     "steps_per_cycle": 1,
@@ -38,35 +34,11 @@ def trainer_of(**changes) -> Trainer:
     return Trainer(TOY.draft(), TOY.rows, TrainConfig(**{**KNOBS, **changes}))
 
 
-def scored(trainer: Trainer, rng: random.Random, gain: float):
-    """In place of `Trainer.evaluate`: the candidate's true gain is known."""
-
-    def evaluate(draft=None, progress=None, samples=None):
-        found = Evaluation(3)
-        found.reached = {form: [0.0] * 3 for form in FORMS}
-        for sample in samples:
-            more = 0.0 if draft is trainer.live else rng.gauss(gain, 0.15)
-            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
-        if progress is not None:
-            progress()
-        return found
-
-    return evaluate
-
-
-def fresh(rng: random.Random, count: int) -> list[Sample]:
-    return [
-        TOY.document(rng.randrange(VOCAB), 12, 3, rng.getrandbits(64))
-        for _ in range(count)
-    ]
-
-
 def cycles_until_published(gain: float, seed: int, cycles: int = 20) -> int | None:
     trainer, rng = trainer_of(buffer_tokens=1024), random.Random(seed)
-    trainer.evaluate = scored(trainer, rng, gain)  # type: ignore[method-assign]
-    trainer._differs = True
+    set_gains(trainer, lambda _: rng.gauss(gain, 0.15))
     for cycle in range(cycles):
-        trainer.add_samples(fresh(rng, rng.randint(3, 8)))
+        trainer.add_samples(documents_of(rng, rng.randint(3, 8), 12))
         if trainer.train_cycle().publish:
             return cycle + 1
     return None
@@ -81,51 +53,15 @@ def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
     assert sum(n is not None and n <= 11 for n in better) >= 0.9 * seeds
 
 
-@pytest.mark.parametrize("spread", [0.15, 0.6])
-def test_the_gate_publishes_what_is_better_and_hardly_anything_else(spread):
-    runs = 100
-    useless = judges.gate_row(0.0, runs, 0, spread=spread)
-    # One in twenty, and three standard deviations of that count.
-    assert useless["published"] <= 0.05 * runs + 3 * (0.05 * 0.95 * runs) ** 0.5
-    better = judges.gate_row(2 * spread, runs, 0, spread=spread)
-    assert better["published"] == runs
-    assert better["requests_p50"] <= 40
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_gate_keeps_what_it_promises(seed):
-    found = judges.gate_rows(seed)
+def test_the_gate_keeps_what_it_promises():
+    found = judges.gate_rows(0)
     by_gain = {row["true_gain"]: row for row in reversed(found)}
     assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
     tenth = by_gain[0.1]
     assert tenth["published_within_60"] >= 0.9 * tenth["runs"]
     assert by_gain[0.3]["published"] == by_gain[0.3]["runs"]
     assert by_gain[0.3]["requests_p50"] <= 25
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", [*SHAPES, *TIED])
-def test_no_shape_of_gains_fools_the_gate(shape):
-    for spread in (0.15, 0.6):
-        row = judges.gate_row(0.0, 200, 3, spread=spread, shape=shape)
-        assert row["published"] <= 0.08 * row["runs"], row  # 0.05 and its error
-
-
-@pytest.mark.parametrize("seeds", [3, pytest.param(20, marks=pytest.mark.nightly)])
-def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better(
-    seeds,
-):
-    found = []
-    for seed in range(seeds):
-        evidence, rng = Evidence(), random.Random(seed)
-        for _ in range(200):
-            evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
-        requests = evidence.requests
-        while evidence.wealth < 20:
-            evidence.add([rng.gauss(0.3, 0.3) for _ in range(5)])
-        found.append(evidence.requests - requests)
-    assert sorted(found)[seeds // 2] <= 75
 
 
 def test_a_dropped_candidate_never_leaves_more_evidence():
@@ -135,6 +71,16 @@ def test_a_dropped_candidate_never_leaves_more_evidence():
         left = evidence.dropped()
         assert left.wealth == pytest.approx(min(1.0, evidence.wealth))
         assert left.gain == 0.0
+
+
+def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better():
+    evidence, rng = Evidence(), random.Random(0)
+    for _ in range(200):
+        evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
+    requests = evidence.requests
+    while evidence.wealth < 20:
+        evidence.add([rng.gauss(0.3, 0.3) for _ in range(5)])
+    assert evidence.requests - requests <= 75
 
 
 def test_gains_of_nothing_and_without_end_stay_numbers():
@@ -150,9 +96,8 @@ def test_gains_of_nothing_and_without_end_stay_numbers():
 def test_a_request_is_evidence_once():
     """Whether its cycle is broken off, or it is held out and scored every time."""
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
-    trainer.add_samples(fresh(rng, 40))
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
+    trainer.add_samples(documents_of(rng, 40, 12))
     unscored = {s.key for s in trainer.unscored}
     calls = []
 
@@ -176,9 +121,8 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeyp
     monkeypatch.setattr("vllm_tide.train.trainer.HOLDOUT_TOKENS", 256)
     trainer = trainer_of()
     rng = random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
-    documents = fresh(rng, 40)
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
+    documents = documents_of(rng, 40, 12)
     trainer.add_samples(documents)
     result = trainer.train_cycle()
     assert (result.fresh_requests, trainer.unscored_requests) == (21, 19)
@@ -188,9 +132,8 @@ def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeyp
 
 def test_evidence_survives_a_checkpoint(tmp_path):
     trainer, rng = trainer_of(), random.Random(1)
-    trainer.evaluate = scored(trainer, rng, 0.1)  # type: ignore[method-assign]
-    trainer._differs = True
-    documents = fresh(rng, 10)
+    set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
+    documents = documents_of(rng, 10, 12)
     trainer.add_samples(documents)
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
@@ -202,16 +145,12 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     assert not again.unscored
 
 
-PROVEN = {"running": 40.0, "total": 5.0, "weight": 20.0, "requests": 60}
-NOTHING = judges.pair_of({})
-
-
 # ------------------------------------------------------------------------ no number
 
 
 def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
-    trainer.add_samples(fresh(rng, 40))
+    trainer.add_samples(documents_of(rng, 40, 12))
     broken = trainer.buffer.holdout[3]
     broken.features[5] = float("nan")
     trainer.draft.take(TOY.draft(seed=3).named_tensors())
@@ -224,12 +163,17 @@ def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
     assert 0 < trainer.rows_skipped["not_finite"] < 12
 
 
-def test_a_candidate_that_is_no_number_is_harmful():
-    worse, live = judges.pair_of(dict.fromkeys(range(9), 0.1)), NOTHING
-    for row in worse.new.requests.values():
-        row[1:] = [float("nan")] * len(FORMS)
-    found = judge(1, 0.0, live, worse, TrainConfig(), "served", Evidence(**PROVEN))
-    assert found.harmful and not found.publish
+def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
+    """It accepts less, or is no number."""
+    worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
+    broken = judges.pair_of(dict.fromkeys(range(9), 0.1))
+    for row in broken.new.requests.values():
+        row[1:] = [float("nan")] * (len(row) - 1)
+    for pair in (worse, broken):
+        evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
+        nothing = judges.pair_of({})
+        found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
+        assert found.harmful and not found.publish
 
 
 # --------------------------------------------------------------------- form served
@@ -276,7 +220,7 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
     trainer.draft.take(candidate.named_tensors())
     trainer._differs = True
     rng = random.Random(5)
-    for document in fresh(rng, 30):
+    for document in documents_of(rng, 30, 12):
         best = TOY.next_token(document.tokens.long())
         both = torch.stack([nearly_even(int(token)) for token in best])
         changed = replace(document, teacher_hidden=both, sampled=sampled)
@@ -285,10 +229,3 @@ def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, metho
     assert result.fresh_requests == 30
     assert result.publish is sampled, result.reason
     assert result.gain > 0.1 if sampled else result.gain < -0.1
-
-
-def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
-    """It is dropped: what would be published is the live draft itself."""
-    worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
-    found = judge(1, 0.0, NOTHING, worse, TrainConfig(), "served", Evidence(**PROVEN))
-    assert found.harmful and not found.publish

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from tests.train.toys import VOCAB as TOY_VOCAB
 from tests.train.toys import ToyTarget
-from tests.train.toys import config as shape
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
@@ -21,10 +19,9 @@ from vllm_tide.train.losses import (
     HiddenTeacher,
     LossTask,
     fused_head_loss,
-    request_weights,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
-from vllm_tide.train.sample import Branch, Sample
+from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
@@ -43,12 +40,6 @@ def _seed():
 def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeacher:
     target = TargetRows(rows, rows)
     return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, kept)
-
-
-def _task(index: torch.Tensor, weights: torch.Tensor) -> LossTask:
-    none = torch.full_like(index, -1)
-    mix = LossMix({"forward_kl": 1.0})
-    return LossTask(mix, index, weights[None], none, index.numel())
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
@@ -82,44 +73,9 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
 
 
-def test_frozen_head_gets_no_gradient():
-    normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN)
-    task = _task(torch.arange(ROWS), torch.ones(ROWS).double())
-    teacher = _teacher(_double(ROWS, HIDDEN), head)
-    total, _ = fused_head_loss(normed, head, head, teacher, task)
-    total.backward()
-    assert head.grad is None
-    assert normed.grad is not None
-
-
-@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
-def test_pruned_vocabulary_renormalises_the_teacher_and_keeps_its_mass(
-    monkeypatch, chunk_bytes
-):
-    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
-    hidden, rows = _double(ROWS, HIDDEN), _double(VOCAB, HIDDEN)
-    kept = torch.tensor([1, 4, 5, 9])
-    full = (hidden @ rows.T).softmax(-1)[:, kept]
-    shape = full / full.sum(-1, keepdim=True)
-    whole, short = _teacher(hidden, rows, kept), _teacher(hidden, rows[kept])
-    assert whole.mass is not None
-    assert short.mass is None
-    torch.testing.assert_close(whole.mass, full.sum(-1))
-    for teacher in (whole, short):
-        torch.testing.assert_close(teacher.probs, shape)
-        torch.testing.assert_close(teacher.plogp, torch.xlogy(shape, shape).sum(-1))
-
-
 def _with_branch(sample: Sample, position: int, size: int) -> Sample:
-    """Reject `size` random tokens after a position; the target goes on from them."""
-    tokens = torch.randint(0, TOY_VOCAB, (size,))
-    features = torch.cat([TOY.embed[tokens] @ m for m in TOY.mix], dim=-1)
-    branch = Branch(
-        position=position,
-        tokens=tokens.int(),
-        features=features,
-        teacher_hidden=TOY.head[TOY.next_token(tokens)],
-    )
+    """Reject `size` random tokens after a position."""
+    branch = TOY.branch(position, torch.randint(0, TOY_VOCAB, (size,)))
     return replace(sample, branches=(*sample.branches, branch))
 
 
@@ -131,24 +87,6 @@ def _documents() -> list[Sample]:
     return out
 
 
-def _config(**changes) -> TrainConfig:
-    return TrainConfig(**changes)
-
-
-def test_following_token_is_the_next_of_the_document():
-    batch = pack(_documents()[:2])
-    plan = plan_rows(batch, 2, branches=False)
-    rows = LossRows.from_plan(batch, plan)
-    trained = sum(step.loss.numel() for step in plan)
-    assert rows.num_committed == rows.teacher.numel() == trained
-    assert rows.step.tolist() == sorted(rows.step.tolist())
-    for teacher, doc, token in zip(rows.teacher, rows.doc, rows.token, strict=True):
-        start, end = batch.layout.doc_starts[int(doc) :][:2]
-        assert start <= int(teacher) < end
-        last = int(teacher) == end - 1
-        assert int(token) == (-1 if last else int(batch.tokens[int(teacher) + 1]))
-
-
 def test_labels_outside_the_draft_vocabulary_are_none():
     batch = pack(_documents()[:1])
     rows = LossRows.from_plan(batch, plan_rows(batch, 1, branches=False))
@@ -156,33 +94,6 @@ def test_labels_outside_the_draft_vocabulary_are_none():
     labels = rows.labels(vocab.draft_ids)
     for token, label in zip(rows.token.tolist(), labels.tolist(), strict=True):
         assert label == (token // 2 if token >= 0 and token % 2 == 0 else -1)
-
-
-def test_branch_rows_come_last_and_outputs_in_the_same_order():
-    batch = pack(_documents())
-    plan = plan_rows(batch, 3)
-    rows = LossRows.from_plan(batch, plan)
-    at = [step.active[step.loss] for step in plan]
-    outputs = [r + i + (r < batch.num_tokens) for i, r in enumerate(at)]
-    assert torch.equal(torch.cat(outputs)[rows.order], rows.teacher)
-    assert torch.equal(rows.branch, rows.teacher >= batch.num_tokens)
-    assert bool(rows.branch[rows.num_committed :].all())
-    assert not rows.branch[: rows.num_committed].any()
-    assert torch.bincount(rows.step).tolist() == list(map(len, at))
-
-
-def test_requests_weigh_the_same_however_long():
-    batch = pack(_documents())
-    rows = LossRows.from_plan(batch, plan_rows(batch, 2))
-    weights = request_weights(rows, batch.keys)
-    first = rows.step == 0
-    # documents 2 and 3 are one request of 89 + 9 rows; the others are short
-    short = first & ~rows.branch & (rows.doc == 0)
-    assert float(weights[short].sum()) == pytest.approx(16 / 64)
-    third = first & ~rows.branch & (rows.doc >= 2)
-    assert int(third.sum()) == 98
-    assert float(weights[third].sum()) == pytest.approx(1.0)
-    assert torch.allclose(weights[rows.branch], torch.tensor(1 / 64).double())
 
 
 def _reference_loss(
@@ -232,7 +143,7 @@ def _reference_loss(
 
 
 def test_loss_of_a_batch_is_the_sum_of_per_step_means():
-    config = _config(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
+    config = TrainConfig(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
     draft, batch = TOY.draft(), pack(_documents())
     made = TrainStep(draft, TOY.rows, config)
     found = made.loss_of(batch)
@@ -253,7 +164,7 @@ def test_branches_are_left_alone_unless_discard_is_named():
     plain = [replace(d, branches=()) for d in _documents()]
     losses_of = []
     for documents in (_documents(), plain):
-        result = TrainStep(TOY.draft(), TOY.rows, _config()).run(pack(documents))
+        result = TrainStep(TOY.draft(), TOY.rows, TrainConfig()).run(pack(documents))
         assert result is not None
         assert result.num_branch_rows == 0
         losses_of.append((result.loss, result.grad_norm))
@@ -261,7 +172,7 @@ def test_branches_are_left_alone_unless_discard_is_named():
 
 
 def test_discard_alone_trains_on_branch_rows_only():
-    config = _config(loss={"discard": 1.0}, learning_rate=1e-2)
+    config = TrainConfig(loss={"discard": 1.0}, learning_rate=1e-2)
     step, batch = TrainStep(TOY.draft(), TOY.rows, config), pack(_documents())
     first = step.run(batch)
     for _ in range(10):
@@ -273,107 +184,6 @@ def test_discard_alone_trains_on_branch_rows_only():
     assert step.run(pack(_documents()[3:])) is None
 
 
-def test_weights_of_terms_do_not_change_other_terms():
-    """Branch rows are a mean of their own: lambda scales their share, no more."""
-    batch = pack(_documents())
-    found = {}
-    for weight in (0.5, 2.0):
-        config = _config(loss={"forward_kl": 1.0, "discard": weight})
-        found[weight] = TrainStep(TOY.draft(), TOY.rows, config).run(batch)
-    assert found[0.5].terms == found[2.0].terms
-    kl, off = found[2.0].terms["forward_kl"][0], found[2.0].terms["discard"][0]
-    assert found[2.0].step_losses[0] == pytest.approx(kl + 2 * off)
-    assert found[0.5].step_losses[0] == pytest.approx(kl + 0.5 * off)
-
-
-@pytest.mark.parametrize("term", ["lk_hybrid", "reverse_kl", "next_token"])
-def test_every_term_trains_with_a_pruned_vocabulary(term):
-    vocab = VocabMap.from_target_ids(torch.arange(0, TOY_VOCAB, 3), TOY_VOCAB)
-    draft = Eagle3Draft.initialise(
-        shape(draft_vocab_size=vocab.target_ids.numel()), TOY.embed, TOY.head, vocab
-    )
-    config = _config(loss={term: 1.0}, learning_rate=1e-2)
-    step = TrainStep(draft, TOY.rows, config)
-    batch = pack(_documents())
-    first = step.run(batch)
-    for _ in range(10):
-        last = step.run(batch)
-    assert first is not None
-    assert last is not None
-    assert last.loss < first.loss
-    assert last.terms[term] == pytest.approx(last.step_losses)
-
-
-class _Ranks:
-    """Sums vectors of threads that play ranks."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count)
-        self.lock = threading.Lock()
-        self.total = torch.zeros(0)
-
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        if self.barrier.wait() == 0:
-            self.total = torch.zeros_like(vector)
-        self.barrier.wait()
-        with self.lock:
-            self.total = self.total + vector
-        self.barrier.wait()
-        out = self.total.clone()
-        self.barrier.wait()
-        return out
-
-
-def _on_ranks(batches: list[PackedBatch | None], config: TrainConfig) -> list:
-    """Loss, sums and gradients of each rank, from equal drafts."""
-    ranks, out = _Ranks(len(batches)), [None] * len(batches)
-
-    def work(rank: int) -> None:
-        step = TrainStep(TOY.draft(), TOY.rows, config, ranks.sum)
-        found = step.loss_of(batches[rank])
-        if found is not None:
-            total, sums = found
-            total.backward()
-            grads = [p.grad for p in step.parameters]
-            out[rank] = (float(total.detach()), sums, grads)
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return out
-
-
-LOSS = {"forward_kl": 1.0, "next_token": 0.5, "discard": 0.3}
-
-
-def test_averaged_gradients_of_ranks_are_those_of_one_rank():
-    # very unlike documents, and one rank without any
-    config, documents = _config(loss=LOSS), _documents()
-    step = TrainStep(TOY.draft(), TOY.rows, config)
-    found = step.loss_of(pack(documents))
-    assert found is not None
-    total, sums = found
-    total.backward()
-    halves = [pack([documents[0]]), pack(documents[1:]), None]
-    ranks = _on_ranks(halves, config)
-    assert sum(r[0] for r in ranks) / 3 == pytest.approx(float(total.detach()))
-    for i, parameter in enumerate(step.parameters):
-        mean = torch.stack([r[2][i] for r in ranks]).mean(0)
-        torch.testing.assert_close(mean, parameter.grad, rtol=1e-4, atol=1e-6)
-    for _, other, _ in ranks:
-        assert other.step_losses == pytest.approx(sums.step_losses)
-        assert other.num_tokens == sums.num_tokens
-        assert other.num_loss_rows == sums.num_loss_rows
-        assert other.num_branch_rows == sums.num_branch_rows
-
-
-def test_ranks_without_anything_to_train_agree_to_do_nothing():
-    prompt_only = pack([TOY.document(1, 6, 6, 1)])
-    assert _on_ranks([prompt_only, None], _config()) == [None, None]
-
-
 def test_infinite_gradient_changes_nothing():
     documents = _documents()
     features = documents[0].features.clone()
@@ -381,6 +191,6 @@ def test_infinite_gradient_changes_nothing():
     documents[0] = replace(documents[0], features=features)
     draft = TOY.draft()
     before = [t.detach().clone() for t in draft.named_tensors().values()]
-    assert TrainStep(draft, TOY.rows, _config()).run(pack(documents)) is None
+    assert TrainStep(draft, TOY.rows, TrainConfig()).run(pack(documents)) is None
     after = draft.named_tensors().values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

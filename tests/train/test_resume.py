@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from tests.train.toys import VOCAB, ToyTarget
+from tests.train.toys import ToyTarget, documents_of, weights_of
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
@@ -20,7 +20,7 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.train.judgement import Evidence
 from vllm_tide.train.packing import take_batch
-from vllm_tide.train.sample import Sample
+from vllm_tide.train.step import BETAS
 from vllm_tide.train.trainer import Trainer
 
 TOY = ToyTarget()
@@ -41,7 +41,7 @@ class Run:
         self.draft = TOY.draft(seed)
         self.stepper = OneRank(self.draft, TOY.rows, KNOBS)
         self.done = 0
-        self.batches, queue = [], deque(documents(count))
+        self.batches, queue = [], deque(documents_of(random.Random(1), count))
         while queue:
             self.batches.append(take_batch(queue, KNOBS.batch_tokens))
 
@@ -60,18 +60,8 @@ class Run:
         return self.stepper.save(folder, state)
 
 
-def documents(count: int) -> list[Sample]:
-    rng = random.Random(1)
-    return [
-        TOY.document(
-            rng.randrange(VOCAB), rng.randrange(10, 40), 3, rng.getrandbits(64)
-        )
-        for _ in range(count)
-    ]
-
-
 def weights(run: Run) -> torch.Tensor:
-    return torch.cat([t.detach().flatten() for t in run.draft.named_tensors().values()])
+    return weights_of(run.draft)
 
 
 def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_path):
@@ -88,10 +78,41 @@ def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_p
     assert torch.equal(weights(again), weights(whole))
 
 
+def test_each_weight_moves_as_torch_moves_it():
+    ours = OneRank(TOY.draft(draft_vocab_size=64), TOY.rows, KNOBS)
+    named = ours.step.draft.named_tensors()
+    twin = {name: value.detach().clone() for name, value in named.items()}
+    trained = {n: twin[n] for n, v in named.items() if v.requires_grad}
+    adamw = torch.optim.AdamW(
+        trained.values(), betas=BETAS, weight_decay=0.0, fused=True
+    )
+    for scale in (1.0, 0.5, 0.25):
+        assert ours.run(documents_of(random.Random(1), 4), scale) is not None
+        for name, value in trained.items():
+            value.grad = named[name].grad.clone()
+        adamw.param_groups[0]["lr"] = KNOBS.learning_rate * scale
+        adamw.step()
+        for name, value in named.items():
+            assert torch.equal(value, twin[name]), name
+    assert checkpoint.optimizer_steps(ours.step) == 3
+    ours.step.reset()
+    assert not ours.step.optimizer.state
+
+
+def test_moments_of_which_some_are_missing_are_left_out(tmp_path):
+    first, again = Run(count=4), Run(seed=3, count=4)
+    first.train(1), again.train(1)
+    matrix = next(p for p in reversed(first.stepper.step.parameters) if p.ndim == 2)
+    del first.stepper.step.optimizer.state[matrix]
+    assert again.stepper.load(first.save(tmp_path)).steps == 1
+    assert not again.stepper.step.optimizer.state
+    assert torch.equal(weights(again), weights(first))
+
+
 def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     """From a checkpoint in the middle of a cycle too: a step done stays done."""
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
-    trainer.add_samples(documents(60))
+    trainer.add_samples(documents_of(random.Random(1), 60))
     trainer.train_cycle()
     trainer.rate = 0.5
     trainer.evidence.add([0.25, 0.5])
@@ -110,25 +131,15 @@ def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
     assert (again.steps, again.cycles, again.rate) == (steps + 1, 1, 0.5)
     assert (again.train_tokens, again.evidence) == taken[0]
     assert again.evidence != Evidence()
-    again.add_samples(documents(60))
+    again.add_samples(documents_of(random.Random(1), 60))
     again.evidence = Evidence(running=30.0)  # enough before: no cycle without steps
     assert again.train_cycle().steps == KNOBS.steps_per_cycle
     assert (again.steps, again.cycles) == (steps + 1 + KNOBS.steps_per_cycle, 2)
 
 
-def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
-    fresh = Run()
-    path = fresh.save(tmp_path)
-    again = Run(seed=3)
-    again.train(2)
-    again.stepper.load(path)
-    assert torch.equal(weights(again), weights(fresh))
-    assert not again.stepper.step.optimizer.state
-
-
 def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
-    trainer.add_samples(documents(12))
+    trainer.add_samples(documents_of(random.Random(1), 12))
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
     held = [*trainer.buffer.train, *trainer.buffer.holdout]

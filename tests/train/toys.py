@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.train.sample import Sample
+from vllm_tide.train.evaluate import FORMS, Evaluation
+from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.train.trainer import Trainer
 
 HIDDEN, VOCAB = 32, 64
@@ -59,14 +61,28 @@ class ToyTarget:
         for _ in range(size - 1):
             tokens.append(int(self.next_token(torch.tensor(tokens[-1]))))
         x = torch.tensor(tokens)
-        features = torch.cat([self.embed[x] @ m for m in self.mix], dim=-1)
         hidden = self.head[self.next_token(x)]
-        return Sample.offline(x, features, hidden, num_prompt_tokens=prompt, key=key)
+        return Sample.offline(
+            x, self.features(x), hidden, num_prompt_tokens=prompt, key=key
+        )
 
     def draft(self, seed: int = 0, **changes: object) -> Eagle3Draft:
         """A fresh draft."""
         return Eagle3Draft.initialise(
             config(**changes), self.embed, self.head, seed=seed
+        )
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Feature rows of tokens, whatever came before them."""
+        return torch.cat([self.embed[tokens] @ m for m in self.mix], dim=-1)
+
+    def branch(self, position: int, tokens: Tensor) -> Branch:
+        """Rejected tokens after a position; the target goes on from them."""
+        return Branch(
+            position=position,
+            tokens=tokens.int(),
+            features=self.features(tokens),
+            teacher_hidden=self.head[self.next_token(tokens)],
         )
 
 
@@ -87,15 +103,37 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
 
 
+def documents_of(rng: random.Random, count: int, size: int = 20) -> list[Sample]:
+    """So many requests, the first token and the key at random."""
+    return [
+        TOY.document(rng.randrange(VOCAB), size, 3, rng.getrandbits(64))
+        for _ in range(count)
+    ]
+
+
 def toy_trainer(count: int = 30, **changes: object) -> Trainer:
-    """A trainer with so many requests, the first token and the key at random."""
+    """A trainer with so many requests."""
     config = TrainConfig(**{**KNOBS, **changes})  # type: ignore[arg-type]
     trainer, rng = Trainer(TOY.draft(), TOY.rows, config), random.Random(1)
-    trainer.add_samples(
-        TOY.document(rng.randrange(VOCAB), 20, 3, rng.getrandbits(64))
-        for _ in range(count)
-    )
+    trainer.add_samples(documents_of(rng, count))
     return trainer
+
+
+def set_gains(trainer: Trainer, gain: Callable[[Sample], float]) -> None:
+    """Let the candidate accept so many tokens more a step than the live draft."""
+
+    def evaluate(draft=None, progress=None, samples=None):  # type: ignore[no-untyped-def]
+        found = Evaluation(3)
+        found.reached = {form: [0.0] * 3 for form in FORMS}
+        for sample in samples:
+            more = 0.0 if draft is trainer.live else gain(sample)
+            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
+        if progress is not None:
+            progress()
+        return found
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+    trainer._differs = True
 
 
 def weights_of(draft: Eagle3Draft) -> Tensor:

@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
-from vllm_tide.train.sample import Sample
 
 ENOUGH = 20.0
 """Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
@@ -160,16 +159,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Pair:
-    """Documents, and what the candidate and the live draft would accept of them."""
+    """What the candidate and the live draft would accept of the same documents."""
 
-    samples: list[Sample]
     new: Evaluation
     live: Evaluation
 
     def __add__(self, other: Pair) -> Pair:
-        return Pair(
-            self.samples + other.samples, self.new + other.new, self.live + other.live
-        )
+        return Pair(self.new + other.new, self.live + other.live)
 
     def gains(self, form: str) -> dict[int, float]:
         """Tokens per verify step that the candidate gains, by request key."""

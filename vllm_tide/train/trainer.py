@@ -523,4 +523,4 @@ class Trainer:
         # An expiry meanwhile may have taken scores of the live draft.
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
         watch.evaluation_s += time.monotonic() - watch.elsewhere_s - began
-        return Pair(samples, new, live)
+        return Pair(new, live)
