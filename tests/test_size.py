@@ -17,11 +17,44 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
-LINES = {}
+LINES = {
+    ".": 1_936,
+    "capture": 1_009,
+    "cli": 1_404,
+    "control": 3_605,
+    "dashboards": 69,
+    "deploy": 2_337,
+    "doctor": 817,
+    "draft": 2_818,
+    "engine": 7_121,
+    "examples": 1,
+    "kernels": 1_480,
+    "memory": 293,
+    "plan": 608,
+    "sidecar": 725,
+    "top": 689,
+    "train": 4_513,
+    "transport": 5_993,
+}
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20
 # Classes with more attributes than MAX_ATTRIBUTES.
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    "capture.step.Step": 32,
+    "config.TrainConfig": 22,
+    "control.adaspec.AdaSpecPolicy": 47,
+    "deploy.deployment.Deployment": 25,
+    "deploy.fast_draft.FastDraft": 24,
+    "engine.control_v1.ControlV1": 30,
+    "engine.control_v2.ControlV2": 27,
+    "engine.worker.WorkerTide": 28,
+    "sidecar.loop.Sidecar": 24,
+    "sidecar.report.TrainerStatus": 35,
+    "train.trainer.Trainer": 32,
+    "transport.feed_spool.SpoolFeed": 25,
+    "transport.record.Record": 21,
+    "transport.rendezvous.EngineManifest": 24,
+}
 KNOBS = 52
 CONTROL_CONSTANTS = 110
 
