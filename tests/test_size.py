@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_337,
     "doctor": 817,
     "draft": 2_818,
-    "engine": 7_121,
+    "engine": 7_127,
     "examples": 1,
     "kernels": 1_480,
     "memory": 293,

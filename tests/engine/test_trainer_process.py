@@ -14,7 +14,7 @@ import pytest
 from tests.transport.samples import make_spec
 from vllm_tide.config import SpoolConfig
 from vllm_tide.engine import trainer_process
-from vllm_tide.engine.trainer_process import TrainerProcess, pause_after
+from vllm_tide.engine.trainer_process import TrainerProcess, call_on, pause_after
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.shm import SHM_DIR
@@ -81,6 +81,19 @@ def test_who_dies_is_started_again(tmp_path, sidecar):
     assert len(started(tmp_path)) == 2
     with pytest.raises(ProcessLookupError):
         os.kill(started(tmp_path)[1], 0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_who_is_started_again_has_the_cores_of_the_start(tmp_path, sidecar):
+    """All threads of a worker may be bound to its core by then."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    one = sidecar(LIVES)
+    call_on({second}, one.start)
+    until(lambda: len(started(tmp_path)) == 1)
+    os.sched_setaffinity(one._thread.native_id, {first})
+    os.kill(started(tmp_path)[0], signal.SIGKILL)
+    until(lambda: len(started(tmp_path)) == 2)
+    assert os.sched_getaffinity(started(tmp_path)[1]) == {second}
 
 
 def test_deaths_are_counted_until_one_has_lived_long_enough(tmp_path, sidecar):

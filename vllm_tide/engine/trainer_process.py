@@ -63,6 +63,7 @@ class TrainerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._stop, self._asked = Event(), False
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
+        self._cores = os.sched_getaffinity(0)
         self._deaths = 0
         self._began = self._next = 0.0
 
@@ -74,8 +75,9 @@ class TrainerProcess:
 
     def start(self) -> None:
         """Start it, and again when it ends; failures are logged, serving goes on."""
+        self._cores = os.sched_getaffinity(0)
         self._look()
-        self._thread.start()  # on the caller's cores, and so are the children
+        self._thread.start()
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -110,6 +112,10 @@ class TrainerProcess:
         command = [sys.executable, "-m", "vllm_tide", self._kind]
         command += ["--engine", self._whom, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
+        # A child inherits this thread's cores, and all threads of a worker may have
+        # been bound to its own core since the start.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, self._cores)
         fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(fd, "ab") as out:
             self.process = subprocess.Popen(  # noqa: S603 - our own command
