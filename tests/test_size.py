@@ -26,15 +26,15 @@ LINES = {
     "deploy": 2_337,
     "doctor": 817,
     "draft": 2_818,
-    "engine": 7_127,
+    "engine": 7_144,
     "examples": 1,
     "kernels": 1_480,
     "memory": 293,
     "plan": 608,
     "sidecar": 725,
-    "top": 689,
-    "train": 4_513,
-    "transport": 5_993,
+    "top": 690,
+    "train": 4_535,
+    "transport": 5_994,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

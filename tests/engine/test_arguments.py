@@ -215,6 +215,19 @@ def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
     assert "/nope.json' cannot be read (No such file" in capsys.readouterr().err
 
 
+def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
+    from pydantic import ValidationError
+    from vllm.config import SpeculativeConfig
+
+    parsed(monkeypatch, "--speculative-config", '{"tide": {}}')
+    with pytest.raises(ValidationError) as refused:
+        SpeculativeConfig(num_speculative_tokens=-3)
+    sys.excepthook(ValidationError, refused.value, None)
+    said = capsys.readouterr().err
+    assert said.startswith("error: --speculative-config: num_speculative_tokens: Input")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
     target_dir, tmp_path

@@ -108,6 +108,7 @@ def verdict(before=None, after=None, *trainers, pages=True):
         ({"canary": DECIDED["canary"] | {"error": 0.09}}, None),
         ({"canary": status()["canary"]}, None),  # undecided
         ({"canary": {}}, None),
+        ({"canary": DECIDED["canary"] | {"change": "much"}}, None),  # an odd file
         ({"model_name": "other"}, None),
         ({"state": "stopped"}, None),
     ],
@@ -122,7 +123,7 @@ def test_the_sentence_has_the_measurements():
         "Helps: 1.91x -> 2.07x of plain with the last swap (+8% +- 4%); 2.00 tokens a "
         "verify step, 1.25x of plain.",
     )
-    assert verdict()[1].startswith("Not known: no trainer of this model is")
+    assert verdict()[1].startswith("Not known: no trainer of this model reports")
     compared = "no swap was compared with the draft before it yet"
     assert compared in verdict({}, {}, {"canary": {}})[1]
     helps, sentence = verdict({}, {}, {}, pages=False)

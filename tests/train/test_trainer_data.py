@@ -26,7 +26,7 @@ from vllm_tide.train import step
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.evaluate import InVocabulary, evaluate
 from vllm_tide.train.reservoir import SampleBuffer, is_held_out
-from vllm_tide.train.sample import TopK
+from vllm_tide.train.sample import Branch, TopK
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.record import Record
 
@@ -137,6 +137,38 @@ def test_tokens_outside_the_vocabulary_are_refused_and_counted():
     )
     assert trainer.rows_skipped == {"token_out_of_range": 40}
     assert not trainer.buffer.num_samples
+
+
+@pytest.mark.parametrize("odd", ["feature", "teacher", "topk", "branch", "logprob"])
+def test_a_document_with_numbers_that_no_target_gives_is_left_out(odd):
+    """One such row would cost every batch it is packed into."""
+    trainer, reason = toy_trainer(0), "not_finite"
+    document = TOY.document(1, 20, 3, 7)
+    if odd in ("feature", "teacher"):
+        name = {"feature": "features", "teacher": "teacher_hidden"}[odd]
+        values = getattr(document, name).clone()
+        values[4, 0] = float("nan") if odd == "feature" else float("inf")
+        document = replace(document, **{name: values})
+    elif odd == "branch":
+        reason, rows = "token_out_of_range", slice(5, 6)
+        tokens = torch.tensor([VOCAB], dtype=torch.int32)
+        branch = Branch(5, tokens, document.features[rows], None)
+        document = replace(document, branches=(branch,))
+    else:
+        ids = torch.zeros(20, 2, dtype=torch.int32)
+        logprobs = torch.full((20, 2), -1.0)
+        if odd == "topk":
+            reason = "token_out_of_range"
+            ids[3, 1] = -1
+        else:
+            logprobs[3, 1] = float("nan")
+        tail = torch.full((20,), -float("inf"))
+        document = replace(
+            document, teacher_hidden=None, teacher_topk=TopK(ids, logprobs, tail)
+        )
+    trainer.add_samples([document, TOY.document(2, 20, 3, 8)])
+    assert trainer.rows_skipped == {reason: 20}
+    assert trainer.buffer.num_samples == 1
 
 
 def test_buffers_stay_bounded_and_keep_the_newest():

@@ -296,7 +296,7 @@ class FastDraft:
             self._upto[key] = end
             found += self._trainer.assembler.window(key, since, context)
         size = self._trainer.target.vocab_size
-        return [sample for sample in found if int(sample.tokens.max()) < size]
+        return [sample for sample in found if sample.why_unusable(size) is None]
 
     def _canvas(self) -> list[Sample]:
         """The last verify step of the one request, when it is its turn."""
@@ -310,7 +310,7 @@ class FastDraft:
         self._upto[key] = rounds
         found = assembler.canvas(key, CONTEXT_ROWS)
         size = self._trainer.target.vocab_size
-        if found is None or int(found.tokens.max()) >= size:
+        if found is None or found.why_unusable(size):
             return []
         return [found]
 

@@ -7,9 +7,12 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.engine.adaptive_arguments import (
@@ -339,15 +342,29 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
         )
 
 
+def _sentences(error: BaseException) -> Iterator[str]:
+    """Yield what is wrong with the speculative configuration, by us or by vLLM."""
+    if isinstance(error, ConfigError):
+        yield from str(error).splitlines()
+    elif isinstance(error, ValidationError):
+        for one in error.errors(include_url=False, include_input=False):
+            said = str(one["msg"]).removeprefix("Value error, ")
+            if error.title == "SpeculativeConfig":
+                yield ": ".join([*map(str, one["loc"]), said])
+            elif "adaptive verification" in said.lower():
+                yield f"{KNOB}: {said}"
+
+
 def _print_one_line_for_config_errors() -> None:
     """A wrong knob ends `vllm serve` with a sentence, not with a traceback."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, ConfigError):
+        lines = list(_sentences(error))
+        if not lines:
             before(kind, error, trace)
             return
-        for line in str(error).splitlines():
+        for line in lines:
             print(f"error: --speculative-config: {line}", file=sys.stderr)
 
     sys.excepthook = hook

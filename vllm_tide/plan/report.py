@@ -68,7 +68,7 @@ def text(plan: Plan) -> Iterator[str]:
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['vs_static']:.3f}",
                 f"{row['vs_none']:.3f}",
-                f"{row['usd_per_mtok']:.3f}",
+                "-" if row["usd_per_mtok"] is None else f"{row['usd_per_mtok']:.3f}",
             )
         )
     widths = [max(len(line[i]) for line in table) for i in range(len(head))]

@@ -147,9 +147,10 @@ def _verdicts(history: Sequence[Sample], trainers: list[Json]) -> list[Json]:
 def _compared(trainer: Json | None) -> tuple[bool | None, str]:
     """Return whether the last swap helped, by the canary, and its measurement."""
     if trainer is None:
-        return None, "no trainer of this model is in the run directory"
+        return None, "no trainer of this model reports in the run directory"
     change, error = trainer["speed_change"], trainer["speed_error"]
-    if None in (trainer["speed_before"], trainer["speed_after"], change, error):
+    figures = (trainer["speed_before"], trainer["speed_after"], change, error)
+    if not all(isinstance(figure, int | float) for figure in figures):
         return None, "no swap was compared with the draft before it yet"
     text = (
         f"{trainer['speed_before']:.2f}x -> {trainer['speed_after']:.2f}x of plain "

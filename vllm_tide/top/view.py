@@ -127,7 +127,7 @@ def _shown(value: Any, spec: str) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {_shown(v, spec)}" for k, v in value.items() if v)
     if isinstance(value, list):
-        return " ".join(value)
+        return " ".join(map(str, value))
     if value is None:
         return "-"
     try:

@@ -107,6 +107,29 @@ class Sample:
     def num_tokens(self) -> int:
         return self.tokens.numel()
 
+    def why_unusable(self, vocab_size: int) -> str | None:
+        """Return why nothing can be trained on this document, None if it can.
+
+        Args:
+            vocab_size: Of the target.
+        """
+        teachers = [self.teacher_topk, *(b.teacher_topk for b in self.branches)]
+        topk = [teacher for teacher in teachers if teacher is not None]
+        ids = [self.tokens, *(b.tokens for b in self.branches)]
+        for tokens in (*ids, *(teacher.ids for teacher in topk)):
+            if tokens.numel() and not (
+                int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+            ):
+                return "token_out_of_range"
+        floats = [self.features, self.teacher_hidden]
+        for branch in self.branches:
+            floats += [branch.features, branch.teacher_hidden]
+        if not all(bool(x.isfinite().all()) for x in floats if x is not None):
+            return "not_finite"
+        if any(bool(teacher.logprobs.isnan().any()) for teacher in topk):
+            return "not_finite"
+        return None
+
     @property
     def valid(self) -> Tensor:
         """Bool [S]: position may serve as a teacher."""

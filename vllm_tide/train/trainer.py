@@ -135,9 +135,8 @@ class Trainer:
         """Store documents; mark rows whose best token the draft cannot say."""
         vocab = self.draft.vocab
         for sample in samples:
-            lowest, highest = int(sample.tokens.min()), int(sample.tokens.max())
-            if lowest < 0 or highest >= self.target.vocab_size:
-                self.skipped["token_out_of_range"] += sample.num_tokens
+            if reason := sample.why_unusable(self.target.vocab_size):
+                self.skipped[reason] += sample.num_tokens
                 continue
             if self.vocabulary is not None:
                 generated = max(0, sample.num_prompt_tokens - sample.start)

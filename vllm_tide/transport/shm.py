@@ -194,7 +194,8 @@ class Segment:
             fd = _shm.shm_open("/" + name)
         except OSError as error:
             raise TransportError(
-                f"cannot open segment {name}: {error.strerror}; its engine has stopped"
+                f"cannot open segment {name}: {error.strerror}; its engine has "
+                "stopped, or it was removed: restart its server"
             ) from error
         try:
             return cls(name, fd, _checked_header(name, fd, magic, version), owned=False)

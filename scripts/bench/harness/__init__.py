@@ -7,7 +7,6 @@ here runs in a serving process. An experiment is one module of `bench.suites`.
 * `models`, `arms`, `server`: what is served; arms, and their servers;
 * `stream`, `client`, `measure`, `arm`: what is sent, and how;
 * `scrape`, `trainers`: the server's metrics, the trainers' status and events;
-* `summary`, `ratios`, `identity`: figures; between arms; are the outputs the same;
-* `samples`: captures a stream, and trains on it offline;
-* `html` (`report.html.jinja`), `plots`: what a person gets.
+* `summary`, `identity`: figures of an arm; are the outputs the same;
+* `plots`: what a person gets.
 """
