@@ -17,6 +17,7 @@ from tests.train.toys import (
     documents_of,
     small,
     toy_trainer,
+    weights_of,
 )
 from tests.train.toys import config as shape
 from vllm_tide.config import TrainConfig
@@ -250,3 +251,14 @@ def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
     result = trainer.train_cycle()
     assert result.new is not None and result.live is not None
     assert result.live.acceptance() < 2.0 < 2.5 < result.new.acceptance()
+
+
+def test_a_batch_whose_gradient_is_no_number_changes_nothing():
+    trainer = toy_trainer(0, holdout_share=1e-9)
+    document = TOY.document(1, 20, 3, 7)
+    huge = torch.full_like(document.features, 3e38)  # finite, and its sums are not
+    trainer.add_samples([replace(document, features=huge)])
+    before = weights_of(trainer.draft)
+    trainer.train_cycle()
+    assert trainer.skipped["unusable_batch"] > 0
+    assert torch.equal(weights_of(trainer.draft), before)
