@@ -90,7 +90,7 @@ class SchedulerTide:
         self._steps: list[Counter[int]] = [Counter() for _ in CONTEXTS]
 
     def control(self, new_requests: Iterable[Any] = ()) -> StepDirective | None:
-        """What the next step's workers are told, or None."""
+        """Return the directive for the workers of the next step, or None."""
         directive = StepDirective()
         if self._staged not in (0, self._ordered):
             self._ordered = directive["install"] = self._staged

@@ -51,7 +51,7 @@ class DraftFile(_Strict):
 
 
 class WorkloadFile(_Strict):
-    """How often requests shift, how many are captured, how many tokens are asked."""
+    """Rate of shifts, share of captured requests, and demand in tokens/s."""
 
     shift_every_hours: Annotated[float, Field(ge=1e-3, le=1e5)]
     prefill_share: Annotated[float, Field(ge=0, le=0.99)] = 0.0

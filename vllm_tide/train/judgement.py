@@ -159,7 +159,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Pair:
-    """What the candidate and the live draft would accept of the same documents."""
+    """Evaluations of the candidate and of the live draft on the same documents."""
 
     new: Evaluation
     live: Evaluation
