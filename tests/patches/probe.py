@@ -4,6 +4,7 @@ Argument: JSON with target, draft, and optionally "runner": "v2".
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> None:
         prepare(asynchronous=False)
     import vllm
     from vllm import LLM, SamplingParams
+    from vllm.distributed.device_communicators import shm_broadcast
 
     llm = LLM(
         case["target"],
@@ -60,6 +62,7 @@ def main() -> None:
         "imported": [name for name in sys.modules if name.startswith("vllm_tide")],
         "metrics": sorted(metrics),
         "hash": llm.llm_engine.vllm_config.compute_hash(),
+        "sleeps": getattr(shm_broadcast, "busy_loop_limit_s", math.inf) < math.inf,
     }
     # Last: upstream's engine ends here. One prompt takes two steps.
     params = SamplingParams(temperature=1, seed=1, max_tokens=24, ignore_eos=True)

@@ -63,6 +63,7 @@ def test_outputs_are_upstreams_token_for_token(reports):
 def test_worker_patches_leave_everything_none(reports):
     _, patched = reports
     assert patched["tide"] == [True] * 4
+    assert not patched["sleeps"]
 
 
 def test_patches_of_model_runner_v2_leave_outputs_and_everything_none(reports, case):

@@ -20,6 +20,7 @@ from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
+from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
@@ -53,8 +54,23 @@ def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | N
     """
     if speculative_config is None or speculative_config.tide is None:
         return None
-    longest = speculative_config.num_speculative_tokens
-    return SchedulerTide(longest, scheduler, parse_tide(speculative_config.tide))
+    config = parse_tide(speculative_config.tide)
+    if TrainerProcess.wanted(config):
+        leave_the_core()
+    return SchedulerTide(speculative_config.num_speculative_tokens, scheduler, config)
+
+
+def leave_the_core() -> None:
+    """Let this process sleep, not poll, while a worker of the CPU backend computes.
+
+    vLLM leaves one core to all but the model: the trainer would get a tenth of it.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.busy_loop_limit_s = 0.0
+        logger.info("vllm_tide: the trainer has the core on which vLLM would poll.")
 
 
 class SchedulerTide:

@@ -1,0 +1,61 @@
+"""The engine core's process beside a trainer: it sleeps while a worker computes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_tide.engine.scheduler import make_scheduler
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def shm_broadcast(monkeypatch):
+    from vllm.distributed.device_communicators import shm_broadcast as module
+
+    monkeypatch.setattr(module, "busy_loop_limit_s", math.inf)
+    return module
+
+
+def speculative(**train):
+    tide = {"train": {"autostart": False}} | train
+    return SimpleNamespace(tide=tide, num_speculative_tokens=3)
+
+
+def test_only_a_server_with_a_trainer_gives_up_its_core(shm_broadcast):
+    make_scheduler(SimpleNamespace(tide=None), None)
+    make_scheduler(speculative(), None)
+    assert shm_broadcast.busy_loop_limit_s == math.inf
+    make_scheduler(speculative(train={}), None)
+    assert shm_broadcast.busy_loop_limit_s == 0.0
+
+
+@pytest.mark.parametrize("limit", [0.0, math.inf])
+def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
+    shm_broadcast, monkeypatch, limit
+):
+    polls = []
+    monkeypatch.setattr(shm_broadcast, "busy_loop_limit_s", limit)
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: polls.append(1))
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+
+    def write() -> None:
+        for number in range(20):
+            time.sleep(0.01)
+            writer.enqueue(number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert [reader.dequeue(timeout=20) for _ in range(20)] == list(range(20))
+    thread.join()
+    assert bool(polls) == (limit > 0)
