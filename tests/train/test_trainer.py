@@ -82,6 +82,18 @@ def test_requests_are_judged_before_they_are_learnt_from():
     assert trainer.train_cycle().fresh_requests == 0  # the same draft again
 
 
+def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):
+    trainer = toy_trainer(40, steps_per_cycle=12, max_passes=100)
+    assert trainer.train_cycle().steps == 12
+    monkeypatch.setattr("vllm_tide.train.trainer.CYCLE_SECONDS", 0.0)
+    assert trainer.train_cycle().steps == 4
+    monkeypatch.setattr("vllm_tide.train.trainer.LEAST_SCORED", 32)
+    short = trainer.train_cycle()
+    assert short.steps == 4
+    assert sum(s.num_tokens for s in trainer.buffer.holdout) > 128
+    assert sum(row[0] for row in short.new.requests.values()) <= 64
+
+
 def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from():
     trainer = toy_trainer(0, holdout_share=1e-9, steps_per_cycle=8)
     rng = random.Random(4)

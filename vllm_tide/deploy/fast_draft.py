@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -265,7 +265,9 @@ class FastDraft:
         if self._how == "shared":
             self._score(samples)
         step = self._begin()
-        samples = [self._known(sample) for sample in samples]
+        vocab = self._trainer.live.vocab
+        if not vocab.is_identity:
+            samples = [sample.in_vocabulary(vocab.t2d) for sample in samples]
         if self._how == "exact":
             step.drafting = samples[0].loss_from - samples[0].start - 1
         else:
@@ -313,14 +315,6 @@ class FastDraft:
         if found is None or found.why_unusable(size):
             return []
         return [found]
-
-    def _known(self, sample: Sample) -> Sample:
-        """Without rows whose best token is not in the draft vocabulary."""
-        vocab = self._trainer.live.vocab
-        if vocab.is_identity:
-            return sample
-        known = self._trainer.in_vocabulary.rows_of(sample, vocab)
-        return replace(sample, in_vocab=known)
 
     def _begin(self) -> FastStep:
         if self._step is not None:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.gpu import on_device
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows, take_batch
 from vllm_tide.train.sample import Sample, TopK, by_request
@@ -279,28 +278,3 @@ def _accept(
         out["argmax_mass"][part] = p.gather(1, choice[:, None])[:, 0]
         out["mass"][part] = torch.minimum(p, z.softmax(-1)).sum(-1)
     return out
-
-
-class InVocabulary:
-    """Rows whose best token is in the draft vocabulary; others teach it nothing."""
-
-    def __init__(self, target: TargetRows, dtype: torch.dtype) -> None:
-        self._target, self._dtype = target, dtype
-        self._rows: Tensor | None = None
-
-    def rows_of(self, sample: Sample, vocab: VocabMap) -> Tensor:
-        """Bool [S]: the target's best token is in the draft vocabulary."""
-        inside = vocab.t2d
-        if sample.teacher_topk is not None:
-            return inside[sample.teacher_topk.ids[:, 0].long()]
-        out = torch.zeros(sample.num_tokens, dtype=torch.bool)
-        if sample.teacher_hidden is None:
-            return out
-        if self._rows is None:  # once: they are the largest tensor there is
-            self._rows = self._target.rows_in(self._dtype)
-        rows = self._rows
-        for lo in range(0, sample.num_tokens, _ROWS):
-            hidden = on_device(sample.teacher_hidden[lo : lo + _ROWS], rows.device)
-            z = self._target.logits(hidden.to(rows.dtype), rows)
-            out[lo : lo + _ROWS] = inside[z.argmax(-1).cpu()]
-        return out

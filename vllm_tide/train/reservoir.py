@@ -251,7 +251,8 @@ class SampleBuffer:
 
         Args:
             scored: Request keys; windows of other requests are all among the first.
-            rows: Of requests that are `scored`, most of them among the first (tokens).
+            rows: Of requests that are `scored`, at most, both among the first and among
+                the others (tokens).
             turn: Which of them, at random, is different in every turn.
         """
         requests = by_request(self.holdout)
@@ -259,9 +260,13 @@ class SampleBuffer:
         random.Random(SEED + turn).shuffle(order)  # noqa: S311 - not cryptographic
         chosen: list[Sample] = []
         others: list[Sample] = []
+        limit = rows
         for key in order:
             rows -= sum(s.num_tokens for s in requests[key]) if key in scored else 0
-            (others if key in scored and rows < 0 else chosen).extend(requests[key])
+            if key not in scored or rows >= 0:
+                chosen += requests[key]
+            elif rows >= -limit:
+                others += requests[key]
         return chosen, others
 
     def shuffled(self, cycle: int = 0, until: int | None = None) -> deque[Sample]:

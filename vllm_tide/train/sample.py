@@ -51,8 +51,8 @@ class Sample:
         has_teacher: bool [S].
         teacher_hidden: [S, H] after the final norm (rows without teacher: zeros).
         teacher_topk: Used when there is no hidden teacher.
-        in_vocab: bool [S], argmax of the teacher is in the draft vocabulary; None
-            means not looked up yet.
+        in_vocab: bool [S], what a draft with a pruned vocabulary can say of the row's
+            next token; None is all.
         loss_from: First position whose row may be a teacher (>= num_prompt_tokens);
             later than the prompt only in windows that repeat rows as context.
         tenant: Id of who sent the request; 0 is nobody.
@@ -129,6 +129,18 @@ class Sample:
         if any(bool(teacher.logprobs.isnan().any()) for teacher in topk):
             return "not_finite"
         return None
+
+    def in_vocabulary(self, members: Tensor) -> Sample:
+        """This document, with the rows marked whose next token is in a vocabulary.
+
+        The last row, whose next token is not known, is marked too.
+
+        Args:
+            members: bool [V], of the target's tokens.
+        """
+        known = torch.ones(self.num_tokens, dtype=torch.bool)
+        known[:-1] = members[self.tokens[1:].long()]
+        return replace(self, in_vocab=known)
 
     @property
     def valid(self) -> Tensor:

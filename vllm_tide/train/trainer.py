@@ -25,7 +25,7 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import MAX_BRANCHES, Assembler
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
-from vllm_tide.train.evaluate import Evaluation, InVocabulary, Scores, evaluate
+from vllm_tide.train.evaluate import Evaluation, Scores, evaluate
 from vllm_tide.train.gpu import Progress, Turns, Watch, give_up_memory, lacks_memory
 from vllm_tide.train.judgement import (
     ENOUGH,
@@ -39,7 +39,6 @@ from vllm_tide.train.judgement import (
 )
 from vllm_tide.train.packing import take_batch
 from vllm_tide.train.reservoir import (
-    HOLDOUT_TOKENS,
     SEED,
     SampleBuffer,
     is_held_out,
@@ -50,6 +49,11 @@ from vllm_tide.train.sample import Sample
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
+CYCLE_SECONDS, LEAST_STEPS = 20.0, 4
+"""A cycle is as many steps as that takes (s), so that a slow device publishes as often
+as a fast one; at least so many, at most `steps_per_cycle`."""
+LEAST_SCORED = 2048
+"""Rows that a comparison scores, if there are so many, however long it takes."""
 MAX_KNOWN = 1 << 16
 """Requests remembered as learnt from or counted as evidence, the newest."""
 
@@ -108,6 +112,8 @@ class Trainer:
         # New tokens and fresh documents that the cycle being run took, and its queue.
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._capacity = self._packed = 0
+        # Seconds of a step and of scoring a row with both drafts; 0: not measured yet.
+        self._step_s = self._row_s = 0.0
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
@@ -116,7 +122,6 @@ class Trainer:
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
         self.rate = 1.0
-        self.in_vocabulary = InVocabulary(target, self.stepper.step.dtype)
         self.last_terms: dict[str, float] = {}
 
     @property
@@ -143,8 +148,7 @@ class Trainer:
                 self.vocabulary.add(sample.tokens[generated:])
             held = is_held_out(sample.key, self.config.holdout_share)
             if not (held or vocab.is_identity):
-                known = self.in_vocabulary.rows_of(sample, vocab)
-                sample = replace(sample, in_vocab=known)
+                sample = sample.in_vocabulary(vocab.t2d)
             self.buffer.add(sample)
 
     @property
@@ -204,7 +208,7 @@ class Trainer:
             if judged is not None and judged.publish:
                 self.cycles += 1
                 return judged
-        self._follow_vocabulary(watch)
+        self._follow_vocabulary()
         fresh = self.buffer.fresh
         self.buffer.new_tokens = max(0, self.buffer.new_tokens - taken)
         cycle = self.cycles
@@ -212,12 +216,17 @@ class Trainer:
         self._taken = taken, fresh, self._queue
         total = self._num_steps()
         losses: list[float] = []
-        for index in range(total if watch.going else 0):
+        index = 0
+        while watch.going and index < total:
             if not self._queue:
                 self._queue = self.buffer.shuffled(cycle, until)
             if not self._queue:
                 break  # every document had its passes
+            began = time.monotonic()
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
+            spent, index = time.monotonic() - began, index + 1
+            self._step_s += (0.2 if self._step_s else 1.0) * (spent - self._step_s)
+            total = min(total, self._affordable_steps())
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
@@ -249,7 +258,7 @@ class Trainer:
         None if the cycle ended meanwhile: neither half an evaluation counts nor one of
         a draft that is gone.
         """
-        rows = self.config.steps_per_cycle * self.config.batch_tokens // 8
+        rows = self._rows_to_score()
         chosen, others = self.buffer.held_out(self._known, rows, self.cycles)
         self._live_scores.keep({s.key for s in chosen + others})
         held_out = self._compared(chosen, watch)
@@ -404,13 +413,13 @@ class Trainer:
             self.restore(self.snapshot())
             self.evidence = left
 
-    def _follow_vocabulary(self, progress: Progress) -> None:
+    def _follow_vocabulary(self) -> None:
         """Let the candidate know the tokens that traffic has come to need."""
         if self.vocabulary is None:
             return
         vocab = self.vocabulary.better(self.draft.vocab)
         if vocab is not None:
-            self._use_draft(reprune(self.draft, vocab, self.target), progress)
+            self._use_draft(reprune(self.draft, vocab, self.target))
 
     def _with_vocabulary_of(self, tensors: dict[str, Tensor]) -> Eagle3Draft:
         """The candidate, or one like it that has the vocabulary of `tensors`."""
@@ -421,18 +430,11 @@ class Trainer:
             return self.draft
         return reprune(self.draft, vocab, self.target)
 
-    def _use_draft(self, draft: Eagle3Draft, progress: Progress | None = None) -> None:
+    def _use_draft(self, draft: Eagle3Draft) -> None:
         """Another vocabulary, and the optimizer anew: its rows are other tokens'."""
         self.stepper.replace(draft)
-        self.draft = draft
-
-        def look_up(sample: Sample) -> Sample:
-            if progress is not None:
-                progress()
-            known = self.in_vocabulary.rows_of(sample, self.draft.vocab)
-            return replace(sample, in_vocab=known)
-
-        self.buffer.map_train(look_up)
+        self.draft, members = draft, draft.vocab.t2d
+        self.buffer.map_train(lambda sample: sample.in_vocabulary(members))
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer where few passes over the buffer are left."""
@@ -441,7 +443,21 @@ class Trainer:
             for sample in self.buffer.train
         )
         steps = math.ceil(rows / self.config.batch_tokens)
-        return max(1, min(self.config.steps_per_cycle, steps))
+        return max(1, min(self.config.steps_per_cycle, steps, self._affordable_steps()))
+
+    def _affordable_steps(self) -> int:
+        if not self._step_s:
+            return self.config.steps_per_cycle
+        return max(LEAST_STEPS, int(CYCLE_SECONDS / self._step_s))
+
+    def _rows_to_score(self) -> int:
+        """Rows of one comparison: an eighth of what a cycle trains on, and of its time.
+
+        A cycle makes two comparisons.
+        """
+        rows = self.config.steps_per_cycle * self.config.batch_tokens // 8
+        time_left = int(CYCLE_SECONDS / 8 / self._row_s) if self._row_s else 0
+        return max(LEAST_SCORED, min(rows, time_left))
 
     def _one_step(self, lr_scale: float) -> float | None:
         capacity = self.config.batch_tokens
@@ -473,11 +489,10 @@ class Trainer:
 
         None if there are none, or both are the same draft. The candidate is the one of
         before the cycle, as a rule a little worse than the one it ends with. Under
-        overload only the newest, an eighth as many rows as a cycle trains on.
+        overload only the newest (`_rows_to_score`).
         """
         unscored, restored = self.unscored if self._differs else [], self._restored
-        most = self.config.steps_per_cycle * self.config.batch_tokens // 8
-        most = max(most, HOLDOUT_TOKENS)
+        most = self._rows_to_score()
         samples: deque[Sample] = deque()
         for sample in reversed(unscored):
             most -= sample.num_tokens
@@ -521,5 +536,8 @@ class Trainer:
                 del live.requests[key]
         # An expiry meanwhile may have taken scores of the live draft.
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
-        watch.evaluation_s += time.monotonic() - watch.elsewhere_s - began
+        spent = time.monotonic() - watch.elsewhere_s - began
+        if rows := sum(s.num_tokens for s in samples):
+            self._row_s = spent / rows
+        watch.evaluation_s += spent
         return Pair(new, live)
