@@ -91,13 +91,15 @@ class TrainConfig(_Section):
         3, description="Training-time-test steps (EAGLE-3): draft depth trained."
     )
     batch_tokens: Annotated[Whole, Field(ge=64)] = Field(
-        2048, description="Rows packed into one optimizer step (tokens)."
+        1024, description="Rows packed into one optimizer step (tokens)."
     )
     min_new_tokens: Annotated[Whole, Field(ge=1)] = Field(
         4096, description="New captured tokens that start a training cycle (tokens)."
     )
     steps_per_cycle: Annotated[Whole, Field(ge=1)] = Field(
-        32, description="Optimizer steps between two evaluations, at most."
+        32,
+        description="Optimizer steps between two evaluations, at most; no more than 20 "
+        "seconds take.",
     )
     max_passes: Annotated[Whole, Field(ge=1)] = Field(
         8,
@@ -184,7 +186,9 @@ class FreshConfig(_Section):
     """The draft built for `"model": "fresh"`."""
 
     draft_vocab_size: Annotated[Whole, Field(ge=64)] | None = Field(
-        None, description="Tokens of the draft; null: all up to 65536, else 32768."
+        None,
+        description="Tokens of the draft; null: 4096 where a CPU trains it, 32768 on a "
+        "GPU, at most the target's.",
     )
 
 

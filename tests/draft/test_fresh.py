@@ -21,6 +21,7 @@ from vllm_tide.draft.fresh import (
     fresh_directory,
     fresh_layer_ids,
     is_fresh,
+    sized,
 )
 from vllm_tide.draft.target import rows_fingerprint
 
@@ -148,6 +149,16 @@ def test_an_unusable_target_is_one_sentence(target, tmp_path):
 
 def shape(raw: dict, **settings: object) -> Eagle3Config:
     return fresh_config(raw, FreshConfig(**settings))
+
+
+def test_a_fresh_draft_has_as_many_tokens_as_its_trainer_can_afford():
+    def size(vocab: int, device: str, **settings: int) -> int | None:
+        return sized(FreshConfig(**settings), vocab, device).draft_vocab_size
+
+    assert size(49152, "cpu") == 4096
+    assert size(49152, "cuda:1") == 32768
+    assert size(1000, "cpu") == size(1000, "cuda") == 1000
+    assert size(49152, "cpu", draft_vocab_size=8192) == 8192
 
 
 def test_shapes_of_published_families():

@@ -157,10 +157,12 @@ def fit(subject: Subject) -> Finding:
 
 def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_config
+    from vllm_tide.draft.fresh import fresh_config, sized
 
+    tide, text = subject.tide, target.get("text_config") or target
     try:
-        return fresh_config(target, subject.tide.fresh)
+        settings = sized(tide.fresh, text.get("vocab_size", 0), tide.train.device)
+        return fresh_config(target, settings)
     except DraftError as error:
         raise ConfigError(str(error)) from None
 

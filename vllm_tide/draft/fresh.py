@@ -44,7 +44,9 @@ from vllm_tide.draft.vocab import VocabMap
 
 SEED = 0  # of the random matrices: every engine builds the same draft
 FORMAT = 1  # a change of how a head is built makes another fingerprint
-FULL_VOCAB, PRUNED_VOCAB = 65536, 32768
+VOCAB_SIZES = {"cpu": 4096, "cuda": 32768}
+"""Tokens of a fresh draft by the trainer's device, at most the target's: a step over
+more takes longer. The trainer soon puts the most frequent ones of the traffic there."""
 MARK = "tide_fresh"  # key of config.json by which a fresh head is known
 _ABANDONED_S = 3600.0
 _OWN_HEAD_DIM = 128
@@ -72,6 +74,18 @@ def fresh_layer_ids(num_layers: int) -> tuple[int, ...]:
     return (1, num_layers // 2, num_layers - 1) if num_layers > 3 else (0, 1, 2)
 
 
+def sized(settings: FreshConfig, vocab_size: int, device: str) -> FreshConfig:
+    """Settings with the number of tokens that a draft has by default.
+
+    Args:
+        vocab_size: Of the target.
+        device: `tide.train.device`.
+    """
+    default = min(vocab_size, VOCAB_SIZES[device.partition(":")[0]])
+    size = settings.draft_vocab_size or default
+    return settings.model_copy(update={"draft_vocab_size": size})
+
+
 def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Config:
     """Shape of a fresh head for a target.
 
@@ -80,7 +94,7 @@ def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Conf
     """
     text = dict(target.get("text_config") or target)
     hidden, vocab = _need(text, "hidden_size"), _need(text, "vocab_size")
-    size = settings.draft_vocab_size or (vocab if vocab <= FULL_VOCAB else PRUNED_VOCAB)
+    size = settings.draft_vocab_size or vocab
     if size > vocab:
         raise DraftError(
             f"tide.fresh.draft_vocab_size: {size} is more than the target's {vocab} "

@@ -69,7 +69,7 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
         ConfigError: No draft can be built for this target.
     """
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_directory
+    from vllm_tide.draft.fresh import fresh_directory, sized
     from vllm_tide.engine.facts import weights_dir
 
     try:
@@ -80,7 +80,8 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
             f"not to be had ({type(error).__name__}); fetch it first."
         ) from None
     try:
-        folder = fresh_directory(where, tide.fresh, target.dtype)
+        settings = sized(tide.fresh, target.get_vocab_size(), tide.train.device)
+        folder = fresh_directory(where, settings, target.dtype)
     except DraftError as error:
         raise ConfigError(
             f"model: no fresh draft can be built for {target.model!r}: {error}"
