@@ -235,15 +235,6 @@ class WeightsSegment:
             if self._segment.intact():
                 self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
 
-    def writer_alive(self) -> bool:
-        with contextlib.suppress(ValueError):  # as in latest_version
-            return (
-                self._segment.intact()
-                and self._segment.load(_Word.WRITER) != 0
-                and self._segment.holder_alive(_Word.WRITER)
-            )
-        return False
-
     def unlink(self) -> None:
         """Take the name away; see :meth:`Segment.unlink`."""
         self._segment.unlink()
