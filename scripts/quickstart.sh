@@ -85,7 +85,7 @@ build=$(realpath -m "$build")
 # nproc follows OMP_NUM_THREADS.
 [ "$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
 for part in target draft prompts; do
-    [ -d "$demo/$part" ] || die "$demo/$part is missing (make it: scripts/make_demo_model.py)."
+    [ -d "$demo/$part" ] || die "$demo/$part is missing."
 done
 
 if [ "${TIDE_NO_INSTALL:-0}" != 1 ]; then

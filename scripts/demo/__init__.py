@@ -1,5 +1,5 @@
-"""Parts of ``make_demo_model.py``: a small target and draft trained from CPython.
+"""Models for the quickstart, the benchmarks and the tests.
 
-No machine of the project downloads weights, so the demo target is trained on
-text that every CPython installation carries.  Each module owns one stage.
+`fetch_model.py` makes a published model from the package index, and `train_draft.py` a
+draft for it. `target`, `draft` and `prompts` are a small pair for tests.
 """

@@ -1,0 +1,292 @@
+"""Trains an EAGLE-3 draft for a served model on that model's own answers.
+
+    python scripts/demo/train_draft.py capture --model DIR --prompts FILE ... --work DIR
+    python scripts/demo/train_draft.py train --model DIR --work DIR --out DIR
+
+`capture` serves the prompts with vLLM in this process and keeps, by the project's own
+capture, what the trainer needs of each answer: one file of documents per
+`--shard-requests` requests. `train` trains on these files, one pass after another, with
+the project's own training step, and writes the draft after each `--save-steps` steps.
+Both go on where they stopped: an existing file is not made again, and `train` begins
+with the draft in `--out` if there is one.
+
+Prompts are JSON lines (gzip) with `id` and `prompt`; `--only` keeps ids that begin so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_tide.config import FreshConfig, TrainConfig
+from vllm_tide.draft import TargetRows, load_draft, save_draft
+from vllm_tide.draft.fresh import build_fresh
+from vllm_tide.draft.prune import choose_vocab, reprune
+from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.train.assemble import Assembler
+from vllm_tide.train.evaluate import evaluate
+from vllm_tide.train.packing import pack, take_batch
+from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.train.step import TrainStep
+
+HELD_OUT = 0.02  # share of a file's documents that are only evaluated
+DEPTH = 5  # of the evaluation
+WINDOW = 512  # rows of a document at most, so that a batch holds several
+
+
+def read_prompts(
+    files: Iterable[Path], only: tuple[str, ...], seed: int
+) -> list[dict[str, str]]:
+    """Prompts of all files in a random order that depends on the seed alone."""
+    rows = []
+    for file in files:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            rows += [json.loads(line) for line in lines]
+    rows = [row for row in rows if not only or row["id"].startswith(only)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+class Capturing:
+    """A server in this process, and the reader of what it captures.
+
+    Args:
+        requests: Requests that are served together.
+    """
+
+    def __init__(self, model: Path, dtype: str, requests: int, run_dir: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from vllm_tide.transport.rendezvous import read_manifests
+        from vllm_tide.transport.ring import RingReader
+
+        tide = {"run_dir": run_dir, "train": {"autostart": False}}
+        tide |= {"swap": {"enabled": False}, "control": {"probe_share": 0.0}}
+        arguments = EngineArgs(
+            model=str(model),
+            dtype=dtype,
+            enforce_eager=True,
+            max_model_len=2048,
+            max_num_seqs=requests,
+            enable_prefix_caching=False,
+            speculative_config={
+                "method": "eagle3",
+                "model": "fresh",
+                "num_speculative_tokens": 1,
+                "tide": tide | {"fresh": {"draft_vocab_size": 1024}},
+            },
+        )
+        self._engine: Any = LLMEngine.from_engine_args(arguments)
+        [manifest] = read_manifests(Path(run_dir))
+        self._reader = RingReader.attach(manifest.ring)
+        size = len(manifest.aux_layer_ids) * manifest.hidden_size
+        self._assembler = Assembler(size, max_open_rows=1 << 20)
+        self._requests = requests
+
+    def answers(
+        self, prompts: list[dict[str, str]], max_tokens: int, temperature: float
+    ) -> list[Sample]:
+        """Serve prompts over the model's chat template; a document for each."""
+        from vllm import SamplingParams
+
+        tokenizer = self._engine.get_tokenizer()
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        waiting, documents = list(prompts), []
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and self._engine.get_num_unfinished_requests() < (
+                self._requests
+            ):
+                row = waiting.pop()
+                chat = [{"role": "user", "content": row["prompt"]}]
+                ids = tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+                self._engine.add_request(
+                    row["id"], {"prompt_token_ids": ids}, params.clone()
+                )
+            self._engine.step()
+            while (record := self._reader.read()) is not None:
+                documents += self._assembler.add(record, time.monotonic())
+            self._reader.heartbeat()
+        return documents + self._assembler.flush()
+
+
+def capture(args: argparse.Namespace) -> None:
+    rows = read_prompts(args.prompts, tuple(args.only), args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+    size, engine = args.shard_requests, None
+    with tempfile.TemporaryDirectory(prefix="tide_draft_") as run_dir:
+        for number in range(math.ceil(len(rows) / size)):
+            path = args.work / f"documents-{number:04d}.pt"
+            if path.exists():
+                continue
+            if engine is None:
+                engine = Capturing(args.model, args.dtype, args.requests, run_dir)
+            began = time.monotonic()
+            greedy = number % 2 == 0
+            found = engine.answers(
+                rows[number * size :][:size],
+                args.max_tokens,
+                0.0 if greedy else args.temperature,
+            )
+            documents = [d for s in found for d in split_windows(s, WINDOW)]
+            torch.save(documents, path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+            tokens = sum(d.num_trained for d in documents)
+            seconds = time.monotonic() - began
+            print(
+                f"{path.name}: {len(found)} answers, {tokens} rows to train, "
+                f"{tokens / seconds:.0f} rows/s",
+                flush=True,
+            )
+
+
+def load_documents(path: Path) -> list[Sample]:
+    found: list[Sample] = torch.load(path, weights_only=False)
+    return found
+
+
+def split(documents: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Documents to train on, and those held out."""
+    held = int(1 / HELD_OUT)
+    return (
+        [d for d in documents if d.key % held],
+        [d for d in documents if d.key % held == 0],
+    )
+
+
+def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> Any:
+    """The draft in `--out`, or a fresh one over the tokens of the answers."""
+    if (args.out / "model.safetensors").exists():
+        return load_draft(args.out, target, frozenset())
+    draft = build_fresh(
+        args.model, FreshConfig(draft_vocab_size=args.vocab), torch.bfloat16
+    )
+    counts = torch.zeros(target.lm_head.shape[0], dtype=torch.float64)
+    for file in files:
+        for document in load_documents(file):
+            first = max(document.num_prompt_tokens - document.start, 0)
+            counts += torch.bincount(document.tokens[first:], minlength=len(counts))
+    counts[draft.vocab.target_ids[: args.vocab // 8]] += 0.1  # special and short ones
+    ids = choose_vocab(counts, args.vocab)
+    inside = float(counts[ids].sum() / counts.sum())
+    print(f"vocabulary: {args.vocab} tokens, {inside:.4f} of what was answered")
+    return reprune(draft, VocabMap.from_target_ids(ids, len(counts)), target)
+
+
+def batches(
+    files: list[Path], tokens: int, seed: int
+) -> Iterator[tuple[int, list[Sample]]]:
+    """Batches of one pass after another, each with the number of its pass."""
+    chance, number = random.Random(seed), 0
+    while True:
+        for file in chance.sample(files, len(files)):
+            train, _ = split(load_documents(file))
+            queue = deque(chance.sample(train, len(train)))
+            while queue:
+                yield number, take_batch(queue, tokens, branches=False)
+        number += 1
+
+
+def train(args: argparse.Namespace) -> None:
+    files = sorted(args.work.glob("documents-*.pt"))
+    if not files:
+        raise SystemExit(f"--work: {args.work} has no documents; run `capture` first.")
+    target = TargetRows.load(args.model)
+    draft = _begin(args, files, target)
+    config = TrainConfig(
+        learning_rate=args.learning_rate,
+        batch_tokens=args.batch_tokens,
+        ttt_steps=args.ttt_steps,
+    )
+    step = TrainStep(draft, target, config)
+    began, rows, losses = time.monotonic(), 0, []
+    steps = 0
+    for passed, batch in batches(files, args.batch_tokens, args.seed):
+        spent = time.monotonic() - began
+        progress = max(spent / (60 * args.minutes), passed / args.passes)
+        if progress >= 1:
+            break
+        scale = min(1.0, (steps + 1) / 50) * (0.02 + 0.98 * (1 - progress))
+        result = step.run(pack(batch, branches=False), scale)
+        if result is None:
+            continue
+        steps += 1
+        rows += result.num_tokens
+        losses.append(result.step_losses[0])
+        if steps % 25 == 0:
+            print(
+                f"step {steps}, pass {passed}, {spent:.0f} s, {rows / spent:.0f} "
+                f"rows/s, KL of the first token {statistics.fmean(losses):.3f}",
+                flush=True,
+            )
+            losses.clear()
+        if steps % args.save_steps == 0:
+            save(draft, args)
+    save(draft, args)
+    held = [d for file in files[:8] for d in split(load_documents(file))[1]]
+    score = evaluate(draft, target, held, DEPTH)
+    print(
+        f"{steps} steps, {rows} rows; held-out acceptance length at depth {DEPTH}: "
+        f"{score.acceptance('greedy'):.3f} +- {score.standard_error('greedy'):.3f} "
+        f"over {len(score.requests)} answers"
+    )
+
+
+def save(draft: Any, args: argparse.Namespace) -> None:
+    staged = Path(tempfile.mkdtemp(dir=args.out.parent))
+    save_draft(draft, staged, torch.bfloat16)
+    args.out.mkdir(exist_ok=True)
+    for path in staged.iterdir():
+        path.chmod(0o644)
+        path.replace(args.out / path.name)
+    staged.rmdir()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["capture", "train"])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="of the documents")
+    parser.add_argument("--seed", type=int, default=0)
+    text = "of `capture`: JSON lines, gzip"
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[], help=text)
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of ids")
+    parser.add_argument("--dtype", default="float32", help="the model is served in")
+    parser.add_argument("--requests", type=int, default=32, help="served together")
+    parser.add_argument("--max-tokens", type=int, default=384, help="of an answer")
+    parser.add_argument("--temperature", type=float, default=0.7, help="every other")
+    parser.add_argument("--shard-requests", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="of `train`: the draft's directory")
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--passes", type=float, default=2.0)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--ttt-steps", type=int, default=5)
+    parser.add_argument("--save-steps", type=int, default=200)
+    args = parser.parse_args(argv)
+    if args.what == "train" and args.out is None:
+        parser.error("train: give --out DIR for the draft")
+    {"capture": capture, "train": train}[args.what](args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

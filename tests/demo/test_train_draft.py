@@ -1,0 +1,40 @@
+"""What a draft of a published model is trained on, and in which order."""
+
+import gzip
+import json
+import random
+
+import torch
+
+from scripts.demo.train_draft import batches, read_prompts, split
+from tests.train.toys import documents_of
+
+
+def test_prompts_come_in_an_order_of_their_own_and_only_those_named(tmp_path):
+    file = tmp_path / "prompts.jsonl.gz"
+    rows = [{"id": f"{name}-{i}", "prompt": str(i)} for name in "ab" for i in range(20)]
+    with gzip.open(file, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    found = read_prompts([file], ("a-",), 1)
+    assert sorted(r["prompt"] for r in found) == sorted(str(i) for i in range(20))
+    assert found == read_prompts([file], ("a-",), 1) != read_prompts([file], ("a-",), 2)
+    assert len(read_prompts([file], (), 1)) == 40
+
+
+def test_a_pass_has_every_document_once_and_none_that_is_held_out(tmp_path):
+    files = [tmp_path / f"documents-{i}.pt" for i in range(2)]
+    rng = random.Random(0)
+    every = [documents_of(rng, 120) for _ in files]
+    for file, documents in zip(files, every, strict=True):
+        torch.save(documents, file)
+    held = {d.key for documents in every for d in split(documents)[1]}
+    kept = {d.key for documents in every for d in documents} - held
+    assert held
+    passes = [[], []]
+    for number, batch in batches(files, 100, 0):
+        if number == 2:
+            break
+        assert sum(d.num_tokens for d in batch) <= 100
+        passes[number] += [d.key for d in batch]
+    first, second = passes
+    assert sorted(first) == sorted(second) == sorted(kept) and first != second
