@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -37,6 +39,8 @@ class Turn:
         seconds: By the wall clock.
         cpu_s: CPU seconds of its process.
         finished: Number and checksum of the output of each request that ended.
+        decode_steps: Of each step without a prompt in it: CPU time of the stepping
+            thread (ms), requests, drafts it verified, drafts it made.
         error: Why there is no such thing; empty: all is well.
     """
 
@@ -45,6 +49,7 @@ class Turn:
     seconds: float = 0.0
     cpu_s: float = 0.0
     finished: tuple[tuple[int, int], ...] = ()
+    decode_steps: tuple[tuple[float, int, int, int], ...] = ()
     error: str = ""
 
 
@@ -139,6 +144,9 @@ class Served:
             words += ["--speculative-config", speculative_config]
         given = EngineArgs.from_cli_args(parser.parse_args(words))
         self._engine = LLMEngine.from_vllm_config(given.create_engine_config())
+        core: Any = self._engine.engine_core
+        self._scheduler = core.engine_core.scheduler
+        _send_messages(core.engine_core.model_executor)
         self._live: dict[str, list[int]] = {}  # outputs of requests that run
 
         def sampling(tokens: int) -> SamplingParams:
@@ -166,10 +174,19 @@ class Served:
 
     def turn(self, seconds: float) -> Turn:
         began, cpu_s = time.perf_counter(), time.process_time()
-        tokens, steps, finished = 0, 0, []
+        tokens, steps, finished, decode_steps = 0, 0, [], []
         while time.perf_counter() < began + seconds:
             steps += 1
-            for output in self._engine.step():
+            verified, running = self._drafts(), self._scheduler.running
+            decodes = not self._scheduler.waiting and all(
+                r.num_computed_tokens >= r.num_prompt_tokens for r in running
+            )
+            num, thread_s = len(running), time.thread_time()
+            outputs = self._engine.step()
+            if decodes:
+                spent = 1e3 * (time.thread_time() - thread_s)
+                decode_steps.append((spent, num, verified, self._drafts()))
+            for output in outputs:
                 new = output.outputs[0].token_ids
                 known = self._live[output.request_id]
                 known += new
@@ -180,7 +197,11 @@ class Served:
                     finished.append((number, zlib.crc32(repr(known).encode())))
                     self._another(self._tokens)
         spent, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-        return Turn(tokens, steps, spent, cpu_s, tuple(finished))
+        return Turn(tokens, steps, spent, cpu_s, tuple(finished), tuple(decode_steps))
+
+    def _drafts(self) -> int:
+        """Tokens that wait to be verified."""
+        return sum(len(r.spec_token_ids) for r in self._scheduler.running)
 
     def _another(self, tokens: int) -> None:
         name = f"{self._salt} {self._next}"
@@ -189,6 +210,24 @@ class Served:
         self._engine.add_request(name, given, self._sampling(tokens))
         self._live[name] = []
         self._next += 1
+
+
+def _send_messages(executor: Any) -> None:
+    """Serialise what scheduler and worker give each other, as between processes."""
+    call = executor.collective_rpc
+
+    def sent(value: Any) -> Any:
+        return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def send(method: str, args: tuple[Any, ...] = (), **more: Any) -> Any:
+        answer = call(*sent((method,)), args=sent(args), **more)
+        if not isinstance(answer, Future):
+            return sent(answer)
+        received: Future[Any] = Future()
+        received.set_result(sent(answer.result()))
+        return received
+
+    executor.collective_rpc = send
 
 
 def _die_with_parent() -> None:
