@@ -18,23 +18,23 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 1_936,
+    ".": 1_940,
     "capture": 1_009,
     "cli": 1_404,
     "control": 3_605,
     "dashboards": 69,
-    "deploy": 2_337,
-    "doctor": 817,
-    "draft": 2_818,
-    "engine": 7_144,
+    "deploy": 2_331,
+    "doctor": 819,
+    "draft": 2_832,
+    "engine": 7_161,
     "examples": 1,
     "kernels": 1_480,
     "memory": 293,
     "plan": 608,
     "sidecar": 725,
     "top": 690,
-    "train": 4_535,
-    "transport": 5_994,
+    "train": 4_544,
+    "transport": 5_985,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20
@@ -50,7 +50,7 @@ EXCEPTIONS = {
     "engine.worker.WorkerTide": 28,
     "sidecar.loop.Sidecar": 24,
     "sidecar.report.TrainerStatus": 35,
-    "train.trainer.Trainer": 32,
+    "train.trainer.Trainer": 33,
     "transport.feed_spool.SpoolFeed": 25,
     "transport.record.Record": 21,
     "transport.rendezvous.EngineManifest": 24,
