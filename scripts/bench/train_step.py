@@ -28,12 +28,14 @@ from vllm_tide.train.step import TrainStep
 def _documents(args: argparse.Namespace, hidden: int, vocab: int) -> list[Sample]:
     count = args.batch_tokens // args.doc_tokens
     return [
-        Sample.offline(
-            torch.randint(0, vocab, (args.doc_tokens,)),
-            torch.randn(args.doc_tokens, 3 * hidden).bfloat16(),
-            (torch.randn(args.doc_tokens, hidden) * 4).bfloat16(),
-            num_prompt_tokens=max(1, int(args.doc_tokens * args.prompt_share)),
+        Sample(
             key=i,
+            start=0,
+            num_prompt_tokens=max(1, int(args.doc_tokens * args.prompt_share)),
+            tokens=torch.randint(0, vocab, (args.doc_tokens,), dtype=torch.int32),
+            features=torch.randn(args.doc_tokens, 3 * hidden).bfloat16(),
+            has_teacher=torch.ones(args.doc_tokens, dtype=torch.bool),
+            teacher_hidden=(torch.randn(args.doc_tokens, hidden) * 4).bfloat16(),
         )
         for i in range(count)
     ]

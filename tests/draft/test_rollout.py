@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.draft.rollout import rollout_logits
-from tests.train.toys import HIDDEN, VOCAB, config
+from tests.train.toys import HIDDEN, VOCAB, config, whole
 from vllm_tide.draft.config import Rope
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.vocab import VocabMap
@@ -46,14 +46,8 @@ def make_draft(**changes: object) -> Eagle3Draft:
 
 def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
     """Random document."""
-    return Sample.offline(
-        torch.randint(0, VOCAB, (size,)),
-        torch.randn(size, 3 * HIDDEN),
-        torch.randn(size, HIDDEN),
-        num_prompt_tokens=prompt,
-        key=key,
-        start=start,
-    )
+    tokens, features = torch.randint(0, VOCAB, (size,)), torch.randn(size, 3 * HIDDEN)
+    return whole(tokens, features, torch.randn(size, HIDDEN), prompt, key, start)
 
 
 def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.Tensor]:

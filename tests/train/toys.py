@@ -36,6 +36,26 @@ def config(**changes: object) -> Eagle3Config:
     return Eagle3Config(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def whole(
+    tokens: Tensor,
+    features: Tensor,
+    hidden: Tensor,
+    prompt: int,
+    key: int,
+    start: int = 0,
+) -> Sample:
+    """A document whose every row has a teacher."""
+    return Sample(
+        key=key,
+        start=start,
+        num_prompt_tokens=prompt,
+        tokens=tokens.to(torch.int32),
+        features=features,
+        has_teacher=torch.ones(tokens.numel(), dtype=torch.bool),
+        teacher_hidden=hidden,
+    )
+
+
 class ToyTarget:
     """Next token is a fixed permutation of the token: x -> (5 x + 3) mod V.
 
@@ -61,10 +81,7 @@ class ToyTarget:
         for _ in range(size - 1):
             tokens.append(int(self.next_token(torch.tensor(tokens[-1]))))
         x = torch.tensor(tokens)
-        hidden = self.head[self.next_token(x)]
-        return Sample.offline(
-            x, self.features(x), hidden, num_prompt_tokens=prompt, key=key
-        )
+        return whole(x, self.features(x), self.head[self.next_token(x)], prompt, key)
 
     def draft(self, seed: int = 0, **changes: object) -> Eagle3Draft:
         """A fresh draft."""

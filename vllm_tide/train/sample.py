@@ -77,32 +77,6 @@ class Sample:
     sampled: bool = False
     trained: list[int] = field(default_factory=list)
 
-    @classmethod
-    def offline(
-        cls,
-        tokens: Tensor,
-        features: Tensor,
-        teacher_hidden: Tensor,
-        *,
-        num_prompt_tokens: int = 1,
-        key: int = 0,
-        start: int = 0,
-    ) -> Sample:
-        """A document prepared without a server; one prompt token trains on everything.
-
-        Args:
-            features: [S, A*H], `hidden_states[L]` of the target for each layer id L.
-        """
-        return cls(
-            key=key,
-            start=start,
-            num_prompt_tokens=num_prompt_tokens,
-            tokens=tokens.to(torch.int32),
-            features=features,
-            has_teacher=torch.ones(tokens.numel(), dtype=torch.bool),
-            teacher_hidden=teacher_hidden,
-        )
-
     @property
     def num_tokens(self) -> int:
         return self.tokens.numel()
