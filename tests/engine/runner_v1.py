@@ -87,6 +87,8 @@ class Engine:
             scheduled_cached_reqs=SimpleNamespace(req_ids=goes_on),
             scheduled_spec_decode_tokens=spec,
             num_scheduled_tokens=dict(zip(reqs, rows, strict=True)),
+            total_num_scheduled_tokens=sum(rows),
+            scheduled_new_reqs=[r for i, r in enumerate(reqs) if not computed[i]],
         )
         control.begin(output)
         self.ended = []

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import vllm_tide.engine.control_v1 as control_v1
@@ -71,6 +72,26 @@ def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatc
     assert engine.go() == 1, "the policy was asked"
     assert kept[-1].tolist() == [1] * 3 + [2] + [1] * 12, "committed rows alone"
     assert engine.policy.stats()["verified_tokens"] == 3
+    assert not engine.control.faults
+
+
+def test_rows_are_kept_as_they_are_in_a_step_like_the_one_before(monkeypatch):
+    engine = Off(monkeypatch)
+    kept, keep = [], engine.control._backlog.keep
+    engine.control._backlog.keep = lambda *a: (kept.append(a[1:]), keep(*a))
+    same = []
+    for step in [engine.go] * 4 + [engine.turn] + [engine.go] * 3:
+        step()
+        same.append(engine.control.same)
+    assert same == [False, False, True, True, False, False, True, True]
+    n = len(engine.reqs)
+    for slots, row, rows, start, num_rows in kept[1:4] + kept[5:]:
+        assert (row.tolist(), rows.tolist(), num_rows) == ([*range(n)], [1] * n, n)
+        assert sorted(slots.tolist()) == [*range(n)]
+        assert start.dtype == np.int64
+    assert kept[4][4] > n  # with the prompt of the request that came
+    starts = np.array([step[3] for step in kept[5:]])
+    assert (np.diff(starts, axis=0) == 1).all()
     assert not engine.control.faults
 
 

@@ -43,7 +43,7 @@ PROBE_ROWS = 256
 _PROBE = -1
 # Steps in a row that the memory leaves the draft out of before it is looked at again.
 _LEFT_OUT = 32
-_NO_ROWS = np.empty(0), np.empty(0), 0  # first positions, rows without drafts, drafts
+_NONE = np.empty(0, np.int64)
 
 
 class ControlV1(Control):
@@ -55,6 +55,7 @@ class ControlV1(Control):
         memory: Whether drafts come from the requests' own texts too.
 
     Attributes:
+        same: The step drafts nothing and is as the one before.
         remembered: Requests whose newest drafts are the memory's, or in whose place the
             memory left the draft out.
         verified_memory: Those of them whose drafts the step that ends has verified.
@@ -85,17 +86,18 @@ class ControlV1(Control):
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
         self._planned: list[str] = []
-        self._resting = 0  # rounds that stay off without asking
+        self._resting, self._reason = 0, ""  # rounds that stay off without asking
         self._rested = 0  # rounds since the last question that were such
         self._rests: Counter[str] = Counter()  # all of them, by reason
+        self._rest_ids: list[str] = []  # requests of the last one
+        self._rest_rows = _NONE, _NONE, _NONE  # their slots, first rows and rows
         self.remembered: set[str] = set()
         self.verified_memory: set[str] = set()
-        self._memory: Memory | None = None
-        if memory and leader:
-            self._memory = Memory(capacity, int(runner.max_model_len), most)
+        longest = int(runner.max_model_len)
+        self._memory = Memory(capacity, longest, most) if memory and leader else None
         # Of this step: what the memory proposes, and the slots of its requests.
         self._recalled: tuple[np.ndarray, Proposals] | None = None
-        self._at = np.empty(0, np.int64)
+        self._at = _NONE
         self._left_out = 0  # steps in a row without the draft, for the memory
         self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
@@ -106,20 +108,22 @@ class ControlV1(Control):
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: forget ended requests, start the clock."""
-        self._contain("forget", self._forget, scheduler_output.finished_req_ids)
+        if finished := scheduler_output.finished_req_ids:
+            self._contain("forget", self._forget, finished)
         # With a request that goes on, the engine had work all the time since.
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
         self._steps = self._asked = 0
-        self._timed = True
-        self._decoding = _NO_ROWS
+        self._timed, self.same = True, False
+        self._decoding = _NONE, _NONE, 0  # first positions, rows less drafts, drafts
         self._planned = []
         self._recalled = None
-        # A request may wait for some steps with its drafts.
-        here = scheduler_output.num_scheduled_tokens
-        self.verified_memory = self.remembered & here.keys()
-        self.remembered -= self.verified_memory
-        for req_id in scheduler_output.finished_req_ids:
+        if self._memory is not None:
+            # A request may wait for some steps with its drafts.
+            here = scheduler_output.num_scheduled_tokens
+            self.verified_memory = self.remembered & here.keys()
+            self.remembered -= self.verified_memory
+        for req_id in finished:
             self.remembered.discard(req_id)
             self.explored.pop(req_id, None)
 
@@ -140,6 +144,14 @@ class ControlV1(Control):
         req_ids = runner.input_batch.req_ids
         num = len(req_ids)
         now = time.monotonic()
+        if self._rested and self._is_same(scheduler_output, req_ids):
+            # Little code: while a model computes, it falls out of the caches.
+            self._resting -= 1
+            self._rested += 1
+            self._rests[self._reason] += 1
+            self._asked_at, self._timed = now, False
+            start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
+            return self._keep(aux_hidden_states, start, num)
         slots = self._contain("slots", self._slots, req_ids)
         if slots is None:
             return self.agree(0)
@@ -151,24 +163,13 @@ class ControlV1(Control):
         spec = scheduler_output.scheduled_spec_decode_tokens
         rests = self._recalled is None and not spec  # one may have waited with drafts
         if rests and self._rests_on(slots, num_rows > num, now):
-            # Nothing was drafted: every row is committed, and keeping them for the
-            # draft is all that is left to do.
-            self._decoding = start, rows, 0
             # One round of a rest is learnt from: an early one, for it may end soon.
             self._timed = self._rested <= 1 or bool(self.on_round)
             context = int(start.sum()) if self._timed else 0
             self.timer.planned(num, context, 0, num_rows - num)
-            self._contain(
-                "keep",
-                self._backlog.keep,
-                aux_hidden_states,
-                slots,
-                row,
-                rows,
-                start,
-                num_rows,
-            )
-            return self.agree(0)
+            self._rest_ids = req_ids.copy() if num_rows == num else []
+            self._rest_rows = slots, row, rows
+            return self._keep(aux_hidden_states, start, num_rows)
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
         )
@@ -235,12 +236,30 @@ class ControlV1(Control):
             )
         return 0
 
-    def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
-        """True if a round is like the one before, in which drafting did not pay.
+    def _is_same(self, scheduler_output: Any, req_ids: list[str]) -> bool:
+        """True if a step of a rest is as the one before, a token for each request."""
+        self.same = bool(
+            self._resting
+            and scheduler_output.total_num_scheduled_tokens == len(req_ids)
+            and req_ids == self._rest_ids
+            and not scheduler_output.scheduled_spec_decode_tokens
+            and not scheduler_output.scheduled_new_reqs
+            and not self.on_round
+            and self._memory is None
+        )
+        return self.same
 
-        Requests come and go; the answer is the same while about as many are there, with
-        no limit to keep.
-        """
+    def _keep(
+        self, features: Sequence[torch.Tensor], start: np.ndarray, num: int
+    ) -> int:
+        """Keep all rows of a step of a rest, `num`; every one is committed."""
+        slots, row, rows = self._rest_rows
+        self._decoding, keep = (start, rows, 0), self._backlog.keep
+        self._contain("keep", keep, features, slots, row, rows, start, num)
+        return self.agree(0)
+
+    def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
+        """True if drafting did not pay, and about as many requests have no limit."""
         if not (
             self._resting
             and self._continues

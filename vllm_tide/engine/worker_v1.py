@@ -24,7 +24,10 @@ class WorkerTideV1(WorkerTide[ControlV1]):
     """TIDE in one worker with Model Runner V1."""
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
+        self._no_drafts = DraftTokenIds([], [])
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -105,7 +108,9 @@ class WorkerTideV1(WorkerTide[ControlV1]):
             runner = self._worker.model_runner
             if not runner.use_async_scheduling:
                 # Asked for apart they cost two messages.
-                drafts = runner.take_draft_token_ids()
+                drafts = self._no_drafts
+                if self.control is None or not self.control.same:
+                    drafts = runner.take_draft_token_ids()
                 output.tide = {**(output.tide or {}), "drafts": drafts}
                 if self.control is not None and self.control.verified_memory:
                     output.tide["memory"] = list(self.control.verified_memory)
