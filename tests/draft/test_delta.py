@@ -102,6 +102,14 @@ def test_the_fingerprint_is_of_names_values_and_types(base):
     assert name not in {delta.fingerprint(tensors) for tensors in others}
 
 
+def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
+    reads = []
+    held = delta.Base(lambda: reads.append(1) or base)
+    assert not reads
+    assert held.fingerprint == delta.fingerprint(base) and held.tensors is base
+    assert len(reads) == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

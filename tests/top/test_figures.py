@@ -129,3 +129,15 @@ def test_the_sentence_has_the_measurements():
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
     assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
+
+
+def test_nothing_drafted_is_told_apart_from_drafting_left_off():
+    none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
+    off = {"off_rounds": {"no_gain": 90, "slo": 10}}
+    some = none | off | {"rounds": 500}
+    assert verdict(none, some)[1] == "Not known: nothing drafted lately."
+    never = {"drafts": 0, "accepted_tokens": 0}
+    assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
+    rested = {"control_rounds": 600, "off_rounds": {"no_gain": 190, "slo": 10}}
+    helps, sentence = verdict(none, none | rested)
+    assert helps is False and "plain decoding is faster" in sentence
