@@ -5,7 +5,7 @@
         [--requests 1,4,16,64] [--minutes 10]
 
 Every arm's engine is up at once, scheduler and worker in one process that sends itself
-the messages of a step; they take turns of a quarter of a second on the same requests,
+the messages of a step; they take turns of a fraction of a second on the same requests,
 in a new order each round (`harness/engine_turns.py`). Of each decode step the CPU time
 of the stepping thread counts, so a busy host costs precision and nothing else.
 
@@ -13,13 +13,13 @@ of the stepping thread counts, so a busy host costs precision and nothing else.
     static        vLLM's own speculation at length 1
     off           control alone; only steps with no draft in or out of them count
     off_capture   everything but the trainer; the same steps, each of them captured
-    full          control with at most one draft token; only steps that verify and make
-                  one draft token for each request count, so `over_static_ms` compares
-                  it with `static`
+    full          the same server; only steps that verify and make one draft token for
+                  each request count, so `over_static_ms` compares it with `static`
 
-Without `--draft` a fresh one is served. `stepping_cpu_ms` is a median over steps,
-`over_none_ms` the mean over rounds of the difference of medians, both with a 95%
-interval; `tokens_ratio` is tokens/s over those of `none`, all steps.
+Without `--draft` a fresh one is served. `stepping_cpu_ms` is a median over steps;
+`over_none_ms` and `over_static_ms` are means, over groups of rounds, of the difference
+of medians, and `tokens_ratio` is tokens/s over those of `none`, all steps, each with a
+95% interval.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Run:
                 config["tide"] = TIDE[name]
             if "tide" in config:
                 config["tide"] = config["tide"] | {"run_dir": str(run_dir)}
-        if name == CAPTURE:
+        if name in (CAPTURE, FULL):
             RingReaders(run_dir).start()
         size = 4 if o.dtype == "float32" else 2
         seqs = max(o.requests)

@@ -7,8 +7,8 @@
 capture, what the trainer needs of each answer: one file of documents per
 `--shard-requests` requests. `train` trains on these files, one pass after another, with
 the project's own training step, and writes the draft after each `--save-steps` steps.
-Both go on where they stopped: an existing file is not made again, and `train` begins
-with the draft in `--out` if there is one.
+An existing file is not made again. `train` begins with the draft in `--out` if there is
+one, as another run: its learning rate begins anew.
 
 Prompts are JSON lines (gzip) with `id` and `prompt`; `--only` keeps ids that begin so.
 """
@@ -120,10 +120,10 @@ class Capturing:
                 self._engine.add_request(
                     row["id"], {"prompt_token_ids": ids}, params.clone()
                 )
+            self._reader.heartbeat()
             self._engine.step()
             while (record := self._reader.read()) is not None:
                 documents += self._assembler.add(record, time.monotonic())
-            self._reader.heartbeat()
         return documents + self._assembler.flush()
 
 
@@ -181,8 +181,9 @@ def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> A
     counts = torch.zeros(target.lm_head.shape[0], dtype=torch.float64)
     for file in files:
         for document in load_documents(file):
-            first = max(document.num_prompt_tokens - document.start, 0)
-            counts += torch.bincount(document.tokens[first:], minlength=len(counts))
+            first = max(document.num_prompt_tokens, document.loss_from) - document.start
+            generated = document.tokens[max(first, 0) :]
+            counts += torch.bincount(generated, minlength=len(counts))
     counts[draft.vocab.target_ids[: args.vocab // 8]] += 0.1  # special and short ones
     ids = choose_vocab(counts, args.vocab)
     inside = float(counts[ids].sum() / counts.sum())
@@ -192,15 +193,16 @@ def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> A
 
 def batches(
     files: list[Path], tokens: int, seed: int
-) -> Iterator[tuple[int, list[Sample]]]:
-    """Batches of one pass after another, each with the number of its pass."""
+) -> Iterator[tuple[float, list[Sample]]]:
+    """Batches of one pass after another, each with the passes made before its file."""
     chance, number = random.Random(seed), 0
     while True:
-        for file in chance.sample(files, len(files)):
+        for done, file in enumerate(chance.sample(files, len(files))):
             train, _ = split(load_documents(file))
             queue = deque(chance.sample(train, len(train)))
             while queue:
-                yield number, take_batch(queue, tokens, branches=False)
+                batch = take_batch(queue, tokens, branches=False)
+                yield number + done / len(files), batch
         number += 1
 
 
@@ -208,6 +210,7 @@ def train(args: argparse.Namespace) -> None:
     files = sorted(args.work.glob("documents-*.pt"))
     if not files:
         raise SystemExit(f"--work: {args.work} has no documents; run `capture` first.")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     target = TargetRows.load(args.model)
     draft = _begin(args, files, target)
     config = TrainConfig(
@@ -224,7 +227,8 @@ def train(args: argparse.Namespace) -> None:
         if progress >= 1:
             break
         scale = min(1.0, (steps + 1) / 50) * (0.02 + 0.98 * (1 - progress))
-        result = step.run(pack(batch, branches=False), scale)
+        known = [document.in_vocabulary(draft.vocab.t2d) for document in batch]
+        result = step.run(pack(known, branches=False), scale)
         if result is None:
             continue
         steps += 1
@@ -232,7 +236,7 @@ def train(args: argparse.Namespace) -> None:
         losses.append(result.step_losses[0])
         if steps % 25 == 0:
             print(
-                f"step {steps}, pass {passed}, {spent:.0f} s, {rows / spent:.0f} "
+                f"step {steps}, pass {passed:.2f}, {spent:.0f} s, {rows / spent:.0f} "
                 f"rows/s, KL of the first token {statistics.fmean(losses):.3f}",
                 flush=True,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import TOY, VOCAB, toy_trainer
 from tests.transport.samples import write_record
-from vllm_tide.deploy.fast_draft import RATES, FastStep, Gain
+from vllm_tide.deploy.fast_draft import RATES, FastDraft, FastStep, Gain
 from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import step as steps
 from vllm_tide.train.assemble import PREFILL, VERIFY, Assembler
 from vllm_tide.train.packing import pack
@@ -212,6 +214,25 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
     assert first.step_losses == pytest.approx([0.0, *whole.step_losses[1:]])
     a, _, c = whole.step_losses
     assert second.step_losses == pytest.approx([a, 0.0, c])
+
+
+@pytest.mark.parametrize("how", ["shared", "exact"])
+def test_behind_a_drafted_row_the_teacher_says_what_a_pruned_draft_can_say(how):
+    assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
+    assembler.add(stream.prefill(), 0.0)
+    assembler.add(stream.verify(1), 0.0)
+    canvas = assembler.canvas(7, 256)
+    fast = object.__new__(FastDraft)
+    even = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
+    live = SimpleNamespace(vocab=even)
+    fast._how, fast._trainer = how, SimpleNamespace(live=live, target=TOY.rows)
+    known, first = fast._marked(canvas).in_vocab, canvas.loss_from - canvas.start
+    assert torch.equal(known[: first - 1], canvas.tokens[1:first] % 2 == 0)
+    if how == "exact":
+        best = (canvas.teacher_hidden[first:] @ TOY.head.T).argmax(-1)
+        assert torch.equal(known[first:], best % 2 == 0)
+    else:
+        assert torch.equal(known[first:-1], canvas.tokens[first + 1 :] % 2 == 0)
 
 
 def test_canvas_holds_what_was_drafted_last():

@@ -19,7 +19,18 @@ def shm_broadcast(monkeypatch):
     from vllm.distributed.device_communicators import shm_broadcast as module
 
     monkeypatch.setattr(module, "busy_loop_limit_s", math.inf)
+    monkeypatch.setattr(module, "SHM_READER_RECHECK_INTERVAL_MS", 5000)
     return module
+
+
+def make_pair(shm_broadcast):
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+    return writer, reader
 
 
 def speculative(**train):
@@ -30,6 +41,7 @@ def speculative(**train):
 def test_only_a_server_with_a_trainer_gives_up_its_core(shm_broadcast):
     make_scheduler(SimpleNamespace(tide=None), None)
     make_scheduler(speculative(), None)
+    make_scheduler(speculative(train={}, spool={"url": "/x"}), None)
     assert shm_broadcast.busy_loop_limit_s == math.inf
     make_scheduler(speculative(train={}), None)
     assert shm_broadcast.busy_loop_limit_s == 0.0
@@ -42,12 +54,7 @@ def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
     polls = []
     monkeypatch.setattr(shm_broadcast, "busy_loop_limit_s", limit)
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: polls.append(1))
-    writer = shm_broadcast.MessageQueue(1, 1)
-    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    ready = threading.Thread(target=writer.wait_until_ready)
-    ready.start()
-    reader.wait_until_ready()
-    ready.join()
+    writer, reader = make_pair(shm_broadcast)
 
     def write() -> None:
         for number in range(20):
@@ -59,3 +66,23 @@ def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
     assert [reader.dequeue(timeout=20) for _ in range(20)] == list(range(20))
     thread.join()
     assert bool(polls) == (limit > 0)
+
+
+def test_a_notification_that_is_lost_delays_nothing(shm_broadcast):
+    """The queue drops one that follows another within about a millisecond."""
+    make_scheduler(speculative(train={}), None)
+    writer, reader = make_pair(shm_broadcast)
+
+    def write() -> None:
+        for number in range(60):
+            time.sleep(0.02)
+            writer.enqueue(number)
+            time.sleep(0.0003)
+            writer.enqueue(-number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for number in range(60):  # a reader that sleeps on looks again after 5 s
+        assert reader.dequeue(timeout=3) == number
+        assert reader.dequeue(timeout=3) == -number
+    thread.join()

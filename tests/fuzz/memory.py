@@ -195,7 +195,6 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
     try:
         engine.latest_version()
         engine.read_version(1)
-        engine.writer_alive()
         trainer = WeightsWriter.attach(owner.name)
         try:
             for _ in range(12):

@@ -322,3 +322,4 @@ def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
     assert set(seen) == set(held)
     assert buffer.held_out(scored, 10**6, 0)[1] == []
     assert buffer.held_out((), 0, 0)[1] == []
+    assert all(any(buffer.held_out(held, 1, turn)) for turn in range(30))

@@ -265,9 +265,8 @@ class FastDraft:
         if self._how == "shared":
             self._score(samples)
         step = self._begin()
-        vocab = self._trainer.live.vocab
-        if not vocab.is_identity:
-            samples = [sample.in_vocabulary(vocab.t2d) for sample in samples]
+        if not self._trainer.live.vocab.is_identity:
+            samples = [self._marked(sample) for sample in samples]
         if self._how == "exact":
             step.drafting = samples[0].loss_from - samples[0].start - 1
         else:
@@ -315,6 +314,24 @@ class FastDraft:
         if found is None or found.why_unusable(size):
             return []
         return [found]
+
+    def _marked(self, sample: Sample) -> Sample:
+        """Marks rows that the draft can say; behind a drafted row by their teacher."""
+        members, target = self._trainer.live.vocab.t2d, self._trainer.target
+        marked = sample.in_vocabulary(members)
+        hidden, topk, known = (
+            sample.teacher_hidden,
+            sample.teacher_topk,
+            marked.in_vocab,
+        )
+        if self._how == "exact" and known is not None:
+            rows = slice(sample.loss_from - sample.start, None)
+            if topk is not None:
+                known[rows] = members[topk.ids[rows, 0].long()]
+            elif hidden is not None:
+                logits = target.logits(hidden[rows].to(target.lm_head))
+                known[rows] = members[logits.argmax(-1).cpu()]
+        return marked
 
     def _begin(self) -> FastStep:
         if self._step is not None:

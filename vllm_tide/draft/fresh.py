@@ -75,12 +75,7 @@ def fresh_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def sized(settings: FreshConfig, vocab_size: int, device: str) -> FreshConfig:
-    """Settings with the number of tokens that a draft has by default.
-
-    Args:
-        vocab_size: Of the target.
-        device: `tide.train.device`.
-    """
+    """Settings with a size, by the target's vocabulary and `tide.train.device`."""
     default = min(vocab_size, VOCAB_SIZES[device.partition(":")[0]])
     size = settings.draft_vocab_size or default
     return settings.model_copy(update={"draft_vocab_size": size})

@@ -20,7 +20,6 @@ from typing import Any, NotRequired, TypedDict
 
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
-from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.metrics import increments
 
 logger = logging.getLogger("vllm.tide")
@@ -55,7 +54,7 @@ def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | N
     if speculative_config is None or speculative_config.tide is None:
         return None
     config = parse_tide(speculative_config.tide)
-    if TrainerProcess.wanted(config):
+    if config.train.autostart and config.capture.enabled and config.spool.url is None:
         leave_the_core()
     return SchedulerTide(speculative_config.num_speculative_tokens, scheduler, config)
 
@@ -63,13 +62,15 @@ def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | N
 def leave_the_core() -> None:
     """Let this process sleep, not poll, while a worker of the CPU backend computes.
 
-    vLLM leaves one core to all but the model: the trainer would get a tenth of it.
+    vLLM leaves one core to all but the model: the trainer would get a tenth of it. It
+    looks every ms: the queue may lose a notification that soon follows another.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         shm_broadcast.busy_loop_limit_s = 0.0
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 1
         logger.info("vllm_tide: the trainer has the core on which vLLM would poll.")
 
 

@@ -251,8 +251,8 @@ class SampleBuffer:
 
         Args:
             scored: Request keys; windows of other requests are all among the first.
-            rows: Of requests that are `scored`, at most, both among the first and among
-                the others (tokens).
+            rows: Of `scored` requests, at most, among the first; about as many again
+                among the others (tokens).
             turn: Which of them, at random, is different in every turn.
         """
         requests = by_request(self.holdout)
@@ -265,7 +265,7 @@ class SampleBuffer:
             rows -= sum(s.num_tokens for s in requests[key]) if key in scored else 0
             if key not in scored or rows >= 0:
                 chosen += requests[key]
-            elif rows >= -limit:
+            elif rows >= -limit or not others:
                 others += requests[key]
         return chosen, others
 
@@ -295,9 +295,7 @@ class SampleBuffer:
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         side = self._sides["train"]
         for serial, window in list(side.windows.items()):
-            changed = change(window)
-            if serial in side.windows:  # `change` may let others come and old ones go
-                side.exchange(serial, changed)
+            side.exchange(serial, change(window))
 
     def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
         """Remove windows for good: a tenant's, or those from before a Unix time (s)."""

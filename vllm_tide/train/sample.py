@@ -105,12 +105,10 @@ class Sample:
         return None
 
     def in_vocabulary(self, members: Tensor) -> Sample:
-        """This document, with the rows marked whose next token is in a vocabulary.
-
-        The last row, whose next token is not known, is marked too.
+        """This document, with the rows marked whose next token, if known, is a member.
 
         Args:
-            members: bool [V], of the target's tokens.
+            members: bool [V], the target's tokens that the draft has.
         """
         known = torch.ones(self.num_tokens, dtype=torch.bool)
         known[:-1] = members[self.tokens[1:].long()]

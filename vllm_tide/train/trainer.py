@@ -49,11 +49,9 @@ from vllm_tide.train.sample import Sample
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
-CYCLE_SECONDS, LEAST_STEPS = 20.0, 4
-"""A cycle is as many steps as that takes (s), so that a slow device publishes as often
-as a fast one; at least so many, at most `steps_per_cycle`."""
-LEAST_SCORED = 2048
-"""Rows that a comparison scores, if there are so many, however long it takes."""
+CYCLE_SECONDS, LEAST_STEPS, LEAST_SCORED = 20.0, 4, 2048
+"""Most time of a cycle's steps (s), least steps and least rows of a comparison: a slow
+device publishes as often as a fast one."""
 MAX_KNOWN = 1 << 16
 """Requests remembered as learnt from or counted as evidence, the newest."""
 
@@ -112,8 +110,7 @@ class Trainer:
         # New tokens and fresh documents that the cycle being run took, and its queue.
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._capacity = self._packed = 0
-        # Seconds of a step and of scoring a row with both drafts; 0: not measured yet.
-        self._step_s = self._row_s = 0.0
+        self._step_s = self._row_s = 0.0  # of a step, of scoring a row with both drafts
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
         self.evidence = Evidence()  # that candidates are better than the live draft
@@ -137,7 +134,7 @@ class Trainer:
         self.add_samples(self.assembler.flush_idle(now))
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Store documents; mark rows whose best token the draft cannot say."""
+        """Store documents; mark rows whose next token the draft can say."""
         vocab = self.draft.vocab
         for sample in samples:
             if reason := sample.why_unusable(self.target.vocab_size):
@@ -226,7 +223,7 @@ class Trainer:
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             spent, index = time.monotonic() - began, index + 1
             self._step_s += (0.2 if self._step_s else 1.0) * (spent - self._step_s)
-            total = min(total, self._affordable_steps())
+            total = max(index, min(total, self._affordable_steps()))
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
@@ -537,7 +534,7 @@ class Trainer:
         # An expiry meanwhile may have taken scores of the live draft.
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
         spent = time.monotonic() - watch.elsewhere_s - began
-        if rows := sum(s.num_tokens for s in samples):
-            self._row_s = spent / rows
+        if watch.going and missing:
+            self._row_s = spent / sum(s.num_tokens for s in samples)
         watch.evaluation_s += spent
         return Pair(new, live)

@@ -7,6 +7,8 @@ one at a time has a turn of a fraction of a second, the others are stopped (SIGS
 Turns end between two steps, and the clocks of a process that waits stand, so that no
 step and no round of control is longer for it.
 
+Scheduler and worker send each other their messages serialised, as two processes do.
+
 Run as a script this file is such a process.
 """
 
@@ -219,7 +221,7 @@ def _send_messages(executor: Any) -> None:
     def sent(value: Any) -> Any:
         return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
-    def send(method: str, args: tuple[Any, ...] = (), **more: Any) -> Any:
+    def send(method: str, *, args: tuple[Any, ...] = (), **more: Any) -> Any:
         answer = call(*sent((method,)), args=sent(args), **more)
         if not isinstance(answer, Future):
             return sent(answer)
