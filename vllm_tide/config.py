@@ -98,8 +98,8 @@ class TrainConfig(_Section):
     )
     steps_per_cycle: Annotated[Whole, Field(ge=1)] = Field(
         32,
-        description="Optimizer steps between two evaluations, at most; no more than 20 "
-        "seconds take.",
+        description="Optimizer steps between two evaluations, at most; on a slow "
+        "device as many as 20 seconds take, 4 at least.",
     )
     max_passes: Annotated[Whole, Field(ge=1)] = Field(
         8,

@@ -58,7 +58,8 @@ NONE, STATIC, OFF, CAPTURE, FULL = ARMS = (
 LENGTH = 1024  # of a request's context
 UNCOUNTED, GROUP = 2, 4  # rounds
 NOTHING = (None, None, None)
-NO_TRAINER = {"train": {"autostart": False}}
+# The requests of engines that take turns have a salt, so none would be captured.
+NO_TRAINER = {"train": {"autostart": False}, "capture": {"salted": True}}
 TIDE: dict[str, dict[str, Any]] = {
     OFF: {"preset": "control"},
     CAPTURE: NO_TRAINER,
@@ -92,6 +93,7 @@ class RingReaders(threading.Thread):
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
         self._folder = folder
+        self.rows = 0
 
     def run(self) -> None:
         from vllm_tide.transport.rendezvous import read_manifests
@@ -104,8 +106,8 @@ class RingReaders(threading.Thread):
                     readers[manifest.ring] = RingReader.attach(manifest.ring)
             for reader in readers.values():
                 reader.heartbeat()
-                while reader.read() is not None:
-                    pass
+                while (record := reader.read()) is not None:
+                    self.rows += record.num_rows
             time.sleep(0.05)
 
 
@@ -117,6 +119,7 @@ class Run:
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.config = read_config(options.model)
         self.engines: dict[str, Engine] = {}
+        self._readers: dict[str, RingReaders] = {}
         for name in options.arms:
             self.engines[name] = engine = self._start(name)
             stack.callback(engine.close)
@@ -138,7 +141,8 @@ class Run:
             if "tide" in config:
                 config["tide"] = config["tide"] | {"run_dir": str(run_dir)}
         if name in (CAPTURE, FULL):
-            RingReaders(run_dir).start()
+            self._readers[name] = RingReaders(run_dir)
+            self._readers[name].start()
         size = 4 if o.dtype == "float32" else 2
         seqs = max(o.requests)
         memory = kv_cache_bytes(self.config, seqs, LENGTH // 2, size)
@@ -179,6 +183,11 @@ class Run:
                 if rounds >= UNCOUNTED:
                     turns[name].append(turn)
             rounds += 1
+        for name, reader in self._readers.items():
+            if not reader.rows:
+                raise SystemExit(
+                    f"{name}: no row was captured, so its figures are void."
+                )
         return turns
 
 

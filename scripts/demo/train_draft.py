@@ -40,7 +40,7 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.evaluate import evaluate
 from vllm_tide.train.packing import pack, take_batch
-from vllm_tide.train.sample import Sample, split_windows
+from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep
 
 HELD_OUT = 0.02  # share of a file's documents that are only evaluated
@@ -158,7 +158,9 @@ def capture(args: argparse.Namespace) -> None:
 
 
 def load_documents(path: Path) -> list[Sample]:
-    found: list[Sample] = torch.load(path, weights_only=False)
+    """Documents of a file of `capture`; no other kinds of objects are loaded."""
+    with torch.serialization.safe_globals([Sample, Branch, TopK]):
+        found: list[Sample] = torch.load(path, weights_only=True)
     return found
 
 

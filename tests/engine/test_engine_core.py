@@ -69,20 +69,27 @@ def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
 
 
 def test_a_notification_that_is_lost_delays_nothing(shm_broadcast):
-    """The queue drops one that follows another within about a millisecond."""
+    """The queue drops one that follows another within about a millisecond.
+
+    As in a step, nothing follows before both have been read; a reader that sleeps on
+    looks again after 5 s.
+    """
     make_scheduler(speculative(train={}), None)
     writer, reader = make_pair(shm_broadcast)
+    both_read = threading.Semaphore(1)
 
     def write() -> None:
-        for number in range(60):
-            time.sleep(0.02)
+        for number in range(40):
+            both_read.acquire()
+            time.sleep(0.01)
             writer.enqueue(number)
             time.sleep(0.0003)
             writer.enqueue(-number)
 
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    for number in range(60):  # a reader that sleeps on looks again after 5 s
+    for number in range(40):
         assert reader.dequeue(timeout=3) == number
         assert reader.dequeue(timeout=3) == -number
+        both_read.release()
     thread.join()
