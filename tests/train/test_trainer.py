@@ -25,6 +25,7 @@ from vllm_tide.train.evaluate import (
 from vllm_tide.train.judgement import ENOUGH, REGROWTH, Evidence, Pair, cycle_lr_scale
 from vllm_tide.train.reservoir import is_held_out
 from vllm_tide.train.step import has_fast_bfloat16
+from vllm_tide.train.trainer import averaged
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -80,6 +81,12 @@ def test_requests_are_judged_before_they_are_learnt_from():
     trainer.published()
     trainer.add_samples(documents_of(rng, 10))
     assert trainer.train_cycle().fresh_requests == 0  # the same draft again
+
+
+def test_a_stall_of_the_machine_counts_little_in_a_steps_time():
+    assert averaged(0.0, 2.0) == 2.0
+    assert averaged(1.0, 0.5) == pytest.approx(0.9)
+    assert averaged(1.0, 100.0) == pytest.approx(1.6)
 
 
 def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):

@@ -56,6 +56,11 @@ MAX_KNOWN = 1 << 16
 """Requests remembered as learnt from or counted as evidence, the newest."""
 
 
+def averaged(average: float, seconds: float) -> float:
+    """Moving average of times, in which a stall of the machine counts little."""
+    return average + 0.2 * min(seconds - average, 3 * average) if average else seconds
+
+
 class Trainer:
     """Holds the live draft, the candidate, and the data.
 
@@ -222,7 +227,7 @@ class Trainer:
             began = time.monotonic()
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
             spent, index = time.monotonic() - began, index + 1
-            self._step_s += (0.2 if self._step_s else 1.0) * (spent - self._step_s)
+            self._step_s = averaged(self._step_s, spent)
             total = max(index, min(total, self._affordable_steps()))
             if loss is not None:
                 losses.append(loss)
@@ -535,6 +540,7 @@ class Trainer:
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
         spent = time.monotonic() - watch.elsewhere_s - began
         if watch.going and missing:
-            self._row_s = spent / sum(s.num_tokens for s in samples)
+            rows = sum(s.num_tokens for s in samples)
+            self._row_s = averaged(self._row_s, spent / rows)
         watch.evaluation_s += spent
         return Pair(new, live)
