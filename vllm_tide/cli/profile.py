@@ -10,10 +10,6 @@ from vllm_tide.cli import fail
 
 if TYPE_CHECKING:
     from vllm_tide.control.fit import FitReport
-    from vllm_tide.control.time_model import TimeModel
-
-TABLE_CONTEXT = 256
-TABLE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +56,13 @@ def run(args: argparse.Namespace) -> int:
     model, report = fit(samples, tuple(facts["graph_sizes"]))
     path = args.out or default_path(profile_key(facts))
     save(path, model, facts, report)
-    steps, least = args.num_speculative_tokens, 0 if facts["runner"] == "v1" else 1
-    print_report(model, report, steps, facts["max_num_seqs"], least)
+    print_report(report)
     print(f"written: {path}")
     return 0
 
 
-def print_report(
-    model: TimeModel, report: FitReport, steps: int, max_requests: int, least: int
-) -> None:
-    """Prints how well the model fits, and what a verify step of n requests costs.
-
-    Args:
-        steps: Longest speculative length.
-        least: Draft passes that run in every step, one on Model Runner V2.
-    """
+def print_report(report: FitReport) -> None:
+    """Print how well the model fits."""
     print(
         f"R2 {report.r2:.4f}, median error {report.median_abs_error:.1%} over "
         f"{report.num_samples} shapes, {report.held_out_median_abs_error:.1%} on "
@@ -85,19 +73,3 @@ def print_report(
             f"  {name:12} R2 {part.r2:.4f}, error {part.median_abs_error:.1%}, "
             f"held out {part.held_out_median_abs_error:.1%}"
         )
-    print(f"milliseconds of a round, {TABLE_CONTEXT} tokens of context per request:")
-    lengths = range(steps + 1)
-    print("   n  " + "".join(f"{f'k={k}':>9}" for k in lengths))
-    for n in sorted({n for n in TABLE_REQUESTS if n < max_requests} | {max_requests}):
-        cells = [
-            model.round_seconds(
-                requests=n,
-                context=n * TABLE_CONTEXT,
-                verified=n * k,
-                prefill=0,
-                steps=max(k, least),
-                first_rows=n * (k + 1) if max(k, least) else 0,
-            )
-            for k in lengths
-        ]
-        print(f"{n:4}  " + "".join(f"{1e3 * cell:9.2f}" for cell in cells))
