@@ -5,18 +5,21 @@
 
 `capture` serves the prompts with vLLM in this process and keeps, by the project's own
 capture, what the trainer needs of each answer: one file of documents per
-`--shard-requests` requests. `train` trains on these files, one pass after another, with
-the project's own training step, and writes the draft after each `--save-steps` steps.
-An existing file is not made again. `train` begins with the draft in `--out` if there is
-one, as another run: its learning rate begins anew.
+`--shard-requests` answers, each prompt twice, greedy and sampled. `train` trains on
+these files, one pass after another, with the project's own training step, and writes
+the draft after each `--save-steps` steps. `capture` goes on after the files that it
+finds. `train` begins with the draft in `--out` if there is one, as another run: its
+learning rate begins anew.
 
-Prompts are JSON lines (gzip) with `id` and `prompt`; `--only` keeps ids that begin so.
+Prompts are JSON lines (gzip) with `id` and `prompt`; `--only` keeps ids that begin so,
+and `--exclude` leaves out those of other files.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import os
@@ -32,6 +35,8 @@ from typing import Any
 
 import torch
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from bench.harness.common import commit, cpu_model
 from vllm_tide.config import FreshConfig, TrainConfig
 from vllm_tide.draft import TargetRows, load_draft, save_draft
 from vllm_tide.draft.fresh import build_fresh
@@ -45,6 +50,7 @@ from vllm_tide.train.step import TrainStep
 
 HELD_OUT = 0.02  # share of a file's documents that are only evaluated
 DEPTH = 5  # of the evaluation
+TRAINING = ("seed", "vocab", "learning_rate", "batch_tokens", "ttt_steps")  # options
 WINDOW = 512  # rows of a document at most, so that a batch holds several
 
 
@@ -59,6 +65,12 @@ def read_prompts(
     rows = [row for row in rows if not only or row["id"].startswith(only)]
     random.Random(seed).shuffle(rows)
     return rows
+
+
+def without(rows: list[dict[str, str]], files: Iterable[Path]) -> list[dict[str, str]]:
+    """Prompts that are not in `files`, to which the draft is put later."""
+    excluded = {row["id"] for row in read_prompts(files, (), 0)}
+    return [row for row in rows if row["id"] not in excluded]
 
 
 class Capturing:
@@ -100,51 +112,61 @@ class Capturing:
         self._requests = requests
 
     def answers(
-        self, prompts: list[dict[str, str]], max_tokens: int, temperature: float
-    ) -> list[Sample]:
-        """Serve prompts over the model's chat template; a document for each."""
+        self,
+        prompts: Iterable[tuple[int, dict[str, str]]],
+        max_tokens: int,
+        temperature: float,
+    ) -> Iterator[Sample]:
+        """Serve numbered prompts over the model's chat template; yield the answers.
+
+        Those with an even number are greedy.
+        """
         from vllm import SamplingParams
 
         tokenizer = self._engine.get_tokenizer()
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        waiting, documents = list(prompts), []
-        while waiting or self._engine.has_unfinished_requests():
-            while waiting and self._engine.get_num_unfinished_requests() < (
-                self._requests
+        waiting = iter(prompts)
+        following = next(waiting, None)
+        while following is not None or self._engine.has_unfinished_requests():
+            while following is not None and (
+                self._engine.get_num_unfinished_requests() < self._requests
             ):
-                row = waiting.pop()
+                number, row = following
                 chat = [{"role": "user", "content": row["prompt"]}]
                 ids = tokenizer.apply_chat_template(
                     chat, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-                self._engine.add_request(
-                    row["id"], {"prompt_token_ids": ids}, params.clone()
+                params = SamplingParams(
+                    max_tokens=max_tokens, temperature=temperature * (number % 2)
                 )
+                self._engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+                following = next(waiting, None)
             self._reader.heartbeat()
             self._engine.step()
             while (record := self._reader.read()) is not None:
-                documents += self._assembler.add(record, time.monotonic())
-        return documents + self._assembler.flush()
+                yield from self._assembler.add(record, time.monotonic())
+        yield from self._assembler.flush()
 
 
 def capture(args: argparse.Namespace) -> None:
     rows = read_prompts(args.prompts, tuple(args.only), args.seed)
+    rows = without(rows, args.exclude)
+    numbered = list(enumerate(rows + rows[1:] + rows[:1]))  # each greedy and sampled
     args.work.mkdir(parents=True, exist_ok=True)
-    size, engine = args.shard_requests, None
+    options = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
+    files = [path.name for path in args.prompts]
+    facts = {"options": options, "only": args.only, "prompts_of": files}
+    text = json.dumps(facts | {"prompts": len(rows)} | commit(), indent=1)
+    (args.work / "capture.json").write_text(text + "\n")
+    size = args.shard_requests
+    number = len(list(args.work.glob("documents-*.pt")))
     with tempfile.TemporaryDirectory(prefix="tide_draft_") as run_dir:
-        for number in range(math.ceil(len(rows) / size)):
+        engine = Capturing(args.model, args.dtype, args.requests, run_dir)
+        answers = engine.answers(
+            numbered[number * size :], args.max_tokens, args.temperature
+        )
+        began = time.monotonic()
+        while found := list(itertools.islice(answers, size)):
             path = args.work / f"documents-{number:04d}.pt"
-            if path.exists():
-                continue
-            if engine is None:
-                engine = Capturing(args.model, args.dtype, args.requests, run_dir)
-            began = time.monotonic()
-            greedy = number % 2 == 0
-            found = engine.answers(
-                rows[number * size :][:size],
-                args.max_tokens,
-                0.0 if greedy else args.temperature,
-            )
             documents = [d for s in found for d in split_windows(s, WINDOW)]
             torch.save(documents, path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
@@ -155,6 +177,7 @@ def capture(args: argparse.Namespace) -> None:
                 f"{tokens / seconds:.0f} rows/s",
                 flush=True,
             )
+            number, began = number + 1, time.monotonic()
 
 
 def load_documents(path: Path) -> list[Sample]:
@@ -248,11 +271,47 @@ def train(args: argparse.Namespace) -> None:
     save(draft, args)
     held = [d for file in files[:8] for d in split(load_documents(file))[1]]
     score = evaluate(draft, target, held, DEPTH)
+    length, error = score.acceptance("greedy"), score.standard_error("greedy")
     print(
         f"{steps} steps, {rows} rows; held-out acceptance length at depth {DEPTH}: "
-        f"{score.acceptance('greedy'):.3f} +- {score.standard_error('greedy'):.3f} "
-        f"over {len(score.requests)} answers"
+        f"{length:.3f} +- {error:.3f} over {len(score.requests)} answers"
     )
+    note(
+        args,
+        {
+            "options": {
+                k: v for k, v in vars(args).items() if isinstance(v, int | float)
+            },
+            "files": len(files),
+            "rows_of_files": sum(
+                d.num_trained for file in files for d in load_documents(file)
+            ),
+            "steps": steps,
+            "rows_trained": rows,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "held_out": {
+                "answers": len(score.requests),
+                "depth": DEPTH,
+                "acceptance_length": round(length, 3),
+                "standard_error": round(error, 3),
+            },
+        },
+    )
+
+
+def note(args: argparse.Namespace, run: dict[str, Any]) -> None:
+    """Add a training run to the draft's `provenance.json`."""
+    path = args.out / "provenance.json"
+    facts = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    model, capture = args.model / "model.json", args.work / "capture.json"
+    if model.exists():
+        made = json.loads(model.read_text())
+        facts["model"] = {key: made[key] for key in ("source", "tensors")}
+    if capture.exists():
+        facts["capture"] = json.loads(capture.read_text())
+    machine = {"cpu": cpu_model(), "threads": torch.get_num_threads()}
+    facts["runs"].append(run | commit() | machine)
+    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def save(draft: Any, args: argparse.Namespace) -> None:
@@ -274,6 +333,8 @@ def main(argv: list[str] | None = None) -> int:
     text = "of `capture`: JSON lines, gzip"
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help=text)
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of ids")
+    text = "prompts that are left out"
+    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help=text)
     parser.add_argument("--dtype", default="float32", help="the model is served in")
     parser.add_argument("--requests", type=int, default=32, help="served together")
     parser.add_argument("--max-tokens", type=int, default=384, help="of an answer")
@@ -281,6 +342,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard-requests", type=int, default=128)
     parser.add_argument("--out", type=Path, help="of `train`: the draft's directory")
     parser.add_argument("--vocab", type=int, default=8192)
+    text = "what a new draft's layer begins with"
+    parser.add_argument(
+        "--begin", choices=("target", "random"), default="target", help=text
+    )
     parser.add_argument("--passes", type=float, default=2.0)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--learning-rate", type=float, default=1e-3)

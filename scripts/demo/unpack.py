@@ -1,4 +1,4 @@
-"""Unpacks the demo pair's weights, which the repository keeps compressed.
+"""Unpacks the weights of the drafts and of the tests' target, kept compressed here.
 
     python scripts/demo/unpack.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 WEIGHTS = tuple(
     Path(__file__).resolve().parent / model / "model.safetensors"
-    for model in ("target", "draft")
+    for model in ("target", "draft", "smollm2_draft")
 )
 
 
@@ -49,7 +49,7 @@ def unpack(weights: Path) -> None:
 
 
 def unpack_all() -> None:
-    """Write the weights of the demo target and its draft."""
+    """Write all of them."""
     for weights in WEIGHTS:
         unpack(weights)
 

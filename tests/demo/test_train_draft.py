@@ -3,10 +3,12 @@
 import gzip
 import json
 import random
+from pathlib import Path
 
 import torch
 
-from scripts.demo.train_draft import batches, read_prompts, split
+from scripts.demo import train_draft
+from scripts.demo.train_draft import batches, read_prompts, split, without
 from tests.train.toys import documents_of
 
 
@@ -18,7 +20,23 @@ def test_prompts_come_in_an_order_of_their_own_and_only_those_named(tmp_path):
     found = read_prompts([file], ("a-",), 1)
     assert sorted(r["prompt"] for r in found) == sorted(str(i) for i in range(20))
     assert found == read_prompts([file], ("a-",), 1) != read_prompts([file], ("a-",), 2)
-    assert len(read_prompts([file], (), 1)) == 40
+    every = read_prompts([file], (), 1)
+    assert len(every) == 40
+    some = tmp_path / "some.jsonl.gz"
+    with gzip.open(some, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows[:7])
+    assert without(every, [some]) == [r for r in every if r not in rows[:7]]
+
+
+def test_the_committed_draft_has_no_prompt_of_the_quickstart():
+    folder = Path(train_draft.__file__).parent
+    rows = read_prompts(sorted((folder / "chat_prompts").glob("*.gz")), (), 0)
+    assert len({row["id"] for row in rows}) == len(rows) == 600
+    facts = json.loads((folder / "smollm2_draft" / "provenance.json").read_text())
+    only = tuple(facts["capture"]["only"])
+    # Of the source of `math` other rows were taken: --exclude.
+    shared = {r["id"].split("-")[0] for r in rows if r["id"].startswith(only)}
+    assert shared == {"gsm8k"}
 
 
 def test_a_pass_has_every_document_once_and_none_that_is_held_out(tmp_path):
