@@ -10,6 +10,7 @@ in a new order each round (`harness/engine_turns.py`). Of each decode step the C
 of the stepping thread counts, so a busy host costs precision and nothing else.
 
     none          no speculation
+    again         a second engine of that kind: by how much two engines differ
     static        vLLM's own speculation at length 1
     off           control alone; only steps with no draft in or out of them count
     off_capture   everything but the trainer; the same steps, each of them captured
@@ -48,8 +49,9 @@ from bench.harness.models import kv_cache_bytes, read_config
 from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
 from bench.harness.server import environment as server_environment
 
-NONE, STATIC, OFF, CAPTURE, FULL = ARMS = (
+NONE, AGAIN, STATIC, OFF, CAPTURE, FULL = ARMS = (
     "none",
+    "again",
     "static",
     "off",
     "off_capture",
@@ -129,7 +131,7 @@ class Run:
         o, run_dir = self.options, self._folder / name
         run_dir.mkdir(mode=0o700)
         config: dict[str, Any] | None = None
-        if name != NONE:
+        if name not in (NONE, AGAIN):
             config = {"method": "eagle3", "num_speculative_tokens": 1}
             config["model"] = str(o.draft) if o.draft else "fresh"
             if name == STATIC:

@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     first = read_draft(args.draft)
     drafts = [first, damaged(first, 0)]
     prompts = read_prompts(args.prompts, args.domain)[: args.requests]
-    blank = StreamRequest(0, "soak", False, "", "", args.max_tokens, args.concurrency)
+    blank = StreamRequest(0, "soak", "", "", args.max_tokens, args.concurrency)
     requests = [replace(blank, index=i, prompt=p) for i, p in enumerate(prompts)]
     options = ServerOptions(
         venv=args.venv,

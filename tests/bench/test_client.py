@@ -35,6 +35,8 @@ class FakeServer:
             for start in range(0, wanted, 2):
                 await asyncio.sleep(0.005)
                 choice = {"token_ids": [start, start + 1], "text": "x"}
+                if start + 2 >= wanted:
+                    choice["finish_reason"] = "stop"
                 if start == 0:
                     choice["prompt_token_ids"] = [7]
                 event = json.dumps({"choices": [choice]})
@@ -61,7 +63,7 @@ async def served():
 
 def test_a_stream_is_replayed_in_order_within_its_concurrency():
     stream = [
-        StreamRequest(i, "before_shift", False, "", f"prompt {i}", 8, limit)
+        StreamRequest(i, "0 math", "", f"prompt {i}", 8, limit)
         for i, limit in enumerate(CYCLE)
     ]
     seen = []

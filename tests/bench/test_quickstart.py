@@ -1,4 +1,3 @@
-import hashlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from bench.suites import quickstart as quickstart
+from demo.fetch_model import INDEX
 from tests.bench.turn_toys import (
     as_a_terminal_starts,
     demo,
@@ -24,15 +24,11 @@ from vllm_tide.config import parse_tide
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "quickstart.sh")
 
 
-def test_the_demo_sets_sizes_only():
-    section = quickstart.tide_section(Path("/run"))
-    config = parse_tide(section)
-    assert config.train.autostart and config.control.policy == "adaspec"
-    assert set(section) == {"run_dir", "train"}
-    # The passes are those of a short, public stream (see there).
-    sizes = {"min_new_tokens", "steps_per_cycle", "holdout_share", "max_passes"}
-    assert set(section["train"]) == sizes | {"batch_tokens"}
+def test_the_arm_that_learns_has_the_defaults(tmp_path):
+    section = quickstart.tide_section(tmp_path)
+    assert parse_tide(section) == parse_tide({"run_dir": str(tmp_path)})
     assert quickstart.mode_of(section) == "full"
+    assert quickstart.mode_of({"preset": "control"}) == "changed"
 
 
 @pytest.fixture
@@ -52,7 +48,9 @@ def arguments(tmp_path, target):
     }
     command = [part for name, path in folders.items() for part in (name, str(path))]
     cpu = str(min(os.sched_getaffinity(0)))
-    command += ["--num-before", "4", "--num-after", "8", "--max-tokens", "10"]
+    command += ["--requests", "4,8", "--probe-requests", "4", "--max-tokens", "10"]
+    command += ["--minutes", "0"]
+    command += ["--dtype", "float32"]
     return [*command, "--engine-cpus", cpu, "--other-cpus", cpu]
 
 
@@ -64,21 +62,23 @@ def report_of(arguments, *more):
 @pytest.mark.slow
 def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
     monkeypatch.setattr(quickstart, "available_mib", lambda: 64000.0)
-    report = report_of(arguments, "--arms", "none", "no_learning", "tide")
+    report = report_of(
+        arguments, "--arms", "none", "frozen", "tide", "--static-lengths", "3"
+    )
     seen = what_ran(target)
-    turns = [4, 4, 2, 2]  # before the shift, after it, its last quarter
-    arms = ("none", "no_learning", "tide")
+    turns = [4, 4, 4]  # before the shift, and two after it
+    arms = ("none", "static3", "tide")
     assert [arm for arm, *_ in seen] == [
         arm for count in turns for arm in arms for _ in range(count)
     ]
     for arm, _, others in seen:
-        states = {"none": "T", "no_learning": "T", "tide": "T", "trainer": "T"}
+        states = {"none": "T", "static3": "T", "tide": "T", "trainer": "T"}
         if arm == "tide":
             assert others.pop("trainer") != "T"
             states.pop("trainer")
         states.pop(arm)
         assert others == states
-    for arm in arms:
+    for arm in ("none", "frozen", "tide"):
         assert report["arms"][arm]["requests"]["index"] == list(range(12))
     prompts = [[p for a, p, _ in seen if a == arm] for arm in arms]
     assert [sorted(p) for p in prompts] == [sorted(prompts[0])] * 3
@@ -99,13 +99,12 @@ def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, c
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--num-before", "9", "--arms", "none"], "--num-before: 9 prompts"),
-        (
-            ["--num-before", "5"],
-            "static-lengths): 10 prompts of domain 'json' are needed",
-        ),
-        (["--num-after", "9"], "--num-after: 9 prompts of domain 'logs' are needed"),
-        (["--num-after", "0"], "must be at least 1"),
+        (["--requests", "9,4", "--arms", "none"], "'math' has 8 distinct prompts"),
+        (["--requests", "5,4", "--static-lengths", "1,3"], "the stream wants 9"),
+        (["--requests", "4,9"], "'sql' has 8 distinct prompts"),
+        (["--requests", "4,0"], "--requests: give a number of at least 1"),
+        (["--requests", "4"], "--requests: give a number of at least 1 for each"),
+        (["--domains", "sql,sql"], "--domains: a domain follows itself"),
     ],
 )
 def test_too_few_prompts_are_said_in_a_sentence(arguments, capsys, options, said):
@@ -125,7 +124,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
 
     monkeypatch.setattr(quickstart, "throughput", tokens_per_chunk)
     (target / "fails").write_text(json.dumps({"static3": fails}))
-    report = report_of(arguments, "--arms", "frozen")
+    report = report_of(arguments, "--arms", "frozen", "--static-lengths", "1,3,5")
     facts = report["environment"]
     assert facts["static_tokens_per_s_before_shift"] == {"1": 1.0, "5": 5.0}
     assert facts["frozen_length"] == 5
@@ -134,7 +133,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
     tried = [(a, p) for a, p, _ in what_ran(target) if a != "static3"][:8]
     assert [arm for arm, _ in tried] == ["static1"] * 4 + ["static5"] * 4
     probe = {prompt for _, prompt in tried}
-    assert len(probe) == 4 and all(prompt.startswith("json") for prompt in probe)
+    assert len(probe) == 4 and all(prompt.startswith("math") for prompt in probe)
     assert not probe & {prompt for _, prompt, _ in what_ran(target)[-12:]}
     assert "[static3] left out: " in capsys.readouterr().out
 
@@ -142,20 +141,16 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
-    build, given = tmp_path / "build", tmp_path / "demo"
-    content = b"".join(path.read_bytes() for path in sorted(target.iterdir()))
-    stamp = hashlib.sha256(content).hexdigest()[:16]
-    inflated = build / f"target-{stamp}-8"
-    shutil.copytree(target, inflated)
-    (inflated / "inflated.json").write_text("{}")
-    (inflated / "hangs").touch()
+    model = tmp_path / "model"
+    shutil.copytree(target, model)
+    (model / "model.json").write_text(json.dumps({"source": INDEX, "files": {}}))
+    (model / "hangs").touch()
     cpu = str(min(os.sched_getaffinity(0)))
-    command = [SCRIPT, "--", "--arms", "tide", "none", "--num-before", "4"]
-    command += ["--num-after", "4", "--engine-cpus", cpu, "--other-cpus", cpu]
+    command = [SCRIPT, "--short", "--", "--arms", "tide", "none"]
+    command += ["--engine-cpus", cpu, "--other-cpus", cpu]
     env = {
-        "TIDE_DEMO": str(given),
-        "TIDE_BUILD": str(build),
-        "TIDE_INFLATE": "8",
+        "TIDE_BUILD": str(tmp_path / "build"),
+        "TIDE_MODEL": str(model),
         "TIDE_NO_INSTALL": "1",
         "TIDE_VENV": str(fake_quickstart_venv(tmp_path / "venv")),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -171,13 +166,13 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
             start_new_session=True,
         )
     try:
-        until(lambda: what_ran(inflated) or script.poll() is not None)
+        until(lambda: what_ran(model) or script.poll() is not None)
         # With room for two servers `none` runs, and these are stopped.
-        assert {"tide", "trainer"} <= running(inflated).keys(), said.read_text()
+        assert {"tide", "trainer"} <= running(model).keys(), said.read_text()
         (suite,) = psutil.Process(script.pid).children()
         os.killpg(script.pid, number)  # the suite is in a group of its own
         script.wait(60)
     finally:
         os.killpg(script.pid, signal.SIGKILL) if script.poll() is None else None
     assert script.returncode == 128 + number, said.read_text()
-    assert not running(inflated) and not suite.is_running()
+    assert not running(model) and not suite.is_running()

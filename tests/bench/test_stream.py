@@ -5,8 +5,6 @@ import pytest
 
 from bench.harness.common import BenchError, StreamError
 from bench.harness.stream import (
-    AFTER_SHIFT,
-    BEFORE_SHIFT,
     StreamOptions,
     build_stream,
     read_prompts,
@@ -14,26 +12,26 @@ from bench.harness.stream import (
     shift_stream,
 )
 
-BEFORE = [f"before {i}" for i in range(40)]
-AFTER = [f"after {i}" for i in range(40)]
-OPTIONS = StreamOptions(num_before=10, num_after=20, concurrency_cycle=(1, 2, 4))
+PROMPTS = {name: [f"{name} {i}" for i in range(40)] for name in ("math", "sql")}
 
 
-def test_a_stream_has_a_shift_a_final_quarter_and_a_cycle_of_concurrency():
-    stream = build_stream(BEFORE, AFTER, OPTIONS)
-    assert [r.index for r in stream] == list(range(30))
-    assert [r.phase for r in stream] == [BEFORE_SHIFT] * 10 + [AFTER_SHIFT] * 20
-    assert [r.index for r in stream if r.final] == list(range(25, 30))
+def test_a_stream_shifts_and_may_come_back_to_other_prompts():
+    options = StreamOptions(("math", "sql", "math"), (10, 14, 8), 96, (1, 2, 4))
+    stream, more = build_stream(PROMPTS, options, 6)
+    assert [r.index for r in stream] == list(range(32))
     assert [(p[0].segment, len(p)) for p in segments(stream)] == [
-        (BEFORE_SHIFT, 10),
-        (AFTER_SHIFT, 15),
-        ("final", 5),
+        ("0 math", 10),
+        ("1 sql", 14),
+        ("2 math", 8),
     ]
+    prompts = [r.prompt for r in (*stream, *more) if r.domain == "math"]
+    assert len(more) == 6 and len(set(prompts)) == len(prompts) == 24
+    assert not any(r.ignore_eos for r in stream)
     cycle = [*[1] * 4, *[2] * 4, *[4] * 4]
     assert [r.concurrency for r in stream[:10]] == cycle[:10]
     assert [r.concurrency for r in stream[10:24]] == [*cycle, 1, 1]
-    with pytest.raises(StreamError, match="has 3 distinct prompts.*wants 10"):
-        build_stream(BEFORE[:3], AFTER, OPTIONS)
+    with pytest.raises(StreamError, match="has 40 distinct prompts.*wants 41"):
+        build_stream(PROMPTS, options, 23)
 
 
 def test_prompts_are_read_plain_or_gzipped(tmp_path):

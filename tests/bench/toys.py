@@ -39,7 +39,7 @@ def result(request, start_s, end_s, tokens=8):
 
 
 def request(index, phase="0 python", domain="python", tokens=8):
-    return StreamRequest(index, phase, False, domain, f"prompt {index}", tokens, 2)
+    return StreamRequest(index, phase, domain, f"prompt {index}", tokens, 2)
 
 
 def arm_run(name, stream, seconds=2.0, accepted=1.0):

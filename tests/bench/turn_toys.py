@@ -27,7 +27,7 @@ tide = config.get("tide")
 K = config.get("num_speculative_tokens", 0)
 arm = f"static{K}" if K else "none"
 if tide is not None:
-    arm = "no_learning" if "preset" in tide else "tide"
+    arm = "tide"
 fails = json.loads((target / "fails").read_text()).get(arm)
 if fails == "at start":
     sys.exit("no memory left")
@@ -100,7 +100,7 @@ def demo(folder: Path) -> tuple[Path, Path]:
     for made in (target, prompts, folder / "draft"):
         made.mkdir(parents=True)
     (target / "fails").write_text("{}")
-    for domain in ("json", "logs"):
+    for domain in ("math", "sql"):
         rows = [json.dumps({"prompt": f"{domain} {i}"}) for i in range(8)]
         (prompts / f"{domain}.jsonl").write_text("\n".join(rows))
     return target, prompts

@@ -25,7 +25,6 @@ from vllm_tide.train.evaluate import (
 from vllm_tide.train.judgement import ENOUGH, REGROWTH, Evidence, Pair, cycle_lr_scale
 from vllm_tide.train.reservoir import is_held_out
 from vllm_tide.train.step import has_fast_bfloat16
-from vllm_tide.train.trainer import averaged
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -83,10 +82,22 @@ def test_requests_are_judged_before_they_are_learnt_from():
     assert trainer.train_cycle().fresh_requests == 0  # the same draft again
 
 
-def test_a_stall_of_the_machine_counts_little_in_a_steps_time():
-    assert averaged(0.0, 2.0) == 2.0
-    assert averaged(1.0, 0.5) == pytest.approx(0.9)
-    assert averaged(1.0, 100.0) == pytest.approx(1.6)
+def test_the_first_steps_after_a_reset_are_small(monkeypatch):
+    trainer = toy_trainer(40, steps_per_cycle=12, max_passes=100)
+    scales, run = [], trainer.stepper.run
+
+    def record(samples, scale):
+        scales.append(scale)
+        return run(samples, scale)
+
+    monkeypatch.setattr(trainer.stepper, "run", record)
+    trainer.train_cycle()
+    assert scales[:2] == [pytest.approx(0.5 / 8), pytest.approx(2 / 8)]
+    rate = trainer.rate
+    assert trainer.train_cycle() and max(scales[12:]) == pytest.approx(rate)
+    trainer.restore(trainer.snapshot())
+    trainer.train_cycle()
+    assert scales[24] < 0.1
 
 
 def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):

@@ -13,6 +13,7 @@ from itertools import pairwise
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
 
+LEAST_JUDGED = 4  # requests without which a candidate cannot be called harmful
 ENOUGH = 20.0
 """Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
 _DECAY = 0.95  # of what earlier requests say, per request
@@ -200,7 +201,8 @@ def judge(
     improved = difference >= config.min_gain and difference > error and not forgot
     if len(both.new.requests) < 2:
         improved = True  # nothing speaks against going on
-    harmful = difference < -max(error, config.min_gain) and _moved_away(both)
+    worse = difference < -max(2 * error, config.min_gain) and _moved_away(both)
+    harmful = worse and len(both.new.requests) >= LEAST_JUDGED
     publish = False
     reason = (
         f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "

@@ -52,13 +52,9 @@ if TYPE_CHECKING:
 CYCLE_SECONDS, LEAST_STEPS, LEAST_SCORED = 20.0, 4, 2048
 """Most time of a cycle's steps (s), least steps and least rows of a comparison: a slow
 device publishes as often as a fast one."""
+WARMUP_STEPS = 8  # of the learning rate, with an optimizer that has no moments yet
 MAX_KNOWN = 1 << 16
 """Requests remembered as learnt from or counted as evidence, the newest."""
-
-
-def averaged(average: float, seconds: float) -> float:
-    """Moving average of times, in which a stall of the machine counts little."""
-    return average + 0.2 * min(seconds - average, 3 * average) if average else seconds
 
 
 class Trainer:
@@ -115,6 +111,7 @@ class Trainer:
         # New tokens and fresh documents that the cycle being run took, and its queue.
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._capacity = self._packed = 0
+        self._since_reset = 0  # steps with the optimizer's moments
         self._step_s = self._row_s = 0.0  # of a step, of scoring a row with both drafts
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
@@ -219,15 +216,18 @@ class Trainer:
         total = self._num_steps()
         losses: list[float] = []
         index = 0
+        # A pause of the machine is not a slow step; a GPU computes elsewhere.
+        on_cpu = self.target.lm_head.device.type == "cpu"
+        clock = time.thread_time if on_cpu else time.monotonic
         while watch.going and index < total:
             if not self._queue:
                 self._queue = self.buffer.shuffled(cycle, until)
             if not self._queue:
                 break  # every document had its passes
-            began = time.monotonic()
+            began = clock()
             loss = self._one_step(self.rate * cycle_lr_scale(index, total))
-            spent, index = time.monotonic() - began, index + 1
-            self._step_s = averaged(self._step_s, spent)
+            spent, index = clock() - began, index + 1
+            self._step_s += (0.2 if self._step_s else 1.0) * (spent - self._step_s)
             total = max(index, min(total, self._affordable_steps()))
             if loss is not None:
                 losses.append(loss)
@@ -350,6 +350,7 @@ class Trainer:
         self.live.take(tensors)
         self.draft.take(tensors)
         self.stepper.restore()
+        self._since_reset = 0
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
         self._restored += 1
@@ -435,6 +436,7 @@ class Trainer:
     def _use_draft(self, draft: Eagle3Draft) -> None:
         """Another vocabulary, and the optimizer anew: its rows are other tokens'."""
         self.stepper.replace(draft)
+        self._since_reset = 0
         self.draft, members = draft, draft.vocab.t2d
         self.buffer.map_train(lambda sample: sample.in_vocabulary(members))
 
@@ -465,6 +467,9 @@ class Trainer:
         capacity = self.config.batch_tokens
         samples = take_batch(self._queue, capacity, branches=self._branches)
         self._know(s.key for s in samples)
+        # Moments of few steps make large steps, which a draft that fits is harmed by.
+        self._since_reset += 1
+        lr_scale *= min(1.0, self._since_reset / WARMUP_STEPS)
         result = self.stepper.run(samples, lr_scale)
         for sample in samples:
             sample.trained.append(self.cycles)
@@ -540,7 +545,6 @@ class Trainer:
         new.requests = {k: r for k, r in new.requests.items() if k in live.requests}
         spent = time.monotonic() - watch.elsewhere_s - began
         if watch.going and missing:
-            rows = sum(s.num_tokens for s in samples)
-            self._row_s = averaged(self._row_s, spent / rows)
+            self._row_s = spent / sum(s.num_tokens for s in samples)
         watch.evaluation_s += spent
         return Pair(new, live)

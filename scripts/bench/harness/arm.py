@@ -152,7 +152,7 @@ async def warm_up(session: aiohttp.ClientSession, url: str) -> None:
             session,
             url,
             SERVED_NAME,
-            StreamRequest(i, "warm_up", False, "", prompt, WARM_UP_TOKENS, 4),
+            StreamRequest(i, "warm_up", "", prompt, WARM_UP_TOKENS, 4),
             time.perf_counter(),
         )
         for i, prompt in enumerate(WARM_UP_PROMPTS)

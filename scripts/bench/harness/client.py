@@ -1,7 +1,8 @@
 """Sends a stream to `/v1/completions` and records what came back.
 
-Greedy, a fixed number of tokens (`ignore_eos`), streamed; `return_token_ids`
-gives the ids themselves, since two texts can be equal where the tokens are not.
+Greedy, streamed; a fixed number of tokens where a request has `ignore_eos`, else the
+model may end the answer. `return_token_ids` gives the ids themselves, since two texts
+can be equal where the tokens are not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class RequestResult:
     num_chunks: int = 0  # events that carried tokens: one per engine step
     # Arrival (seconds since the run's start) and number of tokens of each chunk.
     chunks: list[tuple[float, int]] = field(default_factory=list)
+    finish_reason: str | None = None
     max_gap_s: float = 0.0  # longest pause between two chunks after the first
     error: str | None = None
 
@@ -66,7 +68,7 @@ def payload(
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
-        "ignore_eos": True,
+        "ignore_eos": request.ignore_eos,
         "stream": True,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
@@ -89,6 +91,7 @@ def take_event(line: bytes, result: RequestResult) -> bool:
         result.num_prompt_tokens = event["usage"].get("prompt_tokens")
     got = False
     for choice in event.get("choices", ()):
+        result.finish_reason = choice.get("finish_reason") or result.finish_reason
         if choice.get("prompt_token_ids"):
             result.prompt_token_ids = list(choice["prompt_token_ids"])
         if choice.get("token_ids"):
@@ -140,8 +143,9 @@ async def send(
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         result.error = f"{type(error).__name__}: {error}"
     result.end_s = time.perf_counter() - origin_s
-    if result.error is None and len(result.token_ids) != request.max_tokens:
-        got = len(result.token_ids)
+    got = len(result.token_ids)
+    ended = result.finish_reason == "stop" and not request.ignore_eos
+    if result.error is None and not ended and got != request.max_tokens:
         result.error = f"{got} tokens instead of {request.max_tokens}"
     return result
 

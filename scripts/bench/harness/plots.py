@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ WINDOW_REQUESTS = 8
 PICTURE_ARMS = {
     "none": ("no speculation", "#7f7f7f"),
     "frozen": ("frozen draft, best static length", "#1f77b4"),
-    "no_learning": ("frozen draft, length under control", "#e69f00"),
     "tide": ("vllm_tide: draft trained while it serves", "#d62728"),
 }
 
 
-def _moving_mean(values: Sequence[float], first: int) -> list[float]:
-    """Means over the last `WINDOW_REQUESTS`; the phase begins anew at `first`."""
+def _moving_mean(values: Sequence[float], shifts: Sequence[int]) -> list[float]:
+    """Means over the last `WINDOW_REQUESTS`; they begin anew at each of `shifts`."""
     means = []
     for i in range(len(values)):
-        begin = max(first if i >= first else 0, i + 1 - WINDOW_REQUESTS)
+        shift = max((at for at in shifts if at <= i), default=0)
+        begin = max(shift, i + 1 - WINDOW_REQUESTS)
         part = values[begin : i + 1]
         means.append(sum(part) / len(part))
     return means
@@ -39,7 +40,7 @@ def draw(report: Json, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     stream = report["environment"]["stream"]
-    shift = stream["num_before"]
+    shifts = list(accumulate(stream["counts"][:-1]))
     arms = {
         name: report["arms"][name] for name in PICTURE_ARMS if name in report["arms"]
     }
@@ -51,11 +52,11 @@ def draw(report: Json, path: Path) -> None:
         label, color = PICTURE_ARMS[name]
         requests = arm["requests"]
         seconds = zip(requests["start_s"], requests["end_s"], strict=True)
-        spent[name] = _moving_mean([end - start for start, end in seconds], shift)
+        spent[name] = _moving_mean([end - start for start, end in seconds], shifts)
         index = range(1, len(spent[name]) + 1)
         look = {"color": color, "linewidth": 2.4 if name == "tide" else 1.5}
         if name in ("frozen", "tide"):
-            above.plot(index, _moving_mean(requests["tokens_per_step"], shift), **look)
+            above.plot(index, _moving_mean(requests["tokens_per_step"], shifts), **look)
         if "none" in spent:
             pairs = zip(spent["none"], spent[name], strict=True)
             ratios = [none / own for none, own in pairs]
@@ -77,13 +78,15 @@ def draw(report: Json, path: Path) -> None:
             axis.plot([place], [0.0], "^", color=PICTURE_ARMS["tide"][1], clip_on=False,
                       transform=axis.get_xaxis_transform())  # fmt: skip
     for axis, label in ((above, "tokens per step"), (below, "times as fast as none")):
-        axis.axvline(shift + 0.5, color="black", linestyle=":", linewidth=1.2)
+        for shift in shifts:
+            axis.axvline(shift + 0.5, color="black", linestyle=":", linewidth=1.2)
         axis.set_ylabel(label)
         axis.grid(alpha=0.25)
-    above.annotate(
-        f" traffic shifts from {stream['before_domain']} to {stream['after_domain']}",
-        (shift + 0.5, 1.0), xycoords=("data", "axes fraction"), va="top",
-    )  # fmt: skip
+    for first, domain in zip([0, *shifts], stream["domains"], strict=True):
+        above.annotate(
+            f" {domain}", (first + 0.5, 1.0), xycoords=("data", "axes fraction"),
+            va="top",
+        )  # fmt: skip
     below.set_xlabel(
         f"requests answered (mean of {WINDOW_REQUESTS}); "
         "triangles: a newly trained draft is served"
@@ -92,11 +95,11 @@ def draw(report: Json, path: Path) -> None:
     figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False,
                   bbox_to_anchor=(0.5, 0.94))  # fmt: skip
     gain = report["gain"]
-    over = "final_tokens_per_s_speedup_over_"
-    if {f"{over}frozen", f"{over}none"} <= gain.keys():
+    if {"final_over_frozen", "final_over_none"} <= gain.keys():
         figure.suptitle(
-            f"New traffic: {gain[f'{over}frozen']:.2f} times the tokens/s of the "
-            f"frozen draft, {gain[f'{over}none']:.2f} times those without speculation"
+            f"New traffic: {gain['final_over_frozen']:.2f} times the tokens/s of the "
+            f"frozen draft, {gain['final_over_none']:.2f} times those without "
+            "speculation"
         )
     figure.tight_layout(rect=(0, 0, 0.98, 0.88))
     path.parent.mkdir(parents=True, exist_ok=True)

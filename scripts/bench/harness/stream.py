@@ -15,15 +15,11 @@ import gzip
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness.common import BenchError, StreamError
 
-BEFORE_SHIFT = "before_shift"
-AFTER_SHIFT = "after_shift"
-# The last quarter of the after-shift phase, reported as "final" as well.
-FINAL_SHARE = 0.25
 # Number of requests in flight, one entry per block of requests, then again.
 BLOCK_REQUESTS = 4
 CONCURRENCY_CYCLE = (1, 2, 4, 3)
@@ -34,26 +30,20 @@ class StreamRequest:
     """One request of the stream."""
 
     index: int
-    phase: str  # BEFORE_SHIFT or AFTER_SHIFT
-    final: bool  # in the last quarter of the after-shift phase
+    segment: str  # unique although a domain may come again
     domain: str
     prompt: str
     max_tokens: int
     concurrency: int  # most requests in flight when this one is admitted
-
-    @property
-    def segment(self) -> str:
-        return "final" if self.final else self.phase
+    ignore_eos: bool = True  # exactly `max_tokens` tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Options of a stream with one shift of domain."""
+    """Options of the quickstart's stream: domains one after the other."""
 
-    before_domain: str = "json"
-    after_domain: str = "logs"
-    num_before: int = 12
-    num_after: int = 64
+    domains: tuple[str, ...] = ("math", "sql")
+    counts: tuple[int, ...] = (48, 240)
     max_tokens: int = 96
     concurrency_cycle: tuple[int, ...] = (2,)
     seed: int = 0
@@ -67,6 +57,25 @@ def read_prompts(folder: Path, domain: str) -> list[str]:
             rows = [json.loads(line) for line in text.splitlines() if line]
             return [str(row["prompt"]) for row in rows]
     raise StreamError(f"no prompts of domain {domain!r} in {folder}")
+
+
+def chat_prompts(folder: Path, domain: str, target: Path) -> list[str]:
+    """Prompts of a domain over the model's chat template, if it has one."""
+    prompts = read_prompts(folder, domain)
+    config = target / "tokenizer_config.json"
+    if not config.exists() or "chat_template" not in json.loads(config.read_text()):
+        return prompts
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for prompt in prompts
+    ]
 
 
 def choose_prompts(
@@ -85,40 +94,52 @@ def choose_prompts(
 
 
 def build_stream(
-    before: Sequence[str], after: Sequence[str], options: StreamOptions
-) -> list[StreamRequest]:
-    """Stream: `num_before` requests, the shift, `num_after` more."""
+    prompts: Mapping[str, Sequence[str]], options: StreamOptions, num_more: int = 0
+) -> tuple[list[StreamRequest], list[StreamRequest]]:
+    """A stream, and `num_more` other requests of its first domain.
+
+    The model may end an answer before `max_tokens` tokens.
+
+    Raises:
+        StreamError: A domain has too few prompts.
+    """
     o = options
+    stretches = list(zip(o.domains, o.counts, strict=True))
+    if num_more:
+        stretches.append((o.domains[0], num_more))
+    left = {}
+    for domain in o.domains:
+        count = sum(number for name, number in stretches if name == domain)
+        left[domain] = choose_prompts(prompts[domain], count, domain, o.seed)
     requests: list[StreamRequest] = []
-    for phase, prompts, domain, count in (
-        (BEFORE_SHIFT, before, o.before_domain, o.num_before),
-        (AFTER_SHIFT, after, o.after_domain, o.num_after),
-    ):
-        chosen = choose_prompts(prompts, count, domain, o.seed)
+    for place, (domain, count) in enumerate(stretches):
+        chosen, left[domain] = left[domain][:count], left[domain][count:]
+        name = segment_name(place, domain)
         requests += _stretch(
-            chosen, len(requests), phase, o.max_tokens, o.concurrency_cycle
+            chosen, len(requests), name, o.max_tokens, o.concurrency_cycle, False
         )
-    first_final = len(requests) - max(1, round(o.num_after * FINAL_SHARE))
-    return [replace(r, final=r.index >= first_final) for r in requests]
+    end = len(requests) - num_more
+    return requests[:end], requests[end:]
 
 
 def _stretch(
     chosen: Sequence[tuple[str, str]],
     first: int,
-    phase: str,
+    segment: str,
     max_tokens: int,
     concurrency: Sequence[int],
+    ignore_eos: bool = True,
 ) -> list[StreamRequest]:
-    """Requests of a phase, at whose start the cycle of concurrency begins."""
+    """Requests of a segment, at whose start the cycle of concurrency begins."""
     return [
         StreamRequest(
             first + place,
-            phase,
-            False,
+            segment,
             domain,
             prompt,
             max_tokens,
             concurrency[place // BLOCK_REQUESTS % len(concurrency)],
+            ignore_eos,
         )
         for place, (domain, prompt) in enumerate(chosen)
     ]
@@ -176,7 +197,8 @@ class BenchRequest:
     index: int  # place in the cell's sequence; the same request in every arm
     segment: str  # domain
     prompt: tuple[int, ...]  # token ids
-    max_tokens: int  # output tokens, exactly
+    max_tokens: int  # output tokens
+    ignore_eos: bool = True  # exactly `max_tokens` tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.harness.arm import ArmRun, SegmentRun
@@ -26,7 +26,7 @@ from bench.harness.scrape import (
     Scrape,
     bucket_quantile,
 )
-from bench.harness.stream import AFTER_SHIFT, BEFORE_SHIFT, StreamRequest
+from bench.harness.stream import StreamRequest
 from bench.harness.trainers import TrainerWatch, trainer_facts, training_seconds
 from vllm_tide.capture.policy import REFUSALS
 
@@ -44,15 +44,30 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-FINAL = "final"
-# Reasons of vllm_tide:dropped_rows that count requests nobody wanted captured.
+# Reasons of vllm_tide:dropped_rows of requests that are left out on purpose.
 REQUEST_REASONS = frozenset(REFUSALS)
-# Which drained segments make up each reported phase.
-PHASES = {
-    BEFORE_SHIFT: (BEFORE_SHIFT,),
-    AFTER_SHIFT: (AFTER_SHIFT, FINAL),
-    FINAL: (FINAL,),
-}
+
+
+def stretches(run: ArmRun) -> dict[str, list[SegmentRun]]:
+    """Parts of each stretch of one domain, in order."""
+    parts: dict[str, list[SegmentRun]] = {}
+    for part in run.segments:
+        parts.setdefault(part.name, []).append(part)
+    return parts
+
+
+def last_quarter(parts: Sequence[SegmentRun]) -> Sequence[SegmentRun]:
+    return parts[-max(1, round(len(parts) / 4)) :]
+
+
+def phases(run: ArmRun) -> dict[str, Sequence[SegmentRun]]:
+    """Parts before the first shift and after it, and the last quarter of the last."""
+    before, *after = list(stretches(run).values()) or [[]]
+    return {
+        "before_shift": before,
+        "after_shift": [part for parts in after for part in parts],
+        "final": last_quarter(after[-1]) if after else [],
+    }
 
 
 def acceptance_length(edges: Sequence[tuple[Scrape, Scrape]]) -> float | None:
@@ -62,36 +77,42 @@ def acceptance_length(edges: Sequence[tuple[Scrape, Scrape]]) -> float | None:
     return 1.0 + accepted / drafts if drafts > 0 else None
 
 
-def phase_segments(run: ArmRun, phase: str) -> list[SegmentRun]:
-    return [s for s in run.segments if s.name in PHASES[phase]]
-
-
 def arm_figures(run: ArmRun) -> dict[str, object]:
     ok = [result for result in run.results if result.ok]
     tpots = [result.tpot_s for result in ok if result.tpot_s is not None]
     ttfts = [result.ttft_s for result in ok if result.ttft_s is not None]
-    phases = {name: phase_segments(run, name) for name in PHASES}
+    by_phase = phases(run)
     return {
         "output_tokens_per_s": rounded(throughput(run.segments), 3),
         "mean_e2e_s": rounded(_mean([r.e2e_s for r in ok])),
         "tpot_ms": rounded(_mean([1e3 * tpot for tpot in tpots]), 3),
         "acceptance_length": {
-            name: rounded(acceptance_length([(p.start, p.end) for p in parts]))
-            for name, parts in phases.items()
+            name: rounded(_acceptance(parts)) for name, parts in by_phase.items()
         },
         "output_tokens_per_s_by_phase": {
-            name: rounded(throughput(parts), 3) for name, parts in phases.items()
+            name: rounded(throughput(parts), 3) for name, parts in by_phase.items()
         },
         "mean_e2e_s_by_phase": {
             name: rounded(_mean([r.e2e_s for p in parts for r in p.results if r.ok]))
-            for name, parts in phases.items()
+            for name, parts in by_phase.items()
         },
+        "stretches": [
+            {"name": name, "whole": _rates(parts), "final": _rates(last_quarter(parts))}
+            for name, parts in stretches(run).items()
+        ],
         "mean_ttft_s": rounded(_mean(ttfts)),
         "startup_s": round(run.startup_s, 1),
         "num_requests": len(run.results),
         "failed_requests": sum(not r.ok for r in run.results),
         "memory": run.memory,
         "trainers": run.trainers,
+    }
+
+
+def _rates(parts: Sequence[SegmentRun]) -> dict[str, float | None]:
+    return {
+        "output_tokens_per_s": rounded(throughput(parts), 3),
+        "acceptance_length": rounded(_acceptance(parts)),
     }
 
 
@@ -143,66 +164,15 @@ def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
     }
 
 
-def first_swap_after_shift_s(run: ArmRun) -> float | None:
-    """Seconds from the first shifted request to the next swap seen; or None."""
-    shifted = [s for s in run.segments if s.name == AFTER_SHIFT and s.results]
-    if not shifted:
-        return None
-    began = min(result.start_s for result in shifted[0].results)
-    before = shifted[0].start.value(SWAPS)
-    seen = (s.t_s for s in run.samples if s.t_s >= began and s.value(SWAPS) > before)
-    return rounded(next((t_s - began for t_s in seen), None), 2)
-
-
-def first_swap_split_s(run: ArmRun) -> dict[str, float] | None:
-    """`first_swap_after_shift_s` by what it went into (s), of the trainer's events.
-
-    `rows`: until the first cycle that began after a shifted request had ended, what is
-    left of the cycle before included. Then, until the end of the first cycle that found
-    the candidate better by more than chance: `training`, `evaluation`, and `waiting`,
-    for rows and in draining the rings. `gate`: from there until the cycle that
-    published it, in which training goes on. `publish`: writing the weights. `install`:
-    until a reading of the metrics, one a second, shows the swap.
-    """
-    total = first_swap_after_shift_s(run)
-    if total is None:
-        return None
-    shifted = next(s for s in run.segments if s.name == AFTER_SHIFT and s.results)
-    began = min(result.start_s for result in shifted.results)
-    ended = min(r.end_s for r in shifted.results if r.end_s is not None)
-    seen = [e for e in run.events if began <= (e["t_s"] or 0.0) <= began + total]
-    publish = next((e["t_s"] for e in seen if e["event"] == "publish"), None)
-    cycles = [
-        e
-        for e in seen
-        if e["event"] == "cycle"
-        and e["t_s"] - e["seconds"] >= ended
-        and publish is not None
-        and e["t_s"] <= publish
-    ]
-    if publish is None or not cycles:
-        return None
-    better = next((i for i, e in enumerate(cycles) if _better(e)), len(cycles) - 1)
-    first, last, until = cycles[0], cycles[-1], cycles[better]
-    learning = cycles[: better + 1]
-    start = first["t_s"] - first["seconds"]
-    evaluation = sum(e["evaluation_s"] for e in learning)
-    training = sum(e["seconds"] - e["elsewhere_s"] for e in learning) - evaluation
-    split = {
-        "rows": start - began,
-        "training": training,
-        "evaluation": evaluation,
-        "waiting": until["t_s"] - start - training - evaluation,
-        "gate": last["t_s"] - until["t_s"],
-        "publish": publish - last["t_s"],
-        "install": began + total - publish,
-    }
-    return {name: round(value, 2) for name, value in split.items()}
-
-
-def _better(cycle: Mapping[str, Any]) -> bool:
-    error = cycle["gain_error"]
-    return error is not None and cycle["gain"] > error
+def swaps_after_shifts_s(run: ArmRun) -> list[float | None]:
+    """For each shift: seconds from its first request to the next swap seen."""
+    found = []
+    for first, *_ in list(stretches(run).values())[1:]:
+        began = min(result.start_s for result in first.results)
+        before = first.start.value(SWAPS)
+        later = (s for s in run.samples if s.t_s >= began and s.value(SWAPS) > before)
+        found.append(rounded(next((s.t_s - began for s in later), None), 2))
+    return found
 
 
 def capture_figures(samples: Sequence[Scrape]) -> dict[str, object]:

@@ -104,7 +104,6 @@ class TrainerWatch:
     def events(self) -> list[dict[str, Any]]:
         out = []
         for event in read_events(self.run_dir) if self.run_dir else ():
-            event = self._without_waits(event)
             out.append({"t_s": self.seconds_of(number(event["unix"])), **event})
         return out
 
@@ -113,24 +112,6 @@ class TrainerWatch:
             return None
         waited = sum(seconds for began, seconds in self.waits if began < unix)
         return round(unix - self._offset_s - waited, 2)
-
-    def _without_waits(self, event: dict[str, Any]) -> dict[str, Any]:
-        """An event without the waits that fell in what it reports (s).
-
-        A wait is in the first part of a cycle that lasted as long; in its training if
-        none of those named did.
-        """
-        unix, seconds = number(event["unix"]), number(event["seconds"])
-        if unix is None or seconds is None:
-            return event
-        event = dict(event)
-        for _, wait in [w for w in self.waits if unix - seconds < w[0] < unix]:
-            event["seconds"] -= wait
-            for part in ("evaluation_s", "elsewhere_s"):
-                if (number(event.get(part)) or 0.0) >= wait:
-                    event[part] -= wait
-                    break
-        return event
 
 
 STOP_S = 20.0

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench.harness.arm import (
     SETTLE_S,
@@ -27,23 +28,41 @@ from bench.harness.arm import (
     warm_up,
 )
 from bench.harness.client import make_session, replay
-from bench.harness.scrape import Scrape, Scraper
+from bench.harness.scrape import SWAPS, Scrape, Scraper
 from bench.harness.server import SERVED_NAME, VllmServer
 from bench.harness.stream import StreamRequest, segments
+from bench.harness.summary import throughput
 from bench.harness.trainers import TrainerWatch
 
 TURN_REQUESTS = 4
-"""A turn of 96 tokens each takes about 5 s on two cores."""
+"""A turn of 96 tokens each takes about 6 s on two cores."""
+RECENT_TURNS = 4
+"""Over which a rate that is printed while arms run is taken."""
 
 
 def turns(
     stream: Sequence[StreamRequest],
+    limits: Mapping[str, float],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[list[StreamRequest], bool]]:
-    """Parts of a stream in order, and whether each one ends its segment."""
+    """Parts of a stream in order, and whether each one ends its segment.
+
+    Args:
+        stream: Of which a segment is cut off where its time is over.
+        limits: Seconds of each segment, of what the caller does with its parts.
+        clock: Of the seconds.
+    """
     for part in segments(stream):
+        began, longest = clock(), 0.0
+        limit = limits.get(part[0].segment, math.inf)
         for first in range(0, len(part), TURN_REQUESTS):
             end = first + TURN_REQUESTS
-            yield part[first:end], end >= len(part)
+            start = clock()
+            ends = end >= len(part) or start - began + 2 * longest > limit
+            yield part[first:end], ends
+            if ends:
+                break
+            longest = max(longest, clock() - start)
 
 
 class TurnTaker:
@@ -92,6 +111,13 @@ class TurnTaker:
         finally:
             self._stop()
 
+    def recent(self) -> str:
+        """Tokens/s of the latest turns of the same domain, and the number of swaps."""
+        last = self._parts[-RECENT_TURNS:]
+        rate = throughput([part for part in last if part.name == last[-1].name])
+        swaps = last[-1].end.value(SWAPS)
+        return f"{rate or 0.0:.1f}" + (f" ({swaps:.0f} swaps)" if swaps else "")
+
     def _stop(self) -> None:
         self.server.pause()
         self._stopped = time.perf_counter(), time.time()
@@ -134,7 +160,6 @@ class TurnTaker:
     def _on_sample(self, sample: Scrape) -> None:
         self.server.memory_mib()
         self._watch.on_sample(sample)
-        self.view.sample(sample)
 
     def end(self) -> ArmRun:
         """Stop the server for good; what all turns gave."""

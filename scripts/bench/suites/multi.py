@@ -96,7 +96,7 @@ def multi_streams(options: MultiOptions) -> dict[str, list[StreamRequest]]:
         )
         size = -(-count // PARTS)
         out[domain] = [
-            replace(request, phase=segment_name(request.index // size, domain))
+            replace(request, segment=segment_name(request.index // size, domain))
             for request in stream
         ]
     return out
