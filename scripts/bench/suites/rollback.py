@@ -179,7 +179,9 @@ def rollback_stream(options: RollbackOptions) -> list[StreamRequest]:
         replace(
             pool[index % count],
             index=index,
-            segment=segment_name(index // per_plant, options.plants[index // per_plant]),
+            segment=segment_name(
+                index // per_plant, options.plants[index // per_plant]
+            ),
         )
         for index in range(wanted)
     ]
