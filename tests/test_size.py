@@ -28,7 +28,7 @@ LINES = {
     "draft": 2_827,
     "engine": 7_186,
     "examples": 1,
-    "kernels": 1_476,
+    "kernels": 1_480,
     "memory": 293,
     "plan": 608,
     "sidecar": 725,

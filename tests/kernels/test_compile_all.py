@@ -58,7 +58,7 @@ def test_variants_name_every_argument_once():
         assert not set(variant.types) & set(variant.constants)
         # 16 warps of 64 threads are the most that ROCm runs as one program.
         assert variant.num_warps * 64 <= 1024
-    keys = [(v.kernel.__name__, v.name) for v in all_variants()]
+    keys = [(v.kernel_name, v.name) for v in all_variants()]
     assert len(set(keys)) == len(keys)
 
 

@@ -79,3 +79,7 @@ class Variant:
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int
+
+    @property
+    def kernel_name(self) -> str:
+        return str(self.kernel.__name__)
