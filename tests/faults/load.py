@@ -32,6 +32,7 @@ class Ask:
     prompt: tuple[int, ...]
     right: tuple[int, ...]
     segment: str = "faults"
+    ignore_eos: bool = True
 
     @property
     def max_tokens(self) -> int:
