@@ -7,7 +7,7 @@ import time
 
 from aiohttp import web
 
-from bench.harness.client import make_session, replay
+from bench.harness.client import make_session, replay, send
 from bench.harness.stream import StreamRequest
 
 CYCLE = (1, 1, 3, 3, 3, 3, 2, 2)
@@ -67,14 +67,18 @@ def test_a_stream_is_replayed_in_order_within_its_concurrency():
         for i, limit in enumerate(CYCLE)
     ]
     seen = []
+    may_end = StreamRequest(8, "0 math", "", "prompt 6", 8, 1, ignore_eos=False)
 
     async def run():
         async with served() as (fake, url), make_session() as session:
             begin = time.perf_counter()
-            return fake, await replay(session, url, "demo", stream, begin, seen.append)
+            done = await replay(session, url, "demo", stream, begin, seen.append)
+            order = list(fake.order)
+            return fake, order, done, await send(session, url, "demo", may_end, begin)
 
-    fake, results = asyncio.run(run())
-    assert fake.order == [f"prompt {i}" for i in range(8)]
+    fake, order, results, ended = asyncio.run(run())
+    assert ended.ok and ended.token_ids == list(range(6))  # the model's own end
+    assert order == [f"prompt {i}" for i in range(8)]
     assert [r.index for r in results] == list(range(8)) and len(seen) == 8
     assert all(fake.most[f"prompt {i}"] <= limit for i, limit in enumerate(CYCLE))
     assert fake.most["prompt 0"] == fake.most["prompt 1"] == 1

@@ -176,6 +176,20 @@ def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
         assert found.harmful and not found.publish
 
 
+@pytest.mark.parametrize(
+    ("gains", "harmful"),
+    [
+        ((-0.5,) * 3, False),  # too few requests
+        ((-0.5,) * 4, True),
+        ((-1.0, 0.2, -1.0, 0.2), False),  # within two standard errors
+    ],
+)
+def test_few_requests_or_a_large_error_make_no_candidate_harmful(gains, harmful):
+    nothing, pair = judges.pair_of({}), judges.pair_of(dict(enumerate(gains)))
+    found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", Evidence())
+    assert found.harmful is harmful and found.gain < -0.3
+
+
 # --------------------------------------------------------------------- form served
 
 
