@@ -1,10 +1,10 @@
 """Real `vllm serve` processes: start, wait, pin, sample, stop; and a pool of them.
 
 A server starts unpinned (loading uses every core it may), then every thread of the
-engine is put on the engine's cores and the API server's on the client's. The worker's
-OpenMP threads are bound by vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other
-threads, and the scheduler's process, are not, which is why `misplaced_threads` looks at
-every thread.
+worker is put on the engine's cores and the others' on the client's: vLLM, too, leaves a
+core to the scheduler's process, which polls. The worker's OpenMP threads are bound by
+vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other threads are not, which is why
+`misplaced_threads` looks at every thread.
 
 A pool keeps the servers of all arms alive, one of them running: arms that take turns
 on one machine see the same drifts of it. Servers that wait are stopped with
@@ -229,9 +229,13 @@ class VllmServer:
             roles.setdefault(role, []).append(process)
         return roles
 
-    def _cpus_of(self, role: str) -> tuple[int, ...]:
+    def _cpus_of(self, role: str, process: psutil.Process) -> tuple[int, ...]:
+        """Cores of a process; an engine that has workers only schedules."""
         o = self.options
-        return o.engine_cpus if role == "engine" else o.other_cpus
+        children = [" ".join(child.cmdline()) for child in process.children()]
+        schedules = any(title.startswith(_ENGINE_TITLES[1]) for title in children)
+        computes = role == "engine" and not schedules
+        return o.engine_cpus if computes else o.other_cpus
 
     def pin(self) -> None:
         """Puts every thread of the server on its cores (the trainer pins itself).
@@ -240,9 +244,9 @@ class VllmServer:
         worker to one core.
         """
         for role, processes in self.processes().items():
-            cpus = self._cpus_of(role)
             for process in processes if role != "trainer" else []:
                 with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    cpus = self._cpus_of(role, process)
                     for thread in process.threads():
                         if not os.sched_getaffinity(thread.id) <= set(cpus):
                             os.sched_setaffinity(thread.id, cpus)
@@ -250,9 +254,9 @@ class VllmServer:
     def misplaced_threads(self) -> list[str]:
         wrong = []
         for role, processes in self.processes().items():
-            allowed = set(self._cpus_of(role))
             for process in processes:
                 try:
+                    allowed = set(self._cpus_of(role, process))
                     threads = process.threads()
                 except psutil.NoSuchProcess:  # it has ended since it was listed
                     continue
