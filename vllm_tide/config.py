@@ -94,7 +94,7 @@ class TrainConfig(_Section):
         1024, description="Rows packed into one optimizer step (tokens)."
     )
     min_new_tokens: Annotated[Whole, Field(ge=1)] = Field(
-        1024, description="New captured tokens that start a training cycle (tokens)."
+        512, description="New captured tokens that start a training cycle (tokens)."
     )
     steps_per_cycle: Annotated[Whole, Field(ge=1)] = Field(
         32,

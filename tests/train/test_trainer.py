@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,16 @@ from vllm_tide.train.evaluate import (
     evaluate,
     gain,
 )
-from vllm_tide.train.judgement import ENOUGH, REGROWTH, Evidence, Pair, cycle_lr_scale
+from vllm_tide.train.judgement import (
+    ENOUGH,
+    LEAST_RATE,
+    REGROWTH,
+    Evidence,
+    Pair,
+    cycle_lr_scale,
+    next_rate,
+    unjudged,
+)
 from vllm_tide.train.reservoir import is_held_out
 from vllm_tide.train.step import has_fast_bfloat16
 
@@ -92,12 +102,30 @@ def test_the_first_steps_after_a_reset_are_small(monkeypatch):
 
     monkeypatch.setattr(trainer.stepper, "run", record)
     trainer.train_cycle()
-    assert scales[:2] == [pytest.approx(0.5 / 8), pytest.approx(2 / 8)]
+    first = [0.5 / 8 * LEAST_RATE, 2 / 8 * LEAST_RATE]
+    assert scales[:2] == pytest.approx(first)
     rate = trainer.rate
     assert trainer.train_cycle() and max(scales[12:]) == pytest.approx(rate)
     trainer.restore(trainer.snapshot())
     trainer.train_cycle()
     assert scales[24] < 0.1
+
+
+def test_a_cycle_after_one_without_gain_takes_one_pass(monkeypatch):
+    trainer = toy_trainer(40, steps_per_cycle=100, max_passes=100)
+    improved = iter((False, False, True, True))
+
+    def judged(*given):
+        gained = 1.0 if next(improved) else 0.0
+        return replace(unjudged(1, 0.0, "told"), improved=bool(gained), gain=gained)
+
+    monkeypatch.setattr("vllm_tide.train.trainer.judge", judged)
+    passes = []
+    for cycle in range(4):
+        trainer.train_cycle()
+        done = [sample.trained.count(cycle) for sample in trainer.buffer.train]
+        passes.append(max(done))
+    assert passes == [4, 1, 1, 4]
 
 
 def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):
@@ -135,7 +163,8 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
 
 
-def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse():
+@pytest.mark.parametrize("lost", [0.02, 0.2])
+def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
     trainer = toy_trainer(40, holdout_share=0.3, learning_rate=1e-9)
     trainer.train_cycle()
     rng = random.Random(9)
@@ -143,50 +172,70 @@ def test_fresh_requests_do_not_outvote_held_out_ones_that_got_worse():
     held = {s.key for s in trainer.buffer.holdout}
 
     def gain(sample):
-        return (-0.1 if sample.key in held else 1.0) * (1 + sample.key % 3 / 20)
+        return (-lost if sample.key in held else 1.0) * (1 + sample.key % 3 / 20)
 
     set_gains(trainer, gain)
     trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
-    assert result.gain > result.gain_error > 0
-    assert not result.publish
-    assert "held-out requests got worse" in result.reason
+    assert result.publish and result.improved
     assert result.evidence >= ENOUGH
 
 
+def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
+    trainer = toy_trainer(40, learning_rate=1e-9)
+    trainer.train_cycle()
+    trainer.add_samples(documents_of(random.Random(9), 8))
+    trainer.evidence = Evidence(running=2 * ENOUGH, total=50.0, weight=20.0)
+    fresh = {s.key for s in trainer.unscored}
+
+    def gain(sample):
+        return (-0.1 if sample.key in fresh else 1.0) * (1 + sample.key % 3 / 20)
+
+    set_gains(trainer, gain)
+    trainer._live_scores.keep(())
+    result = trainer.train_cycle()
+    assert not result.publish and not result.improved
+    assert "the newest requests got worse" in result.reason
+
+
 def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
-    trainer = toy_trainer(40)
+    trainer, rng = toy_trainer(40), random.Random(5)
+    trainer.rate = 1.0
     before = weights_of(trainer.live)
-    gains = iter([-1.0, -1.0, 0.001, 1.0, -1.0])
+
+    gains, rates, undone = iter((0.001, -1.0, -1.0, 1.0)), [], []
 
     def judged(new, old, form="greedy"):
         return (current, 0.1)
 
     monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
-    rates = []
     for current in gains:
         result = trainer.train_cycle()
+        assert result.gain == current
+        trainer.add_samples(documents_of(rng, 8))
         rates.append(trainer.rate)
-        harmed = current < -0.5
-        assert torch.equal(weights_of(trainer.draft), before) == harmed
-        assert not (harmed and result.publish)
-        if result.publish:
-            trainer.published()
-            before = weights_of(trainer.live)
-    small = 0.25 * REGROWTH
-    assert rates == pytest.approx([0.5, 0.25, small, 2 * small, small])
+        undone.append(torch.equal(weights_of(trainer.draft), before))
+        assert undone[-1] == result.harmful
+        assert not (result.harmful and result.publish)
+    # The third has no candidate yet that new requests could have judged.
+    assert undone == [False, True, False, False]
+    assert rates == pytest.approx([1.0, 0.5, 0.5 * REGROWTH, 1.0])
+    assert next_rate(LEAST_RATE, replace(result, harmful=True)) == LEAST_RATE
 
 
 def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
     trainer = toy_trainer(40)
+    trainer.train_cycle()
+    trainer.add_samples(documents_of(random.Random(5), 8))
+    rate = trainer.rate
 
     def judged(new, old, form="served"):
         return (0.05, 0.1) if form == "mass" else (-1.0, 0.1)
 
     monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     result = trainer.train_cycle()
-    assert not result.harmful and not result.publish
-    assert trainer.rate == 1.0
+    assert result.fresh_requests and not result.harmful and not result.publish
+    assert trainer.rate == pytest.approx(min(1.0, rate * REGROWTH))
     assert not torch.equal(weights_of(trainer.draft), weights_of(trainer.live))
 
 

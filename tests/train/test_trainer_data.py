@@ -228,6 +228,7 @@ def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
         batch_tokens=256, steps_per_cycle=20, learning_rate=1e-2, holdout_share=0.2
     )
     trainer = Trainer(TOY.draft(), TOY.rows, knobs)
+    trainer.rate = 1.0
     for sample in documents_of(random.Random(0), 80, 24):
         logp = (sample.teacher_hidden @ TOY.head.T).log_softmax(-1)
         values, ids = logp.topk(4)

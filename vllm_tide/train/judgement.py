@@ -22,8 +22,9 @@ _LEAST = 0.05  # factor of a fall that is larger still
 _FIRST = 0.75  # share of the wealth that is staked from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
 WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
-LEAST_RATE = 1 / 16
-"""Share of the learning rate that is kept however often a cycle does harm."""
+LEAST_RATE = 1 / 4
+"""Share of the learning rate that a trainer begins with and always keeps: a draft that
+fits its traffic is thrown off by more, and with less a shift is learnt too late."""
 REGROWTH = 2.0**0.25
 """Growth of the learning rate after a cycle that neither helped nor did harm."""
 
@@ -39,10 +40,10 @@ class CycleResult:
         gain: Candidate minus live draft, expected tokens per verify step, over held-out
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
-        improved: The candidate is better than the live draft by more than chance.
+        improved: The candidate is better by more than chance, on fresh requests if any.
         fresh_requests: Requests judged before they were trained on.
         harmful: The candidate is worse than the live draft by more than chance, in
-            tokens accepted and in probability mass.
+            tokens accepted and in probability mass, and worse on fresh requests.
         evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
         elsewhere_s: Time in the caller's hands, rests of a shared GPU included (s).
     """
@@ -195,14 +196,14 @@ def judge(
     """
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
-    held, held_error = gain(held_out.new, held_out.live, metric)
-    # What was judged before the cycle cannot speak for what the cycle did.
-    forgot = held < -held_error
-    improved = difference >= config.min_gain and difference > error and not forgot
-    if len(both.new.requests) < 2:
-        improved = True  # nothing speaks against going on
+    # What is held out may be of traffic that is gone: what comes decides, if it can.
+    fresh = (0.0, 0.0) if ahead is None else gain(ahead.new, ahead.live, metric)
+    several = ahead is not None and len(ahead.new.requests) > 1
+    now = fresh if several else (difference, error)
+    # With one request nothing speaks against going on.
+    improved = len(both.new.requests) < 2 or now[0] >= max(config.min_gain, now[1])
     worse = difference < -max(2 * error, config.min_gain) and _moved_away(both)
-    harmful = worse and len(both.new.requests) >= LEAST_JUDGED
+    harmful = worse and fresh[0] < 0 and len(both.new.requests) >= LEAST_JUDGED
     publish = False
     reason = (
         f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
@@ -212,8 +213,8 @@ def judge(
         reason = "no request has been scored yet"
     elif evidence.gain < config.min_gain:
         reason += f"; gain below min_gain {config.min_gain}"
-    elif forgot:
-        reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
+    elif now[0] < -now[1]:
+        reason += f"; the newest requests got worse: {now[0]:+.4f} +- {now[1]:.4f}"
     else:
         # A harmful candidate is dropped, not served.
         publish = evidence.wealth >= ENOUGH and not harmful
@@ -264,5 +265,5 @@ def next_rate(rate: float, result: CycleResult) -> float:
     """
     if result.harmful:
         return max(LEAST_RATE, 0.5 * rate)
-    helped = result.improved and result.gain > 0
+    helped = result.improved and (result.gain > 0 or result.fresh_requests > 1)
     return min(1.0, rate * (2.0 if helped else REGROWTH))

@@ -34,6 +34,8 @@ HOLDOUT_TOKENS = 8192
 WINDOW_TOKENS = 1024
 """Longest window of one request in a step; half a batch at most, so that none is of one
 request alone."""
+CYCLE_PASSES = 4
+"""Most appearances of a document in one cycle."""
 SEED = 0  # of shuffling, of the choice of what is held out and kept, of initialisation
 _MASK = (1 << 64) - 1
 
@@ -167,6 +169,7 @@ class SampleBuffer:
 
     Attributes:
         new_tokens: Training tokens that came since the owner last set this to 0.
+        at_once: Appearances of a document in one cycle, at most.
         evicted: Rows that left, by reason: `train` and `holdout` (full),
             `tenant_share`, `duplicate`, `purged`, `expired`.
     """
@@ -177,6 +180,7 @@ class SampleBuffer:
         self.config = config
         self.window = window_tokens(config)
         self.new_tokens = self.num_samples = 0
+        self.at_once = CYCLE_PASSES
         self.evicted: Counter[str] = Counter()
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
@@ -286,11 +290,21 @@ class SampleBuffer:
         new = {id(windows[serial]) for serial in self._fresh if serial <= until}
         self._fresh = {serial: None for serial in self._fresh if serial > until}
         weight = weights(held, self.config)
-        most = partial(passes_left, most=self.config.max_passes, cycle=cycle)
+        most = partial(self._passes_left, cycle=cycle)
         drawn = draw(held, weight, self._random, most)
         if self.config.tenant_share >= 1:
             drawn.sort(key=lambda sample: id(sample) not in new)
         return deque(drawn)
+
+    def rows_left(self, cycle: int) -> int:
+        """Rows that the training side may still be trained on in a cycle."""
+        held = self._sides["train"].windows.values()
+        return sum(s.num_tokens * self._passes_left(s, cycle) for s in held)
+
+    def _passes_left(self, sample: Sample, cycle: int) -> int:
+        done = sample.trained
+        left = self.config.max_passes - len(done), self.at_once - done.count(cycle)
+        return max(0, min(left))
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         side = self._sides["train"]
@@ -351,16 +365,6 @@ class SampleBuffer:
             else:
                 self.evicted["duplicate"] += window.num_tokens - left.num_tokens
                 side.exchange(serial, left)
-
-
-CYCLE_PASSES = 4
-"""Most appearances of a document in one cycle."""
-
-
-def passes_left(sample: Sample, most: int, cycle: int) -> int:
-    """Times a sample may still appear in a cycle; `most` is its `max_passes`."""
-    done = sample.trained
-    return max(0, min(most - len(done), CYCLE_PASSES - done.count(cycle)))
 
 
 def weights(samples: Sequence[Sample], config: TrainConfig) -> list[float]:

@@ -29,6 +29,7 @@ from vllm_tide.train.evaluate import Evaluation, Scores, evaluate
 from vllm_tide.train.gpu import Progress, Turns, Watch, give_up_memory, lacks_memory
 from vllm_tide.train.judgement import (
     ENOUGH,
+    LEAST_RATE,
     CycleResult,
     Evidence,
     Pair,
@@ -38,12 +39,7 @@ from vllm_tide.train.judgement import (
     unjudged,
 )
 from vllm_tide.train.packing import take_batch
-from vllm_tide.train.reservoir import (
-    SEED,
-    SampleBuffer,
-    is_held_out,
-    passes_left,
-)
+from vllm_tide.train.reservoir import CYCLE_PASSES, SEED, SampleBuffer, is_held_out
 from vllm_tide.train.sample import Sample
 
 if TYPE_CHECKING:
@@ -120,7 +116,7 @@ class Trainer:
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
         # Of the live draft, which rarely changes.
         self._live_scores = Scores(self.depth)
-        self.rate = 1.0
+        self.rate = LEAST_RATE
         self.last_terms: dict[str, float] = {}
 
     @property
@@ -169,8 +165,7 @@ class Trainer:
         The comparison is over held-out requests and over those that came since the last
         cycle, scored before the first step on them (prequential: Dawid 1984). Each
         counts once as evidence, a held-out one when it is first scored; all held-out
-        ones together only say whether something was forgotten. A cycle without memory
-        ends early.
+        ones together only say whether harm was done. A cycle without memory ends early.
 
         Args:
             progress: Called after every step and evaluation batch, so that the caller
@@ -402,7 +397,7 @@ class Trainer:
         state = self.stepper.load(path)
         self.steps, self.cycles = state.steps, state.cycles
         self.train_tokens = int(state.extra.get("train_tokens", 0))
-        self.rate = float(state.extra.get("rate", 1.0))
+        self.rate = float(state.extra.get("rate", LEAST_RATE))
         self.evidence = Evidence(**state.extra.get("evidence", {}))
         self._know(state.extra.get("known", ()))
         self._differs = True
@@ -411,6 +406,8 @@ class Trainer:
     def _adapt_rate(self, result: CycleResult) -> None:
         """After harm: smaller steps, from the live draft again."""
         self.rate = next_rate(self.rate, result)
+        # Where nothing is gained, serving is spared, and passes are left for a shift.
+        self.buffer.at_once = CYCLE_PASSES if result.improved else 1
         if result.harmful:
             left = self.evidence.dropped()
             self.restore(self.snapshot())
@@ -442,11 +439,7 @@ class Trainer:
 
     def _num_steps(self) -> int:
         """Steps of a cycle, fewer where few passes over the buffer are left."""
-        rows = sum(
-            sample.num_tokens * passes_left(sample, self.config.max_passes, self.cycles)
-            for sample in self.buffer.train
-        )
-        steps = math.ceil(rows / self.config.batch_tokens)
+        steps = math.ceil(self.buffer.rows_left(self.cycles) / self.config.batch_tokens)
         return max(1, min(self.config.steps_per_cycle, steps, self._affordable_steps()))
 
     def _affordable_steps(self) -> int:
