@@ -1,10 +1,10 @@
 """Real `vllm serve` processes: start, wait, pin, sample, stop; and a pool of them.
 
 A server starts unpinned (loading uses every core it may), then every thread of the
-worker is put on the engine's cores and the others' on the client's: vLLM, too, leaves a
-core to the scheduler's process, which polls. The worker's OpenMP threads are bound by
-vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other threads are not, which is why
-`misplaced_threads` looks at every thread.
+engine is put on the engine's cores and the API server's on the client's. The worker's
+OpenMP threads are bound by vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other
+threads, and the scheduler's process, are not, which is why `misplaced_threads` looks at
+every thread.
 
 A pool keeps the servers of all arms alive, one of them running: arms that take turns
 on one machine see the same drifts of it. Servers that wait are stopped with
@@ -57,6 +57,9 @@ class ServerOptions:
     dtype: str = "float32"
     engine_cpus: tuple[int, ...] = (0,)
     other_cpus: tuple[int, ...] = (1,)  # API server; the trainer pins itself
+    # The scheduler's process goes there too, where vLLM leaves a core for it; it polls,
+    # and starves a trainer that the server has not started itself.
+    scheduler_apart: bool = False
     kv_cache_gib: int = 1
     kv_cache_bytes: int | None = None  # instead of kv_cache_gib
     max_model_len: int = 1024
@@ -232,8 +235,9 @@ class VllmServer:
     def _cpus_of(self, role: str, process: psutil.Process) -> tuple[int, ...]:
         """Cores of a process; an engine that has workers only schedules."""
         o = self.options
-        children = [" ".join(child.cmdline()) for child in process.children()]
-        schedules = any(title.startswith(_ENGINE_TITLES[1]) for title in children)
+        children = process.children() if o.scheduler_apart else []
+        titles = [" ".join(child.cmdline()) for child in children]
+        schedules = any(title.startswith(_ENGINE_TITLES[1]) for title in titles)
         computes = role == "engine" and not schedules
         return o.engine_cpus if computes else o.other_cpus
 

@@ -121,6 +121,7 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
         dtype=args.dtype,
         engine_cpus=args.engine_cpus,
         other_cpus=args.other_cpus,
+        scheduler_apart=True,
         enforce_eager=not args.compile,
     )
     return ArmOptions(name, server, run_dir, args.time_limit_s, trains)
