@@ -177,6 +177,17 @@ def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
         assert found.harmful and not found.publish
 
 
+def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
+    """Fresh requests judged it before the cycle, held-out ones after it."""
+    good = judges.pair_of(dict.fromkeys(range(20), 0.2))
+    spoilt = judges.pair_of(dict.fromkeys(range(30, 40), -0.2))
+    for steps, publish in ((0, True), (8, False)):
+        evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
+        found = judge(steps, 0.0, spoilt, good, TrainConfig(), "served", evidence)
+        assert found.publish is publish
+        assert ("held-out requests got worse" in found.reason) != publish
+
+
 @pytest.mark.parametrize(
     ("gains", "harmful"),
     [

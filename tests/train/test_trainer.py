@@ -177,8 +177,11 @@ def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
     set_gains(trainer, gain)
     trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
-    assert result.publish and result.improved
+    assert result.publish and result.improved and result.steps == 0
     assert result.evidence >= ENOUGH
+    # It could not be sent: training goes on from it, whatever comes.
+    trainer.add_samples(documents_of(rng, 8))
+    assert trainer.train_cycle().steps > 0
 
 
 def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():

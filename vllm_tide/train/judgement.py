@@ -196,10 +196,13 @@ def judge(
     """
     both = held_out if ahead is None else held_out + ahead
     difference, error = gain(both.new, both.live, metric)
+    held, held_error = gain(held_out.new, held_out.live, metric)
     # What is held out may be of traffic that is gone: what comes decides, if it can.
     fresh = (0.0, 0.0) if ahead is None else gain(ahead.new, ahead.live, metric)
     several = ahead is not None and len(ahead.new.requests) > 1
     now = fresh if several else (difference, error)
+    # What was judged before the cycle cannot speak for what the cycle did.
+    forgot = steps > 0 and held < -held_error
     # With one request nothing speaks against going on.
     improved = len(both.new.requests) < 2 or now[0] >= max(config.min_gain, now[1])
     worse = difference < -max(2 * error, config.min_gain) and _moved_away(both)
@@ -213,6 +216,8 @@ def judge(
         reason = "no request has been scored yet"
     elif evidence.gain < config.min_gain:
         reason += f"; gain below min_gain {config.min_gain}"
+    elif forgot:
+        reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
     elif now[0] < -now[1]:
         reason += f"; the newest requests got worse: {now[0]:+.4f} +- {now[1]:.4f}"
     else:

@@ -108,6 +108,7 @@ class Trainer:
         self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._capacity = self._packed = 0
         self._since_reset = 0  # steps with the optimizer's moments
+        self._offered = -1  # `steps` of the last candidate that fresh requests judged
         self._step_s = self._row_s = 0.0  # of a step, of scoring a row with both drafts
         self._differs = False  # the candidate from the live draft
         self._restored = 0  # how often `restore` was called
@@ -192,12 +193,15 @@ class Trainer:
         )
 
     def _run_cycle(self, watch: Watch) -> CycleResult:
-        restored, before = self._restored, self.evidence.wealth
+        restored = self._restored
         # What comes from now on is scored in the next cycle, before it is learnt from.
         until, taken = self.buffer.newest, self.buffer.new_tokens
         ahead = self._judge_fresh(watch)
-        if before < ENOUGH <= self.evidence.wealth:
-            # What was scored is published as it is: more steps would delay it.
+        enough = ahead is not None and self.evidence.wealth >= ENOUGH
+        if enough and self.steps > self._offered:
+            # What was scored is published as it is: of what more steps would make of it
+            # only held-out requests could tell. Once: it may have to wait.
+            self._offered = self.steps
             judged = self._judge(0, self.last_loss, ahead, watch, restored)
             if judged is not None and judged.publish:
                 self.cycles += 1
