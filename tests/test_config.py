@@ -208,10 +208,6 @@ MISTAKES = [
         "num_speculative_tokens_per_batch_size: tide.control chooses the length",
     ),
     (
-        {"tide": {"control": {"profile": "~nosuchuser/p"}}},
-        "tide.control.profile: no file '~nosuchuser/p'; make one with",
-    ),
-    (
         {"tide": {"capture": {"sample_rate": 0}, "test_time": {"adapt": "shared"}}},
         "tide.test_time.adapt: 'shared' trains on rows of running requests, of which "
         "none is captured; change tide.capture.enabled, consent or sample_rate, or set",

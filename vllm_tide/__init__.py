@@ -47,5 +47,5 @@ Glossary (one term per concept; a new term needs a line here):
 * *day 0*: a start from an untrained draft; *frozen*: a draft that is never trained.
 * *segment*: named shared memory; *ring*: of records; *weights segment*: of drafts;
   *spool*: the same through storage; *run directory*: where processes meet.
-* *step costs*: predicted times by depth and length; *profile*: measured ones, stored.
+* *step costs*: predicted times by depth and length.
 """

@@ -44,111 +44,9 @@ def write_frames(
     /,
 ) -> None: ...
 
-# csrc/control.h and its callers, for the arrays: float64, but `survival` and `order`
-# float32, slots, lengths, rooms and classes int64. `values`: [3, steps, n], whose rows
-# `step - 1` are written. The first table begins at `(step - 1) * num_nodes` in `value`
-# and `rise`, the others `stride` behind each other. ValueError, and nothing written: an
-# array is not as long as the others say.
-def table_chances(
-    values: Buffer,
-    step: int,
-    confidence: Buffer,
-    table_of: Buffer,
-    offset: Buffer,
-    value: Buffer,
-    rise: Buffer,
-    num_nodes: int,
-    stride: int,
-    first: float,
-    per_node: float,
-    least: float,
-    /,
-) -> None: ...
-
-# Steps, tokens, seconds, free, loosened.
-def forecast(
-    target: Buffer,
-    draft: Buffer,
-    extra: float,
-    limit: float,
-    loose: float,
-    chance: Buffer,
-    class_of: Buffer,
-    share: Buffer,
-    slots: Buffer,
-    place: Buffer,
-    mean: float,
-    keep: float,
-    room: Buffer,
-    sets: Buffer,
-    k: int,
-    whole: bool,
-    client_share: float,
-    /,
-) -> tuple[int, float, float, float, int]: ...
-def draft_on(
-    target: Buffer,
-    draft: Buffer,
-    limit: float,
-    chance: Buffer,
-    class_of: Buffer,
-    share: Buffer,
-    step: int,
-    values: Buffer,
-    depth: Buffer,
-    survival: Buffer,
-    room: Buffer,
-    wanted: Buffer,
-    drafted: Buffer,
-    gained: Buffer,
-    k: int,
-    per_bin: float,
-    bar: float,
-    whole: bool,
-    /,
-) -> bool: ...
-def convolve(single: Buffer, gained: Buffer, k: int, num_bins: int, /) -> None: ...
-
-# `drafted`: bool [steps, n]; `knobs`: as in `Filter`, from `half_life` on. The level of
-# the workload, and whether there was a token.
-def learn_levels(
-    slots: Buffer,
-    logits: Buffer,
-    chances: Buffer,
-    drafted: Buffer,
-    level: Buffer,
-    place: Buffer,
-    variance: Buffer,
-    fall: Buffer,
-    counts: Buffer,
-    chance: Buffer,
-    mean: float,
-    keep: float,
-    knobs: Buffer,
-    /,
-) -> tuple[float, int]: ...
-
-# `where`: int64 [2, steps * n], positions and rows; `labels`: [3, steps * n], z, what
-# was predicted, what came. How many there are, and the tokens that were expected.
-def judge(
-    values: Buffer,
-    survival: Buffer,
-    steps: int,
-    rows: Buffer,
-    verified: Buffer,
-    accepted: Buffer,
-    slots: Buffer,
-    offset: Buffer,
-    precision: Buffer,
-    keep: float,
-    prior: float,
-    limit: float,
-    where: Buffer,
-    labels: Buffer,
-    /,
-) -> tuple[int, float]: ...
-
-# Tokens of the set, those that are expected, seconds.
+# csrc/control.h, and control/verifier.py for the arrays. Tokens of the set, those that
+# are expected, seconds. ValueError, and nothing written: an array is not as long as the
+# others say.
 def best_set(
     order: Buffer,
     survival: Buffer,
@@ -159,6 +57,22 @@ def best_set(
     lengths: Buffer,
     /,
 ) -> tuple[int, float, float]: ...
+
+# csrc/control.h, and control/acceptance.py for the arrays; the last two are written.
+# ValueError, and nothing written: an array is not as long as the others say, or a slot
+# is none of `requests`.
+def survival(
+    confidence: Buffer,
+    slots: Buffer,
+    sampled: Buffer,
+    room: Buffer,
+    knots: Buffer,
+    curves: Buffer,
+    requests: Buffer,
+    logits: Buffer,
+    survival: Buffer,
+    /,
+) -> None: ...
 
 # csrc/ngram.h, and memory/ngram.py for the arrays of the index. int64 [n] but for
 # `fresh`, int32 [n, w], and `proposed`, int64 [n, most]; it and `match` are results.

@@ -209,18 +209,12 @@ class SpoolConfig(_Section):
 class ControlConfig(_Section):
     """Choice of how many tokens are drafted and verified, request by request."""
 
-    policy: Literal["static", "adaspec", "threshold", "tide_gate"] = Field(
+    policy: Literal["static", "adaspec", "threshold"] = Field(
         "adaspec",
         description="Who chooses the speculative length: `static` always drafts "
         "num_speculative_tokens; `adaspec` maximises expected tokens per second from "
         "the draft's confidence and measured times; `threshold` stops drafting when "
-        "the mean confidence falls; `tide_gate` switches a fixed length on and off.",
-    )
-    profile: str | None = Field(
-        None,
-        description="File of `vllm-tide profile`; null uses the cached profile of "
-        "this model and machine. Without one Model Runner V1 measures at start-up, and "
-        "V2 takes vLLM's, measured for adaptive verification; else lengths are static.",
+        "the mean confidence falls.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Limit of a request's time per output token (ms)."
@@ -233,14 +227,13 @@ class ControlConfig(_Section):
     )
     min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
         0.02,
-        description="Smallest predicted gain of drafting (0.02 = 2%); less of a draft "
-        "of which little was seen.",
+        description="Smallest predicted gain of drafting (0.02 = 2%).",
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,
-        description="Share of time spent on looking: while drafting is off, whether "
-        "it would pay again; while on (half of it, a few first looks aside), what a "
-        "step takes undrafted (0 never looks).",
+        description="Share of time spent on trials: while drafting is off, whether it "
+        "would pay again; while on, what a step takes undrafted, and what becomes of "
+        "tokens that are never verified (0: no trials).",
     )
     verify: bool = Field(
         True, description="Leave out drafted tokens whose verification does not pay."

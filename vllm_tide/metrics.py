@@ -65,7 +65,7 @@ ENGINE = (
         "(tide.test_time.memory); other counts of drafts leave them out, vLLM's not.",
     ),
     _counter("memory_accepted_tokens", "Accepted tokens of these."),
-    _counter("probes", "Shadow probes while drafting was off."),
+    _counter("probes", "Trials: drafted steps to see whether drafting pays again."),
     _counter(
         "hole_tokens",
         "Tokens the draft never saw because drafting was off for longer than "
@@ -181,7 +181,7 @@ ENGINE = (
         "calibration_error",
         "Expected calibration error of acceptance probabilities (decayed).",
     ),
-    _gauge("throughput_ratio", "Tokens/s over those predicted, less noise (decayed)."),
+    _gauge("throughput_ratio", "Tokens/s over those predicted (decayed)."),
     Metric(
         "histogram",
         "swap_seconds",

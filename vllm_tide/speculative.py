@@ -49,10 +49,6 @@ _NO_PROBABILITY = (
     "tide.test_time.memory: a token of the memory's has no draft probability, which "
     "draft_sample_method {!r} needs; set that to 'greedy', or the memory to 'off'."
 )
-_NO_PROFILE = (
-    "tide.control.profile: no file {!r}; make one with `vllm-tide profile`, or leave "
-    "the knob out to measure at start-up."
-)
 # Comments, and a comma behind the last entry; strings too, so that none is in one.
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
@@ -201,10 +197,6 @@ def settle(config: Mapping[str, Any]) -> dict[str, Any]:
         barred = [f"{k}: {why}" for k, why in _FIXED_DRAFTING.items() if config.get(k)]
         asked = "policy" in section.get("control", {})
         found += barred if asked else ()
-        path = tide.control.profile
-        missing = path is not None and not os.path.isfile(os.path.expanduser(path))
-        if missing and (asked or not barred):
-            found.append(_NO_PROFILE.format(path))
     if found:
         raise ConfigError("\n".join(found))
     return without_control(section, ConfigError(barred[0])) if barred else section

@@ -34,9 +34,9 @@ from sim.published import table_model
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.costs import KeptPassTimes
-from vllm_tide.control.online_time import OnlineTime, RoundSample
+from vllm_tide.control.costs import KeptPass
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
+from vllm_tide.control.step_times import StepSample, StepTimes
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
@@ -52,7 +52,7 @@ def measure(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of single calls, by decision: [wall, CPU] lists."""
     rng = np.random.default_rng(0)
-    time_model = OnlineTime(table_model(KNOTS, SECONDS, 1e-4))
+    time_model = StepTimes(table_model(KNOTS, SECONDS, 1e-4))
     settings = ControlSettings(k_max=k, max_requests=requests)
     policy = AdaSpecPolicy(settings, time_model)
     found: dict[str, tuple[list[float], list[float]]] = {}
@@ -93,7 +93,7 @@ def measure(
         accepted = np.cumprod(passed, axis=0).sum(axis=0)
         seconds = 0.03
         now += seconds
-        sample = RoundSample(
+        sample = StepSample(
             requests, int(batch.context.sum()), int(lengths.sum()), 0, steps,
             requests, seconds - 8e-4, 1e-4, 1e-4 * (steps - 1), 0.0,
         )  # fmt: skip
@@ -107,13 +107,13 @@ def measure_v2(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of a step's `begin` and `learn` on Model Runner V2."""
     rng = np.random.default_rng(0)
-    times = OnlineTime(table_model(KNOTS, SECONDS, 1e-4))
+    times = StepTimes(table_model(KNOTS, SECONDS, 1e-4))
     control = ControlV2(requests, 4096, ControlConfig.model_validate({}), k, False)
     control.times = times
     settings = ControlSettings(
         k_max=k, verify=False, explore=False, max_requests=requests
     )
-    control.policy = AdaSpecPolicy(settings, KeptPassTimes(times))
+    control.policy = AdaSpecPolicy(settings, KeptPass(times))
     names = [f"cmpl-{number:032d}-0" for number in range(requests)]
     begun, learnt = ([], []), ([], [])
     for turn in range(rounds):
@@ -135,7 +135,7 @@ def measure_v2(
             scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * k),
             total_num_scheduled_tokens=requests * (k + 1),
         )
-        sample = RoundSample(
+        sample = StepSample(
             requests, 100 * requests, requests * k, 0, k, requests * (k + 1),
             0.026, 1e-3, 2e-3, 1e-3,
         )  # fmt: skip

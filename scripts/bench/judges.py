@@ -40,6 +40,7 @@ from vllm_tide.config import DeployConfig, TrainConfig
 from vllm_tide.control.adaspec import ControlSettings
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.policies import AdaSpecPolicy, Policy, StaticPolicy
+from vllm_tide.control.step_times import StepSample, StepTimes
 from vllm_tide.deploy.canary import Canary, Verdict
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
 from vllm_tide.train.evaluate import FORMS, Evaluation
@@ -77,16 +78,17 @@ class Row:
     memory: bool = False
 
 
-class Times:
-    """A time model that is right and does not learn."""
-
-    error = 0.0
+class Times(StepTimes):
+    """Step times that are right and do not learn."""
 
     def __init__(self) -> None:
-        self.model = published("Llama-3.3-70B-Instruct")
+        super().__init__(published("Llama-3.3-70B-Instruct"))
 
-    def observe(self, sample: Any) -> None:
-        """It is right already."""
+    def observe(self, sample: StepSample, now: float) -> None:
+        """They are right already."""
+
+    def doubt(self, requests: int, now: float) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Loop:
 
     def step(self, *, records: bool = True) -> list[ServedRequest]:
         """One round; the requests that it ended (none without `records`)."""
-        n, model = self.n, self.time.model
+        n, model = self.n, self.time.prior
         room = np.minimum(self.k, self.left - 1)
         plan = self.policy.plan(
             Batch(self._slots, self._context, room, self._greedy, self._limit, n),
@@ -178,19 +180,14 @@ class Loop:
         accepted = np.cumprod(luck & sent, axis=0).sum(axis=0)
         total = int(lengths.sum())
         context = n * _CONTEXT
-        target = sum(model.target_parts(n, context, total))
+        target = model.target(n + total, context)
         draft = float(model.draft_curve(n, context, n, step)[step]) if step else 0.0
-        plain = sum(model.target_parts(n, context, 0))
-        probe = None
-        if plan.probe and not plan.steps:
-            few = self._slots[:4]
-            probe = (few, belief[0, few], luck[0, few])
-            draft += float(model.draft_curve(len(few), 0, len(few), 1)[1])
+        plain = model.target(n, context)
         self.seconds += target + draft
         self.tokens += float((np.cumprod(chance, axis=0) * sent).sum()) + n
         emitted = np.minimum(accepted + 1, self.left)
         self.policy.observe(
-            Outcome(self._slots, lengths, accepted, emitted, self.seconds, probe=probe)
+            Outcome(self._slots, lengths, accepted, emitted, self.seconds)
         )
         cost = 1.0 if self.static else (target + draft) / plain
         ended = self._write(cost, lengths, accepted, chances) if records else []

@@ -1,4 +1,4 @@
-"""Adaptive verification on the null GPU: a profile, what is sure, what a cut costs.
+"""Adaptive verification on the null GPU: step times, what is sure, what a cut costs.
 
 Values mean nothing there, and unwritten memory read as a confidence may be NaN, so what
 is decided from is told: upstream's manager how sure each request's drafts are, our
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.step_times import StepSample
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 # Not 1: the controller takes its log-odds.
@@ -100,58 +99,30 @@ class Prices:
         return found
 
 
-def store_profile(path: Path) -> None:
-    """A profile of the worker that asks for it; until then anything, as it must exist.
+def say_what_was_measured() -> None:
+    """To the controller only: vLLM's own measurement, where no kernel takes time."""
+    from vllm_tide.engine import verification
 
-    Args:
-        path: `tide.control.profile`.
-    """
-    from vllm_tide.control.profile_store import save
-    from vllm_tide.engine import policy_start
-
-    facts = policy_start.timing_facts
-    save(path, TIMES, {}, {})
-
-    def of_worker(worker: Any) -> dict[str, Any]:
-        found = facts(worker)
-        save(path, TIMES, found, {})
-        return found
-
-    policy_start.timing_facts = of_worker
+    verification.times_of_tables = lambda *_: TIMES
 
 
 def say_how_confident() -> None:
     """To the controller only: confidences, whatever they are, are enough and right."""
     from vllm_tide.control import policies
-    from vllm_tide.control.calibration import Calibration, RequestOffsets
+    from vllm_tide.control.acceptance import Acceptance, RequestIntercepts
 
-    inner, judge = Calibration.predict, RequestOffsets.judge
-
-    def predict(
-        calibration: Calibration, values: np.ndarray, step: int, *of: Any
-    ) -> None:
-        inner(calibration, values, step, *of)
-        z, logit, chance = values[:, step - 1]
-        logit[:] = z
-        chance[:] = 1.0 / (1.0 + np.exp(-z))
-
-    def forget(offsets: RequestOffsets, *of: Any) -> Any:
-        found = judge(offsets, *of)
-        offsets.reset()
-        return found
-
-    def learn(*_: Any) -> None:
-        """Offsets stay at 0."""
+    def logits(belief: Acceptance, confidence: np.ndarray, *_: Any) -> np.ndarray:
+        return np.asarray(np.log(confidence) - np.log1p(-confidence))
 
     policies.THRESHOLD = 1e-9
-    RequestOffsets.learn = learn
-    Calibration.predict, RequestOffsets.judge = predict, forget  # type: ignore[method-assign]
+    RequestIntercepts.learn = lambda *_: None  # type: ignore[method-assign]
+    Acceptance.logits = logits  # type: ignore[method-assign]
 
 
 def say_what_is_learnt() -> None:
     """To the controller only: drafts were sure and accepted, kernels took time.
 
-    Time passes for it as the profile says: on a busy machine drafting may look dear.
+    Time passes for it as `TIMES` says: on a busy machine drafting may look dear.
     """
     from vllm_tide.capture.step import Step
     from vllm_tide.engine import control_v2
@@ -162,7 +133,7 @@ def say_what_is_learnt() -> None:
         emitted, drafts = step.emitted, step.drafts - step.padding
         step.confidence[:] = SURE
         if step.timing is not None:
-            step.timing.read = partial(_as_profiled, step.timing.read)
+            step.timing.read = partial(_as_told, step.timing.read)
         clock.now += _seconds(step)
         step.emitted = emitted + drafts
         learn(control, step)
@@ -174,7 +145,7 @@ def say_what_is_learnt() -> None:
 
 def _seconds(step: Any) -> float:
     requests, verified = len(step.req_ids), int(step.drafts.sum())
-    return TIMES.round_seconds(
+    return TIMES.step_seconds(
         requests=requests,
         context=0,
         verified=verified,
@@ -184,12 +155,12 @@ def _seconds(step: Any) -> float:
     )
 
 
-def _as_profiled(read: Any) -> RoundSample | None:
+def _as_told(read: Any) -> StepSample | None:
     sample = read()
     if sample is None:
         return None
-    shape = sample.requests, sample.context, sample.verified, sample.prefill
-    return replace(sample, target_s=sum(TIMES.target_parts(*shape)))
+    rows = sample.requests + sample.verified + sample.prefill
+    return replace(sample, target_s=TIMES.target(rows, sample.context))
 
 
 def cuts(

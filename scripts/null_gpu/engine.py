@@ -25,7 +25,6 @@ os.environ |= {
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 DEMO = Path(__file__).parents[1] / "demo"
-PROFILE = "profile.json"
 WARM_UP = 12
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     if case["adaptive"]:
         confidence = adaptive.Confidence()
         if case["tide"] is not None:
-            adaptive.store_profile(Path(case["run_dir"]) / PROFILE)
+            adaptive.say_what_was_measured()
             adaptive.say_what_is_learnt()
             prices = adaptive.Prices()
     began = time.perf_counter()
@@ -102,11 +101,7 @@ def main() -> None:
 
 def section(case: dict[str, Any]) -> dict[str, Any]:
     """The `tide` section of a case."""
-    found = case["tide"] | {"run_dir": case["run_dir"]}
-    if case["adaptive"]:
-        profile = {"profile": str(Path(case["run_dir"]) / PROFILE)}
-        found["control"] = found["control"] | profile
-    return found
+    return case["tide"] | {"run_dir": case["run_dir"]}
 
 
 def say_that_one_token_was_sampled() -> None:
@@ -204,7 +199,6 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
         result["swap"] = swap(worker, bench)
     if tide.control is not None:
         if case["tide"]["control"]["policy"] == "adaspec":
-            # From a profile that was named, or found where one is stored.
             result["predicts"] = tide.control.times is not None
         result["lengths"] = lengths(tide.control, bench)
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -39,9 +38,8 @@ ADAPTIVE = "adaptive"
 # Less `all`: what the memory costs a step.
 REMEMBERED = ARMS["all"] | {"test_time": {"memory": "ngram"}}
 ARMS["memory"] = REMEMBERED
-# From what `vllm-tide profile` measured and stored before.
-PROFILED = "profiled"
-ARMS[PROFILED] = OFF | {"control": PRICED | {"verify": True}}
+# Cut by the host: synchronous scheduling, no adaptive verification.
+ARMS["priced"] = OFF | {"control": PRICED | {"verify": True}}
 # All under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
 CHECKED = "checked"
 ARMS[CHECKED] = REMEMBERED
@@ -66,43 +64,9 @@ WITHOUT_GRAPH = "/verifies_half"
 WAITS = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
 
 
-def profile(cache: str, asynchronous: bool, options: argparse.Namespace) -> None:
-    """`vllm-tide profile` for the engine that `engine.py` starts.
-
-    Args:
-        cache: Folder of what it stores.
-        asynchronous: How the engine schedules.
-        options: Of this program.
-
-    Raises:
-        subprocess.CalledProcessError: It failed.
-    """
-    demo = HERE.parent / "demo"
-    command = [sys.executable, "-m", "vllm_tide", "profile", "--quick"]
-    command += ["--model", str(demo / "target"), "--draft", str(demo / "draft")]
-    command += ["--num-speculative-tokens", "3", "--", "--skip-tokenizer-init"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", str(options.batch)]
-    command += ["--max-num-batched-tokens", "512"]
-    command += ["--kv-cache-memory-bytes", str(1 << 28)]
-    command += ["--async-scheduling" if asynchronous else "--no-async-scheduling"]
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    command += ["--compilation-config", json.dumps(graphs)]
-    subprocess.run(
-        command,
-        env=os.environ | {"XDG_CACHE_HOME": cache},
-        stdout=subprocess.DEVNULL,
-        timeout=options.timeout,
-        check=True,
-    )
-
-
 def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, Any]:
     """One engine; its result, or what it said last."""
     with tempfile.TemporaryDirectory() as run_dir:
-        env = dict(os.environ)
-        if arm == PROFILED:
-            profile(run_dir, asynchronous, options)
-            env["XDG_CACHE_HOME"] = run_dir
         case = {
             "tide": ARMS[arm],
             "check": arm == CHECKED,
@@ -115,7 +79,6 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
         try:
             done = subprocess.run(
                 [sys.executable, str(HERE / "engine.py"), json.dumps(case)],
-                env=env,
                 capture_output=True,
                 text=True,
                 timeout=options.timeout,

@@ -9,7 +9,7 @@ that could be drafted, hence the best length of each step, hence regret.
 * ``arrivals``: traces, read or made up; ``acceptance``: what the draft gets right;
 * ``truth``: seconds as they pass; ``engine``: the event loop;
 * ``clairvoyant``: the best length and verification set, given the probabilities;
-* ``dynamic``: vLLM's schedule by batch size;
+* ``dynamic``: vLLM's schedule by batch size; ``tide_gate``: TIDE's equation 5;
 * ``one_depth``: control of Model Runner V2 with asynchronous scheduling;
 * ``suite``: cells and arms; ``table``: Markdown of the rows.
 """

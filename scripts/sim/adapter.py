@@ -17,15 +17,9 @@ from sim.acceptance import Process
 from sim.state import Server, Step
 from sim.truth import Truth
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.costs import PROBE_REQUESTS
-from vllm_tide.control.online_time import RoundSample
 from vllm_tide.control.policies import Policy
 from vllm_tide.control.slo import SloBook
-
-# As the engine's adapter: a shadow probe must be cheap, not precise.
-PROBE_ROWS = 256
-
-Probe = tuple[np.ndarray, np.ndarray, np.ndarray]
+from vllm_tide.control.step_times import StepSample
 
 
 class Adapter:
@@ -59,8 +53,7 @@ class Adapter:
         self._no = np.zeros(server.max_num_seqs, bool)
         self._none = np.zeros(server.max_num_seqs, np.int64)
         self._unlimited = np.full(server.max_num_seqs, np.inf)
-        self._sample: RoundSample | None = None
-        self._probed: Probe | None = None
+        self._sample: StepSample | None = None
         self.drafted = 0
 
     def add(self, slot: int, now: float) -> None:
@@ -87,7 +80,7 @@ class Adapter:
         Returns:
             Seconds that drafting took, and everything else until the next step.
         """
-        slots = state[col.SLOT]
+        slots = state[col.SLOT].copy()
         limit = self._limit(slots, step, now)
         self._policy.observe(
             Outcome(
@@ -97,10 +90,8 @@ class Adapter:
                 emitted=step.emitted,
                 now=now,
                 sample=self._sample,
-                probe=self._probed,
             )
         )
-        self._probed = None
         missing = state[col.MISSING]
         batch = Batch(
             slots=slots,
@@ -121,9 +112,9 @@ class Adapter:
             )
         else:
             steps, lengths, first_s, next_s = 0, self._none[: step.requests], 0.0, 0.0
-            late_s = self._skip(state, step, batch, plan.probe)
+            late_s = self._skip(state, step, batch)
         state[col.SENT] = lengths
-        host_s = self._truth.model.overhead(step.requests)
+        host_s = self._truth.model.host
         self._sample = self._measure(step, steps, first_s, next_s, host_s)
         return late_s + first_s + next_s + host_s
 
@@ -141,7 +132,7 @@ class Adapter:
         late_s = 0.0
         if batch.catchup_rows and not self._punctual:
             late = state[col.MISSING] > 0
-            late_s = truth.model.catchup_seconds(
+            late_s = truth.model.draft_first(
                 batch.catchup_rows, int(batch.context[late].sum())
             )
         state[col.MISSING] = 0
@@ -153,7 +144,7 @@ class Adapter:
         lengths = np.minimum(self._policy.choose(), batch.room)
         requests = len(batch.slots)
         self.drafted += steps * requests
-        first_s = truth.draft_first(requests, cached, batch.first_rows)
+        first_s = truth.draft_first(cached, batch.first_rows)
         return (
             steps,
             lengths,
@@ -162,32 +153,13 @@ class Adapter:
             truth.draft_next(requests, cached, steps - 1),
         )
 
-    def _skip(self, state: np.ndarray, step: Step, batch: Batch, probe: bool) -> float:
+    def _skip(self, state: np.ndarray, step: Step, batch: Batch) -> float:
         """A step without drafts: seconds of what the draft does all the same."""
         if self._fresh:
             cached = int(batch.context.sum())
-            return self._truth.draft_first(step.requests, cached, batch.first_rows)
+            return self._truth.draft_first(cached, batch.first_rows)
         state[col.MISSING] += step.committed
-        return self._shadow(state, step) if probe else 0.0
-
-    def _shadow(self, state: np.ndarray, step: Step) -> float:
-        """Draft one token for a few requests that the target will not verify."""
-        missing = state[col.MISSING]
-        able = np.nonzero((step.emitted > 0) & (missing > 0))[0]
-        able = able[np.argsort(missing[able], kind="stable")][:PROBE_REQUESTS]
-        able = able[np.cumsum(missing[able]) <= max(PROBE_ROWS, int(missing.max()))]
-        rows = int(missing[able].sum())
-        context = int(state[col.CACHED, able].sum())
-        state[col.MISSING, able] = 0
-        # A request that has just ended is not there to say whether the draft was right.
-        able = able[state[col.LEFT, able] > 0]
-        at = state[col.AT, able]
-        self._probed = (
-            state[col.SLOT, able],
-            self._process.confidence[at, 0],
-            self._process.run[at] > 0,
-        )
-        return self._truth.model.catchup_seconds(rows, context)
+        return 0.0
 
     def _limit(self, slots: np.ndarray, step: Step, now: float) -> np.ndarray:
         if self._slo is None:
@@ -214,9 +186,9 @@ class Adapter:
 
     def _measure(
         self, step: Step, steps: int, first_s: float, next_s: float, host_s: float
-    ) -> RoundSample:
+    ) -> StepSample:
         truth = self._truth
-        return RoundSample(
+        return StepSample(
             requests=step.requests,
             context=step.context,
             verified=step.verified,

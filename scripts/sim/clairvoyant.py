@@ -116,4 +116,4 @@ def judge(
     rows = max(emitting, 1)
     target = model.target_curve(rows, context, requests * top, batch.prefill)
     draft = model.draft_curve(requests, context, batch.first_rows, top)
-    return candidates(survival, emitting, target, draft + model.overhead(requests))
+    return candidates(survival, emitting, target, draft + model.host)

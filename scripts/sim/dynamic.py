@@ -37,7 +37,7 @@ def tune(
         target = model.target_curve(requests, cached, requests * top)
         draft = model.draft_curve(requests, cached, requests, top)
         draft[0] = draft[1]  # K = 0 runs the first pass all the same
-        seconds = target[::requests] + draft + model.overhead(requests)
+        seconds = target[::requests] + draft + model.host
         lengths[requests] = int((expected / seconds).argmax())
     return lengths
 

@@ -120,7 +120,7 @@ class _Engine:
         if self._adapter is not None:
             now += self._adapter.after_target(state, step, now)
         else:
-            now += self._truth.model.overhead(num)
+            now += self._truth.model.host
         if len(first):
             self._first_s[state[col.REQUEST, first]] = now
         if step.ended:

@@ -108,9 +108,9 @@ class OneDepthAdapter(Adapter):
         slots, at = state[col.SLOT], state[col.AT]
         self._admit(state, step)
         cached = int(state[col.CACHED].sum())
-        first_s = truth.draft_first(requests, cached, step.rows)  # runs in any case
+        first_s = truth.draft_first(cached, step.rows)  # runs in any case
         next_s = truth.draft_next(requests, cached, max(depth - 1, 0))
-        host_s = truth.model.overhead(requests)
+        host_s = truth.model.host
         seconds = first_s + next_s + host_s
         sample = self._measure(step, max(depth, 1), first_s, next_s, host_s)
         self.drafted += depth * requests

@@ -24,8 +24,6 @@ from sim.state import Server
 from sim.suite import ARMS, Options, run_cells, suite_cells
 from sim.table import markdown, ratios, summary
 from sim.truth import Mismatch
-from vllm_tide.control.profile_store import load as load_profile
-from vllm_tide.control.time_model import TimeModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         help="CSV file (arrival_s,input_tokens,output_tokens), .gz or not; repeatable; "
         "without this three synthetic patterns",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        action="append",
-        help="file of `vllm-tide profile` in place of the published models; repeatable",
     )
     parser.add_argument(
         "--regime", action="append", help="low, high or shifting; repeatable"
@@ -100,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--wrong-draft", type=_positive, default=1.0, help="the same of the draft (1)"
     )
     parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="policies begin with a guess of all times, as the engine does",
+    )
+    parser.add_argument(
         "--noise", type=float, default=0.0, help="relative noise of measured times (0)"
     )
     parser.add_argument("--seed", type=int, default=0)
@@ -125,11 +122,11 @@ def _run(args: argparse.Namespace) -> int:
             args.slo_tpot_ms / 1e3 if args.slo_tpot_ms else None,
         ),
         by_progress=args.pace == "progress",
-        mismatch=Mismatch(args.wrong_target, args.wrong_draft, args.noise),
+        mismatch=Mismatch(args.wrong_target, args.wrong_draft, args.noise, args.cold),
         truth=args.truth,
     )
     regimes, arms = args.regime or tuple(REGIMES), args.arm or ARMS
-    cells = suite_cells(args.suite, _traces(args), _models(args.profile), regimes)
+    cells = suite_cells(args.suite, _traces(args), regimes=regimes)
     rows, began = [], time.monotonic()
     for row in run_cells(cells, arms, options, args.processes):
         rows.append(row)
@@ -162,21 +159,6 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
             raise SimError(f"trace {trace.name} has no request left to replay")
         kept.append(trace)
     return kept
-
-
-def _models(paths: list[Path] | None) -> dict[str, TimeModel] | None:
-    if not paths:
-        return None
-
-    models = {}
-    for path in paths:
-        try:
-            models[path.stem] = load_profile(path).model
-        except OSError as error:
-            raise SimError(f"cannot read profile {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise SimError(f"{path} is not a profile: {error}") from error
-    return models
 
 
 def _print_progress(done: int, cells: int, began: float, row: dict[str, Any]) -> None:

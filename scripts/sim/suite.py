@@ -19,15 +19,16 @@ from sim.dynamic import DynamicPolicy, tune
 from sim.engine import progress_at_arrival, simulate
 from sim.published import MODELS, published
 from sim.state import Result, Server
+from sim.tide_gate import TideGatePolicy
 from sim.truth import Mismatch, Truth
 from vllm_tide.control.adaspec import ControlSettings
-from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import (
+    AdaSpecPolicy,
     Policy,
     StaticPolicy,
     ThresholdPolicy,
-    make_policy,
 )
+from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import TimeModel
 
 STATIC = (1, 3, 5, 7)
@@ -229,7 +230,10 @@ def arm_policy(
     settings = ControlSettings(
         k_max=options.top, max_requests=options.server.max_num_seqs
     )
-    return make_policy(arm, settings, OnlineTime(believed))
+    times = StepTimes(believed, guessed=options.mismatch.cold)
+    if arm == "tide_gate":
+        return TideGatePolicy(options.top, times)
+    return AdaSpecPolicy(settings, times)
 
 
 def speed(result: Result) -> float:

@@ -8,6 +8,10 @@ import numpy as np
 
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
+_DRAFT = ForwardModel((1,), (1e-3,), 0.0)
+GUESS = TimeModel(ForwardModel((1,), (10e-3,), 0.0), _DRAFT, _DRAFT)
+"""As `vllm_tide.engine.policy_start.first_guess`: no size of a step says anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -18,21 +22,23 @@ class Mismatch:
         draft: Factor on the draft's seconds.
         noise: Standard deviation of the logarithm of a measured time over the true
             one. The time itself passes as it is: only the measurement is noisy.
+        cold: Nothing is known: see `GUESS`.
     """
 
     target: float = 1.0
     draft: float = 1.0
     noise: float = 0.0
+    cold: bool = False
 
     def believed(self, model: TimeModel) -> TimeModel:
         """The time model that the policy starts from."""
-        catchup = model.catchup
+        if self.cold:
+            return GUESS
         return replace(
             model,
             target=_scaled(model.target, self.target),
             draft_first=_scaled(model.draft_first, self.draft),
             draft_next=_scaled(model.draft_next, self.draft),
-            catchup=None if catchup is None else _scaled(catchup, self.draft),
         )
 
 
@@ -54,19 +60,17 @@ class Truth:
         self._drawn: list[float] = []
 
     def target(self, requests: int, context: int, verified: int, prefill: int) -> float:
-        """The target's step; arguments as of `TimeModel.round_seconds`."""
-        return sum(self.model.target_parts(requests, context, verified, prefill))
+        """The target's step; arguments as of `TimeModel.step_seconds`."""
+        return self.model.target(requests + verified + prefill, context)
 
-    def draft_first(self, requests: int, context: int, rows: int) -> float:
+    def draft_first(self, context: int, rows: int) -> float:
         """The first draft pass."""
-        return sum(self.model.draft_first_parts(requests, context, rows))
+        return self.model.draft_first(rows, context)
 
     def draft_next(self, requests: int, context: int, passes: int) -> float:
         """The draft passes after the first, in all."""
-        if passes == 0:
-            return 0.0
-        tokens, cached = self.model.draft_next_parts(requests, context, passes)
-        return float(tokens) + float(cached)
+        each, grown = self.model.further(requests, context)
+        return (each + grown * passes) * passes
 
     def measured(self, seconds: float) -> float:
         """What a clock in the engine says of a time."""
@@ -83,5 +87,4 @@ def _scaled(model: ForwardModel, factor: float) -> ForwardModel:
         model,
         seconds=tuple(value * factor for value in model.seconds),
         alpha=model.alpha * factor,
-        extra=tuple(value * factor for value in model.extra),
     )

@@ -81,11 +81,6 @@ CASES = [
         "error: /nonexist/config.json: cannot be read as JSON (No such file or dir",
     ),
     (["dashboards", "export", "/proc/x"], 2, "'/proc/x' cannot be written (No such"),
-    (
-        ["profile", "--model", "DIR", "--draft", "fresh"],
-        2,
-        "error: --model: no model at 'DIR': neither a directory with config.json nor",
-    ),
     (["patch", "apply", "--target", "/nonexistent"], 5, "There is no vllm package in "),
 ]
 

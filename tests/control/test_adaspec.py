@@ -6,16 +6,15 @@ import pytest
 from sim.clairvoyant import ClairvoyantPolicy
 from tests.control.toys import (
     Acceptance,
-    FixedTime,
     World,
+    batch_of,
     published,
-    take_confidence_for_probability,
 )
-from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.batch import Outcome
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+from vllm_tide.control.step_times import StepTimes
 
 HARD, EASY = Acceptance(level=-3.5), Acceptance(level=1.8)
-TRIAL = 4  # drafted rounds of one trial while speculation is off
 nightly = pytest.mark.nightly
 
 
@@ -26,7 +25,7 @@ class NonePolicy(StaticPolicy):
 
 def adaspec(n, model, time=None, **knobs):
     settings = ControlSettings(max_requests=n, **knobs)
-    return AdaSpecPolicy(settings, time or OnlineTime(published(model)))
+    return AdaSpecPolicy(settings, time or StepTimes(published(model)))
 
 
 def world(n, model, acceptance, seed=1):
@@ -62,14 +61,17 @@ def test_close_to_clairvoyant_and_above_every_static(model, level):
 @pytest.mark.parametrize(("n", "rests"), [(16, False), (1, True)])
 def test_off_is_nearly_free_when_nothing_pays(n, rests):
     model = "gpt-oss-120b"
-    policy = adaspec(n, model)
-    found = world(n, model, HARD).run(policy, 2000, rests=rests)
+    policy, where = adaspec(n, model), world(n, model, HARD)
+    where.run(policy, 1000, rests=rests)  # until it knows the draft
+    before = policy.stats()
+    found = where.run(policy, 2000, rests=rests)
     plain = world(n, model, HARD).run(NonePolicy(7), 2000)
     assert found.throughput > 0.99 * plain.throughput
     stats = policy.stats()
+    asked = stats["rounds"] - before["rounds"]
     assert stats["off_rounds"]["no_gain"] > (100 if rests else 1900)
-    assert stats["rounds"] < 1100 if rests else stats["rounds"] == 2000
-    assert stats["probes"] > 20
+    assert asked < 300 if rests else asked == 2000
+    assert stats["probes"] > 0
     # What is measured is a round, however many passed since the question.
     assert stats["measured_step_s"] == pytest.approx(stats["predicted_step_s"], rel=0.1)
 
@@ -98,12 +100,14 @@ def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, rests):
     ],
 )
 def test_comes_on_again_when_the_workload_becomes_easier(n, rests, seeds):
-    model, trials = "gpt-oss-120b", 0
+    model = "gpt-oss-120b"
     for seed in seeds:
         policy = adaspec(n, model)
         where = world(n, model, HARD, seed=seed)
-        drafted = where.run(policy, 1500, rests=rests).steps[-500:]
-        assert np.count_nonzero(drafted) <= 5 * TRIAL, "nothing but trials"
+        where.run(policy, 1000, rests=rests)
+        off = where.run(policy, 500, rests=rests)
+        plain = n / float(published(model).target_curve(n, 500 * n, 0)[0])
+        assert off.throughput > 0.98 * plain, "nothing but trials"
         where.acceptance.level = EASY.level
         begun = where.now
         steps: list[int] = []
@@ -112,31 +116,9 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, rests, seeds):
         # Within a tenth of a regime of one minute.
         assert where.now < begun + 6.0
         where.acceptance.level = HARD.level
-        drafted = where.run(policy, 700, rests=rests).steps[200:]
-        trials += np.count_nonzero(drafted)
-    assert trials <= len(seeds) * 5 * TRIAL, "a trial in 100 rounds"
-
-
-def test_what_a_large_batch_overspent_keeps_no_small_one_off():
-    model, most = "gpt-oss-120b", 48
-    policy, large = adaspec(most, model), world(most, model, HARD)
-    policy.gate.probe_due = lambda *_: False  # trials alone can find out
-    large.run(policy, 300)
-    policy.gate.overspent(1e3)
-    small = world(4, model, EASY)
-    small.now = large.now
-    assert np.count_nonzero(small.run(policy, 1500).steps[-100:]) > 80
-
-
-def test_without_shadow_probes_real_rounds_are_tried():
-    model, n = "gpt-oss-120b", 8
-    policy = adaspec(n, model)
-    observe = policy.observe
-    policy.observe = lambda outcome: observe(dataclasses.replace(outcome, probe=None))
-    where = world(n, model, HARD)
-    where.run(policy, 800)
-    where.acceptance.level = EASY.level
-    assert np.count_nonzero(where.run(policy, 1500).steps[-200:]) > 150
+        where.run(policy, 1000, rests=rests)
+        off = where.run(policy, 500, rests=rests)
+        assert off.throughput > 0.98 * plain
 
 
 def wrong(model):
@@ -150,13 +132,11 @@ def wrong(model):
     )
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_wrong_time_model_is_overridden(learns):
+def test_a_wrong_time_model_is_put_right():
     n = 16
     truth, model = wrong("gpt-oss-120b")
     acceptance = Acceptance(level=0.5)
-    time = OnlineTime(model) if learns else FixedTime(model)
-    policy = adaspec(n, "", time)
+    policy = adaspec(n, "", StepTimes(model))
     where = World(n, truth, acceptance, seed=1, rounds_each=60)
     found = where.run(policy, 1500)
     where = World(n, truth, acceptance, seed=1, rounds_each=60)
@@ -165,8 +145,6 @@ def test_a_wrong_time_model_is_overridden(learns):
     trusting = World(n, truth, acceptance, seed=1, rounds_each=60)
     static = trusting.run(StaticPolicy(2), 300)
     assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
-    if not learns:
-        assert policy.stats()["off_rounds"]["override"] > 500
 
 
 def test_limits_bound_the_rounds_that_can_meet_them():
@@ -244,9 +222,10 @@ def test_calibration_error_falls_and_calibration_pays(monkeypatch):
     acceptance = Acceptance(level=0.0, slope=1.5, bias=1.5)
     errors, speed = [], []
     for calibrate in (True, False):
-        if not calibrate:
-            take_confidence_for_probability(monkeypatch)
         policy = adaspec(n, model)
+        if not calibrate:  # the confidence is taken for the probability
+            monkeypatch.setattr(policy.acceptance, "_fit", lambda kind: None)
+            monkeypatch.setattr(policy.acceptance.requests, "learn", lambda *_: None)
         speed.append(world(n, model, acceptance).run(policy, 400).throughput)
         errors.append(policy.stats()["calibration_error"])
     assert errors[0] < 0.05 < 0.15 < errors[1]
@@ -263,3 +242,63 @@ def test_verification_pays_where_verified_tokens_cost():
         for verify in (True, False)
     ]
     assert speed[0] > 1.02 * speed[1]
+
+
+def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
+    policy = adaspec(2, "Qwen3-235B")
+    for slot in range(2):
+        policy.add(slot, False, 0.0)
+    slots, drafts = np.arange(2), np.full(2, 7)
+    for turn in range(5):
+        plan = policy.plan(batch_of([7, 7]), 0.01 * turn)
+        step, more = 0, plan.steps > 0
+        while more:
+            step += 1
+            more = policy.go_on(step, np.full(2, 0.9))
+        sent = np.minimum(policy.choose(), drafts)
+        none = np.zeros(2, np.int64)
+        policy.observe(Outcome(slots, sent, none, none + 1, 0.01 * turn + 0.009))
+    policy.add(1, False, 0.1)
+    policy.draft_swapped = lambda: None
+    policy._learn(0.1)
+    value = policy.acceptance.requests.value
+    assert value[0] < -0.1 and value[1] == 0.0
+
+
+def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
+    """Before any confidence; the chance of what only that verified is told."""
+    n, model = 64, "Llama-3.3-70B"
+    for shift in (-1.0, 2.0):
+        rng, policy = np.random.default_rng(3), adaspec(n, model)
+        where = World(n, published(model), Acceptance(), seed=1)
+        for slot in range(n):
+            policy.add(slot, False, 0.0)
+        wholes = []
+        for turn in range(1, 193):
+            now = 10.0 * turn  # enough is saved for anything
+            batch = where.batch()
+            plan = policy.plan(batch, now)
+            step, more = 0, plan.steps > 0
+            told = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.5, (7, n))))
+            while more and step < plan.steps:
+                step += 1
+                more = policy.go_on(step, told[step - 1])
+            lengths = policy.choose()
+            luck = (rng.random((7, n)) < told) & (np.arange(7)[:, None] < lengths)
+            accepted = np.cumprod(luck, axis=0).sum(axis=0)
+            outcome = Outcome(batch.slots, lengths, accepted, accepted + 1, now + 5.0)
+            policy.observe(outcome)
+            chance = policy.verify_chance
+            if chance is not None:
+                wholes.append(turn)
+                assert (lengths == np.minimum(batch.room, step)).all()
+                assert set(chance.tolist()) <= {1.0, 1.0 / 64}
+        assert wholes and all(turn % 64 == 0 for turn in wholes)
+
+
+def test_without_a_share_nothing_is_explored():
+    n, model = 16, "gpt-oss-120b"
+    policy = adaspec(n, model, probe_share=0.0)
+    found = world(n, model, HARD).run(policy, 600)
+    assert not any(found.steps[300:])
+    assert policy.stats()["probes"] == 0 and policy.verify_chance is None

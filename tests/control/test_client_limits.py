@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.control.toys import Acceptance, FixedTime, World, published
+from tests.control.toys import Acceptance, FixedTimes, World, published
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 
 ROUNDS = 200
@@ -39,7 +39,7 @@ def throughput(name, n, factor, by_operator=False):
     plain = float(time.target_curve(n, 500 * n, 0)[0])
     seconds = None if factor is None else factor * plain
     world = OneClient(n, time, seconds, by_operator)
-    policy = AdaSpecPolicy(ControlSettings(max_requests=n), FixedTime(time))
+    policy = AdaSpecPolicy(ControlSettings(max_requests=n), FixedTimes(time))
     return world.run(policy, ROUNDS).throughput, policy.stats()
 
 

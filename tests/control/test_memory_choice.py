@@ -5,15 +5,15 @@ import pytest
 
 from tests.control.toys import batch_of, published
 from vllm_tide.control.batch import Outcome, Proposals
-from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+from vllm_tide.control.step_times import StepTimes
 
 K, N = 5, 4
 
 
 def policy(model="Llama-3.3-70B", **knobs):
     settings = ControlSettings(k_max=K, max_requests=N, **{"probe_share": 0.0} | knobs)
-    made = AdaSpecPolicy(settings, OnlineTime(published(model)))
+    made = AdaSpecPolicy(settings, StepTimes(published(model)))
     for slot in range(N):
         made.add(slot, False, 0.0)
     return made
@@ -50,8 +50,11 @@ def test_each_request_gets_what_is_worth_more():
     lengths = made.choose()
     assert made.remembered.tolist() == [True, False, False, True]
     assert step and (lengths[[1, 2]] <= step).all() and (lengths[[0, 3]] == K).all()
+    own = np.where(made.remembered, 0, lengths)
+    made.observe(Outcome(np.arange(N), own, 0 * own, own * 0 + 1, 1.1))
     stats = made.stats()
     assert stats["drafted_tokens"] == N * step
+    assert stats["verified_tokens"] == own.sum()
     assert stats["trimmed_tokens"] == N * step - lengths[[1, 2]].sum()
 
 
@@ -73,24 +76,23 @@ def test_proposals_are_trimmed_by_what_they_cost():
     """The dear half of a proposal is not verified, its first tokens are."""
     made = policy("gpt-oss-120b")
     memory = proposals(0.5, 0.5, 0.5, 0.5)
-    made.history.accepted = lambda *_: np.zeros(N)
+    made.acceptance.accepted = lambda *_: np.zeros(N)
     assert made.plan(batch(memory), 1.0).reason == "memory"
     lengths = made.choose()
     assert (lengths < K).all()
     kept = policy("gpt-oss-120b", verify=False)
-    kept.history.accepted = lambda *_: np.zeros(N)
+    kept.acceptance.accepted = lambda *_: np.zeros(N)
     kept.plan(batch(memory), 1.0)
     assert kept.choose().tolist() == [K] * N
 
 
-def test_a_round_of_the_memory_s_is_no_plain_round():
+def test_steps_of_the_memory_are_counted():
     made = policy()
     for turn in range(50):
         made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * turn)
         lengths = made.choose()
         none = np.zeros(N, np.int64)
         made.observe(Outcome(np.arange(N), none, none, lengths + 1, 0.1 * turn + 0.09))
-    assert made.gate.plain.ratio() == made.gate.drafting.ratio() == 1.0
     stats = made.stats()
     assert stats["off_rounds"] == {"memory": 50}
     assert stats["verified_tokens"] == stats["accepted_tokens"] == 0

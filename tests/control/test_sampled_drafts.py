@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from sim.published import table_model
-from tests.control.toys import batch_of, take_confidence_for_probability
+from tests.control.toys import batch_of
 from vllm_tide.config import ControlConfig
-from vllm_tide.control import gate
+from vllm_tide.control.acceptance import Acceptance, RequestIntercepts
 from vllm_tide.control.batch import Outcome
-from vllm_tide.control.profile_store import StoredProfile
+from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import TimeModel
 
 P = np.array([0.9, 0.05, 0.03, 0.02])  # the target's, of every token
@@ -34,9 +34,9 @@ def started(
 ) -> Any:
     """The policy of `start_policy` on a server with these times."""
     policy_start = pytest.importorskip("vllm_tide.engine.policy_start")
-    stored = StoredProfile(model=model, facts={}, report={})
-    monkeypatch.setattr(policy_start, "timing_facts", lambda _: {})
-    monkeypatch.setattr(policy_start, "_stored", lambda *_: stored)
+    monkeypatch.setattr(policy_start, "first_guess", lambda _: model)
+    known = lambda prior, guessed: StepTimes(prior)  # noqa: E731
+    monkeypatch.setattr(policy_start, "StepTimes", known)
     control = SimpleNamespace(
         leader=True,
         agree=lambda value: value,
@@ -110,8 +110,9 @@ def staircase(n: int, stair: float = 1.6) -> TimeModel:
 
 @pytest.mark.parametrize(("n", "stair"), [(1, 1.6), (4, 1.7)])
 def test_the_policy_keeps_the_targets_distribution(monkeypatch, n, stair):
-    take_confidence_for_probability(monkeypatch)
-    monkeypatch.setattr(gate, "HYSTERESIS", 0.0)
+    # The confidence is taken for the probability.
+    monkeypatch.setattr(Acceptance, "_fit", lambda *_: None)
+    monkeypatch.setattr(RequestIntercepts, "learn", lambda *_: None)
     policy = started(monkeypatch, "probabilistic", staircase(n, stair), min_gain=0.0)
     share, deviations, cut = serve(policy, n, 2_000 * n, stair)
     assert abs(deviations) < ALARM, share

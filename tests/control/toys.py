@@ -10,8 +10,7 @@ import numpy as np
 
 from sim import published as tables
 from vllm_tide.control.batch import Batch, Outcome, Plan
-from vllm_tide.control.calibration import Calibration, RequestOffsets
-from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.step_times import StepSample, StepTimes
 from vllm_tide.control.time_model import TimeModel
 
 NAMES = {
@@ -41,15 +40,14 @@ def batch_of(room: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
     return Batch(**(fields | changes))
 
 
-class FixedTime:
-    """A time model that does not learn."""
+class FixedTimes(StepTimes):
+    """Step times that do not learn, and do not doubt."""
 
-    def __init__(self, model: TimeModel) -> None:
-        self.model = model
-        self.error = float("nan")
+    def observe(self, sample: StepSample, now: float) -> None:
+        """Nothing to learn."""
 
-    def observe(self, sample: RoundSample) -> None:
-        pass
+    def doubt(self, requests: int, now: float) -> float:
+        return 0.0
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -196,12 +194,6 @@ class World:
             passed = passed * (np.arange(self.k)[:, None] < lengths)
             accepted = passed.sum(axis=0)
             seconds, sample = self.clock(batch, step, int(lengths.sum()))
-            probe = None
-            if plan.probe and not plan.steps:
-                few = np.arange(min(self.n, 4))
-                hit = luck[0, few] < chance[0, few]
-                probe = (few, confidence[0, few], hit)
-                seconds += float(self.time.draft_curve(len(few), 0, len(few), 1)[1])
             self.now += seconds
             emitted = accepted + 1
             if resting and came:
@@ -209,9 +201,8 @@ class World:
             elif resting:
                 waited += 1
             outcome = Outcome(
-                batch.slots, lengths, accepted, emitted, self.now, sample, probe,
-                1 + waited,
-            )  # fmt: skip
+                batch.slots, lengths, accepted, emitted, self.now, sample, 1 + waited
+            )
             # As in the engine: told when the next question is asked.
             if not rest:
                 policy.observe(outcome)
@@ -224,42 +215,14 @@ class World:
 
     def clock(
         self, batch: Batch, steps: int, verified: int
-    ) -> tuple[float, RoundSample]:
+    ) -> tuple[float, StepSample]:
         context, n = int(batch.context.sum()), self.n
         draft = self.time.draft_curve(n, context, batch.first_rows, max(steps, 1))
         target = float(self.time.target_curve(n, context, verified)[-1])
-        host = self.time.overhead(n)
+        host = self.time.host
         first = float(draft[1]) if steps else np.nan
         further = float(draft[steps] - draft[1]) if steps > 1 else np.nan
-        sample = RoundSample(
+        sample = StepSample(
             n, context, verified, 0, steps, n, target, first, further, host
         )
         return target + host + (float(draft[steps]) if steps else 0.0), sample
-
-
-def logits(calibration, step, confidence, sampled):
-    """Log-odds of confidences, and of acceptance, of requests like all others."""
-    values = np.full((3, step, len(confidence)), np.nan)
-    offset = np.zeros(len(confidence))
-    calibration.predict(values, step, confidence, sampled, offset)
-    np.testing.assert_allclose(values[2, -1], sigmoid(values[1, -1]))
-    assert np.isnan(values[:, :-1]).all()
-    return values[0, -1], values[1, -1]
-
-
-def take_confidence_for_probability(monkeypatch):
-    """Nothing is learnt of how often a confidence is right."""
-
-    def predict(calibration, values, step, confidence, sampled, offset):
-        learnt(calibration, values, step, confidence, sampled, offset)
-        values[1, step - 1] = values[0, step - 1]
-        values[2, step - 1] = sigmoid(values[0, step - 1])
-
-    learnt = Calibration.predict
-    monkeypatch.setattr(Calibration, "predict", predict)
-    judge = RequestOffsets.judge
-    monkeypatch.setattr(
-        RequestOffsets,
-        "judge",
-        lambda offsets, *given: (judge(offsets, *given), offsets.reset())[0],
-    )

@@ -100,7 +100,7 @@ class Server:
         import vllm_tide.engine.policy_start as policy_start
 
         def start(worker: Any, control: Any, *_: Any, **__: Any) -> None:
-            control.policy = Scripted([[0, 0, 0]])
+            control.policy = Scripted([[0, 0]])
 
         policy_start.start_policy = policy_start.start_predicting = start
 
@@ -243,7 +243,7 @@ class Server:
         policy = getattr(self.control, "policy", None)
         if self.control is not None:
             state["lost"] = policy is None
-            for name in ("outcomes", "probes", "confidences"):
+            for name in ("outcomes", "confidences"):
                 state[name] = getattr(policy, name, None)
             state["policy"] = {} if policy is None else policy.stats()
         return state
@@ -255,11 +255,11 @@ class Watch:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._drafts: list[dict[str, list[int]]] = []
-        self._asked = self._written = self._requests = 0
+        self._asked = self._requests = 0
         if server.v2 or not server.case.get("steered") or server.tide is None:
             return
         control, executor = server.tide.control, server.executor
-        choose, probe = control.choose, control._probe
+        choose = control.choose
         ask = executor.take_draft_token_ids
 
         def seen_choose(req_ids: list[str], tokens: Any) -> Any:
@@ -272,35 +272,27 @@ class Watch:
             self._drafts.append(drafts)
             return choose(req_ids, tokens)
 
-        def seen_probe(*args: Any, **named: Any) -> None:
-            table = server.worker.model_runner.input_batch.token_ids_cpu
-            before = table.copy()
-            probe(*args, **named)
-            self._written += int((table != before).sum())
-
         def seen_ask() -> Any:
             self._asked += 1
             return ask()
 
-        control.choose, control._probe = seen_choose, seen_probe
+        control.choose = seen_choose
         executor.take_draft_token_ids = seen_ask
 
     def begin(self, requests: int) -> None:
         """Forget an earlier work."""
         self._requests = requests
         self._drafts.clear()
-        self._asked = self._written = 0
+        self._asked = 0
 
     def report(self) -> dict[str, Any]:
-        """Drafts by request in each step; how often the scheduler asked for drafts; how
-        many tokens of the target's table a probe changed."""
+        """Drafts by request in each step; how often the scheduler asked for drafts."""
         control = self._server.control
         if self._server.v2 or control is None:
             return {}
         return {
             "drafts": list(self._drafts),
             "asked": self._asked,
-            "written": self._written,
             "holes": control._backlog.holes,
         }
 

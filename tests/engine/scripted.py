@@ -13,12 +13,10 @@ class Scripted:
     """A policy that follows a script, whatever it observes.
 
     Args:
-        script: [steps, most verified (-1: a random prefix), probe] per engine step,
-            cycled.
+        script: [steps, most verified (-1: a random prefix)] per engine step, cycled.
 
     Attributes:
         outcomes: Tokens that the adapter reported, since this policy was set.
-        probes: [slot, confidence, hit] of every probe.
         confidences: The draft's confidences, per pass.
     """
 
@@ -27,10 +25,9 @@ class Scripted:
         self.random = np.random.default_rng(seed)
         self.round = -1
         self.size = 0
-        self.limit = [0, 0, 0]
+        self.limit = [0, 0]
         self.drafted = 0
         self.confidences: list[list[float]] = []
-        self.probes: list[list[float]] = []
         self.outcomes = {"verified": 0, "accepted": 0, "emitted": 0}
         self.memory = self.remembered = None
 
@@ -43,7 +40,7 @@ class Scripted:
         self.memory = batch.memory
         self.limit = self.script[self.round % len(self.script)]
         self.drafted = 0
-        return Plan(self.limit[0], "script", bool(self.limit[2]))
+        return Plan(self.limit[0], "script")
 
     def go_on(self, step, confidence):
         """Until the script's number of steps."""
@@ -72,12 +69,6 @@ class Scripted:
         self.outcomes["verified"] += int(outcome.verified.sum())
         self.outcomes["accepted"] += int(outcome.accepted.sum())
         self.outcomes["emitted"] += int(outcome.emitted.sum())
-        if outcome.probe is not None:
-            slots, confidence, hit = outcome.probe
-            self.probes += [
-                [int(s), float(c), int(h)]
-                for s, c, h in zip(slots, confidence, hit, strict=True)
-            ]
 
     def add(self, slot, sampled, now):
         """Nothing to keep."""
@@ -95,8 +86,8 @@ class Scripted:
 
 def policy_of(script: Any, control: Any) -> Any:
     """The policy of a script, or the real one of that name."""
-    from vllm_tide.control.online_time import OnlineTime
-    from vllm_tide.control.policies import ControlSettings, StaticPolicy, make_policy
+    from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+    from vllm_tide.control.step_times import StepTimes
 
     if not isinstance(script, str):
         return Scripted(script)
@@ -108,7 +99,8 @@ def policy_of(script: Any, control: Any) -> Any:
 
     most = control.num_speculative_tokens
     settings = ControlSettings(k_max=most, max_requests=control.capacity)
-    return make_policy(script, settings, OnlineTime(published("Llama-3.3-70B")))
+    assert script == "adaspec", script
+    return AdaSpecPolicy(settings, StepTimes(published("Llama-3.3-70B")))
 
 
 class Garbage:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import ControlSettings
-from vllm_tide.control.costs import KeptPass, KeptPassTimes
-from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import make_policy
+from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.policies import AdaSpecPolicy
+from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine import control_v2
 from vllm_tide.engine.control_v2 import ControlV2
@@ -27,7 +26,7 @@ STEEP = TimeModel(ForwardModel((1, 64), (1e-3, 64e-3), 0.0), DRAFT, DRAFT)
 class Engine:
     """Drafts as deep as it was told a step ago and accepts as confidence says."""
 
-    def __init__(self, monkeypatch, model: TimeModel, policy: str) -> None:
+    def __init__(self, monkeypatch, model: TimeModel) -> None:
         self.now = 0.0
         monkeypatch.setattr(
             control_v2, "time", SimpleNamespace(monotonic=lambda: self.now)
@@ -36,12 +35,8 @@ class Engine:
         self.names = [str(i) for i in range(REQUESTS)]
         self.time = KeptPass(model)
         settings = ControlSettings(k_max=K, max_requests=REQUESTS)
-        self.control = ControlV2(
-            REQUESTS, 10**6, ControlConfig(policy=policy), K, trims=True
-        )
-        self.control.policy = make_policy(
-            policy, settings, KeptPassTimes(OnlineTime(model))
-        )
+        self.control = ControlV2(REQUESTS, 10**6, ControlConfig(), K, trims=True)
+        self.control.policy = AdaSpecPolicy(settings, KeptPass(StepTimes(model)))
         params = SimpleNamespace(
             max_tokens=None, temperature=0.0, extra_args=None, structured_outputs=None
         )
@@ -77,7 +72,7 @@ class Engine:
         confidence = self.random.uniform(low, high, (n, K)).astype(np.float32)
         token = (self.random.random(n) < confidence[:, 0]).astype(np.int64)
         sampled = np.full((n, K + 1), -1)
-        sampled[:, 0] = self.newest  # a probe that drafted 1 was right if this is 1
+        sampled[:, 0] = self.newest
         step = Step(
             req_ids=list(self.names),
             bounds=np.append(0, np.cumsum(1 + drafts)),
@@ -113,7 +108,7 @@ def _prefix(right: np.ndarray) -> int:
 
 
 def test_the_first_pass_is_part_of_the_plain_step():
-    apart, kept = FLAT, KeptPass(OnlineTime(FLAT).model)
+    apart, kept = FLAT, KeptPass(StepTimes(FLAT))
     first = apart.draft_curve(3, 60, 3, 1)[1]
     np.testing.assert_allclose(
         kept.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
@@ -138,9 +133,8 @@ def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
     assert (little[[2, 4]] > 1e3).all()
 
 
-@pytest.mark.parametrize("policy", ["adaspec", "tide_gate"])
-def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch, policy):
-    engine = Engine(monkeypatch, STEEP, policy)
+def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch):
+    engine = Engine(monkeypatch, STEEP)
     engine.run(300, 0.2)
     before = engine.verified
     engine.run(100, 0.2)
@@ -151,7 +145,7 @@ def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch, policy):
 
 
 def test_while_off_it_looks_and_comes_back_when_drafts_become_good(monkeypatch):
-    engine = Engine(monkeypatch, MIDDLE, "adaspec")
+    engine = Engine(monkeypatch, MIDDLE)
     engine.run(300, 0.02)
     off = engine.verified
     engine.run(60, 0.02)

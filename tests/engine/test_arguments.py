@@ -251,7 +251,6 @@ def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
         ),
         ({"disable_padded_drafter_batch": True}, {}, "disable_padded_drafter_batch: "),
         ({"parallel_drafting": True}, {}, "parallel_drafting: tide.control stops"),
-        ({}, {"profile": "absent.json"}, "tide.control.profile: no file 'absent.json'"),
     ],
 )
 def test_what_control_cannot_work_with_is_refused(

@@ -155,7 +155,6 @@ def test_what_tide_cannot_do_is_refused(part, change, start, tmp_path, monkeypat
     [
         ADAPTIVE,
         {"tide": ADASPEC, **ADAPTIVE},
-        {"tide": {"control": {"policy": "tide_gate"}}},
         {"tide": {"test_time": {"memory": "ngram"}}},
         {"tide": {"control": {"policy": "threshold"}}},
     ],

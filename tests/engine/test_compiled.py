@@ -40,7 +40,7 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
             time.sleep(0.05)
 
     def all_drafts():
-        report = served(PROMPTS, forget=True, max_tokens=24, script=[[3, 3, 0]])
+        report = served(PROMPTS, forget=True, max_tokens=24, script=[[3, 3]])
         assert report["tokens"] == greedy(PROMPTS, 24)
         assert report["faults"] == report["control_faults"] == {}
         return report, drafted(report["records"])

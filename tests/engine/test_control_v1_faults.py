@@ -8,8 +8,8 @@ import pytest
 from tests.control.toys import published
 from tests.engine.runner_v1 import Engine, K, N
 from vllm_tide.capture.guard import Suspension
-from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
+from vllm_tide.control.step_times import StepTimes
 
 
 def failing(engine, where):
@@ -88,8 +88,8 @@ def test_followers_follow_and_before_a_start_the_length_is_static():
 def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
     engine = Engine()
     control = engine.control
-    control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
-    model = control.times.model
+    control.times = StepTimes(published("Llama-3.3-70B", host=1e-3))
+    model = control.times
     control.policy = ThresholdPolicy(K)
     engine.step()
     assert engine.cost == pytest.approx(
@@ -97,15 +97,14 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
     )
     context = int(engine.batch.num_computed_tokens_cpu.sum())
     engine.step()
-    curve = model.target_curve(N, context, N * K) + model.overhead(N)
+    curve = model.target_curve(N, context, N * K)
     draft = model.draft_curve(N, context, N * (1 + K), K)[K]
     assert engine.cost == pytest.approx((curve[-1] + draft) / curve[0])
     control.policy = AdaSpecPolicy(
-        ControlSettings(k_max=K, max_requests=4), control.times
+        ControlSettings(k_max=K, max_requests=4, probe_share=0.0), control.times
     )
     control.policy.choose = lambda: np.array([1, 2])
     control.policy.verify_chance = np.array([1.0, 0.125])
-    control.force(None)
     engine.step(sure=0.999)
     assert engine.told == {}
     engine.step(sure=0.999)
@@ -113,10 +112,10 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
 
 
 def base(model, context):
-    return float(model.target_curve(N, context, 0)[0] + model.overhead(N))
+    return float(model.target_curve(N, context, 0)[0])
 
 
-@pytest.mark.parametrize("where", ["_book.admit", "_table.end", "on_round"])
+@pytest.mark.parametrize("where", ["_book.admit", "_table.end"])
 def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
     engine = Engine()
     control = engine.control
@@ -124,12 +123,8 @@ def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
     def fail(*_args):
         raise OverflowError
 
-    if where == "on_round":
-        control.on_round.append(fail)
-        control.timer.end = lambda *_: object()
-    else:
-        part, name = where.split(".")
-        setattr(getattr(control, part), name, fail)
+    part, name = where.split(".")
+    setattr(getattr(control, part), name, fail)
     control.start = lambda: None
     control.policy = ThresholdPolicy(K)
     engine.step()

@@ -14,8 +14,8 @@ from tests.control.toys import published
 from vllm_tide.capture.guard import Suspension
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
-from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
+from vllm_tide.control.step_times import StepTimes
 from vllm_tide.engine.control_v2 import ControlV2
 
 K = 4
@@ -189,7 +189,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
 
     control.start = start
     for minutes in (1, 2):
-        control.learn(landed(UNSURE, 4, sampled=None))
+        control.learn(landed(UNSURE, 4, emitted=None))
         assert control.policy is None and control.depth == 0
         assert control.faults == {"control": minutes}
         assert control.stats() == {"control_suspended_s": 60.0 * minutes}
@@ -213,11 +213,11 @@ def slots_in(control: ControlV2) -> list[int]:
 
 def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies(monkeypatch):
     control = begun()
-    control.times = OnlineTime(published("Llama-3.3-70B"))
+    control.times = StepTimes(published("Llama-3.3-70B"))
     step = landed(SURE, 4)
     control.learn(step)
-    model = control.times.model
-    plain = model.target_curve(2, 60, 4) + model.overhead(2)
+    model = control.times
+    plain = model.target_curve(2, 60, 4)
     dear = plain[4] + model.draft_curve(2, 60, 6, 4)[4]
     assert step.cost == pytest.approx(dear / plain[0])
     prefill = landed(SURE, 4, bounds=np.array([0, 40, 80]), drafts=np.array([0, 0]))
@@ -268,7 +268,7 @@ def test_what_a_grammar_rejects_unseen_is_no_verdict():
 def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
     names = [f"r{i}" for i in range(requests)]
     control = ControlV2(256, 1000, ControlConfig(), K, trims)
-    times = OnlineTime(published("Qwen3-235B"))
+    times = StepTimes(published("Qwen3-235B"))
     settings = ControlSettings(k_max=K, max_requests=256)
     policy = control.policy = AdaSpecPolicy(settings, times)
     calls, plan, observe = [], policy.plan, policy.observe
@@ -327,7 +327,7 @@ def test_the_policy_hears_nothing_of_drafts_that_were_the_memory_s():
     first = landed(SURE, 4, drafted=np.array([-1 - 5, 2]))
     control.learn(first)
     assert first.memory.tolist() == [False, False]
-    assert first.drafted.tolist() == [5, 2], "the draft's own, which a probe compares"
+    assert first.drafted.tolist() == [5, 2], "the draft's own"
     second = landed(SURE, 4, drafted=np.array([1, -1 - 0]))
     control.learn(second)
     assert second.memory.tolist() == [True, False]

@@ -5,8 +5,8 @@ import pytest
 
 from tests.control.toys import published
 from tests.engine.runner_v1 import Engine, K, N
-from vllm_tide.control.online_time import OnlineTime
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
+from vllm_tide.control.step_times import StepTimes
 
 
 def started(policy=None, **config):
@@ -16,12 +16,10 @@ def started(policy=None, **config):
     return engine
 
 
-def adaspec(engine):
-    engine.control.times = OnlineTime(published("Llama-3.3-70B", host=1e-3))
-    settings = ControlSettings(k_max=K, max_requests=4)
+def adaspec(engine, **knobs):
+    engine.control.times = StepTimes(published("Llama-3.3-70B", host=1e-3))
+    settings = ControlSettings(k_max=K, max_requests=4, **knobs)
     engine.control.policy = AdaSpecPolicy(settings, engine.control.times)
-    # They are due by the clock, and this runner has no draft model.
-    engine.control.policy.gate.probe_due = lambda *_: False
 
 
 def watch(engine):
@@ -85,7 +83,7 @@ def test_only_the_draft_s_tokens_are_learnt_of_the_draft(kind):
     assert stats["memory_proposals"] == memory
     if kind == "adaspec":
         # Conditional on what came before, all of them misses.
-        tries, hits = control.policy.calibration._counts
+        tries, hits = control.policy.acceptance._counts.swapaxes(0, 1)
         assert hits.sum() == 0 and tries.sum() <= drafts
 
 
@@ -114,9 +112,8 @@ def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
 def test_while_off_rounds_rest_only_where_nothing_is_proposed():
     """A round that rests takes every row for a committed one."""
     engine = started()
-    adaspec(engine)
+    adaspec(engine, min_gain=1e9, probe_share=0.0)
     control = engine.control
-    control.policy.gate.decide = lambda *_: "no_gain"
     got = watch(engine)
     kept, keep = [], control._backlog.keep
     control._backlog.keep = lambda *step: (kept.append(step[3].copy()), keep(*step))

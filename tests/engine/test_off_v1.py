@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import vllm_tide.engine.control_v1 as control_v1
-from tests.control.toys import FixedTime, published
+from tests.control.toys import FixedTimes, published
 from tests.engine.runner_v1 import Engine, K
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 
@@ -23,16 +23,16 @@ class Off(Engine):
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(control_v1, "time", clock)
         settings = ControlSettings(k_max=K, min_gain=10.0, probe_share=0.0)
-        time = FixedTime(published("Llama-3.3-70B"))
+        time = FixedTimes(published("Llama-3.3-70B"))
         self.policy = control.policy = AdaSpecPolicy(settings, time)
-        self.forecasts, begin = 0, self.policy.drafter.begin
+        self.asked, plan = 0, self.policy.plan
         self.new = 0
 
         def counted(*args):
-            self.forecasts += 1
-            return begin(*args)
+            self.asked += 1
+            return plan(*args)
 
-        self.policy.drafter.begin = counted
+        self.policy.plan = counted
 
     def turn(self, seconds=0.02, **xargs):
         """A request is replaced, and a step."""
@@ -42,22 +42,18 @@ class Off(Engine):
 
     def go(self, seconds=0.02):
         self.now += seconds
-        before = self.forecasts
+        before = self.asked
         assert self.step() == (0, [0] * len(self.reqs))
-        return self.forecasts - before
+        return self.asked - before
 
 
 @pytest.mark.parametrize("arrive", [False, True])
-@pytest.mark.parametrize("reason", ["no_gain", "override"])
-def test_one_round_in_sixteen_makes_a_forecast_whether_requests_arrive_or_not(
-    arrive, reason, monkeypatch
-):
+def test_one_step_in_sixteen_asks_whether_requests_arrive_or_not(arrive, monkeypatch):
     engine = Off(monkeypatch)
-    engine.policy.gate.decide = lambda *_: reason
     asked = [engine.turn() if arrive else engine.go() for _ in range(80)]
     assert asked == [1, *[0] * REST] * 5
     stats = engine.control.stats()
-    assert stats["rounds"] == stats["off_rounds"][reason] == 80
+    assert stats["rounds"] == stats["off_rounds"]["no_gain"] == 80
     assert not engine.control.faults
 
 
@@ -142,4 +138,4 @@ def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
     measured = engine.policy.stats()["measured_step_s"]
     assert measured == pytest.approx(0.02)
     plain = 7 * (1 + REST - REST // 2)
-    assert engine.policy._against_plain.round_s == pytest.approx(plain * 0.02)
+    assert engine.policy.stats()["round_seconds"] == pytest.approx(plain * 0.02)

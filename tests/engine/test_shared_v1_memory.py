@@ -60,7 +60,7 @@ def test_the_distribution_of_samples_is_kept(served, greedy, target, garbage):
     best = min(texts, key=lambda t: len({tuple(t[i : i + 4]) for i in range(92)}))
     ids = [*TEXTS[texts.index(best)], *best[:80]]
     given = {"ids": ids, "temperature": 0.7, "seed": 1, "garbage": garbage}
-    script = [[3, 3, 0], [3, -1, 0], [0, 0, 0]]
+    script = [[3, 3], [3, -1], [0, 0]]
     report = check_distribution(served, target, 256, 8, script=script, **given)
     proposals, accepted = report["memory"]["0"], report["memory"].get("1", 0)
     assert proposals > (400 if garbage else 60) and not report["lost"]

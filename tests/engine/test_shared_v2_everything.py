@@ -75,7 +75,7 @@ def test_adaspec_begins_with_the_costs_that_vllm_measured(served, greedy):
 
 
 def test_drafts_are_cut_to_what_pays(served, greedy):
-    work = {"forget": True, "max_tokens": 16, "script": [[3, 3, 0]], "curves": STEEP}
+    work = {"forget": True, "max_tokens": 16, "script": [[3, 3]], "curves": STEEP}
     report = served(PROMPTS, **work)
     assert report["tokens"] == greedy(PROMPTS, 16)
     assert report["faults"] == report["control_faults"] == {}

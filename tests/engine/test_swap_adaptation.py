@@ -167,24 +167,26 @@ def worker(kind: type[Any], swaps: Swaps) -> Any:
     return tide
 
 
-def test_calibration_is_kept_by_fast_drafts_and_not_by_others(swaps):
+def test_evidence_is_kept_by_fast_drafts_and_not_by_others(swaps):
     tide = worker(WorkerTide, swaps)
     policy = tide.control.policy = adaspec(8, "gpt-oss-120b")
     world(8, "gpt-oss-120b", EASY).run(policy, 200)
 
     def evidence() -> float:
-        return float(policy.calibration._counts[0].sum())
+        return float(policy.acceptance._counts[:, 0].sum())
 
-    learnt, level = evidence(), policy.offsets.value.copy()
+    learnt, level = evidence(), policy.acceptance.requests.value.copy()
     assert learnt > 100 and np.any(level != 0)
     for by in (0.5, 0.6):
         before = tide._draft_since
         tide._install_ordered({"install": swaps.stage_fast(by, swaps.base, 0)})
         assert tide._draft_since > before  # it is another draft all the same
     assert swaps.state()[:2] == (2, 0)
-    assert evidence() == learnt and np.array_equal(policy.offsets.value, level)
+    assert evidence() == learnt and np.array_equal(
+        policy.acceptance.requests.value, level
+    )
     tide._install_ordered({"install": swaps.stage(draft(1))})
-    assert evidence() < 0.5 * learnt and not np.any(policy.offsets.value)
+    assert evidence() < 0.5 * learnt and not np.any(policy.acceptance.requests.value)
     learnt = evidence()
     tide._install_ordered({"install": swaps.stage_fast(0.5, draft(1), 3)})
     assert swaps.state()[:2] == (4, 3) and evidence() == learnt

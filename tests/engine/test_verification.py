@@ -13,7 +13,7 @@ from tests.engine.test_control_v2 import SURE, K, begun, landed
 from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig, TideConfig
 from vllm_tide.control.costs import KeptPass
-from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.step_times import KNOTS, StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.steps import StepLog
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.vllm
 
 REQS = 2
 DRAFT = ForwardModel((1, 64), (3e-4, 4e-4), 0.0)
-# Reading the context for a request's further rows costs more, as on real kernels.
-TARGET = ForwardModel(
-    (1, 64), (1e-2, 2e-2), 1e-6, queries=(1.0, 5.0), extra=(0.0, 2e-5)
-)
+TARGET = ForwardModel((1, 64), (6e-3, 6.9e-2), 1e-5)
 TIMES = TimeModel(TARGET, DRAFT, DRAFT, host=1e-3)
 SURVIVAL = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2]])
 DRAFTS = {"a": [-1] * K, "b": [-1] * K}
@@ -52,7 +49,7 @@ def make(monkeypatch):
     def made(
         context: int = 100,
         look_share: float = 0.0,
-        profile=TIMES,
+        times=TIMES,
         young=False,
         told=None,
     ):
@@ -69,7 +66,6 @@ def make(monkeypatch):
         control._shape = (REQS, context, REQS * K, 0)
         manager = StepCostVerification(
             control,
-            profile,
             look_share,
             told,
             req_states=states,
@@ -78,6 +74,8 @@ def make(monkeypatch):
             max_total_logits=1000,
         )
         manager.set_cost_curves([(1, 1.0)], [(1, 10.0), (64, 10.0)])
+        if times is not None:
+            manager._times = StepTimes(times)
         chances = SURVIVAL / np.column_stack([np.ones(REQS), SURVIVAL[:, :-1]])
         manager._stale_confidences[0].np[:] = chances
         manager._confidence_probs.copy_(torch.from_numpy(chances))
@@ -88,19 +86,15 @@ def make(monkeypatch):
 
 
 def order(manager, limit=np.inf, version=0, step_costs=True):
-    told = (
-        {"step_costs": (limit, OnlineTime(TIMES).model.learnt())}
-        if step_costs
-        else None
-    )
+    told = {"step_costs": (limit, StepTimes(TIMES).learnt())} if step_costs else None
     step = SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K)
     manager.begin_step(step, version)
 
 
 def best(context: int, limit: float = np.inf) -> int:
     """The budget of most tokens per second, one by one."""
-    model = KeptPass(OnlineTime(TIMES).model)
-    drafting = model.draft_curve(REQS, context, 10, K)[K] + model.overhead(REQS)
+    model = KeptPass(StepTimes(TIMES))
+    drafting = model.draft_curve(REQS, context, 10, K)[K]
     scores = np.sort(SURVIVAL.ravel())[::-1]
     rates = {}
     for budget in range(REQS * K + 1):
@@ -115,7 +109,7 @@ def verified(manager) -> int:
     return manager.get_num_tokens(TOKENS, DRAFTS) - REQS
 
 
-def test_a_longer_context_makes_verification_dearer_and_cuts_more(make):
+def test_a_longer_context_makes_the_step_dearer_and_cuts_less(make):
     found = []
     for context in (0, 200, 400, 800):
         manager = make(context)
@@ -123,13 +117,13 @@ def test_a_longer_context_makes_verification_dearer_and_cuts_more(make):
         found.append(verified(manager))
         assert found[-1] == best(context)
         assert manager._control._shape == (REQS, context, found[-1], 0)
-    assert found == sorted(found, reverse=True) and found[0] > found[-1] > 0
+    assert found == sorted(found) and 0 < found[0] < found[-1]
 
 
 def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
     free = best(0)
     found = []
-    for limit in (np.inf, 13.3e-3, 12.9e-3, 1e-9):
+    for limit in (np.inf, 13e-3, 11.5e-3, 1e-9):
         manager = make(0)
         order(manager, limit)
         found.append(verified(manager))
@@ -139,22 +133,22 @@ def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
 
 
 @pytest.mark.parametrize("step_costs", [False, True])
-def test_without_prices_or_a_profile_upstream_decides_as_ever(make, step_costs):
-    manager = make(profile=None)
+def test_without_prices_or_times_upstream_decides_as_ever(make, step_costs):
+    manager = make(times=None)
     order(manager, step_costs=step_costs)
     manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
     assert verified(manager) == 3  # up to the stair
 
 
-def test_what_upstream_measured_stands_in_for_a_profile_alike_on_every_rank(make):
+def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
     told = []
-    ranks = [make(profile=None, told=told.append) for _ in range(2)]
+    ranks = [make(times=None, told=told.append) for _ in range(2)]
     stair = [(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)]
     for manager in ranks:
         manager.set_cost_curves(*stair)
     assert told[-2] == told[-1] and len(told) == 4  # `make` gives curves too
-    seen = OnlineTime(told[-1])
-    learnt = seen.model.learnt()
+    seen = StepTimes(told[-1])
+    learnt = seen.learnt()
     for limit, drafts in ((np.inf, 3), (1e-9, 0)):
         for manager in ranks:
             manager._rounds = 1000
@@ -164,8 +158,9 @@ def test_what_upstream_measured_stands_in_for_a_profile_alike_on_every_rank(make
             )
             assert verified(manager) == drafts
             assert manager.guard.faults == {}
-    seen.model.target.value = (1.0, 1.0, 100.0)  # serving found every step dear
-    order = {"step_costs": (np.inf, seen.model.learnt())}
+    # Serving found that few rows take longer than some.
+    seen.target.take([*(3.0 if rows <= 4 else 0.0 for rows in KNOTS), 0.0])
+    order = {"step_costs": (np.inf, seen.learnt())}
     ranks[0].begin_step(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
     assert verified(ranks[0]) > 3
 
@@ -249,22 +244,22 @@ def test_the_host_learns_what_the_device_verified(make):
 def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
     control = begun(trims=False)
     assert control.step_costs() is None
-    control.times = OnlineTime(TIMES)
-    control.times.model.target.value = (1.5, 1.0, 0.0)
+    control.times = StepTimes(TIMES)
+    control.times.target.take([0.5] * (len(KNOTS) + 1))
     scheduler = SchedulerTide(K, idle_scheduler(), TideConfig())
     assert scheduler.control() is None
     scheduler.observe({"depth": 2, "step_costs": control.step_costs()})
     limit, learnt = scheduler.control()["step_costs"]
-    other = OnlineTime(TIMES)
-    other.model.take(learnt)
-    assert limit == np.inf and other.model.target.value == (1.5, 1.0, 0.0)
+    other = StepTimes(TIMES)
+    other.take(learnt)
+    assert limit == np.inf and other.target.factor(3) == np.exp(0.5)
     control.stop()
     assert control.step_costs() is None
 
 
 def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
     control = begun(trims=False)
-    control.times = OnlineTime(TIMES)
+    control.times = StepTimes(TIMES)
     slo = control._book.slo
     slo.add(control._book.table.slot_of["a"], 60.0)
     slo.add(control._book.table.slot_of["b"], 1e-4)  # no step is that fast

@@ -13,7 +13,7 @@ from vllm_tide.control.batch import Batch
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 STAIRS = TimeModel(
-    ForwardModel((1, 64), (0.005, 0.012), 0.0, sizes=(2, 4, 8, 12, 16)),
+    ForwardModel((4, 5, 8, 9, 12, 13), (5e-3, 6e-3, 6e-3, 7e-3, 7e-3, 8e-3), 0.0),
     toys.DRAFT,
     toys.DRAFT,
     host=0.0005,
@@ -41,7 +41,7 @@ def brute(survival, model, shown):
             ):
                 continue
             expected = n + sum(survival[i, :k].sum() for i, k in enumerate(lengths))
-            seconds = model.round_seconds(
+            seconds = model.step_seconds(
                 requests=n,
                 context=int(shown.context.sum()),
                 verified=sum(lengths),

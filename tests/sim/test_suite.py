@@ -7,8 +7,6 @@ from sim.published import MODELS
 from sim.run import main
 from sim.state import Server
 from sim.suite import ARMS, Options, run_cells, suite_cells
-from tests.sim import toys
-from vllm_tide.control.profile_store import save
 
 TRACE = synthetic("fluctuating", 6.0, 4.0, seed=0).clipped(256)
 
@@ -71,12 +69,9 @@ def test_limit_is_measured():
     assert met + missed == (TRACE.output > 1).sum()
 
 
-def test_command_reads_traces_and_profiles_and_writes_rows(tmp_path, capsys):
+def test_command_reads_traces_and_writes_rows(tmp_path, capsys):
     path = tmp_path / "my.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,10,5\n0.1,20,9\n")
-    profile, empty = tmp_path / "mine.json", tmp_path / "empty.json"
-    save(profile, toys.MODEL, {"device": "toy"}, {})
-    empty.write_text("{}")
     base = ["--trace", str(path), "--regime", "high", "--arm", "none"]
     out = tmp_path / "sim.json"
     assert main([*base, "--suite", "quick", "--json", str(out), "--pace", "time"]) == 0
@@ -84,10 +79,8 @@ def test_command_reads_traces_and_profiles_and_writes_rows(tmp_path, capsys):
     result = json.loads(out.read_text())
     assert set(result["rows"][0]["throughput"]) == {"none"}
     assert result["options"]["seed"] == 0
-    assert main([*base, "--profile", str(profile), "--table"]) == 0
-    assert "| mine | my | high |" in capsys.readouterr().out
-    assert main([*base, "--profile", str(empty)]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert main([*base, "--suite", "quick", "--cold", "--table"]) == 0
+    assert "| gpt-oss-120b | my | high |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from sim.arrivals import Trace
 from vllm_tide.control.batch import Batch, Outcome, Plan
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
-# T(n) = 10 ms + 0.1 ms a token, a draft pass 1 ms, catching up 5 ms.
+# T(n) = 10 ms + 0.1 ms a token, a draft pass 1 ms.
 TARGET = ForwardModel((1, 1001), (0.0101, 0.1101), 0.0)
 DRAFT = ForwardModel((1,), (0.001,), 0.0)
-CATCHUP = ForwardModel((1,), (0.005,), 0.0)
-MODEL = TimeModel(TARGET, DRAFT, DRAFT, catchup=CATCHUP)
+MODEL = TimeModel(TARGET, DRAFT, DRAFT)
 
 
 def trace(*requests: tuple[float, int, int]) -> Trace:
@@ -44,10 +43,9 @@ def process(of: Trace, runs: int, top: int, survival: float = 0.5) -> Process:
 class Scripted:
     """Does what it is told, and notes what it is shown."""
 
-    def __init__(self, *steps: int, stop: int = 99, probe: bool = False) -> None:
+    def __init__(self, *steps: int, stop: int = 99) -> None:
         self.script = list(steps)
         self.stop = stop
-        self.probe = probe
         self.batches: list[Batch] = []
         self.outcomes: list[Outcome] = []
         self.calls: list[str] = []
@@ -58,7 +56,7 @@ class Scripted:
         self.batches.append(batch)
         steps = self.script[min(len(self.batches), len(self.script)) - 1]
         self.steps = 0
-        return Plan(steps, "", self.probe and steps == 0)
+        return Plan(steps)
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
         self.calls.append(f"go_on{step}")

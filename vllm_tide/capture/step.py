@@ -44,7 +44,7 @@ class Timing:
 
     Attributes:
         continues: Whether the engine cannot have idled since the step before.
-        read: Its times once the step has landed (`RoundSample`), or None.
+        read: Its times once the step has landed (`StepSample`), or None.
     """
 
     continues: bool

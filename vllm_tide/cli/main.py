@@ -29,7 +29,6 @@ COMMANDS = (
     ("purge", "Make the running trainers and relays forget captured data."),
     ("compare", "Compare two results of `vllm bench serve`."),
     ("plan", "Say on which accelerators to train, if at all."),
-    ("profile", "Measure forward times for speculation control."),
     ("dashboards", "Write the Grafana boards and the Prometheus rules."),
 )
 

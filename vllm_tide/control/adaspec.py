@@ -1,94 +1,62 @@
-"""The AdaSpec controller: time model, acceptance model, drafter, verifier, gate.
+"""AdaSpec's control of the speculative length (arXiv 2503.05096), made of two beliefs.
 
-One round: `plan` predicts and opens or closes the gate; `go_on` turns the confidences
-of each draft step into survivals and decides on another; `choose` picks the verified
-set; `observe` learns from what the target said.
+`StepTimes` says what a step takes and `Acceptance` which drafted tokens are accepted;
+both know how sure they are, and both forget. One step is decided in this order:
 
-Every decision maximises tokens minus *bar* times seconds, where the bar is the
-throughput reached lately: over rounds of unequal luck that gives more tokens per second
-than maximising each round's own ratio (AdaSpec eq. 8), which is stingy in good rounds
-and lavish in bad ones. The bar scales with what plain decoding would reach at the
-round's batch, so it follows a changing batch at once.
+* `plan` foresees, for each length, the tokens and the seconds of a step by simulated
+  drafts. Time is linear in the rows of each pass and so quadratic in the length
+  (eq. 1-5). The best length is planned, or none where that does not pay.
+* `go_on` corrects the plan: from the planned length on, the confidences of the draft
+  say whether another pass pays (predict, execute, correct).
+* `choose` cuts the drafts to the tokens that are worth verifying (eq. 7, 8).
+* `observe` learns from what the target said.
+
+Every choice is the one of most expected tokens less seconds, a second being worth what
+the best foreseen step gives in one. Exploration has one rule: do the other thing where
+it may be better by two standard errors, and where an allowance, which earns a small
+share of all time, can pay for what that is expected to lose.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from math import isnan, nan, sqrt
+from dataclasses import dataclass, field
+from math import exp, inf, isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
 
 from vllm_tide.config import ControlConfig
+from vllm_tide.control.acceptance import Acceptance
+from vllm_tide.control.allowance import Allowance
 from vllm_tide.control.batch import Batch, Outcome, Plan, totals
-from vllm_tide.control.calibration import Calibration, Exploration, RequestOffsets
-from vllm_tide.control.costs import RoundCosts, Times, probe_seconds
-from vllm_tide.control.drafter import Drafter
-from vllm_tide.control.gate import AgainstPlain, Gate
-from vllm_tide.control.history import History
+from vllm_tide.control.costs import CLIENT_SHARE, Times, step_limit
+from vllm_tide.control.forecast import Forecast, Forecaster
 from vllm_tide.control.verifier import select
 
-_REFRESH_ROUNDS = 16
-# Until so many tokens predictions are also refreshed when there are so many times more.
-_EARLY_TOKENS, _EARLY_GROWTH = 512, 1.04
-# Rounds that are learnt from together, once there are many: what learning touches has
-# left the caches when the next round comes.
-_LOT = 4
-# Rounds until which every one teaches the time model and the history, afterwards every
-# second: what they teach is much the same, and it costs time that tokens wait for.
-_YOUNG_ROUNDS = 128
-_TRIAL_ROUNDS = 4
-_UNANSWERED = 4  # shadow probes without an answer: none will come, try real rounds
-_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
-_BAR_REQUESTS = 32.0  # request-rounds over which the bar is averaged
+_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits: a power prior
+_BOUND = 2.0  # standard errors: optimism of a wish, pessimism of its price
+_STAY = 32.0  # steps that a choice is expected to last: catching up is spread over
+_TRIAL_STEPS = 4  # from the second one on the host's time is known too
+_WHOLE_EVERY = 64  # one step in so many verifies whole drafts, if that can be paid
+_REST_STEPS = 16  # without drafts that nobody is asked about
+_LOT_STEPS, _LOT_DRAFTS = 32, 1024  # at most, that are learnt from together
+_YOUNG_STEPS = 128  # until then the time of each one is learnt from
+_POINTS = np.array([-1.2247, 0.0, 1.2247])  # a normal variable, in equal shares
 _SMOOTH = 0.05
-# While drafting does not pay the question is asked again after so many rounds of about
-# as many requests: what a forecast costs would be a tax on plain decoding.
-_REST_ROUNDS = 15
-_CHECK_REST = 1  # after a round that checks what plain decoding takes: no questions
-# So many of those, per factor of two of requests, do not wait if they lose little; four
-# count for one where a prompt came in the way.
-_EARLY, _EARLY_LOSS = 3, 0.5  # rounds
-_EXPLORE_SHARE = 0.5  # of the probe share
-# Share that a gain may be better than believed, while few tokens were drafted, to be
-# verified or not: who drafts nothing learns nothing.
-_DOUBT, _DOUBTED, _SWAPPED = 0.5, 500, 100  # tokens; what a new draft begins with
-_DOUBT_ENDS = _DOUBT / sqrt(25 + _DOUBTED)
 _KNOBS = ControlConfig.model_validate({})
 
 
 @dataclass(frozen=True, slots=True)
-class _Lesson:
-    """A round that was drafted in, and what the target said of it.
-
-    Attributes:
-        values: z, logit, chance: float64 [3, most, n].
-        survival: float32 [most, n].
-        steps: Draft steps that the round had.
-        answers: Places of requests, and tokens of each verified and accepted.
-        explored: Lengths that pay and the chance of the others, where some were drawn.
-    """
-
-    slots: np.ndarray
-    sampled: np.ndarray
-    values: np.ndarray
-    survival: np.ndarray
-    steps: int
-    answers: tuple[np.ndarray, np.ndarray, np.ndarray]
-    explored: tuple[np.ndarray | None, float]
-
-
-@dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """Settings of a policy; `vllm_tide.control.policies.make_policy` takes them.
+    """Settings of the policy.
 
     Attributes:
         k_max: Most draft tokens of a request in a decode step.
         verify: Choose the verified set by value; False sends every drafted token
-            (ablation).
-        explore: Verify whole drafts now and then, within half of `probe_share`, and in
-            trials; False where what `choose` says is not what is verified.
+            (ablation, and where a cut would bias the output).
+        explore: Verify whole drafts now and then, within `probe_share`, and in trials;
+            False where what `choose` says is not what is verified.
     """
 
     k_max: int = 7
@@ -105,16 +73,56 @@ class ControlSettings:
             raise ValueError("probe_share must be in [0, 1)")
 
 
+@dataclass(slots=True)
+class _Step:
+    """The step under way.
+
+    Attributes:
+        wanted: int64 [n], room of the requests that the draft is of use to.
+        context: Tokens in the KV cache, of all requests.
+        limit, loose: Seconds it may take; without the limits that clients ask for.
+        bar: Tokens that a second is worth.
+        price: Tokens that a verified row costs.
+        drafting: Requests that the draft is of use to.
+        sure: Draft passes that no confidence is asked about.
+        predicted: Tokens and seconds.
+        trial: It drafts, or does not, to see what that takes.
+        said, logits: What the draft and then we say of each pass.
+        sent: int64 [n], drafted tokens that were to be verified.
+    """
+
+    number: int
+    batch: Batch
+    began: float
+    wanted: np.ndarray
+    context: int = 0
+    forecast: Forecast | None = None
+    limit: float = inf
+    loose: float = inf
+    bar: float = 0.0
+    price: float = 0.0
+    drafting: int = 0
+    sure: int = 0
+    most: int = 0
+    passes: int = 0
+    predicted: tuple[float, float] = (0.0, nan)
+    trial: bool = False
+    said: list[np.ndarray] = field(default_factory=list)
+    logits: np.ndarray | None = None
+    survival: np.ndarray | None = None
+    sent: np.ndarray | None = None
+
+
 class AdaSpecPolicy:
     """AdaSpec's control.
 
-    Order of calls: `plan`; if it says to draft, `go_on` after each draft step until it
+    Order of calls: `plan`; if it says to draft, `go_on` after each draft pass until it
     is False or the plan's steps are done; then, or where `Batch.memory` is, `choose`;
     `observe` once the target has sampled. `add` and `drop` when a request begins and
-    ends, between rounds.
+    ends, between steps.
 
     Args:
-        time: Time model, refined by what `observe` is given.
+        times: Step times, refined by what `observe` is given.
 
     Attributes:
         verify_chance: float64 [n], of what `choose` chose: the chance with which the
@@ -122,412 +130,357 @@ class AdaSpecPolicy:
         remembered: bool [n], where `choose` chose the memory's; None if it has none.
     """
 
-    def __init__(self, settings: ControlSettings, time: Times) -> None:
-        self._settings = settings
-        self._time = time
-        k, capacity = settings.k_max, settings.max_requests
-        self.calibration = Calibration(k)
-        self.offsets = RequestOffsets(capacity)
-        self.history = History(k, capacity)
-        self.drafter = Drafter(self.history, settings.verify)
-        self.gate = Gate(settings.min_gain, settings.probe_share)
-        share = _EXPLORE_SHARE * settings.probe_share * settings.explore
-        self._exploration = Exploration(share)
+    def __init__(self, settings: ControlSettings, times: Times) -> None:
+        self._settings, self._times = settings, times
+        most, capacity = settings.k_max, settings.max_requests
+        self.acceptance = Acceptance(most, capacity)
+        self.allowance = Allowance(settings.probe_share)
         self.verify_chance: np.ndarray | None = None
         self.remembered: np.ndarray | None = None
-        # Per round of a lot, [K, n] views are cut out of these.
-        self._space = np.empty((_LOT, 3 * k * capacity))
-        self._survival_space = np.empty((_LOT, k * capacity), np.float32)
-        self._place, self._lot = 0, list[_Lesson]()
-        self._row = np.full(capacity, -1, np.int64)
-        self._kind = np.zeros(capacity, np.int64)  # 1: sampled
-        self._fresh = np.zeros(capacity, bool)  # has not emitted a token yet
-        self._batch: Batch | None = None
-        self._bar: float | None = None
-        self._bar_tokens = self._bar_seconds = 0.0  # a request's; over plain seconds
-        self._step = 0
-        self._from_memory = 0  # tokens that `choose` took of the memory's
-        self._trial, self._trials = False, 0  # this round; still to come in a row
-        self._foreseen_loss = self._busy = 0.0  # seconds: of a trial, of all rounds
-        self._unanswered = 0
-        self._predicted = (0.0, nan)  # tokens and seconds of the round
-        self._tokens_seen = self._tokens_refreshed = self._refreshed = 0
-        self._off_at = 0  # the last round in which drafting did not pay
+        self._forecaster = Forecaster(
+            times, self.acceptance, most, verify=settings.verify
+        )
+        self._born = np.zeros(capacity, np.int64)  # step in which a slot was given
+        self._step: _Step | None = None
+        self._trial = 0  # steps of one that are still to come
+        # When drafts were last seen, and judged by the target.
+        self._drafted_at = self._judged_at = 0.0
+        self._waiting = list[tuple[_Step | None, Outcome]]()  # to be learnt from
+        self._settled = 0  # of them that are counted
+        self._since = 0  # steps since the last lot
         self._count, self._off = Counter[str](), Counter[str]()
-        # Quarters of looks at plain rounds, by bits of the batch's size; one under way.
-        self._looks, self._look = Counter[int](), 0
-        self._lengths = np.zeros(k + 1, np.int64)
-        self._seconds = (nan, nan)  # predicted and measured round, smoothed
-        self._against_plain = AgainstPlain()
+        self._lengths = np.zeros(most + 1, np.int64)
+        # Tokens and seconds of a step, predicted and measured, smoothed.
+        self._usual = [nan] * 4
+        self._against_plain = [0.0, 0.0]  # seconds of plain decoding, and of our steps
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
-        self._study()
-        self.offsets.add(slot)
-        self.history.add(slot)
-        self._row[slot] = -1
-        self._kind[slot] = sampled
-        self._fresh[slot] = True
+        self.acceptance.requests.add(slot)
+        self._born[slot] = self._count["rounds"] + 1
 
     def drop(self, slot: int) -> None:
-        self._row[slot] = -1
+        """A request has ended."""
 
     def draft_swapped(self) -> None:
         """The draft has new weights: keep little of what was learnt about the old."""
-        self._study()
-        self.calibration.forget(_SWAP_KEEP)
-        self.history.forget(_SWAP_KEEP)
-        self.offsets.reset()
-        self.gate.eager()
-        self._tokens_seen = self._tokens_refreshed = min(self._tokens_seen, _SWAPPED)
-        self._bar_tokens = self._bar_seconds = 0.0
+        self._learn(self._judged_at)
+        self.acceptance.forget(_SWAP_KEEP)
+        self.allowance.refill()
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        self._open(batch, now)
+        self._count["rounds"] += 1
+        step = self._step = _Step(self._count["rounds"], batch, now, batch.room)
+        self.allowance.earn(now)
+        self.remembered = None
         n = len(batch)
-        most = min(int(batch.room.max()), self._settings.k_max) if n else 0
+        most = min(int(np.maximum.reduce(batch.room)), self._settings.k_max) if n else 0
         if not most:
             return self._stay_off("no_room")
-        costs = self._costs = RoundCosts(self._time.model, batch, most)
-        self._predicted = (float(n), costs.plain)
-        if (size := n.bit_length()) != self.gate.size:
-            self.gate.size, self._trials = size, 0
-        self._count["slo_misses"] += costs.missed
-        room = self._room = batch.room  # of requests that the draft is of use to
+        step.context, step.most = int(np.add.reduce(batch.context)), most
         if batch.memory is not None:
-            gains = self.history.accepted(batch.slots, np.minimum(room, most))
-            room = self._room = batch.memory.left_to_draft(room, gains)
-            if not room.any():
-                return self._stay_off("memory")
-        limited = costs.limit < costs.loose
-        forecast = self.drafter.begin(batch.slots, room, costs)
-        if limited and costs.limit == costs.loose:
-            self._count["limits_left_out"] += 1
-        elif batch.asked is not None:
-            batch.limit = batch.asked
-        plain = n / costs.plain
-        gain = forecast.tokens / forecast.seconds / plain if forecast.steps else 0.0
-        doubt = max(_DOUBT / sqrt(25 + self._tokens_seen) - _DOUBT_ENDS, 0.0)
-        reason = self.gate.decide(gain, forecast.free / plain, self._busy, doubt)
-        if reason:
-            self._bar_tokens = self._bar_seconds = 0.0
-            if not (forecast.steps and self._try(reason, gain, batch)):
-                cost = probe_seconds(self._time.model, batch)
-                probe = self.gate.probe_due(cost, self._busy)
-                patient = self._unanswered < _UNANSWERED or not forecast.steps
-                if not probe or patient:
-                    self._unanswered += probe
-                    return self._stay_off(reason, probe, 0 if probe else _REST_ROUNDS)
-                self._trial, self._foreseen_loss = True, cost
-        else:
-            self._trials = 0
-            lost = costs.plain * max(gain - 1.0, 0.0)
-            lost += self._time.model.catchup_seconds(n)
-            few = self._looks[size] < 4 * _EARLY
-            early = few and lost < _EARLY_LOSS * costs.plain
-            if self.gate.check_due(0.0 if early else lost, self._busy):
-                self._look = size
-                return self._stay_off("check", rest=_CHECK_REST)
-        tokens = self._bar_tokens + forecast.tokens / n
-        seconds = self._bar_seconds + forecast.seconds / costs.plain
-        self._bar = plain * tokens / seconds
-        self._begin_drafting(batch, most)
-        return Plan(most, probe=self._trial, foreseen=forecast.steps)
+            gains = self.acceptance.accepted(batch.slots, most)
+            step.wanted = batch.memory.left_to_draft(batch.room, gains)
+        step.drafting = int(np.count_nonzero(step.wanted))
+        found = step.forecast = self._foresee(step, 0.0, inf)
+        plain = step.predicted = float(n), found.plain
+        step.bar = n / found.plain
+        if not step.drafting:
+            return self._stay_off("memory")
+        extra = 0.0
+        if batch.catchup_rows:
+            extra = self._times.catchup_seconds(batch.catchup_rows) / _STAY
+        tokens, seconds, length = self._within_limits(step, extra)
+        gain = tokens / seconds * found.plain / n
+        needed = 1.0 + self._settings.min_gain
+        drafts = gain >= needed
+        if self._trial:
+            self._trial -= 1
+            drafts = step.trial = length > 0
+        elif length:
+            doubt = exp(_BOUND * self._forecaster.doubt(n, now))
+            if not drafts:
+                lost = _TRIAL_STEPS * found.plain * max(1.0 - gain / doubt, 0.0)
+                lost += extra * _STAY
+                worth = self._hopeful(step, extra, now) * doubt >= needed
+                worth |= self.allowance.is_due(lost, now)
+                if worth and self.allowance.pay(lost, now):
+                    self._trial, drafts, step.trial = _TRIAL_STEPS - 1, True, True
+                    self._count["probes"] += 1
+            elif gain < doubt:
+                lost = _TRIAL_STEPS * found.plain * (gain * doubt - 1.0)
+                if self.allowance.pay(lost + found.draft[1], now):
+                    return self._stay_off("check", _TRIAL_STEPS - 1)
+        if not drafts:
+            free, spent, _ = found.best(extra, inf)
+            pays = step.limit < inf and free / spent >= needed * plain[0] / plain[1]
+            return self._stay_off("slo" if pays else "no_gain", _REST_STEPS - 1)
+        step.bar = tokens / seconds
+        if step.limit < inf:
+            found = self._foresee(step, 0.0, step.limit)
+        step.price = step.bar * found.steps[length - 1][2]
+        step.sure = length - 1
+        return Plan(most, probe=step.trial, foreseen=length)
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """True if to draft another after draft step `step` (1-based).
+        """True if to draft another after draft pass `step` (1-based).
 
         Args:
-            confidence: float [n], highest probability of the draft at this step.
+            confidence: float [n], highest probability of the draft at this pass.
         """
-        batch, costs = self._batch, self._costs
-        assert batch is not None  # noqa: S101 (protocol: plan comes first)
-        self._step = step
-        self.calibration.predict(
-            self._values, step, confidence, self._sampled, self._offset
-        )
-        return self.drafter.go_on(
-            step=step,
-            values=self._values,
-            survival=self._survival,
-            room=batch.room,
-            wanted=self._room,
-            costs=costs,
-            bar=self._bar,
-        )
+        this = self._step
+        assert this is not None  # noqa: S101 (protocol: plan comes first)
+        assert this.forecast is not None  # noqa: S101
+        this.passes = step
+        this.said.append(confidence)
+        if step >= this.most:
+            return False
+        draft = this.forecast.draft
+        if this.forecast.plain + draft[step + 1] > this.limit:
+            return False
+        if step < this.sure:
+            return True
+        alive = self._survival(this)[-1] * (this.wanted > step)
+        # The next token is as such tokens are: three points of a normal variable.
+        logits = self.acceptance.mean[step] + self.acceptance.spread * _POINTS
+        chance = 1.0 / (1.0 + np.exp(-logits))
+        worth = np.maximum(np.multiply.outer(chance, alive), this.price)
+        gained = float(np.add.reduce(worth, axis=None)) / len(_POINTS)
+        price = len(alive) * this.price
+        return bool(gained - price > this.bar * (draft[step + 1] - draft[step]))
 
     def choose(self) -> np.ndarray:
         """int64 [n], tokens of each request to verify, of what `remembered` says."""
-        batch, step = self._batch, self._step
-        assert batch is not None  # noqa: S101
-        n = len(batch)
-        if not step and batch.memory is None:
+        step = self._step
+        assert step is not None  # noqa: S101
+        batch, passes, n = step.batch, step.passes, len(step.batch)
+        self.verify_chance = None
+        if step.forecast is None or not (passes or batch.memory is not None):
             return np.zeros(n, np.int64)
-        costs, survival = self._costs, self._survival[:step]
-        whole = drafted = np.minimum(batch.room, step)
+        survival = self._survival(step) if passes else np.empty((0, n), np.float32)
+        whole = None
         if batch.memory is not None:
-            survival, whole, self.remembered = batch.memory.merge(survival, drafted)
-        if not step:  # nothing was forecast: what was reached lately
-            reached = n / costs.plain * self._bar_tokens
-            self._bar = reached / self._bar_seconds if self._bar_seconds else None
-        seconds = costs.target[: len(survival) * n + 1] + float(costs.draft[step])
+            whole = np.minimum(batch.room, passes)
+            survival, whole, self.remembered = batch.memory.merge(survival, whole)
+        seconds = step.forecast.target[: survival.size + 1]
+        seconds = seconds + step.forecast.draft[passes]
         if self._settings.verify:
-            choice = select(survival, n, seconds, costs.limit, self._bar)
-            if costs.limit < costs.loose:
-                free = select(survival, n, seconds, costs.loose, self._bar)
-                least = free.tokens / free.seconds
-                if not costs.fair(choice.tokens / choice.seconds, least):
-                    choice = free
-                    self._count["limits_left_out"] += 1
-            expected, spent = choice.tokens, choice.seconds
-            lengths = choice.lengths
-            if self.remembered is not None:  # what is cut there is graded all the same
-                whole = np.where(self.remembered, lengths, whole)
-            measured = self._trial and self._settings.explore and costs.limit == np.inf
-            if step and measured:
-                lengths = whole  # what it takes is to be seen, not believed
-            elif step:
-                lengths = self._exploration.widen(lengths, whole, seconds)
+            lengths, expected = self._worth(step, survival, seconds)
+            explores = self._settings.explore and step.limit == inf
+            if passes and explores and (step.trial or step.number % _WHOLE_EVERY == 0):
+                lengths = self._explore(step, lengths, seconds)
         else:
-            lengths = whole
+            lengths = np.minimum(batch.room, passes) if whole is None else whole
             expected = n + float(np.maximum(survival, 0.0).sum())
-            spent = float(seconds[int(whole.sum())])
-        total = int(lengths.sum())
+        step.predicted = expected, float(seconds[int(lengths.sum())])
+        step.sent = lengths
         if self.remembered is not None:
-            self._from_memory = int(lengths[self.remembered].sum())
-        self.verify_chance = self._exploration.verify_chance(lengths)
-        self._predicted = (expected, float(seconds[total]))
-        self._count["drafted_tokens"] += int(drafted.sum())
-        self._count["trimmed_tokens"] += int(drafted.sum()) - total + self._from_memory
-        keep = _BAR_REQUESTS / (n + _BAR_REQUESTS)
-        self._bar_tokens = keep * self._bar_tokens + expected / n
-        self._bar_seconds = keep * self._bar_seconds + spent / costs.plain
+            step.sent = np.where(self.remembered, 0, lengths)
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        rested = outcome.rounds > 1
-        timed = self._young or self._trial or rested or self._count["rounds"] & 1
-        if size := self._look:
-            clean = outcome.sample is not None and not outcome.sample.prefill
-            self._looks[size] += 4 if clean else 1
-            self._look, timed = 0, True
-        if outcome.sample is not None and timed:
-            self._time.observe(outcome.sample)
-        if outcome.probe is not None and len(outcome.probe[0]):
-            slots, confidence, hit = outcome.probe
-            self._observe_probe(slots, confidence, hit)
-        if prefilled := bool(self._fresh[outcome.slots].any()):
-            self._fresh[outcome.slots[outcome.emitted > 0]] = False
-        batch = self._batch
-        self._count["verified_tokens"] += int(outcome.verified.sum())
-        self._count["accepted_tokens"] += int(outcome.accepted.sum())
-        if batch is None:
-            return
-        rows = self._row[outcome.slots]
-        known = rows >= 0
-        verified, accepted = outcome.verified, outcome.accepted
-        if not known.all():
-            rows, verified, accepted = rows[known], verified[known], accepted[known]
-        self._row[batch.slots] = -1
-        self._batch = None
-        for _ in range(outcome.rounds - 1):
-            self.gate.unchecked += 1
-            self._pass_by()
-        unforeseen = prefilled and not batch.prefill
-        # Drafted before it was decided to draft nothing: no plain round.
-        unforeseen |= not self._step and bool(verified.any())
-        emitted = outcome.emitted[known]
-        self._observe_times(batch, outcome.now, outcome.rounds, emitted, unforeseen)
-        step, explored = self._step, self._exploration
-        if step and len(rows):
-            lesson = _Lesson(
-                batch.slots,
-                self._sampled,
-                self._values,
-                self._survival,
-                step,
-                (rows, verified, accepted),
-                (explored.wanted, explored.chance),
-            )
-            self._lot.append(lesson)
-            self._place = (self._place + 1) % _LOT
-            judged = self._count["rounds"] - self._off_at < _REFRESH_ROUNDS
-            if self._young or judged or len(self._lot) == _LOT:
-                self._study()
-
-    @property
-    def _young(self) -> bool:
-        return self._count["rounds"] < _YOUNG_ROUNDS
-
-    def stats(self) -> dict[str, Any]:
-        record = self.gate.drafting if self.gate.on else self.gate.plain
-        return {
-            **totals(self._count, self._off, self._lengths),
-            "predicted_step_s": self._seconds[0],
-            "measured_step_s": self._seconds[1],
-            "time_error": self._time.error,
-            "calibration_error": self.calibration.error(),
-            "throughput_ratio": record.ratio(),
-            "plain_seconds": self._against_plain.plain_s,
-            "round_seconds": self._against_plain.round_s,
-        }
-
-    def _try(self, reason: str, gain: float, batch: Batch) -> bool:
-        """True if this round drafts although it should not pay.
-
-        No shadow probe says what that takes: a wrong time would keep it off for ever.
-        """
-        if not self._trials and reason == "no_gain":
-            short = max(1.0 - gain / self.gate.threshold, 0.0)
-            lost = _TRIAL_ROUNDS * self._costs.plain * short
-            lost += self._time.model.catchup_seconds(batch.catchup_rows)
-            self._trials = _TRIAL_ROUNDS * self.gate.check_due(lost, self._busy)
-            self._foreseen_loss = lost / _TRIAL_ROUNDS
-        self._trial = self._trials > 0
-        self._trials -= self._trial
-        return self._trial
-
-    def _open(self, batch: Batch, now: float) -> None:
-        """Begin a round; one that was never observed is forgotten."""
-        if self._batch is not None:
-            self._row[self._batch.slots] = -1
-            self._look = 0
-        self._batch = batch
-        batch.slots = np.ascontiguousarray(batch.slots, np.int64)
-        batch.room = np.ascontiguousarray(batch.room, np.int64)
-        self._planned_at = now
-        self._step = self._from_memory = 0
-        self._survival = self._survival_space[0, :0].reshape(0, len(batch))
-        self._trial = False
-        self.remembered = None
-        self._row[batch.slots] = np.arange(len(batch))
-        self._count["rounds"] += 1
-
-    def _stay_off(self, reason: str, probe: bool = False, rest: int = 0) -> Plan:
-        self._study()
-        self._off[reason] += 1
-        self._count["probes"] += probe
-        self._exploration.draw(0, allowed=False)
-        if not self.gate.on:
-            self._off_at = self._count["rounds"]
-        if reason != "no_room":
-            self._pass_by()
-        return Plan(0, reason, probe, rest)
+        # Little code: while a model computes, it falls out of the caches.
+        step, self._step = self._step, None
+        self._waiting.append((step, outcome))
+        self._since += outcome.rounds
+        rounds = self._count["rounds"]
+        trial = step is not None and step.trial
+        # After many of them one more step of a kind says nothing new.
+        usual = step is not None and step.passes and step.number & 3 and not trial
+        if outcome.sample is not None and (rounds < _YOUNG_STEPS or not usual):
+            self._times.observe(outcome.sample, outcome.now)
+        lot = min(rounds // 4, _LOT_STEPS)
+        if self._since >= lot or (trial and not self._trial):
+            self._learn(outcome.now)
 
     def leave_out(self, slots: np.ndarray, seconds: float) -> None:
-        """Of the rounds that were let pass one had prefill rows: not a plain round."""
-        self._pass_by()
-        self._fresh[slots] = False
-        self._planned_at += seconds
-        self._busy += seconds
+        """Of the steps that were let pass one had prefill rows: not a plain step."""
+        if self._step is not None:
+            self._step.began += seconds
 
-    def _pass_by(self) -> None:
-        """A round without drafting: what is known of drafting grows old."""
-        self.history.idle()
-        self.gate.drafting.fade()
+    def stats(self) -> dict[str, Any]:
+        self._settle()
+        plain, ours = self._against_plain
+        predicted, measured = self._usual[:2], self._usual[2:]
+        rates = [each[0] / each[1] for each in (measured, predicted)]
+        return {
+            **totals(self._count, self._off, self._lengths),
+            "predicted_step_s": predicted[1],
+            "measured_step_s": measured[1],
+            "time_error": self._times.error,
+            "calibration_error": self.acceptance.error(),
+            "throughput_ratio": rates[0] / rates[1],
+            "plain_seconds": plain,
+            "round_seconds": ours,
+        }
 
-    def _begin_drafting(self, batch: Batch, most: int) -> None:
-        n = len(batch)
-        place = self._place
-        self._values = self._space[place, : 3 * most * n].reshape(3, most, n)
-        self._survival = self._survival_space[place, : most * n].reshape(most, n)
-        self._sampled = batch.sampled.astype(np.int64)
-        self._offset = self.offsets.value[batch.slots]
-        self._count["probes"] += self._trial
-        allowed = self._settings.verify and self._costs.limit == np.inf
-        self._exploration.draw(n, allowed)
+    def _stay_off(self, reason: str, rest: int = 0) -> Plan:
+        self._off[reason] += 1
+        return Plan(0, reason, rest=rest)
 
-    def _study(self) -> None:
-        """Learn from the rounds of the lot."""
-        lot, self._lot = self._lot, []
-        for number, lesson in enumerate(lot):
-            if self._young or not number & 1:
-                drafted = lesson.survival[: lesson.steps] >= 0
-                _, logit, chance = lesson.values[:, : lesson.steps]
-                self.history.learn(lesson.slots, logit, chance, drafted)
-                self._tokens_seen += int(drafted.sum())
-            self._learn(lesson)
-        seen, rounds = self._tokens_seen, self._count["rounds"]
-        early = _EARLY_GROWTH * self._tokens_refreshed < seen < _EARLY_TOKENS
-        if early or rounds - self._refreshed >= _REFRESH_ROUNDS and lot:
-            self._tokens_refreshed, self._refreshed = seen, rounds
-            self.history.refresh()
+    def _within_limits(self, step: _Step, extra: float) -> tuple[float, float, int]:
+        """The best step under the limits, which are set; as `Forecast.best`."""
+        found, batch = step.forecast, step.batch
+        assert found is not None  # noqa: S101 (asked by `plan`)
+        limit, missed = step_limit(batch.limit, found.plain)
+        step.limit = step.loose = limit
+        if batch.asked is not None:
+            asked, missed = step_limit(batch.asked, found.plain)
+            step.limit = min(asked, limit)
+        self._count["slo_misses"] += missed
+        best = self._foresee(step, 0.0, step.limit).best(extra, step.limit)
+        if step.limit < step.loose:
+            free = self._foresee(step, 0.0, step.loose).best(extra, step.loose)
+            plain = len(batch) / found.plain
+            rates = [max(each[0] / each[1], plain) for each in (best, free)]
+            if not self._fair(step, *rates):
+                return free
+        if batch.asked is not None:
+            batch.limit = batch.asked
+        return best
 
-    def _learn(self, lesson: _Lesson) -> None:
-        (position, row), (z, chance, hit), predicted = self.offsets.judge(
-            lesson.slots,
-            lesson.values,
-            lesson.survival,
-            lesson.steps,
-            lesson.answers,
-        )
-        rows, _, accepted = lesson.answers
-        self.gate.drafting.add(predicted, float(accepted.sum()) + len(rows))
-        if len(row):
-            wanted, chance_drawn = lesson.explored
-            weight = Exploration.weight(position, row, wanted, chance_drawn)
-            kind = lesson.sampled[row]
-            self.calibration.learn(position, kind, z, chance, hit, weight)
+    def _foresee(self, step: _Step, better: float, limit: float) -> Forecast:
+        if limit == inf and not better and step.forecast is not None:
+            return step.forecast
+        about = step.most, step.drafting, step.context
+        return self._forecaster.foresee(step.batch, *about, better, limit)
 
-    def _observe_probe(
-        self, slots: np.ndarray, confidence: np.ndarray, hit: np.ndarray
-    ) -> None:
-        """A shadow probe: first positions of a few requests, not verified."""
-        self._unanswered = 0
-        kind, first = self._kind[slots], np.zeros(len(slots), np.int64)
-        values = np.empty((3, 1, len(slots)))
-        offset = self.offsets.value[slots]
-        self.calibration.predict(values, 1, confidence, kind, offset)
-        z, logit, chance = values[:, 0]
-        accepted = hit.astype(np.float64)
-        self.calibration.learn(first, kind, z, chance, accepted)
-        self.offsets.learn(slots, accepted - chance, chance * (1.0 - chance))
-        drafted = np.ones((1, len(slots)), bool)
-        self.history.learn(slots, logit[None], chance[None], drafted)
-        self.history.refresh()
+    def _fair(self, step: _Step, limited: float, free: float) -> bool:
+        """True if clients' limits cost few tokens per second; else they are dropped."""
+        if limited >= CLIENT_SHARE * free:
+            return True
+        step.limit = step.loose
+        self._count["limits_left_out"] += 1
+        return False
 
-    def _observe_times(
-        self,
-        batch: Batch,
-        now: float,
-        rounds: int,
-        emitted: np.ndarray,
-        unforeseen: bool,
-    ) -> None:
-        """Compare the round's time with its prediction.
+    def _worth(
+        self, step: _Step, survival: np.ndarray, seconds: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        """Lengths that pay within the limits, and tokens expected of them."""
+        n = len(step.batch)
+        choice = select(survival, n, seconds, step.limit, step.bar)
+        if step.limit < step.loose:
+            free = select(survival, n, seconds, step.loose, step.bar)
+            limited = choice.tokens / choice.seconds
+            if not self._fair(step, limited, free.tokens / free.seconds):
+                choice = free
+        return choice.lengths, choice.tokens
 
-        Args:
-            rounds: How many like it passed until `now`.
-            unforeseen: The step had rows that no prediction knew of.
+    def _explore(
+        self, step: _Step, lengths: np.ndarray, seconds: np.ndarray
+    ) -> np.ndarray:
+        """Whole drafts, in a trial or if they can be paid; else the lengths.
+
+        So in a step that its number chose, which is before any confidence: nobody would
+        know that what is never verified has come to be worth it.
         """
-        step = self._step
-        self._count["draft_steps"] += step
-        self._lengths[step] += 1
-        seconds = (now - self._planned_at) / rounds
-        self._busy += max(seconds, 0.0) * rounds
-        if seconds <= 0 or not batch.room.any():
+        whole: np.ndarray = np.minimum(step.batch.room, step.passes)
+        if self.remembered is not None:  # what is cut there is graded all the same
+            whole = np.where(self.remembered, lengths, whole)
+        if step.trial:
+            return whole
+        lost = float(seconds[int(whole.sum())] - seconds[int(lengths.sum())])
+        if not self.allowance.pay(lost, step.began):
+            return lengths
+        cut = (lengths == 0) & (whole > 0)
+        self.verify_chance = np.where(cut, 1.0 / _WHOLE_EVERY, 1.0)
+        return whole
+
+    def _survival(self, step: _Step) -> np.ndarray:
+        """Chance that a token and all before it are accepted, float32 [s, n]."""
+        if step.survival is None or len(step.survival) < len(step.said):
+            said, batch = np.array(step.said, np.float32), step.batch
+            step.logits, step.survival = self.acceptance.survival(
+                said, batch.slots, batch.sampled, batch.room
+            )
+        return step.survival
+
+    def _hopeful(self, step: _Step, extra: float, now: float) -> float:
+        """The gain if acceptance is better by two standard errors."""
+        variance = self.acceptance.unseen(now - self._judged_at)
+        better = _BOUND * sqrt(variance)
+        found = self._foresee(step, better, step.limit)
+        tokens, seconds, _ = found.best(extra, step.limit)
+        return tokens / seconds / step.bar
+
+    def _learn(self, now: float) -> None:
+        """Learn from the steps that wait."""
+        self._settle()
+        waiting, self._waiting = self._waiting, []
+        self._since = self._settled = 0
+        lot, columns = list[tuple[_Step, Outcome]](), 0
+        for step, outcome in waiting:
+            if step is not None and step.passes and columns < _LOT_DRAFTS:
+                lot.append((step, outcome))
+                columns += len(step.batch)
+        if lot:
+            self._learn_drafts(lot, columns, now)
+        self._forecaster.refresh()
+
+    def _learn_drafts(
+        self, lot: list[tuple[_Step, Outcome]], columns: int, now: float
+    ) -> None:
+        """Learn from `columns` drafts, of which each step has one a request."""
+        most, capacity = self._settings.k_max, len(self._born)
+        drafts = np.full((2, most, columns), np.nan)
+        slots, judged, accepted, sampled = np.zeros((4, columns), np.int64)
+        known, end = np.zeros((2, capacity), np.int64), 0
+        for step, outcome in lot:
+            batch, passes, who = step.batch, step.passes, outcome.slots
+            known[:, who] = outcome.verified, outcome.accepted
+            here = slice(end, end := end + len(batch))
+            self._survival(step)
+            drafts[0, :passes, here] = step.said
+            drafts[1, :passes, here] = step.logits
+            judged[here], accepted[here] = known[:, batch.slots]
+            known[:, who] = 0
+            sampled[here] = batch.sampled
+            # A slot's next request learns nothing from the one before it.
+            ended = self._born[batch.slots] > step.number
+            slots[here] = np.where(ended, capacity, batch.slots)
+        made = np.count_nonzero(~np.isnan(drafts[1]), axis=0)
+        # What follows the first rejected token was never judged.
+        judged = np.minimum(np.minimum(judged, accepted + 1), made)
+        accepted = np.minimum(accepted, judged)
+        if judged.any():
+            self._judged_at = now
+            said, logits = drafts
+            self.acceptance.judged(said, logits, slots, sampled, judged, accepted)
+        self.acceptance.drafted(drafts[1], now - self._drafted_at)
+        self._drafted_at = now
+
+    def _settle(self) -> None:
+        """Count what waits."""
+        for step, outcome in self._waiting[self._settled :]:
+            self._count["verified_tokens"] += int(outcome.verified.sum())
+            self._count["accepted_tokens"] += int(outcome.accepted.sum())
+            if step is not None:
+                self._count_step(step, outcome)
+        self._settled = len(self._waiting)
+
+    def _count_step(self, step: _Step, outcome: Outcome) -> None:
+        """Take a step into the totals, and compare its time with its prediction."""
+        self._count["draft_steps"] += step.passes
+        self._lengths[step.passes] += 1
+        if step.sent is not None:
+            drafted = int(np.minimum(step.batch.room, step.passes).sum())
+            self._count["drafted_tokens"] += drafted
+            self._count["trimmed_tokens"] += drafted - int(step.sent.sum())
+        seconds = (outcome.now - step.began) / outcome.rounds
+        served = int(np.count_nonzero(outcome.emitted))
+        sample, found = outcome.sample, step.forecast
+        if seconds <= 0.0 or not served or found is None or step.batch.prefill:
             return
-        idle, plain = rounds - 1, self._costs.plain
-        predicted = self._predicted[1]
-        if unforeseen:
-            served = int(np.count_nonzero(emitted))
-            if self._trial and step and served:
-                lost = predicted - plain * float(emitted.sum()) / served
-                self.gate.overspent(lost - self._foreseen_loss)
+        if sample is not None and sample.prefill:  # what no prediction knew of
             return
-        lost = self._against_plain.add(plain, emitted, seconds * rounds, idle)
-        if step and batch.catchup_rows:
-            predicted += self._time.model.catchup_seconds(batch.catchup_rows)
-        record = self.gate.drafting if step else self.gate.plain
-        if step or not self._from_memory:  # else it is a round of neither kind
-            lost += record.add_time(predicted, seconds) - seconds
-        if self._trial and step:
-            self.gate.overspent(lost - self._foreseen_loss)
-        if step:
-            self.gate.plain.fade()
-        before, measured = self._seconds
-        if isnan(before):
-            before, measured = predicted, seconds
-        self._seconds = (
-            before + _SMOOTH * (predicted - before),
-            measured + _SMOOTH * (seconds - measured),
-        )
+        # Python's own floats: the engine core encodes no others for the metrics.
+        emitted = int(outcome.emitted.sum())
+        each = emitted / served + outcome.rounds - 1
+        self._against_plain[0] += float(found.plain * each)
+        self._against_plain[1] += float(seconds * outcome.rounds)
+        predicted = step.predicted[1]
+        if step.passes and step.batch.catchup_rows:
+            predicted += self._times.catchup_seconds(step.batch.catchup_rows)
+        now = step.predicted[0], predicted, float(emitted), float(seconds)
+        before = now if isnan(self._usual[0]) else self._usual
+        pairs = zip(before, now, strict=True)
+        self._usual = [old + _SMOOTH * (new - old) for old, new in pairs]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from vllm_tide.control.online_time import RoundSample
+    from vllm_tide.control.step_times import StepSample
 
 
 @dataclass(slots=True)
@@ -115,11 +115,10 @@ class Plan:
 
     Attributes:
         steps: Most draft steps; 0: do not draft.
-        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo", "override",
+        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo",
             "memory" (all requests have better proposals) or "check" (to measure what a
             round takes undrafted).
-        probe: With `steps` 0: a shadow probe is wanted (see `Outcome.probe`). With
-            `steps` >= 1: this round is a trial while speculation is off.
+        probe: This round drafts to see what that yields, while it should not pay.
         rest: With `steps` 0: rounds of about as many requests, none with a limit, that
             may stay off without being asked about; the next observation counts them
             (`Outcome.rounds`), without those that had prefill rows.
@@ -146,8 +145,6 @@ class Outcome:
         emitted: int64 [n], tokens emitted; 0 for a prefill chunk.
         now: Time at which this is known (s), on the clock given to `Policy.plan`.
         sample: Measured times of the step, or None if it was not timed.
-        probe: Result of a shadow probe: slots int64 [p], confidence float [p] of the
-            draft's token, hit bool [p]: the target then sampled that token.
         rounds: Rounds since `Policy.plan`, those that it let pass without being asked
             (`Plan.rest`) included; counts and sample are of one of them.
     """
@@ -157,8 +154,7 @@ class Outcome:
     accepted: np.ndarray
     emitted: np.ndarray
     now: float
-    sample: RoundSample | None = None
-    probe: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    sample: StepSample | None = None
     rounds: int = 1
 
 

@@ -1,8 +1,7 @@
-"""The policies that the engine and the simulator drive: AdaSpec and the baselines.
+"""The policies that the engine and the simulator drive: AdaSpec and two baselines.
 
-Source of the baselines: a static length is vLLM's own setting; the confidence threshold
-is AdaSpec's "threshold" arm (stop when the batch's mean confidence is below 0.6); the
-TIDE gate is the TIDE paper's equation 5.
+A static length is vLLM's own setting; the confidence threshold is AdaSpec's "threshold"
+arm (stop when the batch's mean confidence is below 0.6).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import numpy as np
 
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 from vllm_tide.control.batch import Batch, Outcome, Plan, Proposals, totals
-from vllm_tide.control.calibration import HALF_LIFE_TOKENS
 from vllm_tide.control.costs import Times
 
 __all__ = [
@@ -23,34 +21,27 @@ __all__ = [
     "Policy",
     "StaticPolicy",
     "ThresholdPolicy",
-    "TideGatePolicy",
-    "make_policy",
 ]
 
 THRESHOLD = 0.6
 """Mean confidence below which the threshold policy stops (AdaSpec's arm)."""
-_TRIAL_ROUNDS = 100
-_TIDE_START = 0.7
 
 
-class _Baseline:
-    """Counting and bookkeeping that the baselines share; calls as in `AdaSpecPolicy`.
+class StaticPolicy:
+    """A fixed number of draft tokens, all verified; calls as of `AdaSpecPolicy`.
 
     Args:
         k_max: Most draft tokens.
-        time: Time model to keep refined, for its error; None: none.
+        times: Step times to keep refined, for their error; None: none.
     """
 
-    def __init__(self, k_max: int, time: Times | None = None) -> None:
-        self._k = k_max
-        self._time = time
+    def __init__(self, k_max: int, times: Times | None = None) -> None:
+        self._k, self._refined = k_max, times
         self._room = np.zeros(0, np.int64)
         self._memory: Proposals | None = None
         self.remembered: np.ndarray | None = None
-        self._step = 0
-        self._open = False
-        self._count: Counter[str] = Counter()
-        self._off: Counter[str] = Counter()
+        self._step, self._open = 0, False
+        self._count, self._off = Counter[str](), Counter[str]()
         self._lengths = np.zeros(k_max + 1, np.int64)
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
@@ -64,8 +55,7 @@ class _Baseline:
 
     def plan(self, batch: Batch, now: float) -> Plan:
         self._room, self._memory, self.remembered = batch.room, batch.memory, None
-        self._step = 0
-        self._open = True
+        self._step, self._open = 0, True
         self._count["rounds"] += 1
         most = min(int(batch.room.max()), self._k) if len(batch) else 0
         reason = "" if most else "no_room"
@@ -81,6 +71,7 @@ class _Baseline:
         return Plan(most)
 
     def _gate(self, batch: Batch, most: int) -> str:
+        """Why nothing is drafted in this step; empty: it is."""
         return ""
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
@@ -96,8 +87,8 @@ class _Baseline:
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        if self._time is not None and outcome.sample is not None:
-            self._time.observe(outcome.sample)
+        if self._refined is not None and outcome.sample is not None:
+            self._refined.observe(outcome.sample, outcome.now)
         self._count["verified_tokens"] += int(outcome.verified.sum())
         self._count["accepted_tokens"] += int(outcome.accepted.sum())
         if self._open:
@@ -111,26 +102,13 @@ class _Baseline:
         return {
             **totals(self._count, self._off, self._lengths),
             **dict.fromkeys((*unknown, "throughput_ratio"), nan),
-            "time_error": nan if self._time is None else self._time.error,
+            "time_error": nan if self._refined is None else self._refined.error,
             "plain_seconds": 0.0,
             "round_seconds": 0.0,
         }
 
 
-def _drafted(memory: Proposals) -> np.ndarray:
-    assert memory.drafted is not None  # noqa: S101 (given to who has no confidences)
-    return memory.drafted
-
-
-Policy = AdaSpecPolicy | _Baseline
-"""Decides the draft steps and the verified set of every round."""
-
-
-class StaticPolicy(_Baseline):
-    """A fixed number of draft tokens, all verified."""
-
-
-class ThresholdPolicy(_Baseline):
+class ThresholdPolicy(StaticPolicy):
     """Drafts while the batch's mean confidence is at least the threshold."""
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
@@ -140,82 +118,10 @@ class ThresholdPolicy(_Baseline):
         return step < self._k and mean >= THRESHOLD
 
 
-class TideGatePolicy(_Baseline):
-    """Static length behind TIDE's gate: on while the practical speed-up is above 1.
-
-    Speed-up (TIDE eq. 5) = (1 - a^(k+1)) / ((1 - a) (c k + beta)), c = D0 / T(b),
-    beta = T(b (k + 1)) / T(b), a the measured acceptance rate, b the batch. The paper
-    does not say how a is kept fresh while off; here one round in a hundred drafts.
-
-    Its `time` is what the gate predicts with.
-    """
-
-    def __init__(self, k: int, time: Times) -> None:
-        super().__init__(k, time)
-        self._source = time
-        self._accepted = 20.0 * _TIDE_START
-        self._tried = 20.0
-        self._waited = 0
-
-    @property
-    def acceptance(self) -> float:
-        return self._accepted / self._tried
-
-    def speedup(self, requests: int, context: int, rows: int, k: int) -> float:
-        """TIDE's practical speed-up.
-
-        Args:
-            context: Tokens in the KV cache, summed over the requests.
-        """
-        model = self._source.model
-        target = model.target_curve(requests, context, requests * k)
-        plain = float(target[0])
-        draft = float(model.draft_curve(requests, context, rows, k)[k])
-        a = min(self.acceptance, 1.0 - 1e-6)
-        tokens = (1.0 - a ** (k + 1)) / (1.0 - a)
-        return tokens / (draft / plain + float(target[-1]) / plain)
-
-    def draft_swapped(self) -> None:
-        keep = max(0.2, min(1.0, 20.0 / self._tried))
-        self._accepted *= keep
-        self._tried *= keep
-        self._waited = _TRIAL_ROUNDS
-
-    def observe(self, outcome: Outcome) -> None:
-        super().observe(outcome)
-        accepted = int(outcome.accepted.sum())
-        rejected = int(np.count_nonzero(outcome.accepted < outcome.verified))
-        keep = 0.5 ** ((accepted + rejected) / HALF_LIFE_TOKENS)
-        self._accepted = self._accepted * keep + accepted
-        self._tried = self._tried * keep + accepted + rejected
-
-    def _gate(self, batch: Batch, most: int) -> str:
-        context = int(batch.context.sum())
-        if self.speedup(len(batch), context, batch.first_rows, most) > 1.0:
-            self._waited = 0
-            return ""
-        self._waited += 1
-        if self._waited > _TRIAL_ROUNDS:
-            self._waited = 0
-            self._count["probes"] += 1
-            return ""
-        return "no_gain"
+def _drafted(memory: Proposals) -> np.ndarray:
+    assert memory.drafted is not None  # noqa: S101 (given to who has no confidences)
+    return memory.drafted
 
 
-def make_policy(name: str, settings: ControlSettings, time: Times) -> Policy:
-    """The policy of that name that predicts times.
-
-    Args:
-        settings: Knobs; `k_max` is the length of "tide_gate".
-
-    Raises:
-        ValueError: For an unknown name.
-    """
-    k = settings.k_max
-    if name == "adaspec":
-        return AdaSpecPolicy(settings, time)
-    if name == "threshold":
-        return ThresholdPolicy(k, time)
-    if name == "tide_gate":
-        return TideGatePolicy(k, time)
-    raise ValueError(f"unknown policy {name!r}: adaspec, threshold or tide_gate")
+Policy = AdaSpecPolicy | StaticPolicy
+"""Decides the draft steps and the verified set of every step."""

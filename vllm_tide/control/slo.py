@@ -3,7 +3,7 @@
 What a user sees is the average: (time since the first token) / (tokens after it). A
 request that is ahead of its budget can afford a longer round. For one that is behind,
 no round that emits one token restores the average; what helps it is the round with the
-most tokens per second, so it does not limit the round (`costs.round_limit`). Holding it
+most tokens per second, so it does not limit the round (`costs.step_limit`). Holding it
 to its budget for one token instead forbids the drafting that would bring it back.
 """
 

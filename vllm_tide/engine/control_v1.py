@@ -25,11 +25,10 @@ from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import AdaSpecPolicy
 from vllm_tide.control.batch import Outcome, Proposals
-from vllm_tide.control.costs import PROBE_REQUESTS
-from vllm_tide.control.online_time import RoundSample, step_cost
 from vllm_tide.control.policies import Policy
+from vllm_tide.control.step_times import StepSample, step_cost
 from vllm_tide.engine.catchup import DraftBacklog
-from vllm_tide.engine.requests import Control, explored
+from vllm_tide.engine.control import Control, explored
 from vllm_tide.engine.timers import RoundTimer
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
@@ -38,9 +37,6 @@ CATCHUP_MIB = 64
 """Memory for features of tokens the draft has not seen while drafting was off; older
 ones leave a hole in its KV cache."""
 
-# Rows of one shadow probe, at most: it must be cheap, not precise.
-PROBE_ROWS = 256
-_PROBE = -1
 # Steps in a row that the memory leaves the draft out of before it is looked at again.
 _LEFT_OUT = 32
 _NONE = np.empty(0, np.int64)
@@ -56,8 +52,6 @@ class ControlV1(Control):
 
     Attributes:
         same: The step drafts nothing and is as the one before.
-        remembered: Requests whose newest drafts are the memory's, or in whose place the
-            memory left the draft out.
         verified_memory: Those of them whose drafts the step that ends has verified.
     """
 
@@ -77,12 +71,11 @@ class ControlV1(Control):
         self._runner = runner
         self.agree = agree
         self.leader = leader
-        self._forced: int | None = None
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
         self.timer = RoundTimer()
-        self._sample: RoundSample | None = None
+        self._sample: StepSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
         self._planned: list[str] = []
@@ -91,7 +84,6 @@ class ControlV1(Control):
         self._rests: Counter[str] = Counter()  # all of them, by reason
         self._rest_ids: list[str] = []  # requests of the last one
         self._rest_rows = _NONE, _NONE, _NONE  # their slots, first rows and rows
-        self.remembered: set[str] = set()
         self.verified_memory: set[str] = set()
         longest = int(runner.max_model_len)
         self._memory = Memory(capacity, longest, most) if memory and leader else None
@@ -99,12 +91,6 @@ class ControlV1(Control):
         self._recalled: tuple[np.ndarray, Proposals] | None = None
         self._at = _NONE
         self._left_out = 0  # steps in a row without the draft, for the memory
-        self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
-
-    def force(self, steps: int | None) -> None:
-        """Draft exactly so many steps, verify them all; None asks the policy again."""
-        self._resting = 0
-        self._forced = steps
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: forget ended requests, start the clock."""
@@ -164,7 +150,7 @@ class ControlV1(Control):
         rests = self._recalled is None and not spec  # one may have waited with drafts
         if rests and self._rests_on(slots, num_rows > num, now):
             # One round of a rest is learnt from: an early one, for it may end soon.
-            self._timed = self._rested <= 1 or bool(self.on_round)
+            self._timed = self._rested <= 1 and num_rows == num
             context = int(start.sum()) if self._timed else 0
             self.timer.planned(num, context, 0, num_rows - num)
             self._rest_ids = req_ids.copy() if num_rows == num else []
@@ -174,7 +160,7 @@ class ControlV1(Control):
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
         )
         sampled = sampled_token_ids.numpy()
-        self._newest, emitted = sampled[:, 0], self._emitted(sampled)
+        emitted = self._emitted(sampled)
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
         count = rows - drafts + accepted
         verified = judged = int(drafts.sum())
@@ -224,16 +210,6 @@ class ControlV1(Control):
             start,
             num_rows,
         )
-        if code == _PROBE:
-            self._contain(
-                "probe",
-                self._probe,
-                slots=slots,
-                emitted=emitted,
-                sampled_token_ids=sampled_token_ids,
-                context=start + count,
-                attention=attention,
-            )
         return 0
 
     def _is_same(self, scheduler_output: Any, req_ids: list[str]) -> bool:
@@ -244,7 +220,6 @@ class ControlV1(Control):
             and req_ids == self._rest_ids
             and not scheduler_output.scheduled_spec_decode_tokens
             and not scheduler_output.scheduled_new_reqs
-            and not self.on_round
             and self._memory is None
         )
         return self.same
@@ -294,30 +269,18 @@ class ControlV1(Control):
         num_rows: int,
         now: float,
     ) -> int:
-        """The leader's choice: steps, 0, or a probe."""
-        if self._forced is not None:
-            return self._forced
+        """The leader's choice of steps; 0: none."""
         if self.policy is None and not self._start_again(now):
             return 0 if self.start is not None else self.num_speculative_tokens
         assert self.policy is not None  # noqa: S101 (it has just been started)
         self.timer.asks()
         self._slo.advance(slots, emitted, now)
         rested, self._rested = self._rested, 0
-        probe = self._probe_result(slots, self._newest, self._newest >= 0)
         if self._continues:
             # After idling nothing of the last round is left to learn from, and the
             # time since is not its time.
             self.policy.observe(
-                Outcome(
-                    slots=slots,
-                    verified=drafts,
-                    accepted=accepted,
-                    emitted=emitted,
-                    now=now,
-                    sample=self._sample,
-                    probe=probe,
-                    rounds=1 + rested,
-                )
+                Outcome(slots, drafts, accepted, emitted, now, self._sample, 1 + rested)
             )
         self._sample = None
         waiting = int(self._backlog.missing[slots].sum())
@@ -330,9 +293,7 @@ class ControlV1(Control):
         self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
         if plan.reason == "check":  # what a plain step takes is to be measured
             self._recalled = None
-        if plan.steps > 0:
-            return min(plan.steps, self.num_speculative_tokens)
-        return _PROBE if plan.probe else 0
+        return min(plan.steps, self.num_speculative_tokens)
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """A draft pass ended.
@@ -347,9 +308,7 @@ class ControlV1(Control):
     def go_on(self) -> bool:
         """True if the draft runs once more."""
         more = self.policy is not None or self.start is None
-        if self._forced is not None:
-            more = self._steps < self._forced
-        elif self.leader and self.policy is not None:
+        if self.leader and self.policy is not None:
             more = self._contain("go_on", self._tell_confidence) or False
         return bool(self.agree(int(more)))
 
@@ -360,8 +319,6 @@ class ControlV1(Control):
         sample = self.timer.end(self._timed)
         if sample is not None:
             self._sample = sample
-            for listener in self.on_round:
-                self._contain("round", listener, sample)
 
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
@@ -373,7 +330,7 @@ class ControlV1(Control):
             # Not drafted in this step (off, or the input does not fit the draft): the
             # scheduler has nothing to give to any request.
             return []
-        if self._forced is not None or (self.policy is None and self.start is None):
+        if self.policy is None and self.start is None:
             return draft_token_ids
         policy = self.policy
         lengths = None if policy is None else self._contain("choose", policy.choose)
@@ -473,7 +430,7 @@ class ControlV1(Control):
         start, rows, verified = self._decoding
         decoding = start[rows == 1]
         return step_cost(
-            self.times.model,
+            self.times,
             requests=len(decoding),
             context=int(decoding.sum()),
             verified=verified,
@@ -503,8 +460,6 @@ class ControlV1(Control):
             "off_rounds": dict(self._rests + Counter(stats.get("off_rounds"))),
             "rounds_by_length": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
-            "memory_proposals": int(self._memory_count[0]),
-            "memory_accepted_tokens": int(self._memory_count[1]),
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
@@ -522,29 +477,3 @@ class ControlV1(Control):
     def _end(self, slot: int) -> None:
         self._backlog.forget(slot)
         super()._end(slot)
-
-    def _probe(
-        self,
-        slots: np.ndarray,
-        emitted: np.ndarray,
-        sampled_token_ids: torch.Tensor,
-        context: np.ndarray,
-        attention: Any,
-    ) -> None:
-        """Draft one token for a few requests; the next step says whether it was right.
-
-        It is not sent to verification, so it costs the draft's pass and nothing else.
-        """
-        missing = self._backlog.missing[slots]
-        able = np.nonzero((emitted > 0) & (missing > 0))[0]
-        able = able[np.argsort(missing[able], kind="stable")][:PROBE_REQUESTS]
-        able = able[np.cumsum(missing[able]) <= max(PROBE_ROWS, int(missing.max()))]
-        if len(able) == 0:
-            return
-        newest = sampled_token_ids.numpy()[able, emitted[able] - 1]
-        fits = context[able] < self._runner.input_batch.token_ids_cpu.shape[1]
-        able, newest = able[fits], newest[fits]
-        hidden = self._backlog.catch_up(able, slots[able], attention, newest)
-        logits = self._runner.drafter.model.compute_logits(hidden)
-        confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1).numpy()
-        self._probed = (slots[able], confidence, logits.argmax(dim=-1).numpy())

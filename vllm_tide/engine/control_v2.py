@@ -31,10 +31,10 @@ import numpy as np
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.costs import KeptPass, TimeSource, round_limit
-from vllm_tide.control.online_time import Learnt, step_cost
+from vllm_tide.control.costs import KeptPass, Times, step_limit
 from vllm_tide.control.policies import Policy
-from vllm_tide.engine.requests import Control, explored
+from vllm_tide.control.step_times import Learnt, step_cost
+from vllm_tide.engine.control import Control, explored
 from vllm_tide.engine.timers import HostClock, Reading, StepClock
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class ControlV2(Control):
         lengths: Depths that there are graphs for, ascending; empty: all.
         reading: Times of the newest step, once it has landed.
         memory: Proposes drafts from the requests' own texts; None: nobody does.
-        remembered: Requests whose newest drafts are the memory's.
     """
 
     def __init__(
@@ -91,8 +90,6 @@ class ControlV2(Control):
         self.reading: Reading = lambda: None
         self._shape = (0, 0, 0, 0)
         self.memory: MemoryV2 | None = None
-        self.remembered: set[str] = set()
-        self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
     def begin(self, scheduler_output: Any) -> None:
         """A step begins: take its new requests, start the clock."""
@@ -139,7 +136,7 @@ class ControlV2(Control):
         """
         if self.policy is None or self.times is None:
             return None
-        return self._limit, self.times.model.learnt()
+        return self._limit, self.times.learnt()
 
     def step_ends(self, steps: int) -> Timing:
         """Everything of the step was launched."""
@@ -176,11 +173,6 @@ class ControlV2(Control):
 
     def learn(self, step: Step) -> None:
         """A step has landed: observe it, and decide what follows."""
-        if self.on_round and step.timing is not None:
-            sample = step.timing.read()
-            if sample is not None:
-                for listener in self.on_round:
-                    listener(sample)
         if self.memory is not None:
             self._contain("memory", self._attribute, step)
         self._contain("", self._decide, step)
@@ -209,11 +201,9 @@ class ControlV2(Control):
         """Draft nothing until steps are learnt from again and no suspension is left."""
         if self.policy is not None:
             super().stop()
-            self._probed = None
             self.depth = 0
 
     def draft_swapped(self) -> None:
-        self._probed = None
         if self.memory is not None:
             self.memory.draft_swapped()
         super().draft_swapped()
@@ -230,8 +220,6 @@ class ControlV2(Control):
             "trimmed_tokens": self._trimmed,
             "rounds_by_length": dict(enumerate(by_depth.tolist())),
             "hole_tokens": 0,
-            "memory_proposals": int(self._memory_count[0]),
-            "memory_accepted_tokens": int(self._memory_count[1]),
         }
 
     def _attribute(self, step: Step) -> None:
@@ -275,14 +263,12 @@ class ControlV2(Control):
         self._count(step, rows == 1, drafts, accepted)
         plans, observes = self._turns(slots)
         if observes:
-            newest = np.asarray(step.sampled)[known, 0]
-            probe = self._probe_result(slots, newest, emitted > 0)
             timing = step.timing
             if timing is not None and timing.continues and not step.after_gap:
                 # After idling nothing of the last round is left to learn from, and the
                 # time since is not its time.
                 sample = timing.read()
-                seen = Outcome(slots, drafts, accepted, emitted, now, sample, probe)
+                seen = Outcome(slots, drafts, accepted, emitted, now, sample)
                 policy.observe(seen)
         if not plans:
             return
@@ -292,21 +278,14 @@ class ControlV2(Control):
         plan = policy.plan(batch, now)
         self._reason = "" if plan.steps else plan.reason
         if self.times is not None:
-            self._limit = _limit(batch, KeptPass(self.times.model))
+            self._limit = _limit(batch, KeptPass(self.times))
         confidence = np.asarray(step.confidence)[known]
         foreseen = 0 if self.trims else plan.foreseen
         depth, lengths = self._follow(
             policy, plan.steps, step.steps, confidence, foreseen
         )
-        if not plan.steps:
-            if plan.reason == "no_room":  # says nothing about the requests to come
-                depth = self.depth
-            elif plan.probe:
-                depth = 1
-            if step.steps:
-                first = np.asarray(step.drafted)[known]
-                able = emitted > 0
-                self._probed = (slots[able], confidence[able, 0], first[able])
+        if plan.reason == "no_room":  # says nothing about the requests to come
+            depth = self.depth
         self.depth = min(depth, self.num_speculative_tokens)
         if self.trims:
             drafted = np.where(emitted > 0, step.steps, 0)
@@ -348,7 +327,7 @@ class ControlV2(Control):
             read = int(np.asarray(step.start)[decoding].sum())
             verified = int(step.real_drafts.sum())
             step.cost = step_cost(
-                self.times.model,
+                self.times,
                 requests=int(np.count_nonzero(decoding)),
                 context=read,
                 verified=verified,
@@ -393,10 +372,10 @@ class ControlV2(Control):
         return wanted, policy.choose()
 
 
-def _limit(batch: Batch, model: TimeSource) -> float:
+def _limit(batch: Batch, model: Times) -> float:
     """Seconds that a round of these requests may take for their TPOT limits."""
     if np.isinf(batch.limit).all():
         return np.inf
     n = len(batch)
-    plain = model.target_curve(n, int(batch.context.sum()), 0)[0] + model.overhead(n)
-    return round_limit(batch.limit, float(plain))[0]
+    plain = float(model.target_curve(n, int(batch.context.sum()), 0)[0])
+    return step_limit(batch.limit, plain)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.capture.step import Step
-from vllm_tide.control.calibration import HALF_LIFE_TOKENS
+from vllm_tide.control.acceptance import HALF_LIFE_TOKENS
 from vllm_tide.kernels.ngram_memory import NgramTable
 from vllm_tide.memory.source import DRAFT, MEMORY, PRIOR, SHRINK, SWAP_KEEP
 

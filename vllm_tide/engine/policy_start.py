@@ -1,67 +1,80 @@
-"""Gives the controller its time model and its policy, before anything is served."""
+"""Gives the controller its step times and its policy, before anything is served."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, ControlConfig
-from vllm_tide.control.costs import KeptPassTimes
-from vllm_tide.control.fit import fit
-from vllm_tide.control.online_time import OnlineTime
-from vllm_tide.control.policies import (
-    ControlSettings,
-    StaticPolicy,
-    ThresholdPolicy,
-    make_policy,
-)
-from vllm_tide.control.profile_store import (
-    ProfileMismatch,
-    StoredProfile,
-    default_path,
-    load,
-    profile_key,
-    save,
-)
-from vllm_tide.control.time_model import TimeModel
+from vllm_tide.config import ControlConfig
+from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
+from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy
+from vllm_tide.control.step_times import StepTimes
+from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.control_v1 import ControlV1
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.facts import facts as timing_facts
-from vllm_tide.engine.profiler import measure
 
 logger = logging.getLogger("vllm.tide")
 
+# Of a target's step, and of its draft's pass over that: guesses.
+_STEP_S, _LEAST_SHARE = 10e-3, 0.02
+
+
+def first_guess(worker: Any) -> TimeModel:
+    """Step times before any step was seen, wrong by a factor that serving finds.
+
+    AdaSpec's linear forward time (eq. 2) where reading memory is all that takes time:
+    the weights once, and the KV cache of each token of context.
+
+    Args:
+        worker: vLLM's `Worker`.
+    """
+    config = worker.vllm_config
+    model, parallel = config.model_config, config.parallel_config
+    drafter = config.speculative_config.draft_model_config
+    target = _weight_bytes(model, parallel)
+    share = max(_weight_bytes(drafter, parallel) / target, _LEAST_SHARE)
+
+    def forward(seconds: float, of: Any) -> ForwardModel:
+        alpha = _STEP_S * _token_bytes(of, parallel) / target
+        return ForwardModel((1,), (seconds,), alpha)
+
+    draft = forward(share * _STEP_S, drafter)
+    return TimeModel(forward(_STEP_S, model), draft, draft)
+
+
+def _weight_bytes(model: Any, parallel: Any) -> float:
+    """Of what a forward reads, about: 12 h^2 weights a layer, and the head's.
+
+    What the loaded model has says less: kernels on CPU keep weights of their own.
+    """
+    width, layers = model.get_hidden_size(), model.get_num_layers(parallel)
+    own = getattr(model.hf_text_config, "draft_vocab_size", None)
+    vocabulary = own or model.get_vocab_size()
+    weights = (12.0 * layers * width + vocabulary) * width
+    return weights * float(model.dtype.itemsize)
+
+
+def _token_bytes(model: Any, parallel: Any) -> int:
+    """Of a token's keys and values."""
+    heads = model.get_num_kv_heads(parallel) * model.get_num_layers(parallel)
+    return 2 * heads * model.get_head_size() * int(model.dtype.itemsize)
+
 
 def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:
-    """Load the profile of these models on this machine, or measure one; then decide.
-
-    Raises:
-        ConfigError: `tide.control.profile` cannot be used.
-    """
+    """Let the leader of Model Runner V1 decide."""
+    if not control.leader:
+        return
     if config.policy == "static":  # it is here for the memory, and weighs no times
 
         def start_static() -> None:
             control.policy = StaticPolicy(control.num_speculative_tokens)
 
-        if control.leader:
-            control.start = start_static
-            start_static()
+        control.start = start_static
+        start_static()
         return
-    facts = timing_facts(worker)
-    stored = _stored(config, facts) if control.leader else None
-    # Measuring runs the models on all ranks together, so all must agree to do it.
-    if control.agree(int(stored is None)):
-        logger.info("vllm_tide: measuring the models' forward times")
-        samples = measure(
-            worker, quick=True, num_speculative_tokens=control.num_speculative_tokens
-        )
-        if control.leader:
-            stored = _fitted(samples, facts)
-    if stored is None:
-        return
-    model, settings = stored.model, _settings(control, config)
+    prior, settings = first_guess(worker), _settings(control, config)
     method = worker.vllm_config.speculative_config.draft_sample_method
     if method != "greedy" and config.policy == "adaspec" and settings.verify:
         # Which tokens are worth it depends on confidences after them, so on what was
@@ -75,80 +88,51 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
         )
 
     def start() -> None:
-        control.times = OnlineTime(model)
-        control.policy = make_policy(config.policy, settings, control.times)
+        times = control.times = StepTimes(prior, guessed=True)
+        if config.policy == "threshold":
+            control.policy = ThresholdPolicy(settings.k_max, times)
+        else:
+            control.policy = AdaSpecPolicy(settings, times)
 
     control.start = start
     start()
 
 
 def needs_times(config: ControlConfig) -> bool:
-    """True if the policy predicts times, from a profile or what stands in for one."""
-    return config.policy not in ("static", "threshold")
+    """True if the policy predicts times."""
+    return config.policy == "adaspec"
 
 
 def start_predicting(
     worker: Any,
     control: ControlV2,
     config: ControlConfig,
-    profile: TimeModel | None = None,
-    *,
-    late: bool = False,
+    measured: TimeModel | None = None,
 ) -> None:
-    """The same on Model Runner V2, where a start measures nothing.
-
-    `vllm-tide profile` does, in an engine of its own; what was measured is found here.
-    Without times a static length stands in: a policy that chooses by confidence alone
-    would hide from the canary what its lengths cost.
+    """Let the leader of Model Runner V2 decide.
 
     Args:
-        profile: Stands in for a profile; None: the stored one.
-        late: vLLM will measure times: without any a policy is given later.
-
-    Raises:
-        ConfigError: `tide.control.profile` cannot be used.
+        measured: Times that vLLM has measured; None: they are guessed.
     """
     settings = _settings(control, config)
     # What is drafted is verified whole where nothing can be cut.
     cuts = control.trims or control.cut_on_device
     settings = replace(settings, verify=settings.verify and cuts, explore=control.trims)
-    if profile is None:
-        profile = stored_times(worker, config)
-    if profile is None and needs_times(config):
-        if late:
-            return
-        logger.warning(
-            "vllm_tide: tide.control.policy is 'static' instead of %r, so no length is "
-            "weighed against what it costs: there are no forward times; run "
-            "`vllm-tide profile` with the options of this server.",
-            config.policy,
-        )
+    prior = None
+    if needs_times(config):
+        prior = measured or first_guess(worker)
 
     def start() -> None:
-        if config.policy == "threshold":
-            control.policy = ThresholdPolicy(settings.k_max)
+        if prior is None:
+            kind = StaticPolicy if config.policy == "static" else ThresholdPolicy
+            control.policy = kind(settings.k_max)
             return
-        if profile is None:
-            control.policy = StaticPolicy(settings.k_max)
-            return
-        control.times = OnlineTime(profile)
-        times = KeptPassTimes(control.times, control.lengths)
-        control.policy = make_policy(config.policy, settings, times)
+        control.times = StepTimes(prior, guessed=measured is None)
+        times = KeptPass(control.times, control.lengths)
+        control.policy = AdaSpecPolicy(settings, times)
 
     control.start = start
     start()
-
-
-def stored_times(worker: Any, config: ControlConfig) -> TimeModel | None:
-    """The profile's time model, if the policy needs one and there is one.
-
-    Raises:
-        ConfigError: `tide.control.profile` cannot be used.
-    """
-    if not needs_times(config):
-        return None
-    stored = _stored(config, timing_facts(worker))
-    return None if stored is None else stored.model
 
 
 def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlSettings:
@@ -159,34 +143,3 @@ def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlS
         verify=config.verify,
         max_requests=control.capacity,
     )
-
-
-def _stored(config: ControlConfig, facts: dict[str, Any]) -> StoredProfile | None:
-    if config.profile is not None:
-        try:
-            return load(Path(config.profile).expanduser(), facts)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tide.control.profile: {config.profile!r} cannot be used: {error} "
-                "Make one with `vllm-tide profile`, or leave the knob out."
-            ) from None
-    path = default_path(profile_key(facts))
-    try:
-        return load(path, facts)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, ProfileMismatch) as error:
-        logger.warning("vllm_tide: profile %s is measured anew: %s", path, error)
-        return None
-
-
-def _fitted(samples: list[Any], facts: dict[str, Any]) -> StoredProfile:
-    model, report = fit(samples, tuple(facts["graph_sizes"]))
-    path = default_path(profile_key(facts))
-    try:
-        save(path, model, facts, report)
-    except OSError as error:
-        logger.warning("vllm_tide: profile not kept at %s: %s", path, error)
-    median = report.median_abs_error
-    logger.info("vllm_tide: forward times fitted; median error %.1f%%", 100 * median)
-    return StoredProfile(model=model, facts=facts, report=report)

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from vllm_tide.control.online_time import RoundSample
+from vllm_tide.control.step_times import StepSample
 
 NAN = math.nan
 
 
 class RoundTimer:
-    """Makes one `RoundSample` per step."""
+    """Makes one `StepSample` per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class RoundTimer:
         self._asked, self._deciding = False, 0.0
 
     def planned(self, requests: int, context: int, verified: int, prefill: int) -> None:
-        """The step's tokens are known; the shape of its forward as in `RoundSample`."""
+        """The step's tokens are known; the shape of its forward as in `StepSample`."""
         self._planned = self._last = self._clock()
         self._shape = (requests, context, verified, prefill)
 
@@ -73,7 +73,7 @@ class RoundTimer:
         self._steps += 1
         self._latest = now
 
-    def end(self, wanted: bool = True) -> RoundSample | None:
+    def end(self, wanted: bool = True) -> StepSample | None:
         """The step ends; None if not wanted, or without rows that were planned for."""
         now = self._clock()
         self._ended = now
@@ -86,7 +86,7 @@ class RoundTimer:
             # In most rounds that are not drafted in nobody asks, and some of those in
             # which somebody does are probes.
             host = NAN
-        return RoundSample(
+        return StepSample(
             requests=requests,
             context=context,
             verified=verified,
@@ -101,7 +101,7 @@ class RoundTimer:
         )
 
 
-Reading = Callable[[], RoundSample | None]
+Reading = Callable[[], StepSample | None]
 
 
 class HostClock(RoundTimer):
@@ -193,7 +193,7 @@ class EventTimer:
 StepClock = HostClock | EventTimer
 
 
-def _read(marks: _Marks, number: int) -> RoundSample | None:
+def _read(marks: _Marks, number: int) -> StepSample | None:
     if marks.number != number or marks.shape is None or not marks.has_first:
         return None
     requests, context, verified, prefill = marks.shape
@@ -201,7 +201,7 @@ def _read(marks: _Marks, number: int) -> RoundSample | None:
     if marks.before is not None and marks.before[0].number == marks.before[1]:
         gap = _seconds(marks.before[0].ended, marks.began)
     further = marks.steps > 1
-    return RoundSample(
+    return StepSample(
         requests=requests,
         context=context,
         verified=verified,

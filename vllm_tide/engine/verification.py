@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.control.costs import KeptPass
-from vllm_tide.control.online_time import OnlineTime
+from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, StepCosts
 
@@ -45,7 +45,7 @@ def times_of_tables(
 ) -> TimeModel:
     """A time model from the costs that vLLM measures for its adaptive verification.
 
-    They stand in for a profile where there is none. What is spent around the forwards,
+    What is spent around the forwards,
     and what context costs, is learnt while it serves: all was measured at one length,
     `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and is taken for the price of the
     tokens.
@@ -88,10 +88,9 @@ class StepCostVerification(AdaptiveVerificationManager):
 
     Args:
         control: Knows the context of the step that began; None: upstream's costs.
-        profile: What step costs refine; None: what is measured, or upstream's costs.
         look_share: Share of rounds that verify all that was drafted.
-        on_measured: Without a profile: told the times that upstream measured, whose
-            refinement the step costs are then; None: upstream's costs are taken.
+        on_measured: Told the times that upstream measured, whose refinement the step
+            costs are then; None: upstream's costs are taken.
 
     Attributes:
         verify_chance: `Record.verify_chance` of the step that begins: the share of
@@ -104,7 +103,6 @@ class StepCostVerification(AdaptiveVerificationManager):
     def __init__(
         self,
         control: ControlV2 | None,
-        profile: TimeModel | None,
         look_share: float,
         on_measured: Callable[[TimeModel], None] | None = None,
         **upstream: Any,
@@ -114,8 +112,8 @@ class StepCostVerification(AdaptiveVerificationManager):
         self._steps = 0
         self.guard = Guard("pricing of verification", lambda: 0.02 * self._steps)
         self._control = control
-        self._times = None if profile is None else OnlineTime(profile).model
-        self._on_measured = on_measured if profile is None else None
+        self._times: StepTimes | None = None
+        self._on_measured = on_measured
         self._look_every = round(1 / look_share) if look_share else 0
         self._step_costs: StepCosts | None = None
         self._depth = self.num_speculative_steps
@@ -149,7 +147,7 @@ class StepCostVerification(AdaptiveVerificationManager):
             times = times_of_tables(
                 draft_table, verify_table, self.num_speculative_steps
             )
-            self._times = OnlineTime(times).model
+            self._times = StepTimes(times)
             self._on_measured(times)
 
     def get_num_tokens(
@@ -195,8 +193,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         model, context = KeptPass(self._times), self._control.context
         target = model.target_curve(requests, context, drafts, others - requests)
         draft = model.draft_curve(requests, context, others + drafts, self._depth)
-        plain = draft[-1] + model.overhead(requests)
-        return 1e3 * float(plain), 1e3 * target, 1e3 * limit
+        return 1e3 * float(draft[-1]), 1e3 * target, 1e3 * limit
 
     def _looks(self) -> bool:
         if self._rounds <= _YOUNG_ROUNDS:

@@ -23,8 +23,8 @@ from vllm_tide.capture.policy import OVERLOAD
 from vllm_tide.capture.switch import heed_switches
 from vllm_tide.config import MIB, TideConfig, parse_tide
 from vllm_tide.engine.capture import Capture
+from vllm_tide.engine.control import Control
 from vllm_tide.engine.facts import draft_facts
-from vllm_tide.engine.requests import Control
 from vllm_tide.engine.server_log import say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import (
@@ -127,8 +127,6 @@ class WorkerTide(Generic[C]):
         self._tenant_key_id = ""
         self.swapper: Swapper | None = None
         self.control: C | None = None
-        # What changes timing, as it was when it was first asked for (`facts`).
-        self.timing_facts: dict[str, Any] | None = None
         cores = given_cores()
         room = self._leader and self._clean_run_dir()
         if config.capture.enabled and room:

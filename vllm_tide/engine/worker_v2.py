@@ -21,7 +21,6 @@ from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.adaptive_arguments import offered, replay_each, rounded
 from vllm_tide.engine.control_v2 import ControlV2
-from vllm_tide.engine.facts import facts
 from vllm_tide.engine.steps import ConfidenceTable, StepLog
 from vllm_tide.engine.timers import EventTimer, HostClock
 from vllm_tide.engine.worker import WorkerTide
@@ -104,8 +103,6 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             memory = self.control.memory = MemoryV2(runner)
             observe = speculator.observe_verification
             speculator.observe_verification = observed
-        if self.control is not None:
-            facts(self._worker)  # graphs are settled later, and differently
         if runner.device.type != "cpu":
             self._replay_each_length()
         if self.control is not None and runner.device.type != "cpu":
@@ -153,13 +150,12 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         except ValueError as error:
             self._do_without_verification(error)
             return None
-        from vllm_tide.engine.policy_start import needs_times, stored_times
+        from vllm_tide.engine.policy_start import needs_times
         from vllm_tide.engine.verification import StepCostVerification
 
         control = self._config.control
         self._verification = StepCostVerification(
             self.control,
-            stored_times(self._worker, control),
             control.probe_share,
             self._start_with if needs_times(control) else None,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
@@ -167,7 +163,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         return self._verification
 
     def _start_with(self, times: TimeModel) -> None:
-        """Graphs were captured, and vLLM has measured the times that we lacked."""
+        """Graphs were captured, and vLLM has measured times: better than a guess."""
         if self.control is not None and self._leader:
             from vllm_tide.engine.policy_start import start_predicting
 
@@ -281,18 +277,12 @@ class WorkerTideV2(WorkerTide[ControlV2]):
                     self._settled = []
 
     def warm_up(self) -> None:
-        """Seam: the models are loaded and nothing is served yet.
-
-        Raises:
-            ConfigError: `tide.control.profile` cannot be used.
-        """
+        """Seam: the models are loaded and nothing is served yet."""
         if self.control is None or not self._leader:
             return
         from vllm_tide.engine.policy_start import start_predicting
 
-        # With adaptive verification times may come later.
-        late = self._adaptive
-        start_predicting(self._worker, self.control, self._config.control, late=late)
+        start_predicting(self._worker, self.control, self._config.control)
 
     def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
         if self._log.begin(ended):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_tide.control.acceptance import HALF_LIFE_TOKENS, RequestIntercepts
 from vllm_tide.control.batch import Proposals
-from vllm_tide.control.calibration import HALF_LIFE_TOKENS, RequestOffsets
 from vllm_tide.control.verifier import ABSENT
 from vllm_tide.memory.ngram import NgramIndex, Text
 
@@ -36,7 +36,7 @@ class SourceRecord:
     def __init__(self, capacity: int, most: int) -> None:
         # [source] x [tries, hits] x bucket x depth
         self._counts = np.zeros((2, 2, len(MATCHES) + 1, most))
-        self._levels = [RequestOffsets(capacity, _SPREAD) for _ in PRIOR]
+        self._levels = [RequestIntercepts(capacity, _SPREAD) for _ in PRIOR]
         self._logits = [self._table(source) for source in (DRAFT, MEMORY)]
         self._fresh = [0, 0]  # labels since the table was made
         self._depth = np.arange(most)

@@ -41,7 +41,6 @@ _TEST_TIME_ARMS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
 _NEVER = 1 << 40
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "threshold": {"policy": "threshold"},
-    "tide_gate": {"policy": "tide_gate"},
     "adaspec": {"policy": "adaspec"},
     "adaspec_drafter": {"policy": "adaspec", "verify": False},
 }

@@ -1,0 +1,220 @@
+"""Leaves parts of the controller out, one at a time, in the simulator.
+
+scripts/sim/ablate.py --json FILE [--seconds 30] [--part NAME]
+
+Each number is tokens per second without a part over those with it, the geometric mean
+of the cells of the published suite, and the least cell: told the true times, cold (as
+the engine begins, times unknown), with times that change and with faster kernels for
+steps without drafts, each with noise of 10%, and with drafts of other kinds
+(`sim.acceptance.TRUTHS`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from math import exp, inf, log
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+from sim.acceptance import TRUTHS
+from sim.arrivals import MAX_INPUT, PATTERNS, synthetic
+from sim.engine import progress_at_arrival, simulate
+from sim.suite import Options, _process, arm_policy, run_arm, suite_cells
+from sim.truth import Mismatch, Truth
+from vllm_tide.control import acceptance, adaspec, allowance, forecast, step_times
+from vllm_tide.control.time_model import TimeModel
+
+POLICY = adaspec.AdaSpecPolicy
+
+
+def _knobs(**changes: float | bool) -> Callable[[], None]:
+    """A change of the settings."""
+
+    def change() -> None:
+        begin = POLICY.__init__
+
+        def started(self, settings, times):  # type: ignore[no-untyped-def]
+            begin(self, replace(settings, **changes), times)
+
+        POLICY.__init__ = started  # type: ignore[method-assign]
+
+    return change
+
+
+def _numbers(module: object, **values: object) -> Callable[[], None]:
+    """A change of constants."""
+
+    def change() -> None:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+    return change
+
+
+def _not_called(owner: type, name: str) -> Callable[[], None]:
+    return lambda: setattr(owner, name, lambda *_, **__: None)
+
+
+def _no_correction() -> None:
+    """The planned length, whatever the confidences say."""
+
+    def go_on(self, step, confidence):  # type: ignore[no-untyped-def]
+        this = self._step
+        this.passes = step
+        this.said.append(confidence)
+        return step < min(this.most, this.sure + 1)
+
+    POLICY.go_on = go_on  # type: ignore[method-assign]
+
+
+def _no_plan() -> None:
+    """After each pass the confidences decide."""
+    plan = POLICY.plan
+
+    def planned(self, batch, now):  # type: ignore[no-untyped-def]
+        found = plan(self, batch, now)
+        self._step.sure = 0
+        return found
+
+    POLICY.plan = planned  # type: ignore[method-assign]
+
+
+def _all_drafts_alike() -> None:
+    """Foreseen are mean drafts, all with the same confidences."""
+    foresee = forecast.Forecaster.__init__
+
+    def begun(self, *args, **more):  # type: ignore[no-untyped-def]
+        foresee(self, *args, **more)
+        self._normal[:] = 0.0
+
+    forecast.Forecaster.__init__ = begun  # type: ignore[method-assign]
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "plan before confidences": _no_plan,
+    "correction by confidences": _no_correction,
+    "choice of what is verified": _knobs(verify=False),
+    "simulated drafts": _all_drafts_alike,
+    "curve of confidences": _not_called(acceptance.Acceptance, "_fit"),
+    "intercepts of requests": _not_called(acceptance.RequestIntercepts, "learn"),
+    "how much requests differ": _numbers(acceptance, _REQUESTS=0.0),
+    "fading of verdicts": _numbers(acceptance, HALF_LIFE_TOKENS=1e9),
+    "drift of drafts": _numbers(acceptance, _DRIFT=0.0),
+    "exploration": _knobs(probe_share=0.0),
+    "trials without hope": _numbers(allowance, _HOPELESS=inf),
+    "doubt about times": _numbers(step_times.StepTimes, doubt=lambda *_: 0.0),
+    "whole drafts now and then": _knobs(explore=False),
+    "learning of times": _not_called(step_times.PassTime, "observe"),
+    "curve of times": _numbers(step_times, _SHAPE_SD=1e-2),
+    "unknown slope": _numbers(step_times, _FREE_ROWS=np.full(2, 1e3)),
+    "outliers": _numbers(step_times, _DEGREES=1e9),
+    "reopening": _numbers(step_times, _LEANING=inf),
+    "drift of times": _numbers(step_times, _DRIFT=0.0),
+}
+
+
+class Changing(Truth):
+    """Another process comes and goes: the target takes 1.5 times as long meanwhile."""
+
+    def __init__(self, model: TimeModel, noise: float, seed: int) -> None:
+        super().__init__(model, noise, seed)
+        self._steps = 0
+
+    def target(self, requests: int, context: int, verified: int, prefill: int) -> float:
+        self._steps += 1
+        factor = 1.5 if self._steps // 500 % 2 else 1.0
+        return factor * super().target(requests, context, verified, prefill)
+
+
+class OneRow(Truth):
+    """Kernels for one row of each request are faster, as on many machines."""
+
+    def target(self, requests: int, context: int, verified: int, prefill: int) -> float:
+        factor = 1.0 if verified or prefill else 0.75
+        return factor * super().target(requests, context, verified, prefill)
+
+
+# Options of the simulator, and how seconds pass.
+CONDITIONS: dict[str, tuple[dict[str, Any], type[Truth]]] = {
+    "told": ({}, Truth),
+    "cold": ({"mismatch": Mismatch(noise=0.1, cold=True)}, Truth),
+    "changing": ({"mismatch": Mismatch(noise=0.1)}, Changing),
+    "one row": ({"mismatch": Mismatch(noise=0.1, cold=True)}, OneRow),
+    **{kind: ({"truth": kind}, Truth) for kind in TRUTHS if kind != "family"},
+}
+
+
+def throughputs(part: str, condition: str, seconds: float) -> list[float]:
+    """Tokens per second of each cell, a part left out."""
+    PARTS[part]()
+    traces = [synthetic(pattern, seconds, 5.0, 0) for pattern in PATTERNS]
+    cells = suite_cells("published", [trace.clipped(MAX_INPUT) for trace in traces])
+    changes, passing = CONDITIONS[condition]
+    options = Options(by_progress=True, **changes)
+    found = []
+    for cell in cells:
+        process = _process(cell.trace, cell.regime, options)
+        due = progress_at_arrival(cell.trace, run_arm("none", cell, process, options))
+        truth = passing(cell.time, options.mismatch.noise, options.seed)
+        policy = arm_policy("adaspec", cell, process, options)
+        result = simulate(cell.trace, process, truth, options.server, policy, due)
+        found.append(result.throughput)
+    return found
+
+
+def _all(
+    parts: Sequence[str], seconds: float
+) -> Iterator[tuple[str, str, list[float]]]:
+    pairs = [(part, condition) for part in parts for condition in CONDITIONS]
+    with ProcessPoolExecutor(
+        2, mp_context=get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        jobs = [pool.submit(throughputs, *pair, seconds) for pair in pairs]
+        for pair, job in zip(pairs, jobs, strict=True):
+            yield *pair, job.result()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each part; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ablate.py", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="of the traces (30)"
+    )
+    parser.add_argument("--part", action="append", choices=[*PARTS][1:])
+    args = parser.parse_args(argv)
+    print("without", " " * 22, "  ".join(f"{name:12}" for name in CONDITIONS))
+    whole: dict[str, list[float]] = {}
+    rows: list[dict[str, Any]] = []
+    parts = ["nothing", *(args.part or [*PARTS][1:])]
+    for part, condition, found in _all(parts, args.seconds):
+        if part == "nothing":
+            whole[condition] = found
+            continue
+        if not rows or rows[-1]["without"] != part:
+            rows.append({"without": part, "of": {}})
+        ratios = [a / b for a, b in zip(found, whole[condition], strict=True)]
+        mean = exp(sum(map(log, ratios)) / len(ratios))
+        rows[-1]["of"][condition] = {"mean": mean, "least": min(ratios)}
+        if len(rows[-1]["of"]) == len(CONDITIONS):
+            said = [
+                f"{each['mean']:.4f} {each['least']:.3f}"
+                for each in rows[-1]["of"].values()
+            ]
+            print(f"{part:30}", "  ".join(said), flush=True)
+    args.json.write_text(json.dumps({"seconds": args.seconds, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
