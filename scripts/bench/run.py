@@ -1,6 +1,7 @@
 """Measures speculation, and learning, on real servers.
 
 scripts/bench/run.py --suite NAME --json FILE [--yes]
+scripts/bench/run.py control --model DIR --draft DIR --json FILE [--minutes N]
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench import suites
 from bench.harness.common import BenchError
 from bench.harness.options import add_options
+from bench.harness.server import end_on_signals
 
 EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a suite; returns the exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        if given[:1] == ["control"]:  # engines that take turns
+            from bench.suites import control
+
+            return control.main(given[1:])
+        return _run(given)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -35,7 +42,8 @@ def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="run.py",
         description="Measures speculation policies on real servers. "
-        "--suite NAME --help lists the options of a suite.",
+        "--suite NAME --help lists the options of a suite, `control --help` those of "
+        "the comparison of policies turn by turn.",
         allow_abbrev=False,
     )
     parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
@@ -65,4 +73,5 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

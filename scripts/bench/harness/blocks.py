@@ -91,12 +91,12 @@ def cell_rows(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             cpu = [v for v in own if v.get("cpu_s") is not None and v.get("tokens")]
             tokens = sum(v["tokens"] for v in cpu)
             row = {
-                "batch": batch,
+                "requests": batch,
                 "domain": domain,
                 "arm": arm,
                 "output_tokens_per_s": round(math.exp(statistics.fmean(rates)), 2),
                 **rounded_ratio(
-                    ("ratio_to_none", "ratio_low", "ratio_high"),
+                    ("ratio_to_none", "low", "high"),
                     (1.0, 1.0, 1.0) if arm == NONE else ratio_of(list(mine.values())),
                 ),
                 **rounded_ratio(

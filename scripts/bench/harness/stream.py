@@ -186,8 +186,8 @@ def segment_name(place: int, domain: str) -> str:
     return f"{place} {domain}"
 
 
-# What the demo's draft was trained on, and what it was not.
-DOMAIN_FILES: Mapping[str, str] = {"matched": "python", "unmatched": "c"}
+# What the draft that is kept here was trained on, and what it was not.
+DOMAIN_FILES: Mapping[str, str] = {"home": "math", "shifted": "sql"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +226,8 @@ def load_pool(folder: Path, target: Path, domains: Sequence[str]) -> PromptPool:
     prompts: dict[str, list[tuple[int, ...]]] = {}
     for domain in domains:
         try:
-            texts = dict.fromkeys(
-                read_prompts(folder, DOMAIN_FILES.get(domain, domain))
-            )
+            name = DOMAIN_FILES.get(domain, domain)
+            texts = dict.fromkeys(chat_prompts(folder, name, target))
         except StreamError as error:
             raise BenchError(
                 f"{error}; give --prompts the folder that has it"

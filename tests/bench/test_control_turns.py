@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import interleaved
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.blocks import over_cells
 from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO
 from bench.harness.server import ServerOptions, environment
-from bench.interleaved import AGAIN, OFF
+from bench.suites import control
+from bench.suites.control import AGAIN, OFF
 from tests.bench.turn_toys import until
 
 SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0, "static1": 120.0, "static3": 90.0}
@@ -47,27 +47,28 @@ class Toy:
 
 
 def measured(arms, *words):
-    given = ["--model-size", "", "--minutes", "1e-9", "--domains", "matched"]
-    options = interleaved.parser_of().parse_args([*given, "--arms", arms, *words])
-    return interleaved.measure(interleaved.checked(options))
+    given = ["--model", str(DEMO / "target"), "--draft", str(DEMO / "draft")]
+    given += ["--minutes", "1e-9", "--domains", "home", "--arms", arms]
+    options = control.parser_of().parse_args([*given, *words])
+    return control.measure(control.checked(options))
 
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
     Toy.made = []
-    monkeypatch.setattr(interleaved, "Engine", Toy)
+    monkeypatch.setattr(control, "Engine", Toy)
     words = ["--batches", "2,4", "--learns", "20", "--json", str(tmp_path / "F")]
     return measured("none,again,off", *words)
 
 
 def test_what_the_host_does_is_in_no_ratio(report):
     assert not Toy.made, "all of them have ended"
-    cells = {(row["batch"], row["arm"]): row for row in report["cells"]}
+    cells = {(row["requests"], row["arm"]): row for row in report["cells"]}
     assert cells.keys() == {(b, a) for b in (2, 4) for a in ("none", AGAIN, OFF)}
     for batch in (2, 4):
         off, again = cells[batch, OFF], cells[batch, AGAIN]
         assert off["ratio_to_none"] == pytest.approx(0.99, abs=1e-3)
-        assert off["ratio_low"] <= off["ratio_to_none"] <= off["ratio_high"]
+        assert off["low"] <= off["ratio_to_none"] <= off["high"]
         assert again["ratio_to_none"] == pytest.approx(1.0, abs=1e-3)
         assert off["blocks"] == 2 * 2
     # Of 36 rounds of a first visit and 19 of a second one, of two batch sizes.
@@ -76,7 +77,7 @@ def test_what_the_host_does_is_in_no_ratio(report):
     assert rows.keys() == SPEED.keys() & {"none", AGAIN, OFF}
     off = rows[OFF]
     assert rows["none"]["ratio_to_none"] == 1.0
-    assert off["ratio_low"] <= off["ratio_to_none"] <= off["ratio_high"]
+    assert off["low"] <= off["ratio_to_none"] <= off["high"]
     assert off["ratio_to_none"] == pytest.approx(0.99, abs=1e-3)
 
 
@@ -101,7 +102,7 @@ def test_an_interval_over_cells():
 
 def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch):
     Toy.made = []
-    monkeypatch.setattr(interleaved, "Engine", Toy)
+    monkeypatch.setattr(control, "Engine", Toy)
     monkeypatch.setitem(SPEED, "vllm_dynamic", 119.0)
     arms = "vllm_dynamic,none,static1,static3"
     found = measured(arms, "--batches", "2,4", "--learns", "20")
@@ -114,7 +115,7 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch):
 
 def test_a_cold_start_is_a_new_engine_of_each_visit(monkeypatch):
     Toy.made, began = [], []
-    monkeypatch.setattr(interleaved, "Engine", Toy)
+    monkeypatch.setattr(control, "Engine", Toy)
     monkeypatch.setitem(SPEED, "adaspec", 110.0)
     keep = Toy.__init__
 

@@ -1,9 +1,6 @@
-#!/usr/bin/env python
 """Policies of speculation, turn by turn: for hosts that are never quiet.
 
-    scripts/bench/interleaved.py --json FILE [--minutes 30] [--batches 1,4,16,48]
-        [--arms none,static1,static3,static5,vllm_dynamic,adaspec]
-        [--domains matched,unmatched,mixed] [--visits 2] [--cold]
+    scripts/bench/run.py control --model DIR --draft DIR --json FILE [--minutes 30]
 
 Every arm's engine is up at once; they take turns of about a quarter of a second,
 between two steps (`harness/engine_turns.py`), in a new order each round, on the same
@@ -13,15 +10,20 @@ the other, may differ by 10%. There is no HTTP and no API server in it. The firs
 of a visit of a cell, with the prompts of the whole batch, are not counted; what is new
 of the cell control learns within the visit. Groups of rounds are blocks
 (`harness/blocks.py`). With `--cold` each visit has a new engine of every arm that has
-control, which measures its profile at its start and knows nothing else, and all rounds
-count.
+control, which knows nothing yet, and all rounds count.
+
+Prompts are those of the quickstart, over the model's chat template: `home` is what the
+draft was trained on, `shifted` is not, `mixed` is both. Outputs are greedy, in float32,
+and compared. The verdict says whether control passes its bars: in no cell slower than
+0.98 of the best arm or 0.985 of `none` (by the upper end of the interval), over all
+cells 1.05 of the best static length and 1.03 of vLLM's own schedule.
 
 `vllm_dynamic` is tuned first, on rounds of its own with mixed prompts. Two more arms:
 `off`, control with its defaults and a draft that proposes nonsense, and `again`, a
 second engine of `none`: what this machine calls equal. So what control costs while its
 draft is of no use is
 
-    scripts/bench/interleaved.py --arms none,again,off --domains matched --learns 60
+    scripts/bench/run.py control ... --arms none,again,off --domains home --learns 60
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.arms import Arm, Schedule, make_arm, make_arms, speculative_config
 from bench.harness.blocks import (
     MIXED,
@@ -51,7 +52,7 @@ from bench.harness.blocks import (
 from bench.harness.common import BenchError, clock_text, environment
 from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO, kv_cache_bytes, read_config, targets_of
-from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
+from bench.harness.server import ServerOptions, leave_if_ended
 from bench.harness.server import environment as server_environment
 from bench.harness.stream import PromptPool, load_pool
 from json_text import json_text
@@ -62,7 +63,9 @@ UNCOUNTED, GROUP = 3, 8  # rounds
 KEPT = ["domains", "visits", "cold", "learns", "minutes", "tokens", "seed"]
 LENGTH = 512
 MOST_INPUT = 128
-KNOWN_DOMAINS = ("matched", "unmatched")
+KNOWN_DOMAINS = ("home", "shifted")
+# Of control's tokens/s: bars of the verdict.
+OF_BEST, OF_NONE, OF_STATIC, OF_DYNAMIC = 0.98, 0.985, 1.05, 1.03
 
 
 def closed_prompts(
@@ -151,9 +154,7 @@ class Run:
         self.visits: list[dict[str, Any]] = []
         self.compared = self.differing = 0
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sizes = [options.model_size] if options.model_size else []
-        work = options.work or self._folder
-        [self.target] = targets_of(options.target, sizes, work, print)
+        [self.target] = targets_of(options.model, [], self._folder, print)
         self.pool = load_pool(options.prompts, self.target.path, KNOWN_DOMAINS)
         self.engines: dict[str, Engine] = {}
         self._stack = stack
@@ -165,7 +166,7 @@ class Run:
             self._begin(name)
 
     def anew(self) -> None:
-        """Engines with control begin again, without a profile."""
+        """Engines with control begin again, and know nothing."""
         for name in self.engines:
             if _arm(name).control is not None:
                 self.engines[name].close()
@@ -288,14 +289,14 @@ def words_of(rows: Sequence[dict[str, Any]]) -> str:
     """The rows, a line each."""
 
     def told(row: dict[str, Any], ratio: str, name: str) -> str:
-        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        low, high = row[f"{name}low"], row[f"{name}high"]
         return f"{row[ratio]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low else "")
 
     return "\n".join(
-        f"batch {row['batch']:3d}, {row['domain']:9} {row['arm']:8} "
+        f"{row['requests']:3d} requests, {row['domain']:8} {row['arm']:12} "
         f"{row['output_tokens_per_s']:7.1f} tokens/s, "
-        f"{told(row, 'ratio_to_none', 'ratio')} of none, "
-        f"{told(row, 'ratio_to_best', 'best')} of {row['best_arm']}"
+        f"{told(row, 'ratio_to_none', '')} of none, "
+        f"{told(row, 'ratio_to_best', 'best_')} of {row['best_arm']}"
         for row in rows
     )
 
@@ -307,11 +308,34 @@ def overall(visits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for arm in arms:
         row: dict[str, Any] = {"arm": arm}
-        names = ("ratio_to_none", "ratio_low", "ratio_high")
+        names = ("ratio_to_none", "low", "high")
         row |= rounded_ratio(names, over_cells(visits, arm, NONE))
-        names = (f"{mine}_over_it", "low", "high")
+        names = (f"{mine}_over_it", "over_low", "over_high")
         rows.append(row | rounded_ratio(names, over_cells(visits, mine, arm)))
     return sorted(rows, key=lambda row: -row["ratio_to_none"])
+
+
+def verdict(rows: Sequence[dict[str, Any]], means: Sequence[dict[str, Any]]) -> Any:
+    """Whether control passes its bars, by name: what was found, and True or False."""
+    cells = [row for row in rows if row["arm"] == "adaspec"]
+    if not cells:
+        return {}
+    over = {row["arm"]: row["adaspec_over_it"] for row in means}
+    static = [over[arm] for arm in over if arm.startswith("static")]
+    found = {
+        "of_best_arm": (
+            min(r["best_high"] or r["ratio_to_best"] for r in cells),
+            OF_BEST,
+        ),
+        "of_none": (min(r["high"] or r["ratio_to_none"] for r in cells), OF_NONE),
+        "of_best_static": (min(static, default=math.inf), OF_STATIC),
+        "of_vllm_dynamic": (over.get(DYNAMIC, math.inf), OF_DYNAMIC),
+    }
+    return {
+        name: {"found": value, "bar": bar, "passes": value >= bar}
+        for name, (value, bar) in found.items()
+        if value < math.inf
+    }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -328,12 +352,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             left = 60 * options.minutes - (time.monotonic() - began)
             run.visit(batch, domain, number, left / (len(ahead) - place))
             rows = cell_rows(run.visits)
-            here = [r for r in rows if (r["batch"], r["domain"]) == (batch, domain)]
+            here = [r for r in rows if (r["requests"], r["domain"]) == (batch, domain)]
             print(words_of(here), flush=True)
             facts = {"target": run.target.facts, "turn_s": options.turn}
+            means = overall(run.visits)
             report = {
                 "cells": rows,
-                "overall": overall(run.visits),
+                "overall": means,
+                "verdict": verdict(rows, means),
                 "schedules": {run.target.name: run.schedule} if run.schedule else {},
                 "identity": {"compared": run.compared, "differing": run.differing},
                 "visits": run.visits,
@@ -349,8 +375,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser_of() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arms = f"none,static1,static3,static5,{DYNAMIC},adaspec"
+    parser = argparse.ArgumentParser(
+        prog="run.py control", description=(__doc__ or "").splitlines()[0]
+    )
+    arms = f"none,static1,static3,static5,{DYNAMIC},threshold,adaspec"
     domains = ",".join((*KNOWN_DOMAINS, MIXED))
 
     def names(text: str) -> list[str]:
@@ -359,23 +387,21 @@ def parser_of() -> argparse.ArgumentParser:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in names(text)]
 
-    parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--model-size", default="90m", help="inflate the target to it")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
-    parser.add_argument("--prompts", type=Path, default=DEMO / "prompts")
+    parser.add_argument("--model", type=Path, required=True, help="folder to serve")
+    parser.add_argument("--draft", type=Path, required=True, help="its EAGLE-3 draft")
+    parser.add_argument("--prompts", type=Path, default=DEMO / "chat_prompts")
     parser.add_argument("--arms", type=names, default=arms)
     parser.add_argument("--domains", type=names, default=domains)
-    parser.add_argument("--batches", type=numbers, default="1,4,16,48")
+    parser.add_argument("--batches", type=numbers, default="1,2,4,8,16")
     parser.add_argument("--minutes", type=float, default=30.0)
     text = "rounds of a cell's first visit that are not counted"
     parser.add_argument("--learns", type=int, default=UNCOUNTED, help=text)
     parser.add_argument("--visits", type=int, default=2, help="of each cell")
-    text = "begin control anew at each visit, without a profile; all rounds count"
+    text = "begin control anew at each visit; all rounds count"
     parser.add_argument("--cold", action="store_true", help=text)
     parser.add_argument("--turn", type=float, default=0.2, help="seconds, at batch 0")
     parser.add_argument("--tokens", type=int, default=64, help="of an output")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="where inflated targets are kept")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser
 
@@ -401,12 +427,8 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
+    """Run it; returns the exit status: 1 if outputs differ."""
     report = measure(checked(parser_of().parse_args(argv)))
-    print(*report["overall"], report["identity"], sep="\n")
+    print(*report["overall"], report["identity"], report["verdict"], sep="\n")
     return int(report["identity"]["differing"] > 0)
-
-
-if __name__ == "__main__":
-    end_on_signals()
-    sys.exit(main())
