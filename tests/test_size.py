@@ -21,7 +21,7 @@ LINES = {
     ".": 1_925,
     "capture": 1_009,
     "cli": 1_300,
-    "control": 2_002,
+    "control": 1_998,
     "dashboards": 69,
     "deploy": 2_348,
     "doctor": 819,

@@ -37,7 +37,7 @@ _NEWTON = 1.0  # log-odds that a weight moves at most in one step of the fit
 
 
 class RequestIntercepts:
-    """How much easier each request is than its tokens say, in log-odds.
+    """Random intercepts: ease of each request beyond its confidences, in log-odds.
 
     Args:
         capacity: Slots of requests.
@@ -74,13 +74,13 @@ class RequestIntercepts:
         self.value[slots] += surprise / precision
 
     def reset(self) -> None:
-        """What is known of all requests says nothing any more."""
+        """Forget all requests."""
         self.value.fill(0.0)
         self._precision.fill(1.0 / self.variance)
 
 
 class Acceptance:
-    """What is believed of draft tokens.
+    """Beliefs about draft tokens.
 
     Args:
         most: Draft tokens of a request, at most (K).

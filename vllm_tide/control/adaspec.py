@@ -261,8 +261,9 @@ class AdaSpecPolicy:
         if batch.memory is not None:
             whole = np.minimum(batch.room, passes)
             survival, whole, self.remembered = batch.memory.merge(survival, whole)
-        seconds = step.forecast.target[: survival.size + 1]
-        seconds = seconds + step.forecast.draft[passes]
+        # Of this context: a forecast is of about such a one, which keeps no limit.
+        about = n, step.context, survival.size, batch.prefill
+        seconds = self._times.target_curve(*about) + step.forecast.draft[passes]
         if self._settings.verify:
             lengths, expected = self._worth(step, survival, seconds)
             explores = self._settings.explore and step.limit == inf

@@ -1,4 +1,4 @@
-"""What exploration may cost."""
+"""Budget of exploration."""
 
 from __future__ import annotations
 

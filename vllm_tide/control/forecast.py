@@ -1,4 +1,4 @@
-"""What a step is expected to yield and to take, before any confidence of it."""
+"""Expected tokens and seconds of a step, before any confidence of it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ _CHANGE = 0.1  # of mean or spread of the log-odds, that forecasts are to hear o
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of a step, before any confidence.
+    """Expectation of a step, before any confidence.
 
     Attributes:
         plain: Seconds without drafting.
-        target: float64, seconds of the target that verifies 0, 1, ... tokens in all.
         draft: Seconds of 0, 1, ... draft passes.
         steps: For 1, 2, ... draft passes the step of most tokens per second: its
             tokens, its seconds, and the seconds of one more verified token there.
     """
 
     plain: float
-    target: np.ndarray
     draft: list[float]
     steps: list[tuple[float, float, float]]
 
@@ -87,7 +85,7 @@ class Forecaster:
         better: float = 0.0,
         limit: float = inf,
     ) -> Forecast:
-        """What to expect of about such a step.
+        """The forecast of about such a step.
 
         Args:
             most: Most draft passes.
@@ -111,8 +109,7 @@ class Forecaster:
         )
         if (known := self._known.get(key)) is not None:
             return known
-        whole = n * len(self._normal)  # a memory may propose more than is drafted
-        target = self._times.target_curve(n, context, whole, batch.prefill)
+        target = self._times.target_curve(n, context, n * most, batch.prefill)
         draft = self._times.draft_curve(n, context, batch.first_rows, most)
         belief = self._acceptance
         logits = belief.mean[:most, None] + better + belief.spread * self._normal[:most]
@@ -135,7 +132,5 @@ class Forecaster:
             low = max(high - max(n // 2, 1), 0)
             price = max(float(target[high] - target[low]), 0.0) / max(high - low, 1)
             steps.append((float(tokens[passes, at]), float(seconds[passes, at]), price))
-        found = self._known[key] = Forecast(
-            float(target[0]), target, draft.tolist(), steps
-        )
+        found = self._known[key] = Forecast(float(target[0]), draft.tolist(), steps)
         return found

@@ -1,6 +1,6 @@
 """Seconds of the parts of a step, learnt while it serves.
 
-A profile ages: other processes take cores, clocks fall, real batches mix lengths. The
+They change: other processes take cores, clocks fall, real batches mix lengths. The
 logarithm of a forward's seconds is that of a `TimeModel`'s curve plus a Gaussian
 process over its rows, followed by a Kalman filter on a few knots: a size that was
 measured says much of those near it, and little of others. Noise is Student's t, so one
@@ -25,7 +25,7 @@ Learnt = tuple[list[float], list[float], list[float], float]
 KNOTS = tuple(sorted({base << shift for base in (2, 3) for shift in range(12)} | {1}))
 """Rows at which a curve may bend; kernels change their ways as coarsely."""
 
-_LEVEL_SD = 1.0  # of the logarithm, all sizes together: how wrong a profile may be
+_LEVEL_SD = 1.0  # of the logarithm, all sizes together: how wrong a prior may be
 _SHAPE_SD, _SHAPE_LENGTH = 0.3, 5.0  # Gaussian process beside that; knots
 _PLAIN_SD = 0.15  # of what kernels for one row of each request save
 _FREE_ROWS = np.geomspace(1, 1024, 21)  # that take as long as reading the weights

@@ -1,4 +1,4 @@
-"""What control is on both model runners; they differ in when they ask."""
+"""Control shared by both model runners, which differ in when they ask."""
 
 from __future__ import annotations
 
