@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Modules or packages, relative to vllm_tide.
-REWRITTEN: tuple[str, ...] = ()
+REWRITTEN: tuple[str, ...] = ("control",)
 # Whole names, or parts of a name between underscores, matched without leading ones.
 DENIED_NAMES = frozenset(
     {

@@ -19,21 +19,20 @@ PAGES = Path(__file__).parent / "metrics_pages"
 def full_report(time: int) -> dict[str, object]:
     """A worker's report with every key; numbers grow with time."""
     totals = (
-        "rows", "requests", "swaps", "rounds", "draft_steps", "drafted_tokens",
-        "verified_tokens", "accepted_tokens", "trimmed_tokens", "probes",
-        "hole_tokens", "slo_misses", "plain_seconds", "round_seconds",
-        "malformed_slo", "limits_left_out", "memory_proposals",
+        "rows", "requests", "swaps", "steps", "draft_passes", "drafted_tokens",
+        "verified_tokens", "accepted_tokens", "trimmed_tokens", "exploration_steps",
+        "hole_tokens", "slo_unreachable_steps", "plain_step_seconds", "step_seconds",
+        "malformed_slo", "client_limits_dropped", "memory_proposals",
         "memory_accepted_tokens",
     )  # fmt: skip
     labelled = (
-        "dropped", "refused", "faults", "off_rounds", "rounds_by_length",
+        "dropped", "refused", "faults", "steps_without_drafts", "steps_by_depth",
         "slo_requests", "prefix_verified", "prefix_accepted",
     )  # fmt: skip
     gauges = (
         "draft_version", "draft_installed_unix", "ring_used_bytes",
         "ring_capacity_bytes", "consumer_alive", "capture_on", "control_suspended_s",
-        "capture_suspended_s", "draft_length", "predicted_step_s", "measured_step_s",
-        "time_error", "calibration_error", "throughput_ratio",
+        "capture_suspended_s", "draft_depth", "time_error", "calibration_error",
     )  # fmt: skip
     return {
         **{key: time * (number + 1.5) for number, key in enumerate(totals)},

@@ -231,9 +231,9 @@ class ControlConfig(_Section):
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.01,
-        description="Share of time spent on trials: while drafting is off, whether it "
-        "would pay again; while on, what a step takes undrafted, and what becomes of "
-        "tokens that are never verified (0: no trials).",
+        description="Share of time that exploration may lose: while drafting is off, "
+        "to see whether it would pay again; while on, to measure steps without drafts; "
+        "and a quarter of it more to verify tokens that do not pay (0: none of it).",
     )
     verify: bool = Field(
         True, description="Leave out drafted tokens whose verification does not pay."

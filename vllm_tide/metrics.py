@@ -53,47 +53,53 @@ ENGINE = (
         "captured_requests", "Requests with at least one captured row.", "requests"
     ),
     _counter("swaps", "Drafts installed."),
-    _counter("control_rounds", "Steps in which control chose.", "rounds"),
-    _counter("draft_steps", "Draft passes run."),
+    _counter("control_steps", "Decode steps that control planned.", "steps"),
+    _counter("draft_passes", "Draft passes run: one per step and drafted position."),
     _counter("drafted_tokens", "Tokens drafted."),
     _counter("verified_tokens", "Drafted tokens sent to verification."),
     _counter("accepted_tokens", "Verified tokens accepted."),
     _counter("trimmed_tokens", "Drafted tokens left out of verification."),
     _counter(
         "memory_proposals",
-        "Drafts verified of a request and step that were found in its own text "
-        "(tide.test_time.memory); other counts of drafts leave them out, vLLM's not.",
+        "Verified proposals of the memory (tide.test_time.memory): one per request "
+        "and verify step. vLLM's counters of drafts include them, the other ones here "
+        "do not.",
     ),
-    _counter("memory_accepted_tokens", "Accepted tokens of these."),
-    _counter("probes", "Trials: drafted steps to see whether drafting pays again."),
+    _counter(
+        "memory_accepted_tokens", "Accepted tokens of verified proposals of the memory."
+    ),
+    _counter(
+        "exploration_steps",
+        "Steps that explored: control drafted, or verified whole drafts, to measure "
+        "whether drafting pays.",
+    ),
     _counter(
         "hole_tokens",
-        "Tokens the draft never saw because drafting was off for longer than "
-        "the memory for them holds.",
+        "Tokens missing from the draft's KV cache: drafting was off for longer than "
+        "the engine keeps their hidden states.",
     ),
     _counter(
-        "slo_rounds_missed",
-        "Steps in which no speculative length could keep the TPOT limit.",
-        "slo_misses",
+        "slo_unreachable_steps",
+        "Steps in which every draft depth, 0 included, is predicted to exceed a TPOT "
+        "limit.",
     ),
     _counter(
-        "plain_seconds",
+        "plain_step_seconds",
         "Predicted time of plain decoding for the tokens of measured steps (seconds; "
         "adaspec only).",
     ),
     _counter(
-        "round_seconds", "Measured time of the same steps (seconds; adaspec only)."
+        "step_seconds", "Measured time of the same steps (seconds; adaspec only)."
     ),
     _counter(
         "malformed_slo",
-        "Requests whose tide_slo_tpot_ms was no positive number, or tide_k_max no "
-        "length.",
+        "Requests with a tide_slo_tpot_ms that is not a positive number, or a "
+        "tide_k_max that is not a speculative length.",
     ),
     _counter(
-        "client_limits_left_out",
-        "Steps that left out the TPOT limits of clients, which would have cost the "
-        "batch more than a tenth of its tokens per second.",
-        "limits_left_out",
+        "client_limits_dropped",
+        "Steps in which control dropped the TPOT limits of clients: they would have "
+        "cost the batch more than a tenth of its tokens per second.",
     ),
     _counter(
         "dropped_rows",
@@ -109,11 +115,13 @@ ENGINE = (
         "refused_drafts", "Published drafts refused, by reason.", "refused", "reason"
     ),
     _counter("faults", "Faults contained at the serving boundary.", label="reason"),
-    _counter("off_rounds", "Steps without drafting, by reason.", label="reason"),
-    _counter("rounds_by_length", "Steps by number of draft passes.", label="length"),
+    _counter(
+        "steps_without_drafts", "Steps without drafts, by reason.", label="reason"
+    ),
+    _counter("steps_by_depth", "Steps by draft depth (draft passes).", label="depth"),
     _counter(
         "slo_requests",
-        "Ended requests with a TPOT limit: met or missed, as the engine saw it.",
+        "Ended requests with a TPOT limit: met or missed, as measured in the engine.",
         label="outcome",
     ),
     _counter(
@@ -151,37 +159,25 @@ ENGINE = (
     ),
     _gauge(
         "control_suspended_seconds",
-        "Time until control, left out after a fault, drafts again (seconds); 0 while "
-        "it runs.",
+        "Time until control restarts after a fault (seconds), without drafts until "
+        "then; 0 while it runs.",
         "control_suspended_s",
     ),
     _gauge(
         "capture_suspended_seconds",
-        "Time until capture, left out after repeated faults, goes on (seconds); 0 "
-        "while it runs.",
+        "Time until capture restarts after repeated faults (seconds); 0 while it runs.",
         "capture_suspended_s",
     ),
-    _gauge("draft_length", "Mean draft passes per step since the last report."),
-    _gauge(
-        "predicted_step_seconds",
-        "Predicted time of a step (decayed mean, seconds).",
-        "predicted_step_s",
-    ),
-    _gauge(
-        "measured_step_seconds",
-        "Measured time of a step (decayed mean, seconds).",
-        "measured_step_s",
-    ),
+    _gauge("draft_depth", "Mean draft depth of the steps since the last report."),
     _gauge(
         "time_model_error_ratio",
-        "Relative error of predicted step times (decayed).",
+        "Relative error of predicted step times (decayed mean).",
         "time_error",
     ),
     _gauge(
         "calibration_error",
-        "Expected calibration error of acceptance probabilities (decayed).",
+        "Expected calibration error of acceptance probabilities (decayed mean).",
     ),
-    _gauge("throughput_ratio", "Tokens/s over those predicted (decayed)."),
     Metric(
         "histogram",
         "swap_seconds",

@@ -34,7 +34,7 @@ from sim.published import table_model
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 from vllm_tide.control.step_times import StepSample, StepTimes
 from vllm_tide.engine.control_v2 import ControlV2
@@ -76,14 +76,14 @@ def measure(
         batch = Batch(
             slots=slots,
             context=rng.integers(100, 2000, requests),
-            room=np.where(rng.random(requests) < 0.02, rng.integers(0, k, requests), k),
+            caps=np.where(rng.random(requests) < 0.02, rng.integers(0, k, requests), k),
             sampled=slots % 4 == 0,
             limit=np.full(requests, 0.5 if turn % 2 else np.inf),
             first_rows=requests,
         )
         logit = 3.0 + 1.5 * rng.standard_normal((k, requests))
         confidence = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
-        steps = timed("plan", policy.plan, batch, now).steps
+        steps = timed("plan", policy.plan, batch, now).passes
         for step in range(1, steps + 1):
             timed("go_on", policy.go_on, step, confidence[step - 1])
         lengths = timed("choose", policy.choose)
@@ -113,7 +113,7 @@ def measure_v2(
     settings = ControlSettings(
         k_max=k, verify=False, explore=False, max_requests=requests
     )
-    control.policy = AdaSpecPolicy(settings, KeptPass(times))
+    control.policy = AdaSpecPolicy(settings, FirstPassAlways(times))
     names = [f"cmpl-{number:032d}-0" for number in range(requests)]
     begun, learnt = ([], []), ([], [])
     for turn in range(rounds):
@@ -181,12 +181,12 @@ def measure_recall(
     memory = Memory(requests, table.shape[1], k)
     for slot in slots.tolist():
         memory.begin(slot)
-    one, room = np.ones(requests, np.int64), np.full(requests, k)
+    one, caps = np.ones(requests, np.int64), np.full(requests, k)
     wall, cpu = [], []
     for known in range(500, table.shape[1]):
         text = Text(table, one * known, table[:, known : known + 1], one)
         spent, began = time.thread_time(), time.perf_counter()
-        if memory.recall(slots, text, room) is not None:
+        if memory.recall(slots, text, caps) is not None:
             raise RuntimeError("a text repeats")
         wall.append(time.perf_counter() - began)
         cpu.append(time.thread_time() - spent)

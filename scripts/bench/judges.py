@@ -158,23 +158,23 @@ class Loop:
     def step(self, *, records: bool = True) -> list[ServedRequest]:
         """One round; the requests that it ended (none without `records`)."""
         n, model = self.n, self.time.prior
-        room = np.minimum(self.k, self.left - 1)
+        caps = np.minimum(self.k, self.left - 1)
         plan = self.policy.plan(
-            Batch(self._slots, self._context, room, self._greedy, self._limit, n),
+            Batch(self._slots, self._context, caps, self._greedy, self._limit, n),
             self.seconds,
         )
         chance, belief = self.truth.draw(self.rng, self.ease, self.k)
         luck = self.rng.random((self.k, n)) < chance
         step, lengths = 0, np.zeros(n, np.int64)
-        more = plan.steps > 0
-        while more and step < plan.steps:
+        more = plan.passes > 0
+        while more and step < plan.passes:
             step += 1
             more = self.policy.go_on(step, belief[step - 1])
         if step:
-            lengths = np.minimum(self.policy.choose(), room)
+            lengths = np.minimum(self.policy.choose(), caps)
         chances = np.ones(n)
         if step and not self.static:
-            looked = (lengths == 0) & (room > 0) & (self.rng.random(n) < EXPLORED)
+            looked = (lengths == 0) & (caps > 0) & (self.rng.random(n) < EXPLORED)
             lengths, chances[looked] = lengths + looked, EXPLORED
         sent = np.arange(self.k)[:, None] < lengths
         accepted = np.cumprod(luck & sent, axis=0).sum(axis=0)
@@ -220,7 +220,6 @@ class Loop:
         self.done[slot] = 0
         self.key[slot] = self._next
         self._next += 1
-        self.policy.drop(slot)
         self.policy.add(slot, False, self.seconds)
 
 

@@ -69,9 +69,9 @@ def _no_correction() -> None:
 
     def go_on(self, step, confidence):  # type: ignore[no-untyped-def]
         this = self._step
-        this.passes = step
-        this.said.append(confidence)
-        return step < min(this.most, this.sure + 1)
+        this.depth = step
+        this.confidences[step - 1] = confidence
+        return step < min(this.max_depth, this.planned + 1)
 
     POLICY.go_on = go_on  # type: ignore[method-assign]
 
@@ -82,7 +82,7 @@ def _no_plan() -> None:
 
     def planned(self, batch, now):  # type: ignore[no-untyped-def]
         found = plan(self, batch, now)
-        self._step.sure = 0
+        self._step.planned = 0
         return found
 
     POLICY.plan = planned  # type: ignore[method-assign]
@@ -107,18 +107,17 @@ PARTS: dict[str, Callable[[], None]] = {
     "simulated drafts": _all_drafts_alike,
     "curve of confidences": _not_called(acceptance.Acceptance, "_fit"),
     "intercepts of requests": _not_called(acceptance.RequestIntercepts, "learn"),
-    "how much requests differ": _numbers(acceptance, _REQUESTS=0.0),
+    "how much requests differ": _numbers(acceptance, _REQUEST_WEIGHT=0.0),
     "fading of verdicts": _numbers(acceptance, HALF_LIFE_TOKENS=1e9),
-    "drift of drafts": _numbers(acceptance, _DRIFT=0.0),
     "exploration": _knobs(probe_share=0.0),
-    "trials without hope": _numbers(allowance, _HOPELESS=inf),
-    "doubt about times": _numbers(step_times.StepTimes, doubt=lambda *_: 0.0),
+    "exploration that is due": _numbers(allowance, _DUE=inf),
+    "uncertainty of times": _numbers(step_times.StepTimes, ratio_sd=lambda *_: 0.0),
     "whole drafts now and then": _knobs(explore=False),
     "learning of times": _not_called(step_times.PassTime, "observe"),
     "curve of times": _numbers(step_times, _SHAPE_SD=1e-2),
     "unknown slope": _numbers(step_times, _FREE_ROWS=np.full(2, 1e3)),
-    "outliers": _numbers(step_times, _DEGREES=1e9),
-    "reopening": _numbers(step_times, _LEANING=inf),
+    "clipping": _numbers(step_times, _CLIP=1e9),
+    "learning anew": _numbers(step_times, _LEANING=inf),
     "drift of times": _numbers(step_times, _DRIFT=0.0),
 }
 

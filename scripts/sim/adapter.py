@@ -67,7 +67,6 @@ class Adapter:
         """A request has ended."""
         if self._slo is not None:
             self._slo.finish(slot)
-        self._policy.drop(slot)
 
     def after_target(self, state: np.ndarray, step: Step, now: float) -> float:
         """Let the policy act on a step whose tokens are known.
@@ -96,7 +95,7 @@ class Adapter:
         batch = Batch(
             slots=slots,
             context=state[col.CACHED].copy(),
-            room=self._room(state, step),
+            caps=self._caps(state, step),
             sampled=self._no[: step.requests],
             limit=limit,
             first_rows=step.rows,
@@ -104,11 +103,11 @@ class Adapter:
             prefill=0,  # the engine's worker does not know what is scheduled next
         )
         if self._reveal is not None:
-            self._reveal(self._survival(state, batch.room), step.emitting)
+            self._reveal(self._survival(state, batch.caps), step.emitting)
         plan = self._policy.plan(batch, now)
-        if plan.steps > 0:
+        if plan.passes > 0:
             steps, lengths, late_s, first_s, next_s = self._draft(
-                state, batch, plan.steps
+                state, batch, plan.passes
             )
         else:
             steps, lengths, first_s, next_s = 0, self._none[: step.requests], 0.0, 0.0
@@ -141,7 +140,7 @@ class Adapter:
         while more and steps < most:
             steps += 1
             more = self._policy.go_on(steps, confidence[:, steps - 1])
-        lengths = np.minimum(self._policy.choose(), batch.room)
+        lengths = np.minimum(self._policy.choose(), batch.caps)
         requests = len(batch.slots)
         self.drafted += steps * requests
         first_s = truth.draft_first(cached, batch.first_rows)
@@ -171,17 +170,17 @@ class Adapter:
         self._slo.advance(slots, step.emitted - first, now)
         return np.asarray(self._slo.limits(slots, now))
 
-    def _room(self, state: np.ndarray, step: Step) -> np.ndarray:
-        room: np.ndarray = np.minimum(state[col.LEFT] - 1, self._process.top)
+    def _caps(self, state: np.ndarray, step: Step) -> np.ndarray:
+        caps: np.ndarray = np.minimum(state[col.LEFT] - 1, self._process.top)
         if step.ended or step.emitting < step.requests:
-            room[(step.emitted == 0) | (room < 0)] = 0
-        return room
+            caps[(step.emitted == 0) | (caps < 0)] = 0
+        return caps
 
-    def _survival(self, state: np.ndarray, room: np.ndarray) -> np.ndarray:
+    def _survival(self, state: np.ndarray, caps: np.ndarray) -> np.ndarray:
         survival: np.ndarray = self._process.survival[state[col.AT]]
         top = self._process.top
-        if int(room.min()) < top:
-            survival[np.arange(top) >= room[:, None]] = 0.0
+        if int(caps.min()) < top:
+            survival[np.arange(top) >= caps[:, None]] = 0.0
         return survival
 
     def _measure(

@@ -47,7 +47,7 @@ def candidates(
 
     Args:
         survival: [n, K] probability that drafts 1..j+1 of a request are all accepted,
-            non-increasing in j; 0 where a request has no room.
+            non-increasing in j; 0 where a request has no such token.
         emitting: Requests that emit a token whatever is drafted.
         target: [n * K + 1] seconds of the target step that verifies m drafts.
         spent: [K + 1] seconds of the rest of a round that drafts 0..K steps.

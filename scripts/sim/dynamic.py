@@ -52,7 +52,7 @@ class PlannedPolicy:
     def planned(self, steps: int, lengths: np.ndarray) -> Plan:
         """The plan of *steps* draft steps that verifies [n] *lengths* drafts."""
         self._steps, self._lengths = steps, lengths
-        return Plan(steps, "no_gain" if steps == 0 else "", False)
+        return Plan(steps, "no_gain" if steps == 0 else "")
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
         """Draft as planned, whatever the confidences are."""
@@ -98,4 +98,4 @@ class DynamicPolicy(PlannedPolicy):
     def plan(self, batch: Batch, now: float) -> Plan:
         """Look the length up."""
         steps = int(self._table[len(batch.slots)])
-        return self.planned(steps, np.minimum(batch.room, steps))
+        return self.planned(steps, np.minimum(batch.caps, steps))

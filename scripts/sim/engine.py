@@ -3,7 +3,7 @@
 A step drops the requests that ended, schedules decoding requests with the drafts that
 were chosen in the step before, fills what is left of the token budget with prompts
 (first come first served, the last one in part), runs the target, and lets the policy
-act (`adapter`). A request that ends in a step is in that step's batch, without room:
+act (`adapter`). A request that ends in a step is in that step's batch, without caps:
 the engine's worker learns of the end only with the next step.
 """
 

@@ -121,7 +121,7 @@ class OneDepthAdapter(Adapter):
         # where it accepts it.
         sampled[:, 0] = self._right[slots]
         self._right[slots] = self._process.run[at] > 0
-        state[col.SENT] = np.minimum(self._room(state, step), depth)
+        state[col.SENT] = np.minimum(self._caps(state, step), depth)
         landed = engine_step.Step(
             req_ids=[self._names[slot] for slot in slots.tolist()],
             bounds=np.append(0, ends),

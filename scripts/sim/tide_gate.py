@@ -66,6 +66,6 @@ class TideGatePolicy(StaticPolicy):
         self._waited += 1
         if self._waited > _TRIAL_STEPS:
             self._waited = 0
-            self._count["probes"] += 1
+            self._count["exploration_steps"] += 1
             return ""
         return "no_gain"

@@ -98,7 +98,7 @@ def test_a_sound_run_has_no_problem():
     assert "acceptance length, sql (2)" in table(report)
 
 
-def test_a_phase_in_which_control_chose_length_0_is_sound():
+def test_a_phase_in_which_control_chose_depth_0_is_sound():
     last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     before = runs["tide"].segments[0]
@@ -106,7 +106,7 @@ def test_a_phase_in_which_control_chose_length_0_is_sound():
     said = ["tide: nothing was drafted in some phase"]
     assert problems(build_report(runs, [], {}), runs) == said
     values = runs["tide"].samples[-1].values
-    values["vllm_tide:off_rounds_total", (("reason", "gain"),)] = 5.0
+    values["vllm_tide:steps_without_drafts_total", (("reason", "gain"),)] = 5.0
     report = build_report(runs, [], {})
     assert problems(report, runs) == []
     assert report["arms"]["tide"]["acceptance_length"]["before_shift"] is None

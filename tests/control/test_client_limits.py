@@ -58,11 +58,11 @@ def test_a_client_with_a_hard_limit_leaves_the_others_their_share(name, n):
     for factor in (1.02, 1.1, 1.2, 1.3):
         limited, stats = throughput(name, n, factor)
         assert limited >= 0.9 * free, factor
-        assert stats["limits_left_out"] > 0 or factor > 1.1
+        assert stats["client_limits_dropped"] > 0 or factor > 1.1
 
 
 def test_the_operators_own_limit_is_kept_whatever_it_costs():
     free, _ = throughput("Llama-3.3-70B", 32, None)
     limited, stats = throughput("Llama-3.3-70B", 32, 1.02, by_operator=True)
     assert limited < 0.6 * free
-    assert stats["limits_left_out"] == 0
+    assert stats["client_limits_dropped"] == 0

@@ -19,14 +19,14 @@ def policy(model="Llama-3.3-70B", **knobs):
     return made
 
 
-def proposals(*chances, look=False):
+def proposals(*chances, force=False):
     """Of each request: the chance of each token; None: no proposal."""
     survival = np.full((K, N), -1.0, np.float32)
     for i, chance in enumerate(chances):
         if chance is not None:
             survival[:, i] = chance ** np.arange(1, K + 1)
     drafted = (0.5 ** np.arange(1, K + 1))[:, None] * np.ones(N)
-    return Proposals(survival, drafted.astype(np.float32), look)
+    return Proposals(survival, drafted.astype(np.float32), force)
 
 
 def batch(memory=None):
@@ -35,7 +35,7 @@ def batch(memory=None):
 
 def drafted(made, confidence, plan, steps=K):
     step = 0
-    while step < min(plan.steps, steps):
+    while step < min(plan.passes, steps):
         step += 1
         if not made.go_on(step, np.full(N, confidence)):
             break
@@ -45,7 +45,7 @@ def drafted(made, confidence, plan, steps=K):
 def test_each_request_gets_what_is_worth_more():
     made = policy()
     plan = made.plan(batch(proposals(0.99, 0.05, None, 0.97)), 1.0)
-    assert plan.steps == K, "two requests need the draft"
+    assert plan.passes == K, "two requests need the draft"
     step = drafted(made, 0.9, plan)
     lengths = made.choose()
     assert made.remembered.tolist() == [True, False, False, True]
@@ -62,14 +62,14 @@ def test_each_request_gets_what_is_worth_more():
 def test_the_draft_is_left_out_where_nobody_needs_it(kind):
     made = kind()
     plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99)), 1.0)
-    assert (plan.steps, plan.reason) == (0, "memory")
+    assert (plan.passes, plan.reason) == (0, "memory")
     assert made.choose().tolist() == [K] * N
     assert made.remembered.all()
     made = kind()
-    plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99, look=True)), 1.0)
-    assert plan.steps == K, "it is looked at"
+    plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99, force=True)), 1.0)
+    assert plan.passes == K, "it is looked at"
     made = kind()
-    assert made.plan(batch(proposals(0.99, 0.98, 0.97, None)), 1.0).steps == K
+    assert made.plan(batch(proposals(0.99, 0.98, 0.97, None)), 1.0).passes == K
 
 
 def test_proposals_are_trimmed_by_what_they_cost():
@@ -94,7 +94,7 @@ def test_steps_of_the_memory_are_counted():
         none = np.zeros(N, np.int64)
         made.observe(Outcome(np.arange(N), none, none, lengths + 1, 0.1 * turn + 0.09))
     stats = made.stats()
-    assert stats["off_rounds"] == {"memory": 50}
+    assert stats["steps_without_drafts"] == {"memory": 50}
     assert stats["verified_tokens"] == stats["accepted_tokens"] == 0
     # It counts for the speed over plain decoding, as tokens that were served.
-    assert stats["plain_seconds"] / stats["round_seconds"] > 0.5
+    assert stats["plain_step_seconds"] / stats["step_seconds"] > 0.5

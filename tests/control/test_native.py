@@ -44,7 +44,7 @@ def survivals(**changed):
         "confidence": np.ones((3, 2), np.float32),
         "slots": np.array([0, 4]),
         "sampled": np.zeros(2, bool),
-        "room": np.full(2, 3),
+        "caps": np.full(2, 3),
         "knots": np.array([0.1, 0.9]),
         "curves": np.zeros((2, 2)),
         "requests": np.zeros(5),
@@ -61,7 +61,7 @@ def test_survivals_that_fit_are_taken():
     none = np.zeros(0, np.int64)
     empty = dict.fromkeys(("confidence", "survival"), np.zeros(0, np.float32))
     survivals(
-        slots=none, room=none, sampled=none.astype(bool), logits=none * 1.0, **empty
+        slots=none, caps=none, sampled=none.astype(bool), logits=none * 1.0, **empty
     )
 
 
@@ -71,8 +71,8 @@ def test_survivals_that_fit_are_taken():
         ({"slots": np.array([0, 5])}, ValueError),
         ({"slots": np.array([-1, 0])}, ValueError),
         ({"slots": np.arange(3)}, ValueError),
-        ({"room": np.ones(3, int)}, ValueError),
-        ({"room": np.ones(2, np.int32)}, TypeError),
+        ({"caps": np.ones(3, int)}, ValueError),
+        ({"caps": np.ones(2, np.int32)}, TypeError),
         ({"sampled": np.zeros(2, np.uint8)}, TypeError),
         ({"knots": np.ones(1), "curves": np.zeros(2)}, ValueError),
         ({"curves": np.zeros(2)}, ValueError),

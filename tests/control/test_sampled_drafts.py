@@ -86,7 +86,7 @@ def serve(policy: Any, n: int, tries: int, stair: float) -> tuple[float, float, 
         tokens = np.stack([first, second], 1)
         q = np.stack([np.tile(Q, (n, 1)), after], 1)  # [n, K, 4]
         step = 0
-        while step < plan.steps:
+        while step < plan.passes:
             step += 1
             if not policy.go_on(step, q[:, step - 1].max(-1)):
                 break
@@ -130,15 +130,15 @@ def test_greedy_drafts_are_still_cut(monkeypatch, caplog):
 
 @pytest.mark.parametrize("policy", ["adaspec", "threshold"])
 def test_a_token_is_verified_whatever_its_own_step_said(monkeypatch, policy):
-    """Confidences after the last decision change nothing, with unequal room too."""
-    room, n = np.array([2, 1]), 2
+    """Confidences after the last decision change nothing, with unequal caps too."""
+    caps, n = np.array([2, 1]), 2
     lengths = []
     for last in (0.01, 0.99):
         asked = started(monkeypatch, "probabilistic", staircase(n), policy=policy)
         for slot in range(n):
             asked.add(slot, True, 0.0)
-        plan = asked.plan(batch_of(room, sampled=np.ones(n, bool)), 0.0)
-        assert plan.steps == 2
+        plan = asked.plan(batch_of(caps, sampled=np.ones(n, bool)), 0.0)
+        assert plan.passes == 2
         assert asked.go_on(1, np.array([0.9, 0.8]))
         # Nobody asks after the last step, but its confidences are told.
         asked.go_on(2, np.full(n, last))

@@ -83,7 +83,7 @@ class Clock:
 
 
 def step_of(times):
-    return times.step_seconds(8, 2400, 24, 3, 32)
+    return times.target_curve(8, 2400, 24)[-1] + times.draft_curve(8, 2400, 32, 3)[-1]
 
 
 def truth_of(model):
@@ -103,7 +103,7 @@ def test_before_any_step_it_is_the_prior():
     )
     assert step_of(times) == pytest.approx(truth_of(TRUTH))
     assert np.isnan(times.error) and times.version == 0
-    assert times.doubt(8, 0.0) > 0.2
+    assert times.ratio_sd(8, 0.0) > 0.2
 
 
 def test_a_wrong_prior_is_corrected():
@@ -111,7 +111,7 @@ def test_a_wrong_prior_is_corrected():
     Clock(times).feed(truth, 300)
     assert step_of(times) == pytest.approx(truth_of(truth), rel=0.04)
     assert times.error < 0.04 and times.version > 0
-    assert times.doubt(8, 3.0) < 0.1
+    assert times.ratio_sd(8, 3.0) < 0.1
 
 
 def test_kernels_for_one_row_of_each_request_are_learnt_apart_from_the_curve():
@@ -127,7 +127,7 @@ def test_kernels_for_one_row_of_each_request_are_learnt_apart_from_the_curve():
         assert curve[0] == pytest.approx(0.75 * truth[0], rel=0.05)
         assert curve[1] == pytest.approx(truth[1], rel=0.05)
         assert curve[-1] == pytest.approx(truth[-1], rel=0.05)
-        assert clock.times.doubt(n, clock.now) < 0.05
+        assert clock.times.ratio_sd(n, clock.now) < 0.05
     # Prefill rows are beside one of each request: no such kernels.
     curve = clock.times.target_curve(8, 2400, 3, 100)
     assert curve[0] == pytest.approx(curve[1], rel=0.02)

@@ -3,15 +3,15 @@ import itertools
 import numpy as np
 import pytest
 
-from vllm_tide.control.verifier import ABSENT, Choice, select
+from vllm_tide.control.verifier import Choice, select
 
 
 def brute_force(survival, tokens, seconds, limit, bar):
     """Best value over every prefix set."""
     steps, n = survival.shape
-    rooms = [(survival[:, i] >= 0).sum() for i in range(n)]
+    caps = [(survival[:, i] >= 0).sum() for i in range(n)]
     best = -np.inf
-    for lengths in itertools.product(*(range(room + 1) for room in rooms)):
+    for lengths in itertools.product(*(range(cap + 1) for cap in caps)):
         m = sum(lengths)
         expect = tokens + sum(
             float(survival[:length, i].sum()) for i, length in enumerate(lengths)
@@ -40,8 +40,8 @@ def instance(rng, stairs, ties):
         rng.choice([0.25, 0.5, 1.0], (steps, n)) if ties else rng.random((steps, n))
     )
     survival = np.cumprod(chance, axis=0).astype(np.float32)
-    room = rng.integers(0, steps + 1, n)
-    survival[np.arange(steps)[:, None] >= room] = ABSENT
+    caps = rng.integers(0, steps + 1, n)
+    survival[np.arange(steps)[:, None] >= caps] = -1.0
     size = steps * n + 1
     rise = rng.random(size) * 0.4
     if stairs:

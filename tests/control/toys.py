@@ -26,13 +26,13 @@ def published(name: str, host: float = 0.0) -> TimeModel:
     return replace(tables.published(NAMES[name]), host=host)
 
 
-def batch_of(room: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
-    """Requests in the first slots, whose `room` is given."""
-    n = len(room)
+def batch_of(caps: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
+    """Requests in the first slots, whose `caps` are given."""
+    n = len(caps)
     fields = {
         "slots": np.arange(n),
         "context": np.full(n, 100),
-        "room": np.array(room, np.int64),
+        "caps": np.array(caps, np.int64),
         "sampled": np.zeros(n, bool),
         "limit": np.full(n, np.inf),
         "first_rows": n,
@@ -41,12 +41,12 @@ def batch_of(room: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
 
 
 class FixedTimes(StepTimes):
-    """Step times that do not learn, and do not doubt."""
+    """Step times that are certain, and do not learn."""
 
     def observe(self, sample: StepSample, now: float) -> None:
         """Nothing to learn."""
 
-    def doubt(self, requests: int, now: float) -> float:
+    def ratio_sd(self, requests: int, now: float) -> float:
         return 0.0
 
 
@@ -150,7 +150,6 @@ class World:
             done = np.flatnonzero(self.left <= 0)
         for slot in done:
             if policy is not None:
-                policy.drop(slot)
                 policy.add(slot, False, self.now)
         self.left[done] = self.length
         self.ease[done] = self._eases(len(done))
@@ -161,7 +160,7 @@ class World:
     ) -> Result:
         """Drive a policy; its own time model may be wrong, `self.time` is true.
 
-        With `rests` rounds are left out as the engine does where `Plan.rest` says so.
+        With `rests` steps are left out as the engine does where `Plan.unasked` says so.
         """
         result = Result()
         rest = waited = 0
@@ -174,21 +173,21 @@ class World:
             luck = self.rng.random((self.k, self.n))
             if hasattr(policy, "reveal"):  # it knows the truth, not the luck
                 survival = np.cumprod(chance, axis=0).T
-                survival[np.arange(self.k) >= batch.room[:, None]] = 0.0
+                survival[np.arange(self.k) >= batch.caps[:, None]] = 0.0
                 policy.reveal(survival, self.n)
             resting = rest > 0
             if resting:
                 rest, plan = rest - 1, Plan(0)
             else:
                 waited, plan = 0, policy.plan(batch, self.now)
-                rest = plan.rest if rests else 0
+                rest = plan.unasked if rests else 0
             step = 0
-            while step < plan.steps:
+            while step < plan.passes:
                 step += 1
                 if not policy.go_on(step, confidence[step - 1]):
                     break
             lengths = policy.choose() if step else np.zeros(self.n, np.int64)
-            assert (lengths <= np.minimum(batch.room, step)).all()
+            assert (lengths <= np.minimum(batch.caps, step)).all()
             assert (lengths >= 0).all()
             passed = np.cumprod(luck < chance, axis=0)
             passed = passed * (np.arange(self.k)[:, None] < lengths)
@@ -197,13 +196,13 @@ class World:
             self.now += seconds
             emitted = accepted + 1
             if resting and came:
-                policy.leave_out(batch.slots, seconds)
+                policy.leave_out(seconds)
             elif resting:
                 waited += 1
             outcome = Outcome(
                 batch.slots, lengths, accepted, emitted, self.now, sample, 1 + waited
             )
-            # As in the engine: told when the next question is asked.
+            # As in the engine: observed before the next call of `plan`.
             if not rest:
                 policy.observe(outcome)
             came = self.finish(emitted, policy)

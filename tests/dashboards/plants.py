@@ -61,16 +61,15 @@ def times(*minutes: int) -> Value:
 MISSED = server("vllm_tide:slo_requests_total", 'outcome="missed"')
 MET = server("vllm_tide:slo_requests_total", 'outcome="met"')
 FIRST = server("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"')
-OFF = server("vllm_tide:off_rounds_total", 'reason="no_gain"')
+OFF = server("vllm_tide:steps_without_drafts_total", 'reason="no_gain"')
 FULL = server("vllm_tide:dropped_rows_total", 'reason="ring_full"')
 CUT = server("vllm_tide:dropped_rows_total", 'reason="cut_short"')
 OUTPUT = server("vllm:generation_tokens_total")
 DRAFTS = server("vllm:spec_decode_num_drafts_total")
 VERIFIED = server("vllm:spec_decode_num_draft_tokens_total")
 ACCEPTED = server("vllm:spec_decode_num_accepted_tokens_total")
-ROUNDS = server("vllm_tide:control_rounds_total")
-ROUNDS_MISSED = server("vllm_tide:slo_rounds_missed_total")
-RATIO = server("vllm_tide:throughput_ratio")
+STEPS = server("vllm_tide:control_steps_total")
+UNREACHABLE = server("vllm_tide:slo_unreachable_steps_total")
 TIME_ERROR = server("vllm_tide:time_model_error_ratio")
 ROWS = server("vllm_tide:captured_rows_total")
 ALIVE = server("vllm_tide:ring_consumer_alive")
@@ -85,12 +84,11 @@ HEALTHY: Series = {
     VERIFIED: counter(6000),
     ACCEPTED: counter(4000),
     FIRST: counter(1600),
-    ROUNDS: counter(600),
-    ROUNDS_MISSED: counter(6),
+    STEPS: counter(600),
+    UNREACHABLE: counter(6),
     OFF: counter(60),
     MET: counter(60),
     MISSED: counter(1),
-    RATIO: gauge(1),
     TIME_ERROR: gauge(0.05),
     server("vllm_tide:draft_version"): hourly,
     SWAPS: hourly,
@@ -116,8 +114,7 @@ HEALTHY: Series = {
 # name -> (series that replace or join the healthy ones, alerts that fire with it)
 PLANTS: dict[str, tuple[Series, tuple[str, ...]]] = {
     "TideLimitMissed": ({MISSED: counter(1, 20)}, ()),
-    "TideLimitUnreachable": ({ROUNDS_MISSED: counter(6, 500)}, ()),
-    "TideThroughputBelowPrediction": ({RATIO: gauge(1, 0.5)}, ()),
+    "TideLimitUnreachable": ({UNREACHABLE: counter(6, 500)}, ()),
     "TideTimeModelWrong": ({TIME_ERROR: gauge(0.05, 0.6)}, ()),
     "TideAcceptanceFell": ({FIRST: counter(1600, 400)}, ()),
     "TideDraftsWasted": (
@@ -171,12 +168,11 @@ _IDLE = {
     VERIFIED: counter(6000, 0),
     ACCEPTED: counter(4000, 0),
     FIRST: counter(1600, 0),
-    ROUNDS: counter(600, 0),
-    ROUNDS_MISSED: counter(6, 0),
+    STEPS: counter(600, 0),
+    UNREACHABLE: counter(6, 0),
     OFF: counter(60, 0),
     MET: counter(60, 0),
     MISSED: counter(1, 0),
-    RATIO: gauge(1, 0.5),
     TIME_ERROR: gauge(0.05, 0.6),
     ROWS: counter(6000, 0),
     FULL: counter(10, 0),
@@ -190,7 +186,7 @@ _IDLE = {
 # A static length, no capture, no trainer: figures of control and the ring stay unset.
 _PLAIN = {name: series for name, series in HEALTHY.items() if "trainer" not in name} | {
     name: gauge(0)
-    for name in (ROUNDS, ROUNDS_MISSED, RATIO, TIME_ERROR, ROWS, ALIVE, USED, CAPACITY)
+    for name in (STEPS, UNREACHABLE, TIME_ERROR, ROWS, ALIVE, USED, CAPACITY)
 }
 for _name in (MET, MISSED, OFF, FULL):
     del _PLAIN[_name]

@@ -125,7 +125,7 @@ def test_every_subject_is_shown():
     shown = set().union(*(metrics_in(expr) for _, expr in EXPRESSIONS))
     # Parts of what is shown otherwise: vLLM counts the same tokens for every policy.
     told_otherwise = {
-        "vllm_tide:draft_steps_total",
+        "vllm_tide:draft_passes_total",
         "vllm_tide:verified_tokens_total",
         "vllm_tide:accepted_tokens_total",
         "vllm_tide:swap_seconds_bucket",

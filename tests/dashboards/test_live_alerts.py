@@ -39,8 +39,8 @@ MOST_S = 150.0  # until an alert fires, or stops
 TRAIN = {"min_gain": 10.0, "min_new_tokens": 512, "steps_per_cycle": 16}
 PLANTS: list[tuple[Any, ...]] = []  # arguments of `plant`
 OF_CONTROL = (
-    *("TideThroughputBelowPrediction", "TideDraftingOff", "TideLimitMissed"),
-    *("TideLimitUnreachable", "TideTimeModelWrong", "TideSwapSlow"),
+    *("TideDraftingOff", "TideLimitMissed", "TideLimitUnreachable"),
+    *("TideTimeModelWrong", "TideSwapSlow"),
 )
 # A vLLM plugin: nothing from outside was found that makes capture raise.
 BUG = """

@@ -210,11 +210,11 @@ def test_outputs_are_the_targets_while_drafts_are_learnt_and_swapped(server, rig
     assert seen["vllm_tide:swap_seconds_count"] == seen["vllm_tide:swaps_total"]
     assert seen["vllm_tide:ring_consumer_alive"] == 1
     assert seen["vllm_tide:ring_capacity_bytes"] > 0
-    assert seen["vllm_tide:control_rounds_total"] >= NUM_TOKENS
+    assert seen["vllm_tide:control_steps_total"] >= NUM_TOKENS
     verified = seen["vllm_tide:verified_tokens_total"]
     assert 0 < verified <= seen["vllm_tide:drafted_tokens_total"]
-    assert seen["vllm_tide:round_seconds_total"] > 0
-    assert seen["vllm_tide:plain_seconds_total"] > 0
+    assert seen["vllm_tide:step_seconds_total"] > 0
+    assert seen["vllm_tide:plain_step_seconds_total"] > 0
     assert not [name for name in seen if name.startswith("vllm:tide")]
     assert not [name for name in seen if name.startswith("vllm_tide:faults")]
     assert not [name for name in seen if name.startswith("vllm_tide:refused")]

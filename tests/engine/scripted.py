@@ -81,7 +81,12 @@ class Scripted:
 
     def stats(self):
         """The numbers that an adapter reads for its report."""
-        return {"rounds": self.round, "draft_steps": 0, "length_hist": []}
+        return {
+            "steps": self.round,
+            "draft_passes": 0,
+            "steps_by_depth": [],
+            "steps_without_drafts": {},
+        }
 
 
 def policy_of(script: Any, control: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import ControlSettings
-from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.policies import AdaSpecPolicy
 from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
@@ -33,10 +33,10 @@ class Engine:
         )
         self.random = np.random.default_rng(0)
         self.names = [str(i) for i in range(REQUESTS)]
-        self.time = KeptPass(model)
+        self.time = FirstPassAlways(model)
         settings = ControlSettings(k_max=K, max_requests=REQUESTS)
         self.control = ControlV2(REQUESTS, 10**6, ControlConfig(), K, trims=True)
-        self.control.policy = AdaSpecPolicy(settings, KeptPass(StepTimes(model)))
+        self.control.policy = AdaSpecPolicy(settings, FirstPassAlways(StepTimes(model)))
         params = SimpleNamespace(
             max_tokens=None, temperature=0.0, extra_args=None, structured_outputs=None
         )
@@ -108,7 +108,7 @@ def _prefix(right: np.ndarray) -> int:
 
 
 def test_the_first_pass_is_part_of_the_plain_step():
-    apart, kept = FLAT, KeptPass(StepTimes(FLAT))
+    apart, kept = FLAT, FirstPassAlways(StepTimes(FLAT))
     first = apart.draft_curve(3, 60, 3, 1)[1]
     np.testing.assert_allclose(
         kept.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
@@ -122,8 +122,8 @@ def test_the_first_pass_is_part_of_the_plain_step():
 
 
 def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
-    all_of_them = KeptPass(FLAT).draft_curve(3, 60, 9, 7)
-    offered = KeptPass(FLAT, [0, 1, 3, 7])
+    all_of_them = FirstPassAlways(FLAT).draft_curve(3, 60, 9, 7)
+    offered = FirstPassAlways(FLAT, [0, 1, 3, 7])
     there = [0, 1, 3, 7]
     curve = offered.draft_curve(3, 60, 9, 7)
     np.testing.assert_array_equal(curve[there], all_of_them[there])
@@ -150,7 +150,7 @@ def test_while_off_it_looks_and_comes_back_when_drafts_become_good(monkeypatch):
     off = engine.verified
     engine.run(60, 0.02)
     assert engine.verified - off < 20
-    assert engine.control.stats()["probes"] > 0
+    assert engine.control.stats()["exploration_steps"] > 0
     engine.run(900, 0.95)
     assert engine.control.faults == {}
     assert np.mean(engine.depths[-100:]) > K - 1.5

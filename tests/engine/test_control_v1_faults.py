@@ -55,7 +55,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
         assert engine.step() == (K, [K] * N)
         assert sorted(added) == sorted(control._table.slot_of.values())
         assert control.stats()["control_suspended_s"] == 0.0
-        assert (control.stats()["draft_length"] or 0.0) >= 0.0
+        assert (control.stats()["draft_depth"] or 0.0) >= 0.0
     assert "negative elements" not in caplog.text
 
 

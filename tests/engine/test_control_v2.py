@@ -135,10 +135,10 @@ def test_metrics_say_what_ran_and_not_what_the_policy_looked_at():
     control.learn(landed(UNSURE, 4))
     control.learn(landed(SURE, 0))
     stats = control.stats()
-    assert (stats["rounds"], stats["draft_steps"], stats["draft_length"]) == (2, 4, 2)
+    assert (stats["steps"], stats["draft_passes"], stats["draft_depth"]) == (2, 4, 2)
     assert (stats["drafted_tokens"], stats["trimmed_tokens"]) == (8, 2)
-    assert stats["rounds_by_length"] == {0: 1, 1: 0, 2: 0, 3: 0, 4: 1}
-    assert control.stats()["draft_length"] is None
+    assert stats["steps_by_depth"] == {0: 1, 1: 0, 2: 0, 3: 0, 4: 1}
+    assert control.stats()["draft_depth"] is None
 
 
 def test_a_batch_of_prefill_chunks_says_nothing_about_depth():
@@ -203,7 +203,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
         assert control.policy is policies[-1] and control.depth > 0
         assert sorted(policies[-1].added) == sorted(slots_in(control))
         assert control.stats()["control_suspended_s"] == 0.0
-        assert control.stats()["rounds"] >= 0
+        assert control.stats()["steps"] >= 0
     assert len(policies) == 2
 
 
@@ -299,7 +299,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
         # What was planned after one step is observed when the next has landed.
         after = calls.index("plan")
         assert calls[after : after + 3] == ["plan", "step", "observe"]
-    assert control.stats()["rounds"] == turns
+    assert control.stats()["steps"] == turns
     assert control.stats()["drafted_tokens"] == turns * requests * K
     assert control.stats()["verified_tokens"] == turns * requests * K
     assert control.stats()["accepted_tokens"] == turns * requests * 2

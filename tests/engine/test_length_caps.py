@@ -55,12 +55,12 @@ def book_of(asked, **control):
 
 
 @pytest.mark.parametrize(
-    ("asked", "room"),
+    ("asked", "caps"),
     [(0, 0), (2, 2), (3, 3), (K + 4, K), (10**400, K), *((b, K) for b in BAD)],
 )
-def test_policies_plan_no_more_than_a_request_asked_for(asked, room):
+def test_policies_plan_no_more_than_a_request_asked_for(asked, caps):
     book, slots, *_ = book_of({"tide_k_max": asked})
-    assert book.room(slots, np.array([20]), K).tolist() == [room]
+    assert book.caps(slots, np.array([20]), K).tolist() == [caps]
 
 
 @pytest.mark.parametrize("bad", [10**400, -(10**400), -1, 0, "soon", [1], float("nan")])

@@ -52,7 +52,7 @@ def test_a_text_that_repeats_needs_no_draft_pass():
     assert passes[-4:] == [0] * 4
     assert own[-1] == {(7,) * K}, "the proposals are what is verified"
     stats = engine.control.stats()
-    assert stats["off_rounds"]["memory"] >= 4
+    assert stats["steps_without_drafts"]["memory"] >= 4
     assert stats["memory_proposals"] >= 2 * 4
     assert stats["memory_accepted_tokens"] == K * stats["memory_proposals"]
 

@@ -58,9 +58,9 @@ def reporting(stats):
 
 def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
     output = SimpleNamespace(tide=None)
-    tide = reporting(lambda: {"draft_length": np.float64(1.25)})
+    tide = reporting(lambda: {"draft_depth": np.float64(1.25)})
     tide.on_sampled(output, None, None, None)
-    assert type(output.tide["draft_length"]) is float
+    assert type(output.tide["draft_depth"]) is float
     msgspec.msgpack.encode(output.tide)
 
     def fails():

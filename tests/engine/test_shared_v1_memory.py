@@ -27,7 +27,7 @@ def test_greedy_outputs_are_the_targets_own_under_every_policy(served, greedy, s
     proposals, accepted = report["memory"]["0"], report["memory"]["1"]
     assert accepted > proposals > 10
     if isinstance(script, str):
-        assert report["policy"]["off_rounds"]["memory"] > 5
+        assert report["policy"]["steps_without_drafts"]["memory"] > 5
 
 
 def test_garbage_is_rejected_and_soon_not_believed(served, greedy):

@@ -12,7 +12,7 @@ from tests.engine.idle_scheduler import idle_scheduler
 from tests.engine.test_control_v2 import SURE, K, begun, landed
 from vllm_tide.capture.guard import LIMIT
 from vllm_tide.config import ControlConfig, TideConfig
-from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.step_times import KNOTS, StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.scheduler import SchedulerTide
@@ -93,7 +93,7 @@ def order(manager, limit=np.inf, version=0, step_costs=True):
 
 def best(context: int, limit: float = np.inf) -> int:
     """The budget of most tokens per second, one by one."""
-    model = KeptPass(StepTimes(TIMES))
+    model = FirstPassAlways(StepTimes(TIMES))
     drafting = model.draft_curve(REQS, context, 10, K)[K]
     scores = np.sort(SURVIVAL.ravel())[::-1]
     rates = {}

@@ -87,7 +87,7 @@ def test_never_below_the_better_single_source(draft, memory, shifts):
     assert found >= (0.93 if shifts else 0.97) * ideal
 
 
-def step(memory, table, upto, new, slot=0, room=K):
+def step(memory, table, upto, new, slot=0, caps=K):
     """One step of one request whose `new` tokens follow `upto` of its table."""
     view = Text(
         np.array([table], np.int32),
@@ -95,7 +95,7 @@ def step(memory, table, upto, new, slot=0, room=K):
         np.array([[*new, *[-1] * (K + 1 - len(new))]]),
         np.array([len(new)]),
     )
-    return memory.recall(np.array([slot]), view, np.array([room]))
+    return memory.recall(np.array([slot]), view, np.array([caps]))
 
 
 LOOP = list(range(50, 60)) * 6
@@ -155,9 +155,9 @@ def test_drafts_are_graded_too_and_nothing_after_a_pause_or_another_request():
 
 def test_proposals_are_cut_to_the_room():
     memory = Memory(2, 256, K)
-    tokens, found = step(memory, LOOP, 25, LOOP[25:26], room=1)
+    tokens, found = step(memory, LOOP, 25, LOOP[25:26], caps=1)
     assert (found.survival[:, 0] >= 0).tolist() == [True, False, False]
     assert (found.drafted[:, 0] >= 0).tolist() == [True, False, False]
-    assert step(memory, LOOP, 26, LOOP[26:27], room=0) is None
+    assert step(memory, LOOP, 26, LOOP[26:27], caps=0) is None
     assert step(memory, list(range(40)), 25, [25], slot=1) is None, "no match"
     assert len(tokens[0]) == K

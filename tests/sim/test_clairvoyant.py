@@ -20,11 +20,11 @@ STAIRS = TimeModel(
 )
 
 
-def batch(n, room):
+def batch(n, caps):
     return Batch(
         slots=np.arange(n),
         context=np.full(n, 10),
-        room=np.array(room),
+        caps=np.array(caps),
         sampled=np.zeros(n, bool),
         limit=np.full(n, np.inf),
         first_rows=n,
@@ -37,7 +37,7 @@ def brute(survival, model, shown):
     for steps in range(top + 1):
         for lengths in itertools.product(range(steps + 1), repeat=n):
             if any(
-                length > room for length, room in zip(lengths, shown.room, strict=True)
+                length > caps for length, caps in zip(lengths, shown.caps, strict=True)
             ):
                 continue
             expected = n + sum(survival[i, :k].sum() for i, k in enumerate(lengths))
@@ -60,7 +60,7 @@ def test_nothing_beats_it(seed, model):
     n, top = 3, 3
     survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
     shown = batch(n, rng.integers(0, top + 1, n))
-    survival[np.arange(top) >= shown.room[:, None]] = 0.0
+    survival[np.arange(top) >= shown.caps[:, None]] = 0.0
     found = judge(survival, n, model, shown)
     rate, steps, lengths = brute(survival, model, shown)
     assert found.rate.max() == pytest.approx(rate, rel=1e-6)

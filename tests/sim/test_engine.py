@@ -26,7 +26,7 @@ def test_plain_decoding_by_hand():
 def test_speculation_by_hand():
     policy = toys.Scripted(3, stop=2)
     result = play(toys.trace((0.0, 100, 8)), policy, runs=1)
-    # 1 token, then rounds of 2 drafts, 1 accepted, 2 tokens: 3, 5, 7; room is 0 then.
+    # 1 token, then steps of 2 drafts, 1 accepted, 2 tokens: 3, 5, 7; then the cap is 0.
     assert result.output_tokens == 8
     assert result.steps == 5
     assert (result.verified, result.accepted) == (6, 3)
@@ -39,9 +39,9 @@ def test_calls_come_in_the_adapters_order():
     policy = toys.Scripted(2)
     play(toys.trace((0.0, 5, 4)), policy, runs=2)
     one = ["observe", "plan", "go_on1", "go_on2", "choose"]
-    assert policy.calls == ["add0", *one, *one, "drop0"]
+    assert policy.calls == ["add0", *one, *one]
     first, last = policy.batches
-    assert first.room.tolist() == [2] and last.room.tolist() == [0]
+    assert first.caps.tolist() == [2] and last.caps.tolist() == [0]
     assert first.context.tolist() == [5] and last.context.tolist() == [8]
     assert (first.first_rows, last.first_rows) == (5, 3)
     outcome = policy.outcomes[1]
@@ -83,7 +83,7 @@ def test_max_num_seqs_makes_requests_wait():
     assert max(len(batch.slots) for batch in policy.batches) == 2
     assert result.output_tokens == 25
     assert (np.diff(result.e2e) >= 0).all()
-    assert policy.calls.count("drop0") + policy.calls.count("drop1") == 5
+    assert policy.calls.count("add0") + policy.calls.count("add1") == 5
 
 
 def test_missed_rows_are_caught_up_once():
@@ -93,7 +93,7 @@ def test_missed_rows_are_caught_up_once():
     missed = [batch.catchup_rows for batch in policy.batches]
     assert missed == [0, 5, 6, 0, 0, 0]
     drafts = (4 + 1) * 0.001  # and the pass that catches up
-    rows = [5, 1, 1, 2, 2, 1]  # a draft from the third step on; no room at the end
+    rows = [5, 1, 1, 2, 2, 1]  # a draft from the third step on; cap 0 at the end
     target = sum(0.01 + 0.0001 * n for n in rows)
     assert result.busy_s == pytest.approx(target + drafts)
 

@@ -30,12 +30,12 @@ def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
     process = make_process(cell.trace, REGIMES["high"], OPTIONS.top, 0)
     result = simulate(cell.trace, process, Truth(cell.time), Server(), policy)
     assert result.output_tokens == cell.trace.output.sum()
-    assert result.stats["rounds"] == len(drafted) == result.steps
+    assert result.stats["steps"] == len(drafted) == result.steps
     assert set(drafted) <= set(offered(7, 256))
     assert len(set(wanted)) > 1
     assert drafted[:LAG] == [7] * LAG
     assert drafted[LAG:] == wanted[: len(drafted) - LAG]
-    # Nothing is cut but what there is no room for.
+    # Nothing is cut but what is above a cap.
     assert all(v <= d for v, d in zip(verified[1:], drafted, strict=False))
     assert result.verified > 0.9 * result.drafted
 

@@ -66,7 +66,7 @@ class Scripted:
 
     def choose(self) -> np.ndarray:
         self.calls.append("choose")
-        return np.minimum(self.batches[-1].room, self.steps)
+        return np.minimum(self.batches[-1].caps, self.steps)
 
     def observe(self, outcome: Outcome) -> None:
         self.calls.append("observe")
@@ -74,9 +74,6 @@ class Scripted:
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
         self.calls.append(f"add{slot}")
-
-    def drop(self, slot: int) -> None:
-        self.calls.append(f"drop{slot}")
 
     def draft_swapped(self) -> None:
         raise AssertionError

@@ -16,14 +16,14 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": 480,
     "vllm_tide:captured_rows": 8000,
     "vllm_tide:swaps": 5,
-    "vllm_tide:control_rounds": 500,
-    "vllm_tide:draft_steps": 900,
-    "vllm_tide:plain_seconds": 0.0,
-    "vllm_tide:round_seconds": 0.0,
+    "vllm_tide:control_steps": 500,
+    "vllm_tide:draft_passes": 900,
+    "vllm_tide:plain_step_seconds": 0.0,
+    "vllm_tide:step_seconds": 0.0,
     "vllm_tide:memory_proposals": 0,
     "vllm_tide:memory_accepted_tokens": 0,
     "vllm_tide:dropped_rows": {"ring_full": 20, "paused": 0},
-    "vllm_tide:off_rounds": {"no_gain": 90, "slo": 10},
+    "vllm_tide:steps_without_drafts": {"no_gain": 90, "slo": 10},
     "vllm_tide:faults": {},
 }
 GAUGES = {
@@ -43,10 +43,10 @@ LATER = {
     "draft_tokens": 2400,
     "accepted_tokens": 880,
     "captured_rows": 12000,
-    "control_rounds": 1000,
-    "draft_steps": 1900,
+    "control_steps": 1000,
+    "draft_passes": 1900,
     "dropped_rows": {"ring_full": 50, "paused": 0},
-    "off_rounds": {"no_gain": 140, "slo": 10},
+    "steps_without_drafts": {"no_gain": 140, "slo": 10},
 }
 
 

@@ -43,7 +43,7 @@ def test_a_page_is_read_over_http():
         url = server.url
     assert fetch(url) == "does not answer (Connection refused)"
     assert page.value("vllm:num_requests_running") == 4
-    reasons = page.by_label("vllm_tide:off_rounds_total", "reason")
+    reasons = page.by_label("vllm_tide:steps_without_drafts_total", "reason")
     assert reasons == {"no_gain": 90, "slo": 10}
     assert page.models() == ["demo"]
     for text in ("", "<html></html>", "vllm_tide:x{ 1\n"):
@@ -55,14 +55,14 @@ def test_values_are_summed_over_engines():
         "# TYPE vllm:num_requests_running gauge\n"
         'vllm:num_requests_running{model_name="a \\"b\\", c{d}"} 1\n'
         'vllm:num_requests_running{engine="1"} 2\n'
-        "# TYPE vllm_tide:throughput_ratio gauge\n"
-        "vllm_tide:throughput_ratio NaN\n"
+        "# TYPE vllm_tide:time_model_error_ratio gauge\n"
+        "vllm_tide:time_model_error_ratio NaN\n"
         "# TYPE other gauge\nother 3\n"
     )
     page = parse_page(text, 0.0)
     assert page.value("vllm:num_requests_running") == 3
     assert page.value("vllm:num_requests_running", max) == 2
-    assert page.value("vllm_tide:throughput_ratio") is None
+    assert page.value("vllm_tide:time_model_error_ratio") is None
     assert page.value("other") is None
     assert page.models() == ['a "b", c{d}']
 

@@ -20,7 +20,7 @@ def test_rates_are_over_the_window():
     assert figures["dropped_rows_per_s"] == {"ring_full": 3}
     assert (figures["running"], figures["waiting"]) == (4, 0)
     assert figures["acceptance_length"] == 1 + (880 - 480) / (800 - 400)
-    assert figures["draft_length"] == (1900 - 900) / (1000 - 500)
+    assert figures["draft_depth"] == (1900 - 900) / (1000 - 500)
     assert figures["off_share"] == pytest.approx(0.1)
 
 
@@ -55,18 +55,18 @@ def test_the_names_are_those_that_the_server_exports():
             {
                 "rows": 50,
                 "swaps": 2,
-                "rounds": 10,
-                "draft_steps": 20,
+                "steps": 10,
+                "draft_passes": 20,
                 "dropped": {"ring_full": 5},
-                "off_rounds": {"slo": 1},
+                "steps_without_drafts": {"slo": 1},
                 "refused": {"norm": 1},
                 "faults": {"capture": 2},
                 "draft_version": 9,
                 "ring_used_bytes": 1024,
                 "ring_capacity_bytes": 4096,
                 "consumer_alive": True,
-                "plain_seconds": 3.0,
-                "round_seconds": 2.0,
+                "plain_step_seconds": 3.0,
+                "step_seconds": 2.0,
                 "swap_seconds": [0.02, 0.01],
             }
         )
@@ -78,7 +78,7 @@ def test_the_names_are_those_that_the_server_exports():
     assert (figures["draft_version"], figures["swaps"]) == (9, 2)
     assert figures["captured_rows_per_s"] == 5
     assert figures["dropped_rows_per_s"] == {"ring_full": 0.5}
-    assert (figures["draft_length"], figures["off_share"]) == (2, 0.1)
+    assert (figures["draft_depth"], figures["off_share"]) == (2, 0.1)
     assert (figures["swap_seconds_last"], figures["speed"]) == (0.01, 1.5)
     assert figures["refused_drafts"] == {"norm": 1}
     assert figures["faults"] == {"capture": 2}
@@ -87,7 +87,7 @@ def test_the_names_are_those_that_the_server_exports():
 
 
 DECIDED = {"canary": status()["canary"] | {"undecided": False}}
-SPEED = {"plain_seconds": 5.0, "round_seconds": 4.0}
+SPEED = {"plain_step_seconds": 5.0, "step_seconds": 4.0}
 
 
 def verdict(before=None, after=None, *trainers, pages=True):
@@ -133,11 +133,11 @@ def test_the_sentence_has_the_measurements():
 
 def test_nothing_drafted_is_told_apart_from_drafting_left_off():
     none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
-    off = {"off_rounds": {"no_gain": 90, "slo": 10}}
-    some = none | off | {"rounds": 500}
+    off = {"steps_without_drafts": {"no_gain": 90, "slo": 10}}
+    some = none | off | {"control_steps": 500}
     assert verdict(none, some)[1] == "Not known: nothing drafted lately."
     never = {"drafts": 0, "accepted_tokens": 0}
     assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
-    rested = {"control_rounds": 600, "off_rounds": {"no_gain": 190, "slo": 10}}
+    rested = {"control_steps": 600, "steps_without_drafts": {"no_gain": 190, "slo": 10}}
     helps, sentence = verdict(none, none | rested)
     assert helps is False and "plain decoding is faster" in sentence

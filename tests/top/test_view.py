@@ -47,7 +47,7 @@ def drawn(shown, columns, rows, colour=None):
 
 
 def test_every_figure_is_on_the_screen():
-    speed = {"plain_seconds": 5.0, "round_seconds": 4.0, "faults": {"capture": 3}}
+    speed = {"plain_step_seconds": 5.0, "step_seconds": 4.0, "faults": {"capture": 3}}
     shown = picture(before={}, after=speed)
     text = plain(shown, 80)
     first = shown["helping"][0]["sentence"]

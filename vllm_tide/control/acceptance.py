@@ -14,7 +14,7 @@ Labels come from tokens up to the first rejected one: the rest was never judged.
 
 from __future__ import annotations
 
-from math import log, sqrt
+from math import inf, log, sqrt
 
 import numpy as np
 
@@ -28,11 +28,11 @@ NODES = np.linspace(-4.0, 8.0, 25)
 
 _CURVE_SD, _CURVE_LENGTH = 1.0, 4.0  # Gaussian process around the identity, log-odds
 _REQUEST_SD = 0.3  # random intercept of a request, before any has ended
-_REQUESTS = 0.1  # weight of a request that ended, in what is believed of the next
-_START, _START_TOKENS = 0.6, 20.0  # a mean token before any: log-odds, worth in tokens
+_REQUEST_WEIGHT = 0.1  # of a request that ended, in the variance of the next
+_PRIOR_MEAN, _PRIOR_TOKENS = 0.6, 20.0  # log-odds before any token; its weight
 # Standard deviation of the log-odds of drafted tokens: at first, and at least.
 _SPREAD, _LEAST_SPREAD = 1.5, 0.1
-_DRIFT = 0.2  # random walk of what nobody sees, log-odds per root second
+_DRIFT = 0.2  # random walk of the mean log-odds of drafts, per root second
 _NEWTON = 1.0  # log-odds that a weight moves at most in one step of the fit
 
 
@@ -56,22 +56,22 @@ class RequestIntercepts:
     def add(self, slot: int) -> None:
         """Another request has the slot."""
         second = float(self.value[slot]) ** 2 + 1.0 / float(self._precision[slot])
-        self.variance += _REQUESTS * (second - self.variance)
+        self.variance += _REQUEST_WEIGHT * (second - self.variance)
         self.value[slot], self._precision[slot] = 0.0, 1.0 / self.variance
 
     def learn(
-        self, slots: np.ndarray, surprise: np.ndarray, weight: np.ndarray
+        self, slots: np.ndarray, residual: np.ndarray, weight: np.ndarray
     ) -> None:
         """Take verdicts: a Newton step of the posterior's mode.
 
         Args:
             slots: int64 [n], each at most once.
-            surprise: float64 [n], tokens accepted less those expected to be.
+            residual: float64 [n], tokens accepted less those expected to be.
             weight: float64 [n], sum of p (1 - p) of the judged tokens.
         """
         precision = self._precision[slots] + weight
         self._precision[slots] = precision
-        self.value[slots] += surprise / precision
+        self.value[slots] += residual / precision
 
     def reset(self) -> None:
         """Forget all requests."""
@@ -87,7 +87,7 @@ class Acceptance:
         capacity: Slots of requests.
 
     Attributes:
-        requests: Intercepts by slot; the one past the last is nobody's.
+        requests: Intercepts by slot; the one past the last is of no request.
         variance: Of the log-odds of a token, as tokens are.
         mean: float64 [K], log-odds of the tokens that were drafted lately.
         spread: Their standard deviation.
@@ -102,16 +102,17 @@ class Acceptance:
         self._counts = np.zeros((2, 2, len(NODES)))  # [kind, (tries, hits), cell]
         self.requests = RequestIntercepts(capacity + 1)
         self.variance = _CURVE_SD**2
-        self.mean = _START - 0.1 * np.arange(most)
-        self._seen = np.full(most, _START_TOKENS)
+        self.mean = _PRIOR_MEAN - 0.1 * np.arange(most)
+        self._seen = np.full(most, _PRIOR_TOKENS)
         self.spread = _SPREAD
+        self._drafted_at = inf  # seconds; inf: not yet
 
     def survival(
         self,
         confidence: np.ndarray,
         slots: np.ndarray,
         sampled: np.ndarray,
-        room: np.ndarray,
+        caps: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-odds of each token, and the chance that it and all before are accepted.
 
@@ -120,36 +121,34 @@ class Acceptance:
                 nan: never accepted.
             slots: int64 [n].
             sampled: bool [n], temperature above zero.
-            room: int64 [n], tokens of each request; there are none beyond.
+            caps: int64 [n], tokens of each request; there are none beyond.
 
         Returns:
             float64 [s, n], nan where there is no token; float32 [s, n], -1 there.
         """
-        logits, found = np.empty(confidence.shape), np.empty_like(confidence)
+        logits, chances = np.empty(confidence.shape), np.empty_like(confidence)
         knots, curves, requests = self._confidence, self._curves, self.requests.value
         survival(
-            confidence, slots, sampled, room, knots, curves, requests, logits, found
+            confidence, slots, sampled, caps, knots, curves, requests, logits, chances
         )
-        return logits, found
+        return logits, chances
 
-    def accepted(self, slots: np.ndarray, most: int) -> np.ndarray:
-        """Tokens expected to be accepted of drafts of `most`, float64 [n]."""
-        logits = self.mean[:most, None] + self.requests.value[slots]
-        chance = 1.0 / (1.0 + np.exp(-logits))
-        return np.asarray(np.multiply.accumulate(chance, axis=0).sum(axis=0))
+    def accepted(self, slots: np.ndarray, caps: np.ndarray) -> np.ndarray:
+        """Tokens expected to be accepted of drafts of `caps` tokens, float64 [n]."""
+        logits = self.mean[:, None] + self.requests.value[slots]
+        alive = np.multiply.accumulate(1.0 / (1.0 + np.exp(-logits)), axis=0)
+        inside = np.arange(len(logits))[:, None] < caps
+        return np.asarray(alive.sum(axis=0, where=inside))
 
-    def unseen(self, seconds: float) -> float:
-        """Variance of a token's log-odds, so long after the last label."""
-        return self.variance + _DRIFT**2 * max(seconds, 0.0)
-
-    def drafted(self, logits: np.ndarray, seconds: float) -> None:
-        """Learn what drafts look like, verified or not.
+    def drafted(self, logits: np.ndarray, now: float) -> None:
+        """Learn the distribution of drafts, verified or not.
 
         Args:
             logits: float64 [K, m]; nan where no token was drafted.
-            seconds: Since the drafts before; traffic may have changed in that time.
+            now: Seconds; traffic may have changed since the drafts before.
         """
-        drift = _DRIFT**2 * max(seconds, 0.0)
+        drift = _DRIFT**2 * max(now - self._drafted_at, 0.0)
+        self._drafted_at = now
         self._seen /= 1.0 + self._seen * drift / self.spread**2
         away = np.minimum(logits, 5.0) - self.mean[:, None]
         there = ~np.isnan(away)
@@ -161,7 +160,12 @@ class Acceptance:
             share = count[0] / self._seen[0]
             variance = self.spread**2 + share * (own - self.spread**2)
             self.spread = sqrt(max(variance, _LEAST_SPREAD**2))
-        self.mean += away.sum(axis=1) / self._seen
+        shift = away.sum(axis=1) / self._seen
+        # Tokens too deep to be drafted lately shift with the deepest that were.
+        deepest = np.count_nonzero(count)
+        if deepest:
+            shift[deepest:] = shift[deepest - 1]
+        self.mean += shift
 
     def judged(
         self,
@@ -184,10 +188,10 @@ class Acceptance:
         inside = np.arange(len(logits))[:, None] < judged
         chance = np.where(inside, 1.0 / (1.0 + np.exp(-logits)), 0.0)
         size = len(self.requests.value)
-        surprise = np.bincount(slots, accepted - chance.sum(axis=0), size)
+        residual = np.bincount(slots, accepted - chance.sum(axis=0), size)
         weight = np.bincount(slots, (chance * (1.0 - chance)).sum(axis=0), size)
         seen = np.flatnonzero(weight)
-        self.requests.learn(seen, surprise[seen], weight[seen])
+        self.requests.learn(seen, residual[seen], weight[seen])
         at, who = np.nonzero(inside)
         cells = len(NODES)
         place = np.interp(confidence[at, who], self._confidence, np.arange(cells))
@@ -216,10 +220,7 @@ class Acceptance:
         self.variance = float(usual @ blur)
 
     def error(self) -> float:
-        """Mean distance of what was accepted from what was expected; nan: no label.
-
-        Of the curves without intercepts: expected calibration error on their nodes.
-        """
+        """Expected calibration error of the curves at their nodes; nan: no label."""
         tries, hits = self._counts[:, 0], self._counts[:, 1]
         chance = 1.0 / (1.0 + np.exp(-self._curves))
         total = float(tries.sum())
@@ -228,7 +229,7 @@ class Acceptance:
         return float(np.abs(hits - tries * chance).sum()) / total
 
     def forget(self, keep: float) -> None:
-        """The draft is another one: `keep` of the evidence counts on."""
+        """Keep a share of the evidence: the draft is another one."""
         self._counts *= keep
         self._seen *= keep
         self.requests.reset()

@@ -1,27 +1,27 @@
-"""AdaSpec's control of the speculative length (arXiv 2503.05096), made of two beliefs.
+"""AdaSpec's control of the speculative length (arXiv 2503.05096), on two beliefs.
 
-`StepTimes` says what a step takes and `Acceptance` which drafted tokens are accepted;
-both know how sure they are, and both forget. One step is decided in this order:
+`StepTimes` predicts the seconds of a step and `Acceptance` the chance that a drafted
+token is accepted; both have variances, and both forget. The order in a step:
 
-* `plan` foresees, for each length, the tokens and the seconds of a step by simulated
+* `plan` predicts, for each depth, the tokens and the seconds of a step from simulated
   drafts. Time is linear in the rows of each pass and so quadratic in the length
-  (eq. 1-5). The best length is planned, or none where that does not pay.
-* `go_on` corrects the plan: from the planned length on, the confidences of the draft
-  say whether another pass pays (predict, execute, correct).
+  (eq. 1-5). The best depth is planned, or none where that does not pay.
+* `go_on` corrects the plan: from the planned depth on, the confidences of the draft
+  decide about each further pass (predict, execute, correct).
 * `choose` cuts the drafts to the tokens that are worth verifying (eq. 7, 8).
-* `observe` learns from what the target said.
+* `observe` takes what the target accepted.
 
-Every choice is the one of most expected tokens less seconds, a second being worth what
-the best foreseen step gives in one. Exploration has one rule: do the other thing where
-it may be better by two standard errors, and where an allowance, which earns a small
-share of all time, can pay for what that is expected to lose.
+Every choice maximises expected tokens less seconds times the tokens per second of the
+best predicted step. Exploration has one rule: take the other action if it is better by
+two standard errors and if an allowance, a small share of all time, covers the expected
+loss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from math import exp, inf, isnan, nan, sqrt
+from dataclasses import dataclass
+from math import exp, inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,14 @@ from vllm_tide.control.costs import CLIENT_SHARE, Times, step_limit
 from vllm_tide.control.forecast import Forecast, Forecaster
 from vllm_tide.control.verifier import select
 
-_SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits: a power prior
-_BOUND = 2.0  # standard errors: optimism of a wish, pessimism of its price
-_STAY = 32.0  # steps that a choice is expected to last: catching up is spread over
-_TRIAL_STEPS = 4  # from the second one on the host's time is known too
-_WHOLE_EVERY = 64  # one step in so many verifies whole drafts, if that can be paid
-_REST_STEPS = 16  # without drafts that nobody is asked about
-_LOT_STEPS, _LOT_DRAFTS = 32, 1024  # at most, that are learnt from together
-_YOUNG_STEPS = 128  # until then the time of each one is learnt from
-_POINTS = np.array([-1.2247, 0.0, 1.2247])  # a normal variable, in equal shares
-_SMOOTH = 0.05
+_SWAP_EVIDENCE = 0.2  # share of the evidence that a new draft inherits: a power prior
+_STANDARD_ERRORS = 2.0  # of the bounds that exploration compares
+_SPREAD_STEPS = 32.0  # steps over which the price of catching up is spread
+_EXPLORATION_STEPS = 2  # in a row; the second one's time has the host's in it
+_WHOLE_EVERY = 64  # one step in so many verifies whole drafts, within the allowance
+_UNASKED_STEPS = 16  # without drafts, for which the engine does not ask
+_LEARN_STEPS, _LEARN_DRAFTS = 32, 1024  # learnt from together, at most
+_QUANTILES = np.array([-1.2247, 0.0, 1.2247])  # of a standard normal, equal weights
 _KNOBS = ControlConfig.model_validate({})
 
 
@@ -53,10 +51,10 @@ class ControlSettings:
 
     Attributes:
         k_max: Most draft tokens of a request in a decode step.
-        verify: Choose the verified set by value; False sends every drafted token
+        verify: Choose the verified tokens by value; False sends every drafted token
             (ablation, and where a cut would bias the output).
-        explore: Verify whole drafts now and then, within `probe_share`, and in trials;
-            False where what `choose` says is not what is verified.
+        explore: Verify whole drafts now and then, within `probe_share`, and in
+            exploration steps; False where the result of `choose` is not verified.
     """
 
     k_max: int = 7
@@ -75,54 +73,48 @@ class ControlSettings:
 
 @dataclass(slots=True)
 class _Step:
-    """The step under way.
+    """The decode step under way.
 
     Attributes:
-        wanted: int64 [n], room of the requests that the draft is of use to.
+        caps: int64 [n], as of the batch, 0 where the draft is of no use.
         context: Tokens in the KV cache, of all requests.
-        limit, loose: Seconds it may take; without the limits that clients ask for.
-        bar: Tokens that a second is worth.
-        price: Tokens that a verified row costs.
-        drafting: Requests that the draft is of use to.
-        sure: Draft passes that no confidence is asked about.
-        predicted: Tokens and seconds.
-        trial: It drafts, or does not, to see what that takes.
-        said, logits: What the draft and then we say of each pass.
-        sent: int64 [n], drafted tokens that were to be verified.
+        limit, operator_limit: Seconds that the step may take; without clients' limits.
+        rate: Tokens that a second is worth.
+        row_price: Tokens that a verified row costs.
+        planned: Draft passes that no confidence decides about.
+        exploring: The step drafts, or does not, to measure what that yields.
+        confidences: float32 [K, n], of each draft pass; nan of those that did not run.
+        verified: int64 [n], drafted tokens that were chosen.
     """
 
     number: int
     batch: Batch
     began: float
-    wanted: np.ndarray
+    caps: np.ndarray
+    max_depth: int = 0
     context: int = 0
     forecast: Forecast | None = None
     limit: float = inf
-    loose: float = inf
-    bar: float = 0.0
-    price: float = 0.0
-    drafting: int = 0
-    sure: int = 0
-    most: int = 0
-    passes: int = 0
-    predicted: tuple[float, float] = (0.0, nan)
-    trial: bool = False
-    said: list[np.ndarray] = field(default_factory=list)
-    logits: np.ndarray | None = None
+    operator_limit: float = inf
+    rate: float = 0.0
+    row_price: float = 0.0
+    planned: int = 0
+    depth: int = 0
+    exploring: bool = False
+    confidences: np.ndarray | None = None
     survival: np.ndarray | None = None
-    sent: np.ndarray | None = None
+    verified: np.ndarray | None = None
 
 
 class AdaSpecPolicy:
     """AdaSpec's control.
 
-    Order of calls: `plan`; if it says to draft, `go_on` after each draft pass until it
-    is False or the plan's steps are done; then, or where `Batch.memory` is, `choose`;
-    `observe` once the target has sampled. `add` and `drop` when a request begins and
-    ends, between steps.
+    Order of calls: `plan`; if it drafts, `go_on` after each draft pass until it is
+    False or the plan's passes are done; then, or where `Batch.memory` is, `choose`;
+    `observe` once the target has sampled. `add` when a request begins, between steps.
 
     Args:
-        times: Step times, refined by what `observe` is given.
+        times: Step times, refined by the samples that `observe` gets.
 
     Attributes:
         verify_chance: float64 [n], of what `choose` chose: the chance with which the
@@ -134,354 +126,361 @@ class AdaSpecPolicy:
         self._settings, self._times = settings, times
         most, capacity = settings.k_max, settings.max_requests
         self.acceptance = Acceptance(most, capacity)
+        # Apart: many small payments would use up what is saved for a large one.
         self.allowance = Allowance(settings.probe_share)
+        self._whole_drafts = Allowance(settings.probe_share / 4)
         self.verify_chance: np.ndarray | None = None
         self.remembered: np.ndarray | None = None
         self._forecaster = Forecaster(
             times, self.acceptance, most, verify=settings.verify
         )
-        self._born = np.zeros(capacity, np.int64)  # step in which a slot was given
+        self._added_at = np.zeros(capacity, np.int64)  # step that a slot was given in
         self._step: _Step | None = None
-        self._trial = 0  # steps of one that are still to come
-        # When drafts were last seen, and judged by the target.
-        self._drafted_at = self._judged_at = 0.0
-        self._waiting = list[tuple[_Step | None, Outcome]]()  # to be learnt from
-        self._settled = 0  # of them that are counted
-        self._since = 0  # steps since the last lot
-        self._count, self._off = Counter[str](), Counter[str]()
-        self._lengths = np.zeros(most + 1, np.int64)
-        # Tokens and seconds of a step, predicted and measured, smoothed.
-        self._usual = [nan] * 4
-        self._against_plain = [0.0, 0.0]  # seconds of plain decoding, and of our steps
+        # Steps in a row that are still to come: drafted to explore, or not drafted.
+        self._exploration = self._check = 0
+        self._waiting = list[tuple[_Step | None, Outcome]]()  # not learnt from yet
+        self._since = 0  # steps since the last learning
+        self._count, self._undrafted = Counter[str](), Counter[str]()
+        self._by_depth = np.zeros(most + 1, np.int64)
+        self._seconds = [0.0, 0.0]  # of plain decoding, predicted; of the same steps
+        self._refresh()
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
         self.acceptance.requests.add(slot)
-        self._born[slot] = self._count["rounds"] + 1
-
-    def drop(self, slot: int) -> None:
-        """A request has ended."""
+        self._added_at[slot] = self._count["steps"] + 1
 
     def draft_swapped(self) -> None:
-        """The draft has new weights: keep little of what was learnt about the old."""
-        self._learn(self._judged_at)
-        self.acceptance.forget(_SWAP_KEEP)
+        """Keep little of what was learnt: the draft has new weights."""
+        self._learn()
+        self.acceptance.forget(_SWAP_EVIDENCE)
         self.allowance.refill()
+        self._whole_drafts.refill()
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        self._count["rounds"] += 1
-        step = self._step = _Step(self._count["rounds"], batch, now, batch.room)
+        self._count["steps"] += 1
+        step = self._step = _Step(self._count["steps"], batch, now, batch.caps)
         self.allowance.earn(now)
+        self._whole_drafts.earn(now)
         self.remembered = None
         n = len(batch)
-        most = min(int(np.maximum.reduce(batch.room)), self._settings.k_max) if n else 0
-        if not most:
-            return self._stay_off("no_room")
-        step.context, step.most = int(np.add.reduce(batch.context)), most
+        if n:
+            most = int(np.maximum.reduce(batch.caps))
+            step.max_depth = min(most, self._settings.k_max)
+        if not step.max_depth:
+            return self._undraft("no_room")
+        step.context = int(np.add.reduce(batch.context))
         if batch.memory is not None:
-            gains = self.acceptance.accepted(batch.slots, most)
-            step.wanted = batch.memory.left_to_draft(batch.room, gains)
-        step.drafting = int(np.count_nonzero(step.wanted))
-        found = step.forecast = self._foresee(step, 0.0, inf)
-        plain = step.predicted = float(n), found.plain
-        step.bar = n / found.plain
-        if not step.drafting:
-            return self._stay_off("memory")
+            gains = self.acceptance.accepted(batch.slots, batch.caps)
+            step.caps = batch.memory.left_to_draft(batch.caps, gains)
+        forecast = step.forecast = self._predict(step)
+        step.rate = n / forecast.plain
+        if batch.memory is not None and not step.caps.any():
+            return self._undraft("memory")
         extra = 0.0
         if batch.catchup_rows:
-            extra = self._times.catchup_seconds(batch.catchup_rows) / _STAY
-        tokens, seconds, length = self._within_limits(step, extra)
-        gain = tokens / seconds * found.plain / n
+            extra = self._times.catchup_seconds(batch.catchup_rows) / _SPREAD_STEPS
+        tokens, seconds, depth = self._best(step, forecast, extra)
+        gain = tokens / seconds * forecast.plain / n
         needed = 1.0 + self._settings.min_gain
         drafts = gain >= needed
-        if self._trial:
-            self._trial -= 1
-            drafts = step.trial = length > 0
-        elif length:
-            doubt = exp(_BOUND * self._forecaster.doubt(n, now))
+        if self._check:
+            return self._undraft_to_measure(step)
+        if self._exploration:
+            self._exploration -= 1
+            drafts = step.exploring = depth > 0
+        elif depth:
+            bound = exp(_STANDARD_ERRORS * self._forecaster.sd(n, now))
+            plain = _EXPLORATION_STEPS * forecast.plain
             if not drafts:
-                lost = _TRIAL_STEPS * found.plain * max(1.0 - gain / doubt, 0.0)
-                lost += extra * _STAY
-                worth = self._hopeful(step, extra, now) * doubt >= needed
-                worth |= self.allowance.is_due(lost, now)
-                if worth and self.allowance.pay(lost, now):
-                    self._trial, drafts, step.trial = _TRIAL_STEPS - 1, True, True
-                    self._count["probes"] += 1
-            elif gain < doubt:
-                lost = _TRIAL_STEPS * found.plain * (gain * doubt - 1.0)
-                if self.allowance.pay(lost + found.draft[1], now):
-                    return self._stay_off("check", _TRIAL_STEPS - 1)
+                loss = plain * max(1.0 - gain / bound, 0.0) + extra * _SPREAD_STEPS
+                worth = self._best_gain(step, extra) * bound >= needed
+                worth |= self.allowance.is_due(loss, now)
+                if worth and self.allowance.pay(loss, now):
+                    self._exploration = _EXPLORATION_STEPS - 1
+                    drafts = step.exploring = True
+            elif gain < bound:
+                loss = plain * (gain * bound - 1.0) + forecast.draft[1]
+                if self.allowance.pay(loss, now):
+                    self._check = _EXPLORATION_STEPS
+                    return self._undraft_to_measure(step)
         if not drafts:
-            free, spent, _ = found.best(extra, inf)
-            pays = step.limit < inf and free / spent >= needed * plain[0] / plain[1]
-            return self._stay_off("slo" if pays else "no_gain", _REST_STEPS - 1)
-        step.bar = tokens / seconds
+            free = forecast.best(extra, inf) if step.limit < inf else (0.0, 1.0, 0)
+            pays = free[0] / free[1] * forecast.plain / n >= needed
+            return self._undraft("slo" if pays else "no_gain", _UNASKED_STEPS - 1)
+        step.rate = tokens / seconds
         if step.limit < inf:
-            found = self._foresee(step, 0.0, step.limit)
-        step.price = step.bar * found.steps[length - 1][2]
-        step.sure = length - 1
-        return Plan(most, probe=step.trial, foreseen=length)
+            forecast = self._predict(step, limit=step.limit)
+        step.row_price = step.rate * forecast.steps[depth - 1][2]
+        step.planned = depth - 1
+        step.confidences = np.full((self._settings.k_max, n), np.nan, np.float32)
+        self._count["exploration_steps"] += step.exploring
+        return Plan(step.max_depth, foreseen=depth)
 
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """True if to draft another after draft pass `step` (1-based).
+    def go_on(self, depth: int, confidence: np.ndarray) -> bool:
+        """Return whether to draft another token after draft pass `depth` (1-based).
 
         Args:
             confidence: float [n], highest probability of the draft at this pass.
         """
-        this = self._step
-        assert this is not None  # noqa: S101 (protocol: plan comes first)
-        assert this.forecast is not None  # noqa: S101
-        this.passes = step
-        this.said.append(confidence)
-        if step >= this.most:
+        step = self._step
+        assert step is not None  # noqa: S101 (protocol: plan comes first)
+        assert step.confidences is not None  # noqa: S101
+        assert step.forecast is not None  # noqa: S101
+        step.depth = depth
+        step.confidences[depth - 1] = confidence
+        if depth >= step.max_depth:
             return False
-        draft = this.forecast.draft
-        if this.forecast.plain + draft[step + 1] > this.limit:
-            return False
-        if step < this.sure:
+        draft = step.forecast.draft
+        if depth < step.planned:
             return True
-        alive = self._survival(this)[-1] * (this.wanted > step)
-        # The next token is as such tokens are: three points of a normal variable.
-        logits = self.acceptance.mean[step] + self.acceptance.spread * _POINTS
-        chance = 1.0 / (1.0 + np.exp(-logits))
-        worth = np.maximum(np.multiply.outer(chance, alive), this.price)
-        gained = float(np.add.reduce(worth, axis=None)) / len(_POINTS)
-        price = len(alive) * this.price
-        return bool(gained - price > this.bar * (draft[step + 1] - draft[step]))
+        if step.forecast.plain + draft[depth + 1] > step.limit:
+            return False
+        alive = self._survival(step)[-1] * (step.caps > depth)
+        worth = np.multiply.outer(self._next_chances[depth], alive)
+        gained = float(np.add.reduce(np.maximum(worth, step.row_price), axis=None))
+        gained = gained / len(_QUANTILES) - len(alive) * step.row_price
+        return gained > step.rate * (draft[depth + 1] - draft[depth])
 
     def choose(self) -> np.ndarray:
-        """int64 [n], tokens of each request to verify, of what `remembered` says."""
+        """int64 [n], tokens of each request to verify (see `remembered`)."""
         step = self._step
         assert step is not None  # noqa: S101
-        batch, passes, n = step.batch, step.passes, len(step.batch)
+        batch, depth, n = step.batch, step.depth, len(step.batch)
         self.verify_chance = None
-        if step.forecast is None or not (passes or batch.memory is not None):
+        if step.forecast is None or not (depth or batch.memory is not None):
             return np.zeros(n, np.int64)
-        survival = self._survival(step) if passes else np.empty((0, n), np.float32)
+        survival = self._survival(step) if depth else np.empty((0, n), np.float32)
         whole = None
         if batch.memory is not None:
-            whole = np.minimum(batch.room, passes)
+            whole = np.minimum(batch.caps, depth)
             survival, whole, self.remembered = batch.memory.merge(survival, whole)
-        # Of this context: a forecast is of about such a one, which keeps no limit.
-        about = n, step.context, survival.size, batch.prefill
-        seconds = self._times.target_curve(*about) + step.forecast.draft[passes]
         if self._settings.verify:
-            lengths, expected = self._worth(step, survival, seconds)
-            explores = self._settings.explore and step.limit == inf
-            if passes and explores and (step.trial or step.number % _WHOLE_EVERY == 0):
+            # Of this context: a forecast is of one like it, which keeps no limit.
+            seconds = self._times.target_curve(
+                n, step.context, survival.size, batch.prefill
+            )
+            seconds = seconds + step.forecast.draft[depth]
+            lengths = self._value(step, survival, seconds)
+            explores = step.exploring or step.number % _WHOLE_EVERY == 0
+            if explores and depth and self._settings.explore and step.limit == inf:
                 lengths = self._explore(step, lengths, seconds)
         else:
-            lengths = np.minimum(batch.room, passes) if whole is None else whole
-            expected = n + float(np.maximum(survival, 0.0).sum())
-        step.predicted = expected, float(seconds[int(lengths.sum())])
-        step.sent = lengths
+            lengths = np.minimum(batch.caps, depth) if whole is None else whole
+        step.verified = lengths
         if self.remembered is not None:
-            step.sent = np.where(self.remembered, 0, lengths)
+            step.verified = np.where(self.remembered, 0, lengths)
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
         # Little code: while a model computes, it falls out of the caches.
         step, self._step = self._step, None
-        self._waiting.append((step, outcome))
-        self._since += outcome.rounds
-        rounds = self._count["rounds"]
-        trial = step is not None and step.trial
-        # After many of them one more step of a kind says nothing new.
-        usual = step is not None and step.passes and step.number & 3 and not trial
-        if outcome.sample is not None and (rounds < _YOUNG_STEPS or not usual):
+        if outcome.sample is not None and not (step is not None and step.depth):
             self._times.observe(outcome.sample, outcome.now)
-        lot = min(rounds // 4, _LOT_STEPS)
-        if self._since >= lot or (trial and not self._trial):
-            self._learn(outcome.now)
+        self._waiting.append((step, outcome))
+        self._since += outcome.steps
+        ends = step is not None and step.exploring and not self._exploration
+        if self._check and ends:
+            self._count["exploration_steps"] += min(outcome.steps, self._check)
+            self._check = max(self._check - outcome.steps, 0)
+            ends = not self._check
+        if ends or self._since >= self._learn_steps():
+            self._learn()
 
-    def leave_out(self, slots: np.ndarray, seconds: float) -> None:
-        """Of the steps that were let pass one had prefill rows: not a plain step."""
+    def leave_out(self, seconds: float) -> None:
+        """Leave a step with prefill rows out of those since `plan`."""
         if self._step is not None:
             self._step.began += seconds
 
     def stats(self) -> dict[str, Any]:
-        self._settle()
-        plain, ours = self._against_plain
-        predicted, measured = self._usual[:2], self._usual[2:]
-        rates = [each[0] / each[1] for each in (measured, predicted)]
+        self._learn()
+        plain, measured = self._seconds
         return {
-            **totals(self._count, self._off, self._lengths),
-            "predicted_step_s": predicted[1],
-            "measured_step_s": measured[1],
+            **totals(self._count, self._undrafted, self._by_depth),
             "time_error": self._times.error,
             "calibration_error": self.acceptance.error(),
-            "throughput_ratio": rates[0] / rates[1],
-            "plain_seconds": plain,
-            "round_seconds": ours,
+            "plain_step_seconds": plain,
+            "step_seconds": measured,
         }
 
-    def _stay_off(self, reason: str, rest: int = 0) -> Plan:
-        self._off[reason] += 1
-        return Plan(0, reason, rest=rest)
+    def _undraft(self, reason: str, unasked: int = 0) -> Plan:
+        self._undrafted[reason] += 1
+        return Plan(0, reason, unasked=unasked)
 
-    def _within_limits(self, step: _Step, extra: float) -> tuple[float, float, int]:
-        """The best step under the limits, which are set; as `Forecast.best`."""
-        found, batch = step.forecast, step.batch
-        assert found is not None  # noqa: S101 (asked by `plan`)
-        limit, missed = step_limit(batch.limit, found.plain)
-        step.limit = step.loose = limit
+    def _undraft_to_measure(self, step: _Step) -> Plan:
+        step.exploring = True
+        return self._undraft("check", self._check - 1)
+
+    def _predict(
+        self, step: _Step, better: float = 0.0, limit: float = inf
+    ) -> Forecast:
+        drafting = int(np.count_nonzero(step.caps))
+        about = step.max_depth, drafting, step.context
+        return self._forecaster.predict(step.batch, *about, better, limit)
+
+    def _best(
+        self, step: _Step, forecast: Forecast, extra: float
+    ) -> tuple[float, float, int]:
+        """As `Forecast.best` within the step's limits, which are set."""
+        batch = step.batch
+        limit, missed = step_limit(batch.limit, forecast.plain)
+        step.limit = step.operator_limit = limit
         if batch.asked is not None:
-            asked, missed = step_limit(batch.asked, found.plain)
+            asked, missed = step_limit(batch.asked, forecast.plain)
             step.limit = min(asked, limit)
-        self._count["slo_misses"] += missed
-        best = self._foresee(step, 0.0, step.limit).best(extra, step.limit)
-        if step.limit < step.loose:
-            free = self._foresee(step, 0.0, step.loose).best(extra, step.loose)
-            plain = len(batch) / found.plain
+        self._count["slo_unreachable_steps"] += missed
+        if step.limit == inf:
+            return forecast.best(extra, inf)
+        best = self._predict(step, limit=step.limit).best(extra, step.limit)
+        if step.limit < limit:
+            free = self._predict(step, limit=limit).best(extra, limit)
+            plain = len(batch) / forecast.plain
             rates = [max(each[0] / each[1], plain) for each in (best, free)]
-            if not self._fair(step, *rates):
+            if not self._keeps_clients_limits(step, *rates):
                 return free
         if batch.asked is not None:
             batch.limit = batch.asked
         return best
 
-    def _foresee(self, step: _Step, better: float, limit: float) -> Forecast:
-        if limit == inf and not better and step.forecast is not None:
-            return step.forecast
-        about = step.most, step.drafting, step.context
-        return self._forecaster.foresee(step.batch, *about, better, limit)
-
-    def _fair(self, step: _Step, limited: float, free: float) -> bool:
-        """True if clients' limits cost few tokens per second; else they are dropped."""
+    def _keeps_clients_limits(self, step: _Step, limited: float, free: float) -> bool:
+        """Whether they cost few tokens per second; else the step is free of them."""
         if limited >= CLIENT_SHARE * free:
             return True
-        step.limit = step.loose
-        self._count["limits_left_out"] += 1
+        step.limit = step.operator_limit
+        self._count["client_limits_dropped"] += 1
         return False
 
-    def _worth(
+    def _value(
         self, step: _Step, survival: np.ndarray, seconds: np.ndarray
-    ) -> tuple[np.ndarray, float]:
-        """Lengths that pay within the limits, and tokens expected of them."""
+    ) -> np.ndarray:
+        """Lengths of most value within the limits."""
         n = len(step.batch)
-        choice = select(survival, n, seconds, step.limit, step.bar)
-        if step.limit < step.loose:
-            free = select(survival, n, seconds, step.loose, step.bar)
-            limited = choice.tokens / choice.seconds
-            if not self._fair(step, limited, free.tokens / free.seconds):
-                choice = free
-        return choice.lengths, choice.tokens
+        choice = select(survival, n, seconds, step.limit, step.rate)
+        if step.limit < step.operator_limit:
+            free = select(survival, n, seconds, step.operator_limit, step.rate)
+            rates = [each.tokens / each.seconds for each in (choice, free)]
+            if not self._keeps_clients_limits(step, *rates):
+                return free.lengths
+        return choice.lengths
+
+    def _best_gain(self, step: _Step, extra: float) -> float:
+        """Tokens per second over plain, acceptance being two standard errors better."""
+        better = _STANDARD_ERRORS * sqrt(self.acceptance.variance)
+        forecast = self._predict(step, better, step.limit)
+        tokens, seconds, _ = forecast.best(extra, step.limit)
+        return tokens / seconds * forecast.plain / len(step.batch)
 
     def _explore(
         self, step: _Step, lengths: np.ndarray, seconds: np.ndarray
     ) -> np.ndarray:
-        """Whole drafts, in a trial or if they can be paid; else the lengths.
+        """Whole drafts, in an exploration step or if they are paid for; else `lengths`.
 
-        So in a step that its number chose, which is before any confidence: nobody would
-        know that what is never verified has come to be worth it.
+        A step is taken for its number, so before any confidence: tokens that are never
+        verified would never be learnt to be worth it.
         """
-        whole: np.ndarray = np.minimum(step.batch.room, step.passes)
-        if self.remembered is not None:  # what is cut there is graded all the same
+        whole: np.ndarray = np.minimum(step.batch.caps, step.depth)
+        if self.remembered is not None:  # tokens cut there are graded all the same
             whole = np.where(self.remembered, lengths, whole)
-        if step.trial:
+        if step.exploring:
             return whole
-        lost = float(seconds[int(whole.sum())] - seconds[int(lengths.sum())])
-        if not self.allowance.pay(lost, step.began):
+        # Not by the price of this step, which depends on the confidences.
+        if not self._whole_drafts.may_borrow:
             return lengths
+        loss = float(seconds[int(whole.sum())] - seconds[int(lengths.sum())])
+        self._whole_drafts.borrow(loss)
+        step.exploring = True
+        self._count["exploration_steps"] += 1
         cut = (lengths == 0) & (whole > 0)
         self.verify_chance = np.where(cut, 1.0 / _WHOLE_EVERY, 1.0)
         return whole
 
     def _survival(self, step: _Step) -> np.ndarray:
         """Chance that a token and all before it are accepted, float32 [s, n]."""
-        if step.survival is None or len(step.survival) < len(step.said):
-            said, batch = np.array(step.said, np.float32), step.batch
-            step.logits, step.survival = self.acceptance.survival(
-                said, batch.slots, batch.sampled, batch.room
+        if step.survival is None or len(step.survival) < step.depth:
+            assert step.confidences is not None  # noqa: S101 (it drafts)
+            confidences, batch = step.confidences[: step.depth], step.batch
+            _, step.survival = self.acceptance.survival(
+                confidences, batch.slots, batch.sampled, batch.caps
             )
         return step.survival
 
-    def _hopeful(self, step: _Step, extra: float, now: float) -> float:
-        """The gain if acceptance is better by two standard errors."""
-        variance = self.acceptance.unseen(now - self._judged_at)
-        better = _BOUND * sqrt(variance)
-        found = self._foresee(step, better, step.limit)
-        tokens, seconds, _ = found.best(extra, step.limit)
-        return tokens / seconds / step.bar
+    def _learn_steps(self) -> int:
+        """Steps that are learnt from together: few at first, as each teaches much."""
+        return min(self._count["steps"] // 4, _LEARN_STEPS)
 
-    def _learn(self, now: float) -> None:
+    def _learn(self) -> None:
         """Learn from the steps that wait."""
-        self._settle()
-        waiting, self._waiting = self._waiting, []
-        self._since = self._settled = 0
-        lot, columns = list[tuple[_Step, Outcome]](), 0
+        waiting, self._waiting, self._since = self._waiting, [], 0
+        steps, outcomes, drafts = list[_Step](), list[Outcome](), 0
+        late = self._learn_steps() == _LEARN_STEPS
         for step, outcome in waiting:
-            if step is not None and step.passes and columns < _LOT_DRAFTS:
-                lot.append((step, outcome))
-                columns += len(step.batch)
-        if lot:
-            self._learn_drafts(lot, columns, now)
+            self._count_step(step, outcome)
+            if step is None or not step.depth:
+                continue
+            # After many of them one more usual step teaches nothing new.
+            usual = late and step.number % 4 != 0 and not step.exploring
+            if outcome.sample is not None and not usual:
+                self._times.observe(outcome.sample, outcome.now)
+            if drafts < _LEARN_DRAFTS or step.exploring:
+                steps.append(step)
+                outcomes.append(outcome)
+                drafts += len(step.batch)
+        if steps:
+            self._learn_drafts(steps, outcomes)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Take what was learnt into what decides."""
+        belief = self.acceptance
+        # float64 [K, 3], of a token that is still to be drafted.
+        logits = belief.mean[:, None] + belief.spread * _QUANTILES
+        self._next_chances = 1.0 / (1.0 + np.exp(-logits))
         self._forecaster.refresh()
 
-    def _learn_drafts(
-        self, lot: list[tuple[_Step, Outcome]], columns: int, now: float
-    ) -> None:
-        """Learn from `columns` drafts, of which each step has one a request."""
-        most, capacity = self._settings.k_max, len(self._born)
-        drafts = np.full((2, most, columns), np.nan)
-        slots, judged, accepted, sampled = np.zeros((4, columns), np.int64)
-        known, end = np.zeros((2, capacity), np.int64), 0
-        for step, outcome in lot:
-            batch, passes, who = step.batch, step.passes, outcome.slots
-            known[:, who] = outcome.verified, outcome.accepted
-            here = slice(end, end := end + len(batch))
-            self._survival(step)
-            drafts[0, :passes, here] = step.said
-            drafts[1, :passes, here] = step.logits
-            judged[here], accepted[here] = known[:, batch.slots]
-            known[:, who] = 0
-            sampled[here] = batch.sampled
-            # A slot's next request learns nothing from the one before it.
-            ended = self._born[batch.slots] > step.number
-            slots[here] = np.where(ended, capacity, batch.slots)
-        made = np.count_nonzero(~np.isnan(drafts[1]), axis=0)
+    def _learn_drafts(self, steps: list[_Step], outcomes: list[Outcome]) -> None:
+        """Learn from the drafts of some steps, a column for each draft."""
+        capacity, batches = len(self._added_at), [step.batch for step in steps]
+        sizes = [len(batch) for batch in batches]
+        slots = np.concatenate([batch.slots for batch in batches])
+        sampled = np.concatenate([batch.sampled for batch in batches])
+        caps = np.concatenate([batch.caps for batch in batches])
+        confidences = np.concatenate([step.confidences for step in steps], axis=1)
+        by_slot = np.zeros((2, len(steps), capacity), np.int64)
+        for row, each in enumerate(outcomes):
+            by_slot[:, row, each.slots] = each.verified, each.accepted
+        judged, accepted = by_slot[:, np.repeat(np.arange(len(steps)), sizes), slots]
+        # A slot's next request learns nothing from the one before it.
+        numbers = np.repeat([step.number for step in steps], sizes)
+        slots = np.where(self._added_at[slots] > numbers, capacity, slots)
+        logits, _ = self.acceptance.survival(confidences, slots, sampled, caps)
+        made = np.count_nonzero(~np.isnan(logits), axis=0)
         # What follows the first rejected token was never judged.
         judged = np.minimum(np.minimum(judged, accepted + 1), made)
         accepted = np.minimum(accepted, judged)
         if judged.any():
-            self._judged_at = now
-            said, logits = drafts
-            self.acceptance.judged(said, logits, slots, sampled, judged, accepted)
-        self.acceptance.drafted(drafts[1], now - self._drafted_at)
-        self._drafted_at = now
+            self.acceptance.judged(
+                confidences, logits, slots, sampled, judged, accepted
+            )
+        self.acceptance.drafted(logits, outcomes[-1].now)
 
-    def _settle(self) -> None:
-        """Count what waits."""
-        for step, outcome in self._waiting[self._settled :]:
-            self._count["verified_tokens"] += int(outcome.verified.sum())
-            self._count["accepted_tokens"] += int(outcome.accepted.sum())
-            if step is not None:
-                self._count_step(step, outcome)
-        self._settled = len(self._waiting)
-
-    def _count_step(self, step: _Step, outcome: Outcome) -> None:
-        """Take a step into the totals, and compare its time with its prediction."""
-        self._count["draft_steps"] += step.passes
-        self._lengths[step.passes] += 1
-        if step.sent is not None:
-            drafted = int(np.minimum(step.batch.room, step.passes).sum())
-            self._count["drafted_tokens"] += drafted
-            self._count["trimmed_tokens"] += drafted - int(step.sent.sum())
-        seconds = (outcome.now - step.began) / outcome.rounds
-        served = int(np.count_nonzero(outcome.emitted))
-        sample, found = outcome.sample, step.forecast
-        if seconds <= 0.0 or not served or found is None or step.batch.prefill:
+    def _count_step(self, step: _Step | None, outcome: Outcome) -> None:
+        """Take a step into the totals."""
+        self._count["verified_tokens"] += int(outcome.verified.sum())
+        self._count["accepted_tokens"] += int(outcome.accepted.sum())
+        if step is None:
             return
-        if sample is not None and sample.prefill:  # what no prediction knew of
+        self._count["draft_passes"] += step.depth
+        self._by_depth[step.depth] += 1
+        if step.verified is not None:
+            drafted = int(np.minimum(step.batch.caps, step.depth).sum())
+            self._count["drafted_tokens"] += drafted
+            self._count["trimmed_tokens"] += drafted - int(step.verified.sum())
+        seconds, sample = outcome.now - step.began, outcome.sample
+        served = int(np.count_nonzero(outcome.emitted))
+        if step.forecast is None or not served or seconds <= 0.0:
+            return
+        if step.batch.prefill or (sample is not None and sample.prefill):
             return
         # Python's own floats: the engine core encodes no others for the metrics.
-        emitted = int(outcome.emitted.sum())
-        each = emitted / served + outcome.rounds - 1
-        self._against_plain[0] += float(found.plain * each)
-        self._against_plain[1] += float(seconds * outcome.rounds)
-        predicted = step.predicted[1]
-        if step.passes and step.batch.catchup_rows:
-            predicted += self._times.catchup_seconds(step.batch.catchup_rows)
-        now = step.predicted[0], predicted, float(emitted), float(seconds)
-        before = now if isnan(self._usual[0]) else self._usual
-        pairs = zip(before, now, strict=True)
-        self._usual = [old + _SMOOTH * (new - old) for old, new in pairs]
+        each = int(outcome.emitted.sum()) / served + outcome.steps - 1
+        self._seconds[0] += float(step.forecast.plain * each)
+        self._seconds[1] += float(seconds)

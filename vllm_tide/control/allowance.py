@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-_SAVED_SECONDS = 10.0  # whose share the allowance begins with, and holds at most
-_HOPELESS = 4.0  # times its price for which a trial without hope is waited
+from math import inf
+
+_SAVED_SECONDS = 10.0  # the budget begins with, and holds, its share of so many
+_DUE = 4.0  # times its price has been earned: an exploration that nothing speaks for
 
 
 class Allowance:
@@ -14,31 +16,45 @@ class Allowance:
     """
 
     def __init__(self, share: float) -> None:
-        self._share, self._at, self._paid_at = share, 0.0, 0.0
+        self._share = share
+        self._at = self._paid_at = inf  # seconds; inf: not yet
         self.refill()
 
     def refill(self) -> None:
-        """Something has changed: as much as can be saved."""
+        """Fill the budget: traffic or draft have changed."""
         self._seconds = self._most = self._share * _SAVED_SECONDS
 
     def earn(self, now: float) -> None:
         earned = self._share * max(now - self._at, 0.0)
         self._seconds = min(self._seconds + earned, self._most)
         self._at = now
+        self._paid_at = min(self._paid_at, now)
 
     def is_due(self, seconds: float, now: float) -> bool:
-        """True if a quarter of what was earned since the last payment is so much.
+        """Whether a quarter of what was earned since the last payment is so much.
 
-        Then something is tried that nobody hopes for: traffic may have changed.
+        Then exploration is due that no belief speaks for: traffic may have changed.
         """
-        return (now - self._paid_at) * self._share >= _HOPELESS * seconds
+        return (now - self._paid_at) * self._share >= _DUE * seconds
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether nothing is owed."""
+        return self._share > 0.0 and self._seconds >= 0.0
+
+    def borrow(self, seconds: float) -> None:
+        """Take seconds that the budget may not have: nothing is spent until it has."""
+        self._seconds -= max(seconds, 0.0)
 
     def pay(self, seconds: float, now: float) -> bool:
-        """True if so many could be paid, and were."""
+        """Take seconds from the budget; returns whether it had so many.
+
+        A sum that it does not have is saved for.
+        """
         if not self._share:
             return False
         if self._seconds < seconds:
-            self._most = max(self._most, seconds)  # it is saved for
+            self._most = max(self._most, seconds)
             return False
         self._seconds -= max(seconds, 0.0)
         self._most, self._paid_at = self._share * _SAVED_SECONDS, now

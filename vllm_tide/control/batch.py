@@ -1,8 +1,8 @@
-"""Input and output of a control policy: plain arrays, one set per round.
+"""Input and output of a control policy: plain arrays, one set per decode step.
 
-A *round* is: plan, some draft steps, choose, then one target step that verifies what
-was chosen. The engine adapter and the simulator both speak exactly these types, so a
-decision that was simulated is the decision that is served.
+A step is: plan, some draft passes, choose, then one target pass that verifies the
+chosen tokens. The engine and the simulator use the same types, so a decision that was
+simulated is the decision that is served.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Proposals:
-    """Drafts from the requests' own texts (`vllm_tide.memory`), beside the draft's.
+    """Drafts from the requests' own texts (`vllm_tide.memory`).
 
     Attributes:
         survival: float32 [K, n], probability that token j of the proposal and all
             before it are accepted; below 0 where there is no such token.
         drafted: float32 [K, n], the same of the draft's tokens, by counts; None for a
-            policy that knows better.
-        look: The draft is to run even if no request needs it: else nothing would be
-            learnt of it where the memory is better for long.
+            policy that predicts acceptance.
+        force: The draft runs even if no request needs it: else nothing would be learnt
+            of it where the memory is better for long.
     """
 
     survival: np.ndarray
     drafted: np.ndarray | None = None
-    look: bool = False
+    force: bool = False
 
     def better(self, drafted: np.ndarray) -> np.ndarray:
         """True where the proposal has the larger sum of survivals; bool [n].
@@ -43,15 +43,15 @@ class Proposals:
         worth = [np.maximum(s, 0.0).sum(axis=0) for s in (self.survival, drafted)]
         return np.asarray(worth[0] > worth[1])
 
-    def left_to_draft(self, room: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """`Batch.room`, 0 where the proposal is worth more than is expected of a draft.
+    def left_to_draft(self, caps: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """`Batch.caps`, 0 where the proposal is worth more than is expected of a draft.
 
         Args:
             accepted: float [n], tokens of the draft expected to be accepted.
         """
-        if self.look:
-            return room
-        return np.where(self.better(accepted[None]), 0, room)
+        if self.force:
+            return caps
+        return np.where(self.better(accepted[None]), 0, caps)
 
     def merge(
         self, drafted: np.ndarray, size: np.ndarray
@@ -79,12 +79,12 @@ class Batch:
 
     Attributes:
         slots: int64 [n], index of each request in the per-request state; given out by
-            the caller, 0..capacity-1, unique while the request lives.
+            the caller, 0..capacity-1, unique until the request ends.
         context: int64 [n], tokens in the KV cache after this step.
-        room: int64 [n], most draft tokens that can be of use; 0 = must not be drafted
-            for (a prefill chunk, opted out, at the length limit).
+        caps: int64 [n], most draft tokens that can be of use; 0: none are drafted (a
+            prefill chunk, opted out, at the length limit).
         sampled: bool [n], temperature above zero.
-        limit: float64 [n], seconds this round may take for the request's SLO; inf
+        limit: float64 [n], seconds this step may take for the request's SLO; inf
             where there is none (`vllm_tide.control.slo.SloBook.limits`). A policy that
             keeps the limits of clients puts `asked` here.
         asked: The same with the limits that clients ask for; None if there are none.
@@ -96,7 +96,7 @@ class Batch:
 
     slots: np.ndarray
     context: np.ndarray
-    room: np.ndarray
+    caps: np.ndarray
     sampled: np.ndarray
     limit: np.ndarray
     first_rows: int
@@ -111,42 +111,40 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decision before the first draft step.
+    """Decision before the first draft pass.
 
     Attributes:
-        steps: Most draft steps; 0: do not draft.
-        reason: Why not, when `steps` is 0: "no_room", "no_gain", "slo",
+        passes: Most draft passes; 0: do not draft.
+        reason: Why not, when `passes` is 0: "no_room", "no_gain", "slo",
             "memory" (all requests have better proposals) or "check" (to measure what a
-            round takes undrafted).
-        probe: This round drafts to see what that yields, while it should not pay.
-        rest: With `steps` 0: rounds of about as many requests, none with a limit, that
-            may stay off without being asked about; the next observation counts them
-            (`Outcome.rounds`), without those that had prefill rows.
-        foreseen: With `steps` >= 1: draft steps that pay by what is known before any
-            confidence of this round, so those of a later one; 0: not foreseen.
+            step takes undrafted).
+        unasked: With `passes` 0: steps of about as many requests, none with a limit,
+            for which `plan` need not be called; the next observation counts them
+            (`Outcome.steps`), without those that had prefill rows.
+        foreseen: With `passes` >= 1: draft passes that pay before any confidence of
+            this step, so those of a later one; 0: not predicted.
     """
 
-    steps: int
+    passes: int
     reason: str = ""
-    probe: bool = False
-    rest: int = 0
+    unasked: int = 0
     foreseen: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a round, once the target has sampled.
+    """Outcome of a step, once the target has sampled.
 
     Attributes:
         slots: int64 [n].
         verified: int64 [n], tokens of the draft that were sent to verification; 0 of a
-            request whose proposal was the memory's.
+            request with a proposal of the memory.
         accepted: int64 [n], 0..verified.
         emitted: int64 [n], tokens emitted; 0 for a prefill chunk.
         now: Time at which this is known (s), on the clock given to `Policy.plan`.
         sample: Measured times of the step, or None if it was not timed.
-        rounds: Rounds since `Policy.plan`, those that it let pass without being asked
-            (`Plan.rest`) included; counts and sample are of one of them.
+        steps: Steps since `Policy.plan`, those without a call of it (`Plan.unasked`)
+            included; counts and sample are of one of them.
     """
 
     slots: np.ndarray
@@ -155,28 +153,28 @@ class Outcome:
     emitted: np.ndarray
     now: float
     sample: StepSample | None = None
-    rounds: int = 1
+    steps: int = 1
 
 
 _COUNTS = (
-    "rounds",
-    "draft_steps",
+    "steps",
+    "draft_passes",
     "drafted_tokens",
     "verified_tokens",
     "accepted_tokens",
     "trimmed_tokens",
-    "probes",
-    "slo_misses",
-    "limits_left_out",
+    "exploration_steps",
+    "slo_unreachable_steps",
+    "client_limits_dropped",
 )
 
 
 def totals(
-    count: Counter[str], off: Counter[str], lengths: np.ndarray
+    count: Counter[str], undrafted: Counter[str], by_depth: np.ndarray
 ) -> dict[str, Any]:
     """The part of a policy's `stats` that only counts."""
     return {
         **{name: count[name] for name in _COUNTS},
-        "off_rounds": dict(off),
-        "length_hist": lengths.tolist(),
+        "steps_without_drafts": dict(undrafted),
+        "steps_by_depth": by_depth.tolist(),
     }

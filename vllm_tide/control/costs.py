@@ -9,7 +9,7 @@ import numpy as np
 from vllm_tide.control.step_times import StepSample, StepTimes
 
 CLIENT_SHARE = 0.93
-"""Kept of the predicted tokens per second under clients' limits: 0.9 of the real."""
+"""Least share of the predicted tokens per second that clients' limits may leave."""
 
 
 def step_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
@@ -33,20 +33,17 @@ def step_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
     return float(feasible.min()), False
 
 
-_NEVER = 1e6  # seconds of a length that is not offered
-
-
-class KeptPass:
+class FirstPassAlways:
     """Step times where the draft's first pass runs in every step.
 
     Model Runner V2 keeps the draft's KV cache without holes that way: the pass runs
     when nothing is drafted too, and the first drafted token costs nothing more.
 
     Args:
-        times: Where target and draft passes are apart; learns from samples whose
-            `steps` are the passes that ran, at least one.
-        lengths: Draft steps that there are, ascending, the last of them the most that
-            is asked about; empty: all.
+        times: With target and draft passes apart; learns from samples with `steps`
+            of the passes that ran, at least one.
+        lengths: Depths on offer, ascending, the last of them the largest that is asked
+            about; empty: all.
     """
 
     def __init__(self, times: StepTimes, lengths: Sequence[int] = ()) -> None:
@@ -70,23 +67,23 @@ class KeptPass:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Cumulative seconds [most + 1] of 0..most draft steps beside the first.
+        """Cumulative seconds [most + 1] of 0..most draft passes but the first.
 
         `most` itself may always be drafted: who has no room for more gets no more.
         """
         curve = self._times.draft_curve(requests, context, first_rows, max(most, 1))
         beside = curve - curve[1]
         beside[0] = 0.0
-        beside[self._missing[self._missing < most]] = _NEVER
+        beside[self._missing[self._missing < most]] = np.inf
         return np.asarray(beside[: most + 1])
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
         """Nothing is ever missed."""
         return 0.0
 
-    def doubt(self, requests: int, now: float) -> float:
+    def ratio_sd(self, requests: int, now: float) -> float:
         """As of `StepTimes`."""
-        return self._times.doubt(requests, now)
+        return self._times.ratio_sd(requests, now)
 
     @property
     def version(self) -> int:
@@ -98,5 +95,5 @@ class KeptPass:
         self._times.observe(sample, now)
 
 
-Times = StepTimes | KeptPass
+Times = StepTimes | FirstPassAlways
 """Step times that decisions read."""

@@ -12,12 +12,12 @@ from vllm_tide.control.batch import Batch
 from vllm_tide.control.costs import Times
 
 _PATHS = 32  # simulated drafts
-_CHANGE = 0.1  # of mean or spread of the log-odds, that forecasts are to hear of
+_TOLERANCE = 0.1  # change of the log-odds' mean or spread that discards forecasts
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expectation of a step, before any confidence.
+    """Expectation of a step before any confidence.
 
     Attributes:
         plain: Seconds without drafting.
@@ -34,7 +34,7 @@ class Forecast:
         """Tokens, seconds and draft passes of the best step within a limit.
 
         Args:
-            extra: Seconds that drafting costs beside.
+            extra: Further seconds that drafting costs.
         """
         tokens, seconds, length = 0.0, 1.0, 0
         for passes, (each, spent, _) in enumerate(self.steps, 1):
@@ -44,7 +44,7 @@ class Forecast:
 
 
 class Forecaster:
-    """Foresees steps, and keeps what it foresaw until something was learnt.
+    """Predicts steps, and keeps the forecasts until something was learnt.
 
     Args:
         most: Draft tokens of a request, at most (K).
@@ -57,26 +57,29 @@ class Forecaster:
         self._times, self._acceptance, self._verify = times, acceptance, verify
         half = np.random.default_rng(0).standard_normal((most, _PATHS // 2))
         self._normal = np.concatenate([half, -half], axis=1)  # antithetic
+        # By step, used since the last `refresh`, and before it.
         self._known: dict[tuple[int, ...], Forecast] = {}
-        self._doubts: dict[int, float] = {}
+        self._before: dict[tuple[int, ...], Forecast] = {}
+        self._sds: dict[int, float] = {}
         self._version = 0  # of the times
-        self._told = np.zeros(most + 1)  # mean and spread that are foreseen with
+        self._used = np.zeros(most + 1)  # mean and spread that are of the forecasts
 
     def refresh(self) -> None:
-        """Forget if enough was learnt of drafts since."""
-        self._doubts.clear()
+        """Discard forecasts: all if drafts have changed by enough, else unused ones."""
+        self._sds.clear()
+        self._before, self._known = self._known, {}
         belief = np.append(self._acceptance.mean, self._acceptance.spread)
-        if np.abs(belief - self._told).max() > _CHANGE:
-            self._told = belief
-            self._known.clear()
+        if np.abs(belief - self._used).max() > _TOLERANCE:
+            self._used = belief
+            self._before.clear()
 
-    def doubt(self, requests: int, now: float) -> float:
-        """As of `StepTimes`, at most as old as the last `refresh`."""
-        if (known := self._doubts.get(requests)) is None:
-            known = self._doubts[requests] = self._times.doubt(requests, now)
+    def sd(self, requests: int, now: float) -> float:
+        """As `StepTimes.ratio_sd`, at most as old as the last `refresh`."""
+        if (known := self._sds.get(requests)) is None:
+            known = self._sds[requests] = self._times.ratio_sd(requests, now)
         return known
 
-    def foresee(
+    def predict(
         self,
         batch: Batch,
         most: int,
@@ -91,12 +94,13 @@ class Forecaster:
             most: Most draft passes.
             drafting: Requests that the draft is of use to.
             context: Tokens in the KV cache, of all requests.
-            better: Log-odds by which acceptance is better than believed.
+            better: Log-odds that are added to those of `Acceptance`.
             limit: Seconds that it may take.
         """
         if self._version != (version := self._times.version):
             self._version = version
             self._known.clear()
+            self._before.clear()
         n = len(batch)
         key = (
             n,
@@ -107,7 +111,8 @@ class Forecaster:
             round(4.0 * better),
             0 if limit == inf else round(64.0 * log(limit)),
         )
-        if (known := self._known.get(key)) is not None:
+        if (known := self._known.get(key) or self._before.get(key)) is not None:
+            self._known[key] = known
             return known
         target = self._times.target_curve(n, context, n * most, batch.prefill)
         draft = self._times.draft_curve(n, context, batch.first_rows, most)
@@ -132,5 +137,6 @@ class Forecaster:
             low = max(high - max(n // 2, 1), 0)
             price = max(float(target[high] - target[low]), 0.0) / max(high - low, 1)
             steps.append((float(tokens[passes, at]), float(seconds[passes, at]), price))
-        found = self._known[key] = Forecast(float(target[0]), draft.tolist(), steps)
-        return found
+        forecast = Forecast(float(target[0]), draft.tolist(), steps)
+        self._known[key] = forecast
+        return forecast

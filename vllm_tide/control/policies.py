@@ -36,37 +36,33 @@ class StaticPolicy:
     """
 
     def __init__(self, k_max: int, times: Times | None = None) -> None:
-        self._k, self._refined = k_max, times
-        self._room = np.zeros(0, np.int64)
+        self._k, self._times = k_max, times
+        self._caps = np.zeros(0, np.int64)
         self._memory: Proposals | None = None
         self.remembered: np.ndarray | None = None
-        self._step, self._open = 0, False
-        self._count, self._off = Counter[str](), Counter[str]()
-        self._lengths = np.zeros(k_max + 1, np.int64)
+        self._depth, self._open = 0, False
+        self._count, self._undrafted = Counter[str](), Counter[str]()
+        self._by_depth = np.zeros(k_max + 1, np.int64)
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
         """A request begins."""
-
-    def drop(self, slot: int) -> None:
-        """A request ends."""
 
     def draft_swapped(self) -> None:
         """The draft has new weights."""
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        self._room, self._memory, self.remembered = batch.room, batch.memory, None
-        self._step, self._open = 0, True
-        self._count["rounds"] += 1
-        most = min(int(batch.room.max()), self._k) if len(batch) else 0
+        self._caps, self._memory, self.remembered = batch.caps, batch.memory, None
+        self._depth, self._open = 0, True
+        self._count["steps"] += 1
+        most = min(int(batch.caps.max()), self._k) if len(batch) else 0
         reason = "" if most else "no_room"
         if most and batch.memory is not None:
             gains = np.maximum(_drafted(batch.memory)[:most], 0.0).sum(axis=0)
-            left = batch.memory.left_to_draft(batch.room, gains)
+            left = batch.memory.left_to_draft(batch.caps, gains)
             reason = "" if left.any() else "memory"
-        if not reason:
-            reason = self._gate(batch, most)
+        reason = reason or self._gate(batch, most)
         if reason:
-            self._off[reason] += 1
+            self._undrafted[reason] += 1
             return Plan(0, reason)
         return Plan(most)
 
@@ -74,54 +70,53 @@ class StaticPolicy:
         """Why nothing is drafted in this step; empty: it is."""
         return ""
 
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        self._step = step
-        return step < self._k
+    def go_on(self, depth: int, confidence: np.ndarray) -> bool:
+        self._depth = depth
+        return depth < self._k
 
     def choose(self) -> np.ndarray:
-        lengths = np.minimum(self._room, self._step)
+        lengths = np.minimum(self._caps, self._depth)
         self._count["drafted_tokens"] += int(lengths.sum())
         if self._memory is not None:
-            drafted = _drafted(self._memory)[: self._step]
+            drafted = _drafted(self._memory)[: self._depth]
             _, lengths, self.remembered = self._memory.merge(drafted, lengths)
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        if self._refined is not None and outcome.sample is not None:
-            self._refined.observe(outcome.sample, outcome.now)
+        if self._times is not None and outcome.sample is not None:
+            self._times.observe(outcome.sample, outcome.now)
         self._count["verified_tokens"] += int(outcome.verified.sum())
         self._count["accepted_tokens"] += int(outcome.accepted.sum())
         if self._open:
             self._open = False
-            self._lengths[self._step] += 1
-            self._count["draft_steps"] += self._step
+            self._by_depth[self._depth] += 1
+            self._count["draft_passes"] += self._depth
 
     def stats(self) -> dict[str, Any]:
         nan = float("nan")
-        unknown = "predicted_step_s", "measured_step_s", "calibration_error"
         return {
-            **totals(self._count, self._off, self._lengths),
-            **dict.fromkeys((*unknown, "throughput_ratio"), nan),
-            "time_error": nan if self._refined is None else self._refined.error,
-            "plain_seconds": 0.0,
-            "round_seconds": 0.0,
+            **totals(self._count, self._undrafted, self._by_depth),
+            "time_error": nan if self._times is None else self._times.error,
+            "calibration_error": nan,
+            "plain_step_seconds": 0.0,
+            "step_seconds": 0.0,
         }
 
 
 class ThresholdPolicy(StaticPolicy):
     """Drafts while the batch's mean confidence is at least the threshold."""
 
-    def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        self._step = step
-        drafted = self._room >= step
+    def go_on(self, depth: int, confidence: np.ndarray) -> bool:
+        self._depth = depth
+        drafted = self._caps >= depth
         mean = float(confidence[drafted].mean()) if drafted.any() else 0.0
-        return step < self._k and mean >= THRESHOLD
+        return depth < self._k and mean >= THRESHOLD
 
 
 def _drafted(memory: Proposals) -> np.ndarray:
-    assert memory.drafted is not None  # noqa: S101 (given to who has no confidences)
+    assert memory.drafted is not None  # noqa: S101 (given where there are no confidences)
     return memory.drafted
 
 
 Policy = AdaSpecPolicy | StaticPolicy
-"""Decides the draft steps and the verified set of every step."""
+"""Decides the draft passes and the verified tokens of every step."""

@@ -1,9 +1,9 @@
 """Limits on time per output token, with credit for requests that are ahead.
 
 What a user sees is the average: (time since the first token) / (tokens after it). A
-request that is ahead of its budget can afford a longer round. For one that is behind,
-no round that emits one token restores the average; what helps it is the round with the
-most tokens per second, so it does not limit the round (`costs.step_limit`). Holding it
+request that is ahead of its budget can afford a longer step. For one that is behind,
+no step that emits one token restores the average; what helps it is the step with the
+most tokens per second, so it does not limit the step (`costs.step_limit`). Holding it
 to its budget for one token instead forbids the drafting that would bring it back.
 """
 
@@ -69,7 +69,7 @@ class SloBook:
         return bool(np.minimum(self._slo[slots], self._asked[slots]).min() < np.inf)
 
     def limits(self, slots: np.ndarray, now: float) -> np.ndarray:
-        """Seconds that a round may take for each request, if it may emit one token.
+        """Seconds that a step may take for each request, if it may emit one token.
 
         limit = slo * (tokens + 1) - elapsed, tokens counted after the first.
 
@@ -78,7 +78,7 @@ class SloBook:
 
         Returns:
             float64 [n]; inf without a budget or before the first token; below the
-            shortest round's time for a request that is behind.
+            shortest step's time for a request that is behind.
         """
         if not self._used:
             return np.full(len(slots), np.inf)
@@ -105,7 +105,7 @@ class SloBook:
         slo, tokens = min(self._slo[slot], self._asked[slot]), self._tokens[slot]
         if np.isinf(slo) or tokens < 1:
             return None
-        kept = bool((self._last[slot] - self._first[slot]) <= slo * tokens * (1 + 1e-9))
-        self.met += kept
-        self.missed += not kept
-        return kept
+        met = bool((self._last[slot] - self._first[slot]) <= slo * tokens * (1 + 1e-9))
+        self.met += met
+        self.missed += not met
+        return met

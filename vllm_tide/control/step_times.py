@@ -2,10 +2,10 @@
 
 They change: other processes take cores, clocks fall, real batches mix lengths. The
 logarithm of a forward's seconds is that of a `TimeModel`'s curve plus a Gaussian
-process over its rows, followed by a Kalman filter on a few knots: a size that was
-measured says much of those near it, and little of others. Noise is Student's t, so one
-strange step (first use of a kernel, a page fault) moves the curve by little; a lasting
-change shows as surprises of one sign, and opens the curve again.
+process over its rows, followed by a Kalman filter on a few knots: what one number of
+rows takes bears on those near it, and little on others. The residual is clipped, so
+one strange step (a page fault, a stall) moves the curve by little; a lasting change
+shows as residuals of one sign, and the curve is learnt anew.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ Learnt = tuple[list[float], list[float], list[float], float]
 KNOTS = tuple(sorted({base << shift for base in (2, 3) for shift in range(12)} | {1}))
 """Rows at which a curve may bend; kernels change their ways as coarsely."""
 
-_LEVEL_SD = 1.0  # of the logarithm, all sizes together: how wrong a prior may be
-_SHAPE_SD, _SHAPE_LENGTH = 0.3, 5.0  # Gaussian process beside that; knots
+_LEVEL_SD = 1.0  # of the logarithm, of all rows together: the prior's error
+_SHAPE_SD, _SHAPE_LENGTH = 0.3, 5.0  # its Gaussian process; knots
 _PLAIN_SD = 0.15  # of what kernels for one row of each request save
-_FREE_ROWS = np.geomspace(1, 1024, 21)  # that take as long as reading the weights
+_FREE_ROWS = np.geomspace(1, 1024, 21)  # that reading the weights hides
 _DRIFT = 0.005  # random walk of the logarithm, per root second
-_DEGREES = 4.0  # of freedom of Student's t
 _NOISE_MEMORY = 50  # measurements that the noise is known from
 _LEAST_NOISE = 1e-4  # variance of the logarithm
-_LEAN_SHARE, _LEANING = 0.1, 1.5  # smoothing of scores; mean of them that is no chance
-_NEWS = 0.01  # of the noise: variance that is worth a step of the filter
-_CHANGE = 0.02  # of a logarithm, that decisions are to hear of
-_SMOOTH = 0.05
+_CLIP = 3.0  # standard deviations of a residual
+_LEANING = 1.5  # mean of them, in standard deviations, that is a lasting change
+_TOLERANCE = 0.02  # change of a logarithm that makes a new version
+_SMOOTH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class PassTime:
     One row of each request (`plain`) may have faster kernels, which is one factor more.
 
     Args:
-        shaped: Whether the prior knows how seconds rise with rows. If not, they are
+        shaped: Whether the prior has how seconds rise with rows. If not, they are
             linear, as AdaSpec has it (eq. 2), with an unknown slope: the first rows
             cost nothing, as weights are read anyway, and how many do is unknown.
 
@@ -88,20 +87,20 @@ class PassTime:
         gap = np.subtract.outer(np.arange(count), np.arange(count)) / _SHAPE_LENGTH
         local = np.exp(-0.5 * gap**2) + 1e-4 * np.eye(count)
         # Of the logarithm at the knots, and last of the plain factor.
-        self._open, self._walk = np.zeros((2, count + 1, count + 1))
-        self._open[-1, -1], self._walk[-1, -1] = _PLAIN_SD**2, _DRIFT**2
-        self._open[:-1, :-1] = _LEVEL_SD**2 + _SHAPE_SD**2 * local
+        covariance, self._walk = np.zeros((2, count + 1, count + 1))
+        covariance[-1, -1], self._walk[-1, -1] = _PLAIN_SD**2, _DRIFT**2
+        covariance[:-1, :-1] = _LEVEL_SD**2 + _SHAPE_SD**2 * local
         self._walk[:-1, :-1] = _DRIFT**2 * (0.5 + 0.5 * local)
         self._mean = np.zeros(count + 1)
         if not shaped:
             linear = np.log1p(np.array(KNOTS) / _FREE_ROWS[:, None])
             self._mean[:-1] += linear.mean(axis=0) - linear[:, 0].mean()
-            self._open[:-1, :-1] += np.cov(linear, rowvar=False)
-        self._covariance, self._first = self._open.copy(), True
-        self._noise, self._told = _SHAPE_SD**2, 0
-        self._lean = self._since = 0.0
-        self._told_mean = self._mean.copy()
-        self._table, self._table_version = np.ones(0), 0
+            covariance[:-1, :-1] += np.cov(linear, rowvar=False)
+        self._covariance, self._first = covariance, True
+        self._open = covariance.copy()
+        self._noise, self._count, self._lean = _SHAPE_SD**2, 0, 0.0
+        self._since = inf  # seconds of the newest step of the filter; inf: none yet
+        self._versioned = self._mean.copy()
         self.version = 0
 
     def factor(self, rows: int, plain: bool = False) -> float:
@@ -112,20 +111,16 @@ class PassTime:
         """Of one row of each request, over as many rows of fewer."""
         return exp(self._mean[-1])
 
-    def factors(self, start: int, count: int) -> np.ndarray:
-        """Of `start`, `start + 1`, ... rows: float64 [count], a view."""
-        late = self._table_version != self.version
-        if late or start + count > len(self._table):
-            size = max(start + count, len(self._table))
-            self._table = np.interp(np.arange(size), KNOTS, np.exp(self._mean[:-1]))
-            self._table_version = self.version
-        return self._table[start : start + count]
+    def factors(self, count: int) -> np.ndarray:
+        """Of 0, 1, ... rows: float64 [count]."""
+        factors = np.exp(self._mean[:-1])
+        return np.asarray(np.interp(np.arange(count), KNOTS, factors))
 
     def variance(self, rows: int, now: float, *, over_plain: bool = False) -> float:
         """Of the logarithm of the factor at `now`, seconds.
 
         Args:
-            over_plain: Of its ratio to that of a plain forward of half the rows.
+            over_plain: Of the ratio to a plain forward of half the rows.
         """
         column = _at(rows, False, self._covariance)
         if over_plain:
@@ -143,7 +138,7 @@ class PassTime:
         now: float,
         plain: bool = False,
     ) -> None:
-        """Take a measurement: a step of the filter, where it would teach anything.
+        """Take a measurement: a step of the filter.
 
         Args:
             predicted: Seconds without the factor.
@@ -154,31 +149,30 @@ class PassTime:
             self._first = False
             return
         mean, covariance, noise = self._mean, self._covariance, self._noise
-        surprise = log(seconds / predicted) - float(_at(rows, plain, mean))
-        column, passed = _at(rows, plain, covariance), max(now - self._since, 0.0)
-        known = float(_at(rows, plain, column)) + _DRIFT**2 * passed
-        score = surprise / sqrt(known + noise)
-        bounded = max(min(score, 3.0), -3.0)
-        self._lean += _LEAN_SHARE * (bounded - self._lean)
-        # Inverse gamma: the share of the surprise that is the measurement's own.
-        self._told = min(self._told + 1, _NOISE_MEMORY)
-        own = noise * bounded * bounded
-        self._noise = max(noise + (own - noise) / (self._told + 2), _LEAST_NOISE)
+        passed = max(now - self._since, 0.0)
+        residual = log(seconds / predicted) - float(_at(rows, plain, mean))
+        column = _at(rows, plain, covariance)
+        prior = float(_at(rows, plain, column)) + _DRIFT**2 * passed
+        score = residual / sqrt(prior + noise)
+        clipped = max(min(score, _CLIP), -_CLIP)
+        self._lean += _SMOOTH * (clipped - self._lean)
+        # Inverse gamma: the share of the residual that is the measurement's own.
+        self._count = min(self._count + 1, _NOISE_MEMORY)
+        own = noise * clipped * clipped
+        self._noise = max(noise + (own - noise) / (self._count + 2), _LEAST_NOISE)
         if abs(self._lean) > _LEANING:
             covariance[:] = self._open
-            self._lean = 0.0
-        elif known < _NEWS * noise and abs(score) < 3.0:
-            return
+            clipped, self._lean = score, 0.0
         else:
             covariance += passed * self._walk
-        self._since = now
+        if passed or self._since == inf:  # a sample may come late
+            self._since = now
         column = _at(rows, plain, covariance)
-        spread = float(_at(rows, plain, column))
-        gain = column / (spread + noise * (_DEGREES + score * score) / (_DEGREES + 1.0))
-        mean += gain * surprise
+        gain = column / (float(_at(rows, plain, column)) + noise)
+        mean += gain * residual * (clipped / score if score else 1.0)
         covariance -= np.outer(gain, column)
-        if np.abs(mean - self._told_mean).max() > _CHANGE:
-            self._told_mean[:] = mean
+        if np.abs(mean - self._versioned).max() > _TOLERANCE:
+            self._versioned[:] = mean
             self.version += 1
 
     def learnt(self) -> list[float]:
@@ -196,8 +190,8 @@ def _at(rows: int, plain: bool, state: np.ndarray) -> Any:
     low = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1) - 1
     share = (rows - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
     share = min(max(share, 0.0), 1.0)
-    found = state[low] * (1.0 - share) + state[low + 1] * share
-    return found + state[-1] if plain else found
+    value = state[low] * (1.0 - share) + state[low + 1] * share
+    return value + state[-1] if plain else value
 
 
 class StepTimes:
@@ -217,7 +211,10 @@ class StepTimes:
         self.prior = prior
         self.target, self.first = (PassTime(shaped=not guessed) for _ in range(2))
         self.further = PassTime(shaped=True)
-        self._host = 0.0  # seconds outside the forwards that the prior knows nothing of
+        # Of 0, 1, ... rows: seconds without context, and of a token of context.
+        self._rows = np.zeros(0), np.zeros(0)
+        self._rows_version = -1
+        self._host = 0.0  # seconds outside the forwards beyond the prior's
         self._asking = 0.0  # seconds that control itself takes where it drafts
         self.error = nan
 
@@ -233,9 +230,15 @@ class StepTimes:
         Returns:
             float64 [most + 1].
         """
-        prior = self.prior.target_curve(requests, context, most, prefill)
-        factors = self.target.factors(requests + prefill, most + 1)
-        curve = (prior + self.prior.host) * factors
+        start, end = requests + prefill, requests + prefill + most + 1
+        if end > len(self._rows[0]) or self._rows_version != self.target.version:
+            self._rows_version = self.target.version
+            count = max(end, len(self._rows[0]))
+            factors = self.target.factors(count)
+            base = (self.prior.target.rows(0, count) + self.prior.host) * factors
+            self._rows = base, factors * self.prior.target.alpha
+        base, each = self._rows
+        curve = base[start:end] + context * each[start:end]
         if not prefill:
             curve[0] *= self.target.plain
         return np.asarray(curve)
@@ -256,16 +259,7 @@ class StepTimes:
             return 0.0
         return self.prior.draft_first(rows, context) * self.first.factor(rows)
 
-    def step_seconds(
-        self, requests: int, context: int, verified: int, steps: int, first_rows: int
-    ) -> float:
-        """Of a step without prefill rows."""
-        target = self.target_curve(requests, context, verified)
-        return float(
-            target[-1] + self.draft_curve(requests, context, first_rows, steps)[-1]
-        )
-
-    def doubt(self, requests: int, now: float) -> float:
+    def ratio_sd(self, requests: int, now: float) -> float:
         """Standard deviation of the logarithm of a step's time over a plain step's."""
         target = self.target.variance(2 * requests, now, over_plain=True)
         first = self.first.variance(requests, now)
@@ -297,8 +291,8 @@ class StepTimes:
         if sample.steps > 1 and sample.draft_next_s > 0.0:
             count = sample.steps - 1
             each, grown = prior.further(n, context)
-            # Beside the first one's, which is of the same model: what is known of that
-            # is believed of these before any of them was seen.
+            # On the first one's factor, which is of the same model: until one of these
+            # was measured, theirs is that of the first.
             predicted = (each + grown * count) * count * self.first.factor(n)
             self.further.observe(n, predicted, sample.draft_next_s, now)
 
@@ -340,9 +334,7 @@ def step_cost(
     """
     if not requests or not (verified or steps):
         return 1.0
-    plain, seconds = (
-        times.step_seconds(requests, context, sent, passes, requests + sent)
-        for sent, passes in ((0, 0), (verified, steps))
-    )
-    cost = seconds / plain if plain > 0.0 else nan
+    target = times.target_curve(requests, context, verified)
+    drafts = times.draft_curve(requests, context, requests + verified, steps)[-1]
+    cost = float((target[-1] + drafts) / target[0]) if target[0] > 0.0 else nan
     return cost if 0.0 < cost < inf else 1.0

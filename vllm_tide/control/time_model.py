@@ -26,11 +26,10 @@ the first line with k = 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass
 
 import numpy as np
-
-_DENSE = 8192  # rows that are looked up, not interpolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class ForwardModel:
     knots: tuple[int, ...]
     seconds: tuple[float, ...]
     alpha: float
-    _dense: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         knots, seconds = self.knots, self.seconds
@@ -61,19 +59,9 @@ class ForwardModel:
             raise ValueError("costs must be finite and not negative")
         if any(a > b for a, b in zip(seconds, seconds[1:], strict=False)):
             raise ValueError(f"costs must not fall with more rows: {seconds}")
-        object.__setattr__(self, "_dense", self._evaluate(0, _DENSE))
-        self._dense.setflags(write=False)
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Cost of `start`, `start + 1`, ... rows, float64 [count]: read only."""
-        if start + count <= _DENSE:
-            return self._dense[start : start + count]
-        return self._evaluate(start, count)
-
-    def __call__(self, rows: int, context: float) -> float:
-        return float(self.rows(rows, 1)[0]) + self.alpha * context
-
-    def _evaluate(self, start: int, count: int) -> np.ndarray:
+        """Cost of `start`, `start + 1`, ... rows, float64 [count]."""
         rows = np.arange(start, start + count, dtype=np.float64)
         cost = np.interp(rows, self.knots, self.seconds)
         if len(self.knots) > 1:
@@ -81,6 +69,16 @@ class ForwardModel:
             slope = (self.seconds[-1] - self.seconds[-2]) / run
             cost += slope * np.maximum(rows - self.knots[-1], 0.0)
         return np.asarray(cost)
+
+    def __call__(self, rows: int, context: float) -> float:
+        knots, seconds = self.knots, self.seconds
+        high = min(bisect_right(knots, rows), len(knots) - 1)
+        cost = seconds[0]
+        if high:
+            low = high - 1
+            slope = (seconds[high] - seconds[low]) / (knots[high] - knots[low])
+            cost = seconds[low] + slope * (rows - knots[low])
+        return cost + self.alpha * context
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,6 @@ import numpy as np
 
 from vllm_tide._shm import best_set
 
-ABSENT = np.float32(-1.0)
-"""Survival of a token that does not exist: sorts last and is never chosen."""
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -47,16 +44,16 @@ def select(
 
     Args:
         survival: float32 [s, n], probability that token j of request i and all before
-            it are accepted (eq. 7), non-increasing along axis 0; `ABSENT` where a
+            it are accepted (eq. 7), non-increasing along axis 0; below 0 where a
             request has no such token.
         plain_tokens: Tokens that the step emits without any draft token.
-        seconds: float64 [>= s * n + 1], seconds of the whole round when m = 0, 1, ...
+        seconds: float64 [>= s * n + 1], seconds of the whole step when m = 0, 1, ...
             tokens are verified; draft time already spent is in all of them, so it is
             sunk.
-        limit: Seconds the round may take; m = 0 is always allowed.
+        limit: Seconds the step may take; m = 0 is always allowed.
         bar: Tokens per second that time is worth. None maximises tokens / seconds of
-            this round (eq. 8); a number maximises tokens - bar * seconds, which over
-            many unequal rounds gives the higher total when `bar` is the throughput
+            this step (eq. 8); a number maximises tokens - bar * seconds, which over
+            many unequal steps gives the higher total when `bar` is the throughput
             reached in the long run.
     """
     steps, n = survival.shape

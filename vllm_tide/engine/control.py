@@ -58,8 +58,6 @@ class Control:
 
     def _end(self, slot: int) -> None:
         self._slo.finish(slot)
-        if self.policy is not None:
-            self.policy.drop(slot)
 
     def draft_swapped(self) -> None:
         """Another draft is live: what was learnt of the old one counts less."""
@@ -74,16 +72,19 @@ class Control:
         stats: dict[str, Any] = {"control_suspended_s": self.suspension.left}
         if self.policy is None:
             return stats
-        stats |= self.policy.stats()
+        counted = self._contain("stats", self.policy.stats)
+        if counted is None:
+            return {"control_suspended_s": self.suspension.left}
+        stats |= counted
         stats |= self._counted(stats)
-        rounds, steps = stats["rounds"], stats["draft_steps"]
-        new_rounds, new_steps = rounds - self._told[0], steps - self._told[1]
-        self._told = (rounds, steps)
+        steps, passes = stats["steps"], stats["draft_passes"]
+        new_steps, new_passes = steps - self._told[0], passes - self._told[1]
+        self._told = (steps, passes)
         proposals, accepted = self._memory_count.tolist()
         return stats | {
             "memory_proposals": proposals,
             "memory_accepted_tokens": accepted,
-            "draft_length": new_steps / new_rounds if new_rounds else None,
+            "draft_depth": new_passes / new_steps if new_steps else None,
             "malformed_slo": self._book.malformed_slo,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
@@ -123,12 +124,12 @@ class Control:
         first_rows: int,
         catchup_rows: int = 0,
     ) -> Batch:
-        room = self._book.room(slots, context, self.num_speculative_tokens)
-        room[emitted == 0] = 0
+        caps = self._book.caps(slots, context, self.num_speculative_tokens)
+        caps[emitted == 0] = 0
         return Batch(
             slots=slots,
             context=context,
-            room=room,
+            caps=caps,
             sampled=self._table.sampled[slots],
             limit=self._slo.limits(slots, now),
             asked=self._slo.asked(slots, now),

@@ -247,7 +247,7 @@ class ControlV1(Control):
         self._rests[self._reason] += 1
         self._rested += not prefill
         if prefill and isinstance(self.policy, AdaSpecPolicy):
-            self.policy.leave_out(slots, now - self._asked_at)
+            self.policy.leave_out(now - self._asked_at)
         self._asked_at = now
         return True
 
@@ -287,13 +287,13 @@ class ControlV1(Control):
         batch = self._batch(slots, context, emitted, now, num_rows, waiting)
         if self._recalled is not None:
             batch.memory = self._recalled[1]
-            batch.memory.look = self._left_out >= _LEFT_OUT
+            batch.memory.force = self._left_out >= _LEFT_OUT
         plan = self.policy.plan(batch, now)
-        self._resting, self._reason = plan.rest, plan.reason
+        self._resting, self._reason = plan.unasked, plan.reason
         self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
         if plan.reason == "check":  # what a plain step takes is to be measured
             self._recalled = None
-        return min(plan.steps, self.num_speculative_tokens)
+        return min(plan.passes, self.num_speculative_tokens)
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """A draft pass ended.
@@ -367,12 +367,12 @@ class ControlV1(Control):
         emitted = self._emitted(sampled)
         known = batch.num_tokens_no_spec[:num].astype(np.int64)
         text = Text(batch.token_ids_cpu, known, sampled, emitted)
-        room = self._book.room(slots, text.length - 1, self.num_speculative_tokens)
-        room[emitted == 0] = 0
+        caps = self._book.caps(slots, text.length - 1, self.num_speculative_tokens)
+        caps[emitted == 0] = 0
         self._at = slots
         assert self._memory is not None  # noqa: S101 (asked by `plan`)
         counts = not isinstance(self.policy, AdaSpecPolicy)
-        return self._memory.recall(slots, text, room, counts=counts)
+        return self._memory.recall(slots, text, caps, counts=counts)
 
     def _replace(
         self,
@@ -452,13 +452,15 @@ class ControlV1(Control):
         super().draft_swapped()
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
-        lengths = [*stats["length_hist"]] or [0]
+        lengths = [*stats["steps_by_depth"]] or [0]
         rests = self._rests.total()
         lengths[0] += rests
         return {
-            "rounds": stats["rounds"] + rests,
-            "off_rounds": dict(self._rests + Counter(stats.get("off_rounds"))),
-            "rounds_by_length": dict(enumerate(lengths)),
+            "steps": stats["steps"] + rests,
+            "steps_without_drafts": dict(
+                self._rests + Counter(stats["steps_without_drafts"])
+            ),
+            "steps_by_depth": dict(enumerate(lengths)),
             "hole_tokens": self._backlog.holes,
         }
 

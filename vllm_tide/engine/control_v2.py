@@ -31,7 +31,7 @@ import numpy as np
 from vllm_tide.capture.step import Step, Timing
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
-from vllm_tide.control.costs import KeptPass, Times, step_limit
+from vllm_tide.control.costs import FirstPassAlways, Times, step_limit
 from vllm_tide.control.policies import Policy
 from vllm_tide.control.step_times import Learnt, step_cost
 from vllm_tide.engine.control import Control, explored
@@ -211,14 +211,14 @@ class ControlV2(Control):
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         by_depth = self._by_depth
         return {
-            "rounds": int(by_depth.sum()),
-            "draft_steps": int(by_depth @ np.arange(len(by_depth))),
+            "steps": int(by_depth.sum()),
+            "draft_passes": int(by_depth @ np.arange(len(by_depth))),
             "drafted_tokens": self._drafted,
             "verified_tokens": self._verified,
             "accepted_tokens": self._accepted,
-            "off_rounds": {name: n for name, n in self._off.items() if name},
+            "steps_without_drafts": {name: n for name, n in self._off.items() if name},
             "trimmed_tokens": self._trimmed,
-            "rounds_by_length": dict(enumerate(by_depth.tolist())),
+            "steps_by_depth": dict(enumerate(by_depth.tolist())),
             "hole_tokens": 0,
         }
 
@@ -276,13 +276,13 @@ class ControlV2(Control):
         context += np.maximum(emitted - 1, 0)
         batch = self._batch(slots, context, emitted, now, step.rows)
         plan = policy.plan(batch, now)
-        self._reason = "" if plan.steps else plan.reason
+        self._reason = "" if plan.passes else plan.reason
         if self.times is not None:
-            self._limit = _limit(batch, KeptPass(self.times))
+            self._limit = _limit(batch, FirstPassAlways(self.times))
         confidence = np.asarray(step.confidence)[known]
         foreseen = 0 if self.trims else plan.foreseen
         depth, lengths = self._follow(
-            policy, plan.steps, step.steps, confidence, foreseen
+            policy, plan.passes, step.steps, confidence, foreseen
         )
         if plan.reason == "no_room":  # says nothing about the requests to come
             depth = self.depth
@@ -292,8 +292,8 @@ class ControlV2(Control):
             self._trimmed += int(np.maximum(drafted - lengths, 0).sum())
             names = [step.req_ids[i] for i in known]
             self._lengths = dict(zip(names, lengths.tolist(), strict=True))
-            self._explored = explored(policy, names) if plan.steps else {}
-            if plan.steps and not self.limited:
+            self._explored = explored(policy, names) if plan.passes else {}
+            if plan.passes and not self.limited:
                 # The lengths are by the draft's confidences, which say nothing here.
                 for name in self.remembered:
                     self._lengths.pop(name, None)

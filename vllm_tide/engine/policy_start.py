@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
-from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy
 from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
@@ -128,7 +128,7 @@ def start_predicting(
             control.policy = kind(settings.k_max)
             return
         control.times = StepTimes(prior, guessed=measured is None)
-        times = KeptPass(control.times, control.lengths)
+        times = FirstPassAlways(control.times, control.lengths)
         control.policy = AdaSpecPolicy(settings, times)
 
     control.start = start

@@ -111,7 +111,7 @@ class RequestBook:
             own, asked = asked, None  # looser than the server's: it costs nobody
         self.slo.add(slot, _seconds(own), _seconds(asked))
 
-    def room(self, slots: np.ndarray, context: np.ndarray, most: int) -> np.ndarray:
+    def caps(self, slots: np.ndarray, context: np.ndarray, most: int) -> np.ndarray:
         """Draft tokens that can be of use: int64 [n], at most `most`.
 
         Args:
@@ -119,8 +119,8 @@ class RequestBook:
             context: int64 [n] tokens in the KV cache after this step.
         """
         # `context + 1` tokens exist; the target adds one more by itself.
-        room = np.minimum(self.table.most_tokens[slots] - context - 2, most)
-        return np.maximum(np.minimum(room, self.table.k_max[slots]), 0)
+        caps = np.minimum(self.table.most_tokens[slots] - context - 2, most)
+        return np.maximum(np.minimum(caps, self.table.k_max[slots]), 0)
 
     def known(self, req_ids: Sequence[str]) -> list[int]:
         """Places of those requests that have a slot."""

@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
 )
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.control.costs import KeptPass
+from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, StepCosts
@@ -190,7 +190,7 @@ class StepCostVerification(AdaptiveVerificationManager):
             return float(draft_table[requests]), window, np.inf
         limit, learnt = self._step_costs
         self._times.take(learnt)
-        model, context = KeptPass(self._times), self._control.context
+        model, context = FirstPassAlways(self._times), self._control.context
         target = model.target_curve(requests, context, drafts, others - requests)
         draft = model.draft_curve(requests, context, others + drafts, self._depth)
         return 1e3 * float(draft[-1]), 1e3 * target, 1e3 * limit

@@ -12,7 +12,6 @@ import numpy as np
 
 from vllm_tide.control.acceptance import HALF_LIFE_TOKENS, RequestIntercepts
 from vllm_tide.control.batch import Proposals
-from vllm_tide.control.verifier import ABSENT
 from vllm_tide.memory.ngram import NgramIndex, Text
 
 DRAFT, MEMORY = 0, 1
@@ -131,13 +130,13 @@ class Memory:
         self._tokens[:, slot], self._at[slot] = -1, 0
 
     def recall(
-        self, slots: np.ndarray, text: Text, room: np.ndarray, *, counts: bool = True
+        self, slots: np.ndarray, text: Text, caps: np.ndarray, *, counts: bool = True
     ) -> tuple[np.ndarray, Proposals] | None:
         """Grade the last proposals, and make others.
 
         Args:
             slots: int64 [n].
-            room: int64 [n], most draft tokens of each request.
+            caps: int64 [n], most draft tokens of each request.
             counts: Say what the draft's tokens are worth too.
 
         Returns:
@@ -148,15 +147,15 @@ class Memory:
         self._tokens[MEMORY, slots] = tokens
         self._bucket[slots] = bucket = np.searchsorted(MATCHES, match, side="right")
         self._at[slots] = text.length
-        if not (room[match > 0] > 0).any():
+        if not (caps[match > 0] > 0).any():
             return None
         survival = self.record.survival(MEMORY, slots, bucket)
-        beyond = np.arange(len(survival))[:, None] >= room
-        survival[beyond | (match == 0)] = ABSENT
+        beyond = np.arange(len(survival))[:, None] >= caps
+        survival[beyond | (match == 0)] = -1.0
         if not counts:
             return tokens, Proposals(survival)
         drafted = self.record.survival(DRAFT, slots, bucket)
-        drafted[beyond] = ABSENT
+        drafted[beyond] = -1.0
         return tokens, Proposals(survival, drafted)
 
     def drafted(self, slots: np.ndarray, tokens: np.ndarray) -> None:

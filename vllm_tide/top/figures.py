@@ -13,12 +13,12 @@ _DRAFTS = "vllm:spec_decode_num_drafts_total"
 _DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _MEMORY = "vllm_tide:memory_proposals_total", "vllm_tide:memory_accepted_tokens_total"
-_STEPS = "vllm_tide:control_rounds_total"
-_DRAFT_STEPS = "vllm_tide:draft_steps_total"
-_OFF = "vllm_tide:off_rounds_total"
+_STEPS = "vllm_tide:control_steps_total"
+_DRAFT_PASSES = "vllm_tide:draft_passes_total"
+_OFF = "vllm_tide:steps_without_drafts_total"
 _PLAIN_OVER_MEASURED = (
-    "vllm_tide:plain_seconds_total",
-    "vllm_tide:round_seconds_total",
+    "vllm_tide:plain_step_seconds_total",
+    "vllm_tide:step_seconds_total",
 )
 
 # Figure of a server -> metric: summed over engines, the largest one, per second
@@ -100,7 +100,7 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
     """Return the figures of a server over the last seconds; none beside an `error`.
 
     `acceptance_length` is vLLM's: 1 + accepted / drafts, the target's own token
-    included, without the drafts of the memory; `draft_length` are draft passes per
+    included, without the drafts of the memory; `draft_depth` is draft passes per
     step; `off_share` is a share of steps; `faults` and `refused_drafts` are totals.
     """
     page, grown = _window(history, url)
@@ -109,7 +109,7 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
     dropped = grown.by_label("vllm_tide:dropped_rows_total", "reason")
     rates = {k: grown.value(name) for k, name in _PER_SECOND.items()}
     # Of control, as a mean over the window; else what vLLM drafted.
-    drafted = (_DRAFT_STEPS, _STEPS) if steps else (_DRAFT_TOKENS, _DRAFTS)
+    drafted = (_DRAFT_PASSES, _STEPS) if steps else (_DRAFT_TOKENS, _DRAFTS)
     figures: Json = {
         "url": url,
         "error": seen if isinstance(seen, str) else "",
@@ -119,7 +119,7 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
         **{k: page.value(name) for k, name in _SUMS.items()},
         **{k: page.value(name, max) for k, name in _LARGEST.items()},
         "acceptance_length": _length(grown),
-        "draft_length": _ratio(grown, *drafted),
+        "draft_depth": _ratio(grown, *drafted),
         "speed": _ratio(grown, *_PLAIN_OVER_MEASURED),
         "off_share": sum(off.values()) / steps if steps else None,
         "refused_drafts": page.by_label("vllm_tide:refused_drafts_total", "reason"),

@@ -37,7 +37,7 @@ _SERVER = {
     "tokens/s": "[bold]{tokens_per_s:.1f}[/] out, {prompt_tokens_per_s:.1f} in   "
     "{running:.0f} running, {waiting:.0f} waiting",
     "drafting": "[bold]{acceptance_length:.2f}[/] tokens per verify step, "
-    "{draft_length:.2f} drafted",
+    "{draft_depth:.2f} drafted",
 }
 _TIDE = {
     "control": "|{speed:.2f} times plain decoding|, no draft in {off_share:.0%} of "

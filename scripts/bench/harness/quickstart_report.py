@@ -120,8 +120,9 @@ def problems(
         figures = report["arms"].get(name)
         if not figures or None not in figures["acceptance_length"].values():
             continue
-        # Control may find that no draft pays; it counts the rounds it leaves out.
-        if not any(s.value("vllm_tide:off_rounds") for s in runs[name].samples[-1:]):
+        # Nothing is drafted where no draft pays: control counts these steps.
+        last = runs[name].samples[-1:]
+        if not any(s.value("vllm_tide:steps_without_drafts") for s in last):
             found.append(f"{name}: nothing was drafted in some phase")
     if "tide" in runs:
         if report["swaps"]["count"] < min_swaps:
