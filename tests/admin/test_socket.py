@@ -96,6 +96,31 @@ def test_what_is_no_request_is_answered_with_a_sentence(served, said):
     assert asked == []
 
 
+def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
+    trainer, ending = AdminSocket(run_dir), threading.Event()
+    long = "x" * 3_000_000
+    answering = threading.Thread(
+        target=lambda: [
+            trainer.poll(lambda _request: {"ok": True, "long": long})
+            for _ in iter(lambda: ending.wait(0.005), True)
+        ]
+    )
+    idle = client_of(trainer.path)  # it asks and does not read
+    idle.sendall(b'{"do": "status"}\n')
+    answering.start()
+    try:
+        for _ in range(2):
+            assert send(trainer.path, {"do": "status"}, 10) == {
+                "ok": True,
+                "long": long,
+            }
+    finally:
+        ending.set()
+        answering.join()
+        idle.close()
+        trainer.close()
+
+
 def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     trainer, _ = served
     order = {"do": "status", "what": 1}
@@ -118,7 +143,7 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
 
 
 def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
-    run_dir.mkdir()
+    run_dir.mkdir(mode=0o700)
     leave_socket(run_dir)
     staged = run_dir / ".admin-1-00000000.new"
     staged.touch()
@@ -134,7 +159,7 @@ def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
 
 
 def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
-    run_dir.mkdir()
+    run_dir.mkdir(mode=0o700)
     seen = []
 
     class Slow(socket.socket):

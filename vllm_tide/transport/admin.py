@@ -52,6 +52,7 @@ class AdminSocket:
         number = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.path = run_dir / f"{_PREFIX}{number}{_SUFFIX}"
         self._clients: dict[socket.socket, bytes] = {}  # and what they said so far
+        self._unsent: dict[socket.socket, bytes] = {}  # of an answer
         self._listener: socket.socket | None = None
         try:
             prepare_run_dir(run_dir)
@@ -90,6 +91,9 @@ class AdminSocket:
     def _serve(
         self, client: socket.socket, carry_out: Callable[[dict[str, Any]], Answer]
     ) -> None:
+        if client in self._unsent:
+            self._send(client, self._unsent[client])
+            return
         try:
             part = client.recv(MAX_LINE)
         except BlockingIOError:
@@ -106,12 +110,28 @@ class AdminSocket:
             self._drop(client)
 
     def _reply(self, client: socket.socket, answer: Answer) -> None:
-        with contextlib.suppress(OSError):  # it hung up
-            client.send(json.dumps(answer).encode() + b"\n")
-        self._drop(client)
+        if client in self._unsent:  # it was answered, and does not read
+            self._drop(client)
+        else:
+            self._send(client, json.dumps(answer).encode() + b"\n")
+
+    def _send(self, client: socket.socket, said: bytes) -> None:
+        """Send what the system holds now; the rest goes at the next looks."""
+        sent = len(said)
+        try:
+            sent = client.send(said)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            pass  # it hung up
+        if sent < len(said):
+            self._unsent[client] = said[sent:]
+        else:
+            self._drop(client)
 
     def _drop(self, client: socket.socket) -> None:
         del self._clients[client]
+        self._unsent.pop(client, None)
         client.close()
 
 
