@@ -307,6 +307,21 @@ def test_one_pod_shares_pids_memory_and_run_directory_and_calls_nobody() -> None
     assert policy["egress"] == []
 
 
+@pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])
+def test_a_policy_says_of_every_pod_who_may_reach_it(
+    documents: list[dict[str, Any]],
+) -> None:
+    policies = [doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"]
+    covered = {policy["podSelector"]["matchLabels"]["app"] for policy in policies}
+    assert covered == set(pods(documents))
+    for policy in policies:
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert policy["egress"] == []
+        for rule in policy["ingress"]:
+            assert rule["from"] and {} not in rule["from"]
+            assert rule["ports"]
+
+
 def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
     made = pods(TWO_HOSTS)
     rule = made["tide-train"]["affinity"]["podAntiAffinity"]
