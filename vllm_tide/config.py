@@ -7,10 +7,18 @@ says what was probably meant. Runs in every process; imports neither torch nor v
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 
 MIB = 1 << 20
 LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
@@ -28,6 +36,14 @@ def _whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_whole)]
 # YAML reads a bare `off` as false.
 _YAML_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+
+
+_CREDENTIALS = re.compile(r"(?<=://)([^/\s]*:\S*|[^/\s]*)@|\?\S+")
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a sentence with one, without user, password and query."""
+    return _CREDENTIALS.sub("", text)
 
 
 class _Section(BaseModel):
@@ -195,8 +211,12 @@ class FreshConfig(_Section):
 class SpoolConfig(_Section):
     """Records and drafts through storage, for engines and trainers on two hosts."""
 
-    url: str | None = Field(
-        None, description="Directory or fsspec URL that both hosts share; null: none."
+    # It is printed, dumped and announced without the credentials that it may have.
+    url: Annotated[str, PlainSerializer(without_credentials)] | None = Field(
+        None,
+        repr=False,
+        description="Directory or fsspec URL that both hosts share, its credentials in "
+        "fsspec's own configuration; null: none.",
     )
     max_gib: Annotated[float, Field(gt=0)] = Field(
         8.0, description="Records kept in the spool, oldest removed first (GiB)."

@@ -35,7 +35,7 @@ def taker(tmp_path):
     target, _ = demo(tmp_path / "demo")
     cpu = min(os.sched_getaffinity(0))
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    run_dir.mkdir(mode=0o700)
     server = ServerOptions(
         fake_quickstart_venv(tmp_path / "venv"),
         target,

@@ -152,9 +152,9 @@ def test_a_failed_write_leaves_the_old_ones(tmp_path, monkeypatch, fails, call):
 def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)
-    left = [path.parent / ".x.part", path.with_name(path.name.replace("0001", "0000"))]
-    left.append(path.parent / ".x.tmp")
-    young = path.parent / ".y.tmp"
+    left = [path.with_name(path.name.replace("0001", "0000"))]
+    left.append(path.parent / ".tide-x.tmp")
+    young = path.parent / ".tide-y.tmp"
     for file in (*left, young):
         file.write_bytes(b"x")
     for file in left:
@@ -162,6 +162,17 @@ def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
     ours.put(tensors(), 2)
     assert not any(file.exists() for file in left)
     assert young.exists()
+
+
+def test_files_that_are_not_its_own_are_left(tmp_path):
+    ours = store(tmp_path)
+    names = ("ubuntu.iso.part", "thesis.tmp", ".draft.tmp", ".x.part", "tmpab12.tmp")
+    theirs = [ours.directory / name for name in names]
+    for file in theirs:
+        file.write_bytes(b"x")
+        os.utime(file, (0, 0))
+    ours.put(tensors(), 1)
+    assert [file for file in theirs if not file.exists()] == []
 
 
 def test_a_bad_head_can_be_dropped(tmp_path):

@@ -89,7 +89,7 @@ def test_run_directories(tmp_path):
     assert run_directory(run)[0] is Status.OK
     run.chmod(0o755)
     status, sentence = run_directory(run)
-    assert status is Status.WARNING
+    assert status is Status.FAILED
     assert "0755" in sentence
     assert run.stat().st_mode & 0o777 == 0o755  # it is not changed
     file, link = tmp_path / "file", tmp_path / "link"

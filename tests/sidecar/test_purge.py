@@ -132,7 +132,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert key_id(before) in said.err and key_id(now) in said.err
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
     # The same where only a trainer's buffers hold such data.
-    run_dir.mkdir(exist_ok=True)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
     assert call(run_dir, "--tenant", "acme") == command.EXIT_REFUSED
     trainer_says(run_dir, keys=[key_id(before)])
     assert call(run_dir, "--tenant", "acme") == command.EXIT_ERROR

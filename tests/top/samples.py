@@ -122,7 +122,7 @@ def status(**changed):
 
 
 def write_status(run_dir, name="e1", **changed):
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = run_dir / f"trainer-{name}.json"
     path.write_text(json.dumps(status(**changed)))
     return path

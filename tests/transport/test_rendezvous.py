@@ -26,7 +26,6 @@ def test_a_manifest_is_found_replaced_and_taken_back(tmp_path):
     run = tmp_path / "run"
     assert read_manifests(run) == []
     write_manifest(run, make_manifest("c", ring="other"))
-    run.chmod(0o755)
     second = make_manifest("b", created_unix=2.0)
     first = make_manifest("c", created_unix=1.0)
     write_manifest(run, second)
@@ -68,6 +67,23 @@ def test_a_run_directory_that_is_a_link_a_file_or_anothers_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(TransportError, match="not a directory of user"):
         read_manifests(tmp_path)
+
+
+def test_a_directory_that_others_may_enter_is_refused_and_keeps_its_mode(tmp_path):
+    shared, made = tmp_path / "shared", tmp_path / "made"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for use in (read_manifests, reclaim_orphans):
+        with pytest.raises(TransportError, match=rf"chmod 700 {shared}"):
+            use(shared)
+    with pytest.raises(TransportError, match="1777"):
+        write_manifest(shared, make_manifest())
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+    write_manifest(made, make_manifest())
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    made.chmod(0o2700)  # a folder of a volume passes its group on
+    assert read_manifests(made)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o2700
 
 
 def test_the_default_run_directory(monkeypatch):

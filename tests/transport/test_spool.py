@@ -65,7 +65,7 @@ def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
     at = tmp_path / "x/s/engines/f"
     assert stat.S_IMODE((at / "x").stat().st_mode) == 0o600
     assert os.listdir(at) == ["x"]
-    left = at / ".abc.tmp"
+    left = at / ".tide-abc.tmp"
     left.write_bytes(b"half")
     assert store.sizes("engines/f") == {"x": 1}
     assert left.exists()

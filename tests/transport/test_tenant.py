@@ -71,7 +71,7 @@ def test_a_home_that_cannot_be_searched_is_none(tmp_path, state):
     """A container with another user's HOME (/root)."""
     tmp_path.chmod(0o711)
     state.parent.mkdir(mode=0o700)
-    (run_dir := tmp_path / "run").mkdir()
+    (run_dir := tmp_path / "run").mkdir(mode=0o700)
     os.chown(run_dir, 65534, 65534)
     for folder in tmp_path.parents:
         if folder.stat().st_uid == 0 and folder.is_relative_to("/tmp/"):  # noqa: S108

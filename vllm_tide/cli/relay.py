@@ -15,6 +15,7 @@ from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
 from vllm_tide.transport import process
 from vllm_tide.transport.purge import announce_relay, retract_relay
 from vllm_tide.transport.rendezvous import (
+    SPOOL_VARIABLE,
     EngineManifest,
     default_run_dir,
     newest_engine,
@@ -31,7 +32,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "directory or fsspec URL; the engine's tide.spool.url if absent"
+    text = f"directory or fsspec URL; else ${SPOOL_VARIABLE}, else the engine's "
+    text += "tide.spool.url, which is announced without credentials"
     add("--spool", help=text)
     add("--engine", help="engine id; the newest engine by default")
     add("--run-dir", type=Path, help="where the engine announced itself")
@@ -55,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     while True:
         manifest = _find(run_dir, args.engine, wait=args.wait)
         config = parse_tide(manifest.tide)
-        url = args.spool or config.spool.url
+        url = args.spool or os.environ.get(SPOOL_VARIABLE) or config.spool.url
         if url is None:
             said = f"is not set for engine {manifest.engine_id}; give --spool URL."
             raise ConfigError(f"tide.spool.url: {said}")

@@ -30,7 +30,7 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.metrics import finite
 from vllm_tide.train.checkpoint import NONSENSE, digest_of
-from vllm_tide.transport.rendezvous import TEMPORARY, write_private
+from vllm_tide.transport.rendezvous import is_temporary, write_private
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -181,7 +181,7 @@ class DraftStore:
             self._remove(name)
         long_ago = time.time() - _ABANDONED_S
         for path in self.directory.iterdir():
-            left = path.name.endswith((TEMPORARY, ".part")) or (
+            left = is_temporary(path.name) or (
                 path.name.startswith(self._prefix)
                 and path.name.endswith(_TENSORS)
                 and not path.with_suffix(_MANIFEST).exists()

@@ -129,10 +129,10 @@ def run_directory(subject: Subject) -> Finding:
         )
     if status is None:
         return ok(f"{run_dir} is made by the first server, mode 0700.")
-    if (mode := stat.S_IMODE(status.st_mode)) != 0o700:
-        return warning(
-            f"{run_dir} has mode {mode:04o} and not 0700.",
-            f"chmod 700 {run_dir}; the next server does it too.",
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        return failed(
+            f"{run_dir} has mode {mode:04o} and not 0700: no server starts there.",
+            f"{_ELSEWHERE} If nothing else is in it: chmod 700 {run_dir}.",
         )
     if not os.access(run_dir, os.W_OK | os.X_OK):
         return failed(f"{run_dir} cannot be written.", _ELSEWHERE)

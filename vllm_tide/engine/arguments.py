@@ -14,7 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_tide.config import ConfigError, TideConfig, parse_tide
+from vllm_tide.config import (
+    ConfigError,
+    TideConfig,
+    parse_tide,
+    without_credentials,
+)
 from vllm_tide.engine.adaptive_arguments import (
     KNOB,
     settle_adaptive,
@@ -108,12 +113,23 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
             config = merged(_earlier.get(line, {}), config)
         if config.get("tide") is not None:
             _refuse(mistakes(config))
+            if url := config["tide"].get("spool", {}).get("url"):
+                config["tide"]["spool"]["url"] = _PrivateUrl(url)
             _print_one_line_for_config_errors()
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not inline or "tide" in config:
         _earlier[line] = config
     return config
+
+
+class _PrivateUrl(str):
+    """A URL of which only the public part is printed: vLLM logs its arguments."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(without_credentials(self))
 
 
 # vLLM hands dotted keys over as inline JSON, behind the file that they change.

@@ -24,7 +24,7 @@ from typing import TypeVar
 from threadpoolctl import threadpool_limits
 
 from vllm_tide.config import SpoolConfig, TideConfig
-from vllm_tide.transport.rendezvous import take_lock
+from vllm_tide.transport.rendezvous import SPOOL_VARIABLE, take_lock
 
 logger = logging.getLogger("vllm.tide")
 
@@ -57,7 +57,7 @@ class TrainerProcess:
         self._kind = "train" if spool.url is None else "relay"
         self._name = "trainer" if spool.url is None else "relay"
         self._whom = group if spool.url is None else engine_id
-        self._run_dir = run_dir
+        self._run_dir, self._url = run_dir, spool.url
         self._log = run_dir / f"{self._name}-{engine_id}.log"
         self._lock: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -108,10 +108,11 @@ class TrainerProcess:
             self._failed(now, f"could not be started: {error}")
 
     def _launch(self, now: float) -> None:
-        # The relay reads the URL from the engine's manifest, where no `ps` shows it.
         command = [sys.executable, "-m", "vllm_tide", self._kind]
         command += ["--engine", self._whom, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
+        if self._url is not None:  # with its credentials, which no `ps` shows there
+            env[SPOOL_VARIABLE] = self._url
         # A child inherits this thread's cores, and all threads of a worker may have
         # been bound to its own core since the start.
         with contextlib.suppress(OSError):

@@ -37,6 +37,8 @@ from vllm_tide.transport.shm import (
 )
 
 RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
+SPOOL_VARIABLE = "TIDE_SPOOL_URL"
+"""`tide.spool.url` for a relay: a manifest holds no credentials."""
 
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX, _SUFFIX = "engine-", ".json"
@@ -46,7 +48,7 @@ _OF_ENGINE = re.compile(
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 MAX_BYTES = 1 << 20
 """The most that a file of a run directory may hold (bytes)."""
-TEMPORARY = ".tmp"  # suffix of a file that is being written
+_TEMPORARY = (".tide-", ".tmp")  # how a file begins and ends that is being written
 KEPT = 4  # dead engines whose logs, events and status stay
 
 
@@ -102,7 +104,8 @@ def prepare_run_dir(run_dir: Path) -> Path:
     """Create the run directory, or check that it is ours and private.
 
     Raises:
-        TransportError: If it is a link, another user's, or cannot be made.
+        TransportError: If it is a link, another user's, open to others, or cannot be
+            made. Its mode is left: what else lies in it may be other people's.
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,8 +115,12 @@ def prepare_run_dir(run_dir: Path) -> Path:
                 f"run directory {run_dir} is not a directory of user {os.geteuid()}: "
                 f"remove it or set {RUN_DIR_VARIABLE}"
             )
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            run_dir.chmod(0o700)
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+            raise TransportError(
+                f"run directory {run_dir} has mode {mode:o} and would show users' text "
+                f"to others: set {RUN_DIR_VARIABLE} to a directory of its own, or, if "
+                f"it is one, chmod 700 {run_dir}"
+            )
     except OSError as error:
         raise TransportError(
             f"cannot use run directory {run_dir}: {error.strerror}; set "
@@ -172,7 +179,8 @@ def _written_beside(
 ) -> Iterator[str]:
     """A new file beside a path that lasts as long as this, unless it is renamed."""
     # mkstemp makes it 0600, whatever the umask.
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=TEMPORARY)
+    begin, end = _TEMPORARY
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=end)
     try:
         with os.fdopen(fd, "wb") as file:
             for part in parts:
@@ -183,6 +191,12 @@ def _written_beside(
         yield temporary
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def is_temporary(name: str) -> bool:
+    """True for a file that a killed writer of ours left half written."""
+    begin, end = _TEMPORARY
+    return name.startswith(begin) and name.endswith(end)
 
 
 def sync_directory(path: Path) -> None:

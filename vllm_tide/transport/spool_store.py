@@ -12,14 +12,14 @@ import contextlib
 import errno
 import os
 import posixpath
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_tide.config import without_credentials
 from vllm_tide.transport.rendezvous import (
-    TEMPORARY,
+    is_temporary,
     make_private,
     open_plain,
     write_private,
@@ -31,7 +31,6 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 _FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Some back ends make room for all that is asked for, whatever there is.
 _MOST_RANGE = 1 << 28
-_USER_INFO = re.compile(r"://[^/@]*@")
 
 
 class StoreError(TransportError):
@@ -137,7 +136,7 @@ class LocalStore:
                     status = entry.stat(follow_symlinks=False)
                     if not entry.name.startswith("."):
                         found.append((entry.name, status))
-                    elif entry.name.endswith(TEMPORARY) and (
+                    elif is_temporary(entry.name) and (
                         changed - status.st_mtime > _TEMPORARY_SECONDS
                     ):
                         self.remove(f"{folder}/{entry.name}")
@@ -166,7 +165,7 @@ class FsspecStore:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = _USER_INFO.sub("://", url)
+        self.url = without_credentials(url)
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
         except ImportError as error:
@@ -240,8 +239,9 @@ class FsspecStore:
         except Exception as error:  # noqa: BLE001 - back ends raise what they like
             raise StoreError(
                 f"tide.spool.url: {self.url} cannot be {verb} "
-                f"({type(error).__name__}: {error}): check the address, the access "
-                "rights and that the protocol's package is installed"
+                f"({type(error).__name__}: {without_credentials(str(error))}): check "
+                "the address, the access rights and that the protocol's package is "
+                "installed"
             ) from error
 
 
