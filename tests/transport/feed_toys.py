@@ -39,6 +39,9 @@ class FakeFeed:
         if self.fail == name:
             raise TransportError(f"{self.id} cannot {name}")
 
+    def models(self):
+        self._check("models")
+
     def read(self, limit, max_rows=None):
         self._check("read")
         out, rows = [], 0

@@ -92,10 +92,10 @@ def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypa
     folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
     read = EngineFolder.read_draft
 
-    def late(self):
+    def late(self, *args):
         monkeypatch.undo()
         folder.write_draft(publication.encode(head_tensors(2), 2, 0, {}))
-        return read(self)
+        return read(self, *args)
 
     monkeypatch.setattr(EngineFolder, "read_draft", late)
     settle(relay)

@@ -17,7 +17,12 @@ from typing import Any
 
 from vllm_tide.transport import publication
 from vllm_tide.transport.feed import RingFeed, RunDirSource
-from vllm_tide.transport.publication import DraftBlob, Publication, TensorInput
+from vllm_tide.transport.publication import (
+    MAX_VERSION,
+    DraftBlob,
+    Publication,
+    TensorInput,
+)
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
@@ -33,6 +38,7 @@ from vllm_tide.transport.spool import (
     engine_ids,
     instance_gone,
     this_instance,
+    why_failed,
 )
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import SpoolReader
@@ -102,7 +108,7 @@ class SpoolFeed:
         self._state = self._folder.read_state() or EngineState()
         self._fresh, self._reached = Freshness(), time.monotonic()
         self._fresh.look(self._state.unix)
-        self._latest = max(self._folder.latest_draft(), self._state.published_version)
+        self._latest = self._folder.latest_draft(self._state.published_version)
         self._lock = threading.Lock()
         self._queue: deque[_Fetched] = deque()
         # Purges since the last fetch began: its shard may come from before them.
@@ -196,17 +202,22 @@ class SpoolFeed:
             raise TransportError(
                 f"version {version} is not newer than {self.latest_version}"
             )
+        if version > MAX_VERSION:
+            raise TransportError(
+                f"version {version} is past the last one there is: restart the engine"
+            )
         blob = publication.encode(tensors, version, parent_version, meta)
         with self._lock:
             self._pending = blob
             self._latest = version
 
     def latest(self) -> Publication | None:
-        if self._folder.latest_draft() == 0:
+        known = self.latest_version
+        if self._folder.latest_draft(known) == 0:
             return None
         try:
-            return publication.decode(self._folder.read_draft())
-        except WeightsRefused as refusal:
+            return publication.decode(self._folder.read_draft(known))
+        except (MemoryError, WeightsRefused) as refusal:
             logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
             return None
 
@@ -250,6 +261,9 @@ class SpoolFeed:
             if sentence != self._failing:  # once per cause, not per try
                 logger.error("engine %s: %s", self.id, sentence)
             self._failing = sentence
+        except Exception as error:  # a thread that ends would leave no word
+            logger.exception("engine %s: its spool cannot be used", self.id)
+            self._lost = why_failed(error)
         else:
             self._failing = ""
             self._reached = time.monotonic()
@@ -425,8 +439,8 @@ class SpoolSource:
                 made: SpoolFeed | TransportError
                 try:
                     made = self._attach(engine_id)
-                except TransportError as error:
-                    made = error
+                except Exception as error:  # noqa: BLE001 - as in `_scan`
+                    made = TransportError(why_failed(error))
                 with self._lock:
                     self._opened[engine_id] = made
                     self._asked.discard(engine_id)
@@ -448,10 +462,10 @@ class SpoolSource:
             ids = engine_ids(self._store)
             live = [name for name in ids if self._wanted(name) and self._lives(name)]
             self._found = {name: self._identity(name) for name in live}
-        except TransportError as error:
-            if str(error) != self._failing:  # once per cause, not per try
-                logger.error("%s", error)
-            self._failing = str(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends finds nobody
+            if why_failed(error) != self._failing:  # once per cause, not per try
+                logger.error("%s", why_failed(error))
+            self._failing = why_failed(error)
         else:
             self._failing = ""
 

@@ -83,8 +83,8 @@ class _Member:
 class Feeds:
     """The engines of one trainer.
 
-    The first engine decides what the others must have in common with it; of several
-    found at once that is the newest.
+    The first engine whose models are to be had decides what the others must have in
+    common with it; of several found at once that is the newest.
 
     Attributes:
         refused: Sentences about engines that are live and cannot join.
@@ -382,10 +382,17 @@ class Feeds:
             if feed is None:
                 self.opening = True
                 return False
-            spec = replace(feed.spec, engine_id="")
-            if spec != (self._spec or spec):
+            try:
+                spec = replace(feed.spec, engine_id="")
+                if spec != (self._spec or spec):
+                    raise TransportError(
+                        f"engine {engine_id} sends rows of another shape"
+                    )
+                if self._reference is None:
+                    feed.models()  # else no trainer can be made from it
+            except TransportError:
                 feed.close()
-                raise TransportError(f"engine {engine_id} sends rows of another shape")
+                raise
         except TransportError as error:
             self._retry_at[engine_id] = time.monotonic() + RETRY_S
             if self.refused.get(engine_id) != str(error):

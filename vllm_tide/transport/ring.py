@@ -113,6 +113,8 @@ def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
     )
 
 
+MAX_RECORD_BYTES = 1 << 26
+"""A longer record is split: a shard of a spool has room for one (`spool_shard`)."""
 # magic, kind, position (bytes since the ring began), length of the frame, length of
 # the body, CRC of the body, CRC of the 60 bytes before
 _FRAME = struct.Struct("<IHxxQQQI24xI")
@@ -179,6 +181,9 @@ class RingWriter:
         self._segment = segment
         self.capacity = segment.header.size_bytes - DATA_AT
         """Room for frames (bytes)."""
+        most = min(self.capacity // 16, MAX_RECORD_BYTES)
+        self.max_rows = max(most // spec.row_bytes, 1)
+        """Rows from which on a record is split: many of them must fit at once."""
         # Head and tail: `write_frames` moves them, whoever looks sees them move.
         self._end = np.zeros(2, np.uint64)
         self._disabled = ""
@@ -241,11 +246,6 @@ class RingWriter:
                 if last <= tail <= self._head:
                     last = tail
         return self._head, last
-
-    @property
-    def max_rows(self) -> int:
-        """Rows from which on a record is split: many of them must fit at once."""
-        return max(self.capacity // 16 // self.spec.row_bytes, 1)
 
     @property
     def lost(self) -> bool:

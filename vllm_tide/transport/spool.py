@@ -28,7 +28,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
@@ -50,6 +50,14 @@ BEAT_S = 2.0
 DEAD_S = 20.0
 """One not heard of for this long (s) counts as gone; storage may be slow."""
 
+MAX_DRAFT_BYTES = 16 << 30
+"""A trainer reads no larger draft; a relay none that its segment has no room for."""
+MAX_LEAP = 1 << 36
+"""Versions are counted: one so much newer than those before is nobody's."""
+
+# NaN would differ from itself at every look, as a word does whose writer lives.
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 _Label = Annotated[str, AfterValidator(said)]  # it comes into a log
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MADE = {
@@ -75,15 +83,15 @@ class EngineEntry:
 class EngineState:
     """State of an engine, which its relay repeats."""
 
-    unix: float = 0.0  # s, the relay's clock; readers look whether it changes
+    unix: _Number = 0.0  # s, the relay's clock; readers look whether it changes
     running: bool = True  # engine and relay live; False is the last word
     first_shard: int = 1  # the oldest that may still be there
     last_shard: int = 0  # the newest complete one; 0 if there is none
-    published_version: int = 0  # newest draft in the engine's weights segment
-    installed_version: int = 0  # serves now
-    refused_version: int = 0  # the last one, 0 if none
+    published_version: _Version = 0  # newest draft in the engine's weights segment
+    installed_version: _Version = 0  # serves now
+    refused_version: _Version = 0  # the last one, 0 if none
     refused_reason: _Label = ""
-    swap_pause_ms: float = 0.0  # how long the last installation held serving up
+    swap_pause_ms: _Number = 0.0  # how long the last installation held serving up
     rows: int = 0  # written to the spool by this relay
     dropped_rows: int = 0  # by the engine: the ring was full
 
@@ -93,7 +101,7 @@ class ReaderState:
     """State of a trainer towards one engine."""
 
     instance: _Label  # see `this_instance`
-    unix: float = 0.0  # s, the trainer's clock
+    unix: _Number = 0.0  # s, the trainer's clock
     running: bool = True  # False is the last word
     collect: bool = True  # wants full rows, else metadata-only records
     paused: bool = False  # wants nothing; its last word holds
@@ -134,9 +142,11 @@ class EngineFolder:
         return self.store.read(self.path(name), most)
 
     def write_engine(self, entry: EngineEntry) -> None:
+        manifest = asdict(entry.manifest)
+        manifest["tide"].pop("spool", None)  # a reader of it needs no way to it
         value = {
             "format": FORMAT_VERSION,
-            "manifest": asdict(entry.manifest),
+            "manifest": manifest,
             "spec": asdict(entry.spec),
             "identity": entry.identity,
         }
@@ -191,44 +201,47 @@ class EngineFolder:
 
     def write_draft(self, blob: DraftBlob) -> None:
         """Store a draft and make it the latest; DraftConflict if it is not newer."""
-        latest = self.latest_draft()
+        latest = self.latest_draft(blob.version)
         if blob.version <= latest:
             raise DraftConflict(
                 f"engine {self.engine_id}: draft {blob.version} is not newer than "
                 f"{latest} in {self.store.url}: another trainer publishes to it; stop "
                 "one"
             )
-        self.store.write(self.path(DRAFTS, _draft_file(blob.version)), blob.data)
+        mine = _draft_file(blob.version)
+        self.store.write(self.path(DRAFTS, mine), blob.data)
         entry = {
             "version": blob.version,
             "bytes": len(blob.data),
             "sha256": blob.sha256.hex(),
         }
         self.write_json(_LATEST, entry, durable=True)
-        names = self.store.sizes(self.path(DRAFTS)).keys() - {"latest.json"}
-        drafts = sorted(filter(MADE[DRAFTS].fullmatch, names))
-        for name in drafts[:-KEPT_DRAFTS]:
+        names = filter(MADE[DRAFTS].fullmatch, self.store.sizes(self.path(DRAFTS)))
+        for name in sorted(name for name in names if name <= mine)[:-KEPT_DRAFTS]:
             with contextlib.suppress(NotOurs):
                 self.store.remove(self.path(DRAFTS, name))
 
-    def latest_draft(self) -> int:
-        """Version of the latest draft; 0 if there is none."""
-        version = (self.read_json(_LATEST) or {}).get("version")
-        if type(version) is not int or not 0 < version <= MAX_VERSION:
-            return 0
-        return version
+    def latest_draft(self, known: int = 0) -> int:
+        """Version of the latest draft; 0 if there is none.
 
-    def read_draft(self) -> DraftBlob:
-        """The latest draft's bytes, not verified.
+        Args:
+            known: A version that was there: `MAX_LEAP` beyond it there is none.
+        """
+        return _version(self.read_json(_LATEST) or {}, known)
+
+    def read_draft(self, known: int = 0, most: int = MAX_DRAFT_BYTES) -> DraftBlob:
+        """The latest draft's bytes, at most `most`, not verified.
 
         Raises:
-            WeightsRefused: empty, truncated or format.
+            WeightsRefused: empty, truncated, format or segment.
         """
         entry = self.read_json(_LATEST)
         if entry is None:
             raise WeightsRefused("empty", "no draft has been stored yet")
         try:
-            version, size = int(entry["version"]), int(entry["bytes"])
+            if not (version := _version(entry, known)):
+                raise ValueError(version)
+            size = int(entry["bytes"])
             digest = bytes.fromhex(entry["sha256"])
         except MALFORMED as error:
             raise WeightsRefused(
@@ -236,10 +249,20 @@ class EngineFolder:
                 f"the draft of engine {self.engine_id} in {self.store.url} was stored "
                 "by another version: run the same vllm_tide on both sides",
             ) from error
+        if size > most:
+            raise WeightsRefused(
+                "segment", f"draft {version} has {size} bytes, and {most} are the most"
+            )
         body = self.read_sized(f"{DRAFTS}/{_draft_file(version)}", size)
         if body is None or len(body) != size:
             raise WeightsRefused("truncated", f"draft {version} is not whole")
         return DraftBlob(version, digest, body)
+
+
+def _version(entry: dict[str, Any], known: int) -> int:
+    version = entry.get("version")
+    most = min(known + MAX_LEAP, MAX_VERSION)
+    return version if type(version) is int and 0 < version <= most else 0
 
 
 def _draft_file(version: int) -> str:
@@ -299,6 +322,13 @@ def instance_gone(instance: str) -> bool:
     except ValueError:
         return False
     return boot == _boot_id() and holder.alive() is False
+
+
+def why_failed(error: Exception) -> str:
+    """A sentence, also of what no storage should raise (MemoryError, any bug)."""
+    if isinstance(error, TransportError):
+        return str(error)
+    return f"the spool cannot be used ({type(error).__name__}: {said(error)})"
 
 
 def parse_json(raw: bytes | None) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ def local_models(
         # It becomes part of a path and comes from a file.
         rows = checked_name(entry.identity.get("rows", ""), "rows")
         target = cache / rows[:32]
-        _download(folder.store, f"{TARGETS}/{rows}", target)
+        _download(folder.store, f"{TARGETS}/{rows}", target, rows)
     name = f"draft-{folder.engine_id}"
     return target, _download(folder.store, folder.path("draft"), cache / name)
 
@@ -140,14 +140,20 @@ def _is_target(folder: Path, wanted: str) -> bool:
         return False
 
 
-def _download(store: Store, name: str, into: Path) -> Path:
-    """Copy a folder of files here, whole or not at all."""
-    listed = parse_json(store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1))
+def _download(store: Store, name: str, into: Path, sha256: str = "") -> Path:
+    """Copy a folder of files here, whole or not at all.
+
+    Args:
+        sha256: Of its list, in hexadecimal; empty: it is not known.
+    """
+    raw = store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1)
+    listed = parse_json(raw)
     if listed is None:
         raise TransportError(
             f"{name} is not in {store.url} yet: is the engine's relay running?"
         )
-    if not all(map(_PLAIN.fullmatch, listed)):
+    same = not sha256 or hashlib.sha256(raw or b"").hexdigest() == sha256
+    if not (same and all(map(_PLAIN.fullmatch, listed))):
         raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
     if _is_whole(into, listed):
         return into
@@ -156,15 +162,17 @@ def _download(store: Store, name: str, into: Path) -> Path:
         make_private(into.parent)
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
-            for file, sha256 in listed.items():
+            for file, wanted in listed.items():
                 data = store.read(f"{name}/{file}")
-                if data is None or hashlib.sha256(data).hexdigest() != sha256:
+                if data is None or hashlib.sha256(data).hexdigest() != wanted:
                     raise TransportError(f"{name}/{file} in {store.url} is damaged")
                 (temporary / file).write_bytes(data)
             if not into.is_dir():  # another trainer may have been quicker
                 temporary.rename(into)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+    except MemoryError as error:
+        raise TransportError(f"{name} in {store.url} does not fit in memory") from error
     except OSError as error:
         raise TransportError(f"cannot write {into}: {error.strerror}") from error
     return into

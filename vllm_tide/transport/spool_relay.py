@@ -36,6 +36,7 @@ from vllm_tide.transport.spool import (
     EngineFolder,
     EngineState,
     Freshness,
+    why_failed,
 )
 from vllm_tide.transport.spool_models import upload_models
 from vllm_tide.transport.spool_store import Store
@@ -212,12 +213,13 @@ class Relay:
 
     def _take_draft(self) -> None:
         """Pass the newest draft on as it is."""
-        version = self._folder.latest_draft()
+        known = self._seen_draft
+        version = self._folder.latest_draft(known)
         if version <= self._seen_draft:
             return
         self._seen_draft = version
         try:
-            blob = self._folder.read_draft()
+            blob = self._folder.read_draft(known, self._weights.max_bytes)
             # A newer one may have come since.
             self._seen_draft = version = blob.version
             blob.verify()
@@ -307,7 +309,8 @@ class Relay:
         if self._writer.blocked:
             self._writer.flush()
         self._empty_ring()
-        self._writer.flush()
+        while self._writer.flush():
+            pass
 
     def _say_ended(self) -> None:
         self._say(running=False)
@@ -318,9 +321,9 @@ class Relay:
         for step in steps:
             try:
                 step()
-            except TransportError as error:
+            except Exception as error:  # noqa: BLE001 - the ring is drained on
                 works = False
-                sentence = str(error)
+                sentence = why_failed(error)
                 if sentence != self._failing:  # once per cause, not per try
                     logger.error("engine %s: %s", self._folder.engine_id, sentence)
                 self._failing = sentence

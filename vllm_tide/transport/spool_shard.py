@@ -35,6 +35,9 @@ from vllm_tide.transport.tenant import NOBODY
 logger = logging.getLogger("vllm_tide.spool")
 
 RECORDS = "records"
+MAX_SHARD_BYTES = 1 << 28
+"""A larger file is no shard; ours have 16 MiB and one record (`ring.MAX_RECORD_BYTES`).
+"""
 # Names are read from manifests and listings: they may say anything.
 SHARD_FILE = re.compile(r"([0-9]{12})(?:-([0-9]{1,20}))?\.(json|safetensors)")
 # A shared file system may show the state before the shard: look again a few times.
@@ -68,9 +71,20 @@ class ShardBuilder:
     def drop(self, tenant: int | None) -> int:
         """Forget the records of a tenant, or with None all of them; how many."""
         before = self.num_records
-        self._held = [h for h in self._held if tenant is not None and h[2] != tenant]
-        self.num_bytes = sum(len(body) for body, *_ in self._held)
+        self._hold([h for h in self._held if tenant is not None and h[2] != tenant])
         return before - self.num_records
+
+    def split(self, most: int) -> ShardBuilder:
+        """Take the first records out, until they have `most` bytes."""
+        ends = np.cumsum([len(body) for body, *_ in self._held])
+        first, count = ShardBuilder(), int(np.searchsorted(ends, most)) + 1
+        first._hold(self._held[:count])
+        self._hold(self._held[count:])
+        return first
+
+    def _hold(self, held: list[tuple[np.ndarray, int, int]]) -> None:
+        self._held = held
+        self.num_bytes = sum(len(body) for body, *_ in held)
 
     def build(self, number: int, created_unix: float) -> tuple[dict[str, Any], bytes]:
         """The shard's manifest, and its file.
@@ -121,6 +135,10 @@ def read_shard(
         found = dict(deserialize(body))  # type: ignore[no-untyped-call]
         offsets = np.frombuffer(found["offsets"]["data"], np.int64)
         data = np.frombuffer(found["records"]["data"], np.uint8)
+        # Else a few bytes could be copied out again and again.
+        rise = len(offsets) > 1 and (offsets[1:] > offsets[:-1]).all()
+        if not rise or (offsets[0], offsets[-1]) != (0, len(data)):
+            raise ShardDamaged("its offsets do not rise from its start to its end")
     except (SafetensorError, *MALFORMED) as error:
         if isinstance(error, ShardDamaged):
             raise
@@ -170,12 +188,14 @@ class SpoolReader:
             return None
         number = self.next_shard
         manifest = self._folder.read_json(manifest_name(number)) or {}
-        file, body = str(manifest.get("file")), None
-        if shard_number(file) == number:
-            told = manifest.get("bytes")
+        file, body, damage = str(manifest.get("file")), None, ""
+        told = manifest.get("bytes")
+        if type(told) is int and told > MAX_SHARD_BYTES:
+            damage = f"it has {said(told)} bytes, and {MAX_SHARD_BYTES} are the most"
+        elif shard_number(file) == number:
             body = self._folder.read_sized(f"{RECORDS}/{file}", told)
         if body is None:
-            self._failure("", state)
+            self._failure(damage, state)
             return None
         try:
             records, unfit = read_shard(manifest, body, self._spec)

@@ -17,6 +17,7 @@ from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import MADE, EngineFolder, Freshness, engine_ids
 from vllm_tide.transport.spool_shard import (
+    MAX_SHARD_BYTES,
     RECORDS,
     SHARD_FILE,
     ShardBuilder,
@@ -72,7 +73,7 @@ class SpoolWriter:
         return self.blocked or (held.num_records > 0 and (large or old))
 
     def flush(self) -> int:
-        """Close the open shard and write it; its number, 0 if there was nothing.
+        """Close a shard of the usual size and write it; its number, 0 if there is none.
 
         Raises:
             TransportError: It is kept: call again. If another relay has used its number
@@ -82,8 +83,8 @@ class SpoolWriter:
         if self._closed is None:
             if not self._open.num_records:
                 return 0
-            self._closed = _Closed(self._open, self.last + 1, steady_unix())
-            self._open = ShardBuilder()
+            first = self._open.split(SHARD_MIB * MIB)
+            self._closed = _Closed(first, self.last + 1, steady_unix())
         closed, folder = self._closed, self._folder
         # Another relay may have come while the storage held this one up: before the
         # body, whose name may be the same, and before the manifest, which is.
@@ -192,7 +193,9 @@ class Bounds:
             now = self._now(folder, mine=folder.engine_id == engine_id)
             for name, size in self._store.sizes(folder.path(RECORDS)).items():
                 created, number = _created(name), shard_number(name)
-                if created is not None and number > 0:
+                if size > MAX_SHARD_BYTES and created is not None:
+                    _remove(folder, name)  # nobody reads it, and it would cost others
+                elif created is not None and number > 0:
                     shards.append((created - now, folder, number, name, size))
         shards.sort(key=lambda shard: (shard[0], shard[1].engine_id, shard[2:]))
         held = sum(size for *_, size in shards)
@@ -248,8 +251,13 @@ def purge_records(
     A shard is removed whole: what else is in it goes too. Readers pass it over. So is a
     body that no manifest names: nobody can say what is in it. One whose writer lives
     gets its manifest within `grace_s`, so it is looked at again before it goes.
+
+    Raises:
+        NotOurs: Files are left that are another user's, or no plain files; all else is
+            removed.
     """
     removed = 0
+    left: list[str] = []
     nameless: list[tuple[EngineFolder, str]] = []
     for engine in engine_ids(store):
         folder = EngineFolder(store, engine)
@@ -260,14 +268,20 @@ def purge_records(
             if doomed is None:
                 nameless.append((folder, name))
             elif doomed:
-                _remove(folder, name)
+                left += _remove(folder, name)
                 removed += 1
     if nameless:
         time.sleep(grace_s)
     for folder, name in nameless:
         if _doomed(folder, name, tenant, before_unix) is not False:
-            _remove(folder, name)
+            left += _remove(folder, name)
             removed += 1
+    if left:
+        raise NotOurs(
+            f"tide.spool.url: of {removed} shards in {store.url} all is removed but "
+            f"{', '.join(left[:9])}, another user's or no plain file: remove that "
+            "yourself and purge again"
+        )
     return removed
 
 
@@ -280,15 +294,23 @@ def _doomed(
     manifest = folder.read_json(manifest_name(shard_number(name)))
     if manifest is None or manifest.get("file") != name:
         return None
-    return tenant is not None and tenant in manifest.get("tenants", [tenant])
+    tenants = manifest.get("tenants")
+    return tenant is not None and not (
+        isinstance(tenants, list) and tenant not in tenants
+    )
 
 
-def _remove(folder: EngineFolder, name: str) -> None:
-    manifest = manifest_name(shard_number(name))
+def _remove(folder: EngineFolder, name: str) -> list[str]:
+    """Remove a shard; those of its files that are left, since they are not ours."""
+    manifest, left = manifest_name(shard_number(name)), []
     found = folder.read_json(manifest)
-    if found is None or found.get("file") == name:
-        folder.store.remove(folder.path(manifest))
-    folder.store.remove(folder.path(RECORDS, name))
+    ours = found is None or found.get("file") == name
+    for file in (*([manifest] if ours else []), f"{RECORDS}/{name}"):
+        try:
+            folder.store.remove(folder.path(file))
+        except NotOurs:
+            left.append(folder.path(file))
+    return left
 
 
 def _created(name: str) -> int | None:

@@ -297,6 +297,11 @@ class WeightsWriter:
         return cls(segment)
 
     @property
+    def max_bytes(self) -> int:
+        """Most bytes of a draft."""
+        return self._slot_bytes - BLOB_AT
+
+    @property
     def latest_version(self) -> int:
         """The highest version published so far, by this or an earlier trainer."""
         return self._last_published
@@ -336,10 +341,10 @@ class WeightsWriter:
                 f"version {version} is past the last one there is: restart the engine"
             )
         size = len(blob.data)
-        if size > self._slot_bytes - BLOB_AT:
+        if size > self.max_bytes:
             raise TransportError(
                 f"version {version} takes {size} bytes and a slot has "
-                f"{self._slot_bytes - BLOB_AT}: give the engine's weights segment "
+                f"{self.max_bytes}: give the engine's weights segment "
                 "larger slots"
             )
         segment.hold(_Word.WRITER, "trainer")
