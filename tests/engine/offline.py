@@ -10,7 +10,8 @@ policy), `log` (vLLM's log is written).
 
 Work: `prompts`, and perhaps `params`, `extra`, `salts`; `forget` (no prefix and no KV
 of an earlier work is found), `script` (policy of a steered engine, see `policy_of`),
-`garbage` (the memory proposes random tokens), `keep_memory` (its record of an earlier
+`garbage` (the memory proposes random tokens), `spoil` (what becomes of the draft's
+logits, see `spoilt`), `keep_memory` (its record of an earlier
 work stays), `curves`, `seed`, `seeds` (one of each
 request).
 """
@@ -62,6 +63,7 @@ class Server:
     def __init__(self, case: dict[str, Any]) -> None:
         from scripted import Garbage
 
+        self.spoil: list[Any] = []
         self.case = case
         self.v2 = case.get("runner", "v1") != "v1"
         self.control: Any = None
@@ -91,6 +93,8 @@ class Server:
         driver = getattr(self.executor, "driver_worker", None)
         self.worker = None if driver is None else driver.worker
         self.tide = getattr(self.worker, "tide", None)
+        if self.tide is not None and not self.v2:
+            self._spoil_drafts()
         self.watch = Watch(self)
         self.counts = self._counts()
 
@@ -103,6 +107,18 @@ class Server:
             control.policy = Scripted([[0, 0]])
 
         policy_start.start_policy = policy_start.start_predicting = start
+
+    def _spoil_drafts(self) -> None:
+        """Model Runner V1: let works say what the draft's logits are."""
+        from scripted import spoilt
+
+        inner = self.tide.on_draft_logits
+
+        def on_draft_logits(logits: Any) -> None:
+            spoilt(logits, self.spoil)
+            inner(logits)
+
+        self.tide.on_draft_logits = on_draft_logits
 
     def work(self, work: dict[str, Any]) -> dict[str, Any]:
         """Do one work; its report."""
@@ -147,6 +163,7 @@ class Server:
         if "curves" in work:
             self.tide._verification.set_cost_curves(*work["curves"])
         self.garbage.on = work.get("garbage", False)
+        self.spoil = work.get("spoil", [])
         steered = self.case.get("steered") or "curves" in self.case
         if steered and self.tide is not None:  # else without speculation
             from scripted import policy_of

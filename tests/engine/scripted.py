@@ -108,6 +108,30 @@ def policy_of(script: Any, control: Any) -> Any:
     return AdaSpecPolicy(settings, StepTimes(published("Llama-3.3-70B")))
 
 
+def spoilt(logits: Any, changes: list[list[Any]]) -> None:
+    """Change a draft's logits in place.
+
+    Args:
+        logits: [n, V].
+        changes: In order, of ["scale", by], ["permute", seed] and
+            ["fill", share of the entries, value, seed].
+    """
+    import torch
+
+    for kind, number, *more in changes:
+        if kind == "scale":
+            logits.mul_(number)
+        elif kind == "permute":
+            random = torch.Generator().manual_seed(number)
+            order = torch.randperm(logits.shape[1], generator=random)
+            logits.copy_(logits[:, order])
+        else:
+            value, seed = more
+            random = torch.Generator().manual_seed(seed)
+            chosen = torch.rand(logits.shape, generator=random) < number
+            logits.masked_fill_(chosen, float(value))
+
+
 class Garbage:
     """Makes memories propose random tokens with full certainty, while it is on."""
 

@@ -31,7 +31,8 @@ def topk(policy: str) -> dict[str, Any]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "v1": {"runner": "v1", "tide": STATIC},
+    # Greedy requests are drafted for greedily all the same.
+    "v1": {"runner": "v1", "tide": STATIC, "drawn": "probabilistic"},
     "v1-control": {
         "runner": "v1",
         "tide": topk("adaspec"),
@@ -67,6 +68,7 @@ def engine_case(run_dir: Path, kind: dict[str, Any], **change: Any) -> dict[str,
         "method": "eagle3",
         "model": str(DEMO / "draft"),
         "num_speculative_tokens": kind.get("most", 3),
+        "draft_sample_method": kind.get("drawn", "greedy"),
         "enable_adaptive_verification": "curves" in kind,
         "tide": tide | given | {"capture": {"ring_mib": 16} | given.get("capture", {})},
     }

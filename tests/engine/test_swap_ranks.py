@@ -20,7 +20,7 @@ dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
 def swap(failing):
     made = object.__new__(swapper.Swapper)
     refused, served = [], ["checkpoint"]
-    staged = StagedDraft(1, "new", {})
+    staged = StagedDraft(1, "new")
     made.stager = SimpleNamespace(
         take=lambda version: staged,
         refuse=lambda version, reason, said: refused.append(reason),
@@ -29,10 +29,9 @@ def swap(failing):
         last_refusal="",
     )
     made._group = SimpleNamespace(cpu_group=dist.group.WORLD, rank_in_group=rank)
-    made._contract = SimpleNamespace(accept=lambda norms: None)
     made._segment = SimpleNamespace(report=lambda *told: None)
     made._draft = made._config = made._room = made._tracing = None
-    made.shared, made._last_good = frozenset(), StagedDraft(0, "old", {})
+    made.shared, made._last_good = frozenset(), StagedDraft(0, "old")
     made.version, made.num_swaps, made.seconds, made._last_seconds = 0, 0, [], 0.0
 
     def install(draft, config, tensors, shared):

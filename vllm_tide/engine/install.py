@@ -10,8 +10,9 @@ target are taken out of the draft while it runs: reloading must never touch the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
+from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.probe import probe_rows
 from vllm_tide.engine.staged_draft import DraftRefused
 
 _SHARED = {"embed_tokens.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
@@ -125,6 +128,33 @@ def install(
         finally:
             # Also after a failure: it puts every layer that was not loaded back.
             finalize_layerwise_reload(draft, model_config)
+
+
+def overflow_check(
+    checkpoint: Path, vllm_config: VllmConfig
+) -> Callable[[Mapping[str, torch.Tensor]], None] | None:
+    """Make the check that runs a published draft over a few rows, on the host.
+
+    Args:
+        checkpoint: Directory of the draft the server started with.
+
+    Returns:
+        It raises `DraftRefused` where logits are not finite, though all tensors are;
+        None for a draft that nobody could train.
+    """
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    dtype = vllm_config.speculative_config.draft_model_config.dtype
+    try:
+        raw = read_config(checkpoint)
+        config = Eagle3Config.from_json(raw, {"num_hidden_layers": layers})
+    except DraftError:
+        return None
+
+    def check(tensors: Mapping[str, torch.Tensor]) -> None:
+        if not bool(probe_rows(config, tensors, dtype).isfinite().all()):
+            raise DraftRefused("not_finite", "its logits overflow.")
+
+    return check
 
 
 def _expected(tensors: Mapping[str, torch.Tensor], names: list[str]) -> torch.Tensor:

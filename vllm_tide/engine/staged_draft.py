@@ -128,7 +128,7 @@ class DraftContract:
 
     Args:
         reference: Tensors of the served checkpoint, by their names in it.
-        max_norm_ratio: Largest growth of a tensor's norm against the live draft.
+        max_norm_ratio: Largest growth of a tensor's norm, however many drafts make it.
         shared: Names of tensors the draft shares with the target; they may not be
             published, because loading them would write into the target.
         vocab_size: The target's; None leaves `d2t` unchecked.
@@ -156,11 +156,8 @@ class DraftContract:
         self._ratio = max_norm_ratio
         self._shared = shared
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse what cannot be served.
-
-        Returns:
-            Norm of every floating-point tensor, for `accept`.
 
         Raises:
             DraftRefused: With one sentence naming the tensor.
@@ -176,19 +173,15 @@ class DraftContract:
         if missing or extra:
             which = f"lacks {missing[0]!r}" if missing else f"has unknown {extra[0]!r}"
             raise DraftRefused("names", f"the publication {which}.")
-        norms = {}
         for name, tensor in tensors.items():
-            norm = self._check_one(name, tensor)
-            if norm is not None:
-                norms[name] = norm
+            self._check_one(name, tensor)
         if self._vocab_size is not None and "d2t" in tensors:
             try:
                 VocabMap.from_d2t(tensors["d2t"], self._vocab_size)
             except DraftError as error:
                 raise DraftRefused("vocabulary", str(error)) from None
-        return norms
 
-    def _check_one(self, name: str, tensor: torch.Tensor) -> float | None:
+    def _check_one(self, name: str, tensor: torch.Tensor) -> None:
         if tuple(tensor.shape) != self._shapes[name]:
             raise DraftRefused(
                 "shape",
@@ -201,7 +194,7 @@ class DraftContract:
                 raise DraftRefused(
                     "dtype", f"tensor {name!r} has type {tensor.dtype}, not {integer}."
                 )
-            return None
+            return
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
         if norm != norm or norm == float("inf"):
             raise DraftRefused("not_finite", f"tensor {name!r} has NaN or infinity.")
@@ -209,13 +202,9 @@ class DraftContract:
         if norm > bound:
             raise DraftRefused(
                 "norm",
-                f"tensor {name!r} has norm {norm:.3g}, more than {bound:.3g}.",
+                f"tensor {name!r} has norm {norm:.3g}, more than {bound:.3g}, "
+                f"{self._ratio:g} times the checkpoint's.",
             )
-        return float(norm)
-
-    def accept(self, norms: Mapping[str, float]) -> None:
-        """Those of the draft that is live now, which later ones are compared with."""
-        self._norms.update(norms)
 
 
 def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -235,14 +224,12 @@ class StagedDraft:
     """A verified draft in private memory, ready to be installed.
 
     Attributes:
-        norms: Of its floating-point tensors.
         on_device: Where it is installed from, if the model runs elsewhere.
         stands_on: Version of the base that a fast draft changes; None: it is a base.
     """
 
     version: int
     tensors: dict[str, torch.Tensor]
-    norms: dict[str, float]
     on_device: dict[str, torch.Tensor] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     stands_on: int | None = None
@@ -271,6 +258,8 @@ class Stager:
         cpus: Cores this thread may use; it must stay off the model's cores.
         room: Where drafts wait on the device; None on a CPU.
         base: See `Attributes`.
+        probe: Raises `DraftRefused` for tensors that the contract allows and that
+            cannot be served all the same.
 
     Attributes:
         base: What changes of low rank are made whole with: the draft installed last
@@ -287,8 +276,9 @@ class Stager:
         cpus: set[int] | None = None,
         room: DeviceBuffer | None = None,
         base: Base | None = None,
+        probe: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
-        self._room, self.base = room, base
+        self._room, self.base, self._probe = room, base, probe
         self._segment = segment
         self._contract = contract
         self._cpus = cpus
@@ -354,7 +344,9 @@ class Stager:
         try:
             publication = self._segment.read()
             tensors = self._whole(publication)
-            norms = self._contract.check(tensors)
+            self._contract.check(tensors)
+            if self._probe is not None:
+                self._probe(tensors)
             adaptation = publication.meta.get("adaptation")
             stands_on = None if adaptation is None else int(adaptation["base"])
         except (WeightsRefused, DraftRefused) as refusal:
@@ -366,7 +358,6 @@ class Stager:
             self._staged = StagedDraft(
                 publication.version,
                 tensors,
-                norms,
                 on_device,
                 publication.meta,
                 stands_on,

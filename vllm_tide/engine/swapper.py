@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vllm_tide.draft.delta import Base
-from vllm_tide.engine.install import install, shared_with_target, verify_installed
+from vllm_tide.engine.install import (
+    install,
+    overflow_check,
+    shared_with_target,
+    verify_installed,
+)
 from vllm_tide.engine.staged_draft import (
     DeviceBuffer,
     DraftContract,
@@ -28,8 +33,8 @@ from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm.tide")
 
-MAX_NORM_RATIO = 16.0
-"""A tensor whose norm grew by more than this factor is refused."""
+MAX_NORM_RATIO = 64.0
+"""A tensor whose norm is more than this many times the checkpoint's is refused."""
 
 
 class Swapper:
@@ -64,7 +69,7 @@ class Swapper:
         self._group = group
         self.shared = shared_with_target(draft, target)
         reference = checkpoint_tensors(checkpoint)
-        self._contract = DraftContract(
+        contract = DraftContract(
             reference,
             MAX_NORM_RATIO,
             self.shared,
@@ -76,7 +81,12 @@ class Swapper:
             dtype = vllm_config.speculative_config.draft_model_config.dtype
             self._room = DeviceBuffer(reference, self.shared, dtype, device)
         self.stager = Stager(
-            segment, self._contract, cores, self._room, Base(self._stored)
+            segment,
+            contract,
+            cores,
+            self._room,
+            Base(self._stored),
+            overflow_check(checkpoint, vllm_config),
         )
         self._last_good: StagedDraft | None = None
         self.version = self.base = 0
@@ -118,7 +128,6 @@ class Swapper:
             self.stager.refuse(version, "install", why)
             self._restore()
         else:
-            self._contract.accept(staged.norms)
             self._last_good = staged
             self.version = version
             if staged.stands_on is None:

@@ -28,6 +28,8 @@ class WorkerTideV1(WorkerTide[ControlV1]):
 
         self._recurrent = bool(worker.vllm_config.model_config.is_hybrid)
         self._no_drafts = DraftTokenIds([], [])
+        how = worker.vllm_config.speculative_config.draft_sample_method
+        self._draws_drafts = how != "greedy"
         super().__init__(worker, config)
 
     def attach(self) -> None:
@@ -78,7 +80,15 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         return self._recurrent or bool(scheduler_output.scheduled_spec_decode_tokens)
 
     def on_draft_logits(self, logits: torch.Tensor) -> None:
-        """Seam: the draft's logits of one draft step."""
+        """Seam: the draft's logits of one draft step; changed where they are odd.
+
+        Any distribution may propose, and the target's answers stay what they are. Of
+        rows that are none, vLLM's rejection sampler answers with token 0.
+        """
+        if self._draws_drafts:
+            # Divided by a temperature later, which vLLM keeps above 0.01.
+            most = torch.finfo(logits.dtype).max / 128
+            logits.nan_to_num_(0.0).clamp_(-most, most)
         if self.control is not None:
             # One fused softmax: four times faster here than max and logsumexp.
             confidence = torch.softmax(logits.float(), dim=-1).amax(dim=-1)
