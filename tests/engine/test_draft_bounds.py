@@ -1,4 +1,4 @@
-"""What a draft may be: its rows, its norms and its logits."""
+"""What a draft may be: its rows, its norms, its logits, and how often it is changed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.shared_engine import DEMO, draft_tensors
+from tests.engine.shared_engine import DEMO, draft_tensors, on_wire
 from tests.engine.test_swap_adaptation import Swaps
 from tests.train.toys import ToyTarget, config
 from vllm_tide.draft import Eagle3Draft, VocabMap, export_tensors
 from vllm_tide.draft.rows import RowLayout, StepRows
-from vllm_tide.engine.staged_draft import DraftRefused
+from vllm_tide.engine import staged_draft
+from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
+from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 pytestmark = pytest.mark.vllm
 
@@ -167,3 +169,33 @@ def test_the_probe_computes_what_the_draft_computes(changes, tmp_path):
     tensors = export_tensors(draft, torch.float32)
     got = probe_rows(shape, tensors, torch.float32)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pause", [0.004, 0.58])
+def test_a_writer_in_a_hurry_takes_little_of_the_time(pause, monkeypatch):
+    """A publication every 0.1 s for a minute of virtual time."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(staged_draft, "time", clock)
+    tensors = {"fc.weight": torch.ones(4, 6)}
+    segment = WeightsSegment.create(1 << 16)
+    writer = WeightsWriter.attach(segment.name)
+    stager, swaps = Stager(segment, DraftContract(tensors, 4.0)), 0
+    try:
+        for step in range(1200):
+            now[0] += 0.05
+            if step % 2 == 0:
+                version = step // 2 + 1
+                writer.publish(
+                    on_wire(tensors), version=version, parent_version=0, meta={}
+                )
+            stager.poll(now[0])
+            if (staged := stager.take(stager.staged_version)) is not None:
+                swaps += 1
+                now[0] += pause
+                stager.done(staged, pause)
+        assert staged is None or staged.version >= version - 20, "not the newest"
+        assert 4 <= swaps <= 121 and swaps * pause < 0.06 * 60, swaps
+    finally:
+        writer.close()
+        segment.close()

@@ -24,7 +24,7 @@ def swap(failing):
     made.stager = SimpleNamespace(
         take=lambda version: staged,
         refuse=lambda version, reason, said: refused.append(reason),
-        done=lambda staged: None,
+        done=lambda staged, seconds: None,
         last_refused_version=0,
         last_refusal="",
     )

@@ -139,7 +139,7 @@ class Swapper:
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
             self._tell(staged)
-        self.stager.done(staged)
+        self.stager.done(staged, time.perf_counter() - began)
         self.report()
         if self._tracing is not None:
             facts = {"version": version, "installed": self.version == version}
