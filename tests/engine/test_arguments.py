@@ -81,6 +81,21 @@ CASES = [
         {"eagle_aux_hidden_state_layer_ids": "2"},
         "is '2', but the target has 4 layers",
     ),
+    # Sizes that vLLM's loader would believe.
+    ({"intermediate_size": 10**12}, "intermediate_size is 1000000000000; it must be"),
+    ({"head_dim": 10**11}, "head_dim is 100000000000; it must be"),
+    ({"head_dim": "x"}, "head_dim is 'x'; it must be"),
+    ({"num_key_value_heads": [2]}, "num_key_value_heads is [2]; it must be"),
+    ({"rms_norm_eps": "x"}, "could not convert string to float"),
+    ({"transformer_layer_config": [1]}, "another kind than it must be"),
+    (
+        {"intermediate_size": 129},
+        "mlp.down_proj.weight has shape (64, 128), the config asks for (64, 129)",
+    ),
+    ({"draft_vocab_size": 300}, "lm_head.weight has shape (320, 64), the config asks"),
+    # Long ones are not printed whole.
+    ({"eagle_aux_hidden_state_layer_ids": [0] * 10**6}, "but the target has 4 layers"),
+    ({"hidden_size": "x" * 10**6}, "but the target's hidden size is 64"),
 ]
 
 
@@ -93,6 +108,16 @@ def test_a_draft_that_does_not_fit_is_refused(
     said = refusal(config, target)
     assert said.startswith("model: ")
     assert sentence in said
+    assert len(said) < 600 and "\n" not in said
+
+
+def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_path):
+    from vllm_tide.engine.arguments import check_speculative_config
+
+    change = {"attention_bias": True, "intermediate_size": 129}
+    draft = toys.make_draft(tmp_path / "draft", target_dir, **change)
+    config = {"method": "eagle3", "model": str(draft), "tide": {}}
+    check_speculative_config(config, target)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Checkpoints are read as far as their headers; no weight is read and nothing is f
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -41,19 +40,19 @@ def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
+    from vllm_tide.draft.config import DraftError, read_config
+
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}).") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object.")
-    return value
+        return read_config(directory)
+    except DraftError as error:
+        raise ConfigError(str(error)) from None
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read type ("BF16") and shape of each tensor of a directory."""
     from safetensors import SafetensorError, safe_open
+
+    from vllm_tide.draft.config import DraftError, regular
 
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -61,11 +60,11 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     tensors = {}
     for path in files:
         try:
-            with safe_open(path, framework="numpy") as archive:
+            with safe_open(regular(path), framework="numpy") as archive:
                 for name in archive.keys():  # noqa: SIM118 - not a mapping
                     part = archive.get_slice(name)
                     tensors[name] = part.get_dtype(), tuple(part.get_shape())
-        except (OSError, SafetensorError) as error:
+        except (DraftError, OSError, SafetensorError) as error:
             text = f"{path} is no whole safetensors file ({error})."
             raise ConfigError(text) from None
     return tensors
@@ -194,6 +193,7 @@ def _fit_of_checkpoint(
     from vllm_tide.engine.arguments import check_speculative_config
 
     try:
+        stored = stored_tensors(draft)
         check_speculative_config({**subject.speculative, "model": str(draft)}, shape)
     except ConfigError as error:
         return failed(str(error), _OTHER_DRAFT)
@@ -204,7 +204,7 @@ def _fit_of_checkpoint(
             canonical_name(name): torch.empty(
                 shape, dtype=getattr(torch, _DTYPES.get(dtype, "uint8")), device="meta"
             )
-            for name, (dtype, shape) in stored_tensors(draft).items()
+            for name, (dtype, shape) in stored.items()
         }
         check_tensors(config, tensors)
     except (ConfigError, DraftError) as error:

@@ -47,6 +47,20 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     return out
 
 
+def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a directory, from the headers of its files.
+
+    Raises:
+        DraftError: A file cannot be read.
+    """
+    out: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with opened(path) as archive:
+            for name in archive.keys():  # noqa: SIM118 - not a mapping
+                out[name] = tuple(archive.get_slice(name).get_shape())
+    return out
+
+
 def canonical_name(name: str) -> str:
     """EAGLE-3 name of a stored tensor."""
     name = name.removeprefix("model.")
@@ -55,33 +69,44 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
-    """Raise DraftError, naming the tensor, unless names and shapes fit `config`."""
-    expected = parameter_shapes(config)
-    missing = sorted(set(expected) - set(tensors))
-    if missing:
-        raise DraftError(f"draft checkpoint: missing {', '.join(missing)}.")
-    extra = sorted(set(tensors) - set(expected) - set(_OPTIONAL))
-    if extra:
-        raise DraftError(f"draft checkpoint: unexpected {', '.join(extra)}.")
+def check_shapes(config: Eagle3Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DraftError, naming the tensor, unless known names have shapes that fit."""
     hidden = config.hidden_size
-    expected |= {
+    expected = parameter_shapes(config) | {
         "lm_head.weight": (config.draft_vocab_size, hidden),
         "embed_tokens.weight": (config.vocab_size, hidden),
         "d2t": (config.draft_vocab_size,),
         "t2d": (config.vocab_size,),
     }
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name]:
+    for name, shape in shapes.items():
+        if shape != expected.get(name, shape):
             raise DraftError(
-                f"draft checkpoint: {name} has shape {tuple(tensor.shape)}, "
+                f"draft checkpoint: {name} has shape {shape}, "
                 f"the config asks for {expected[name]}."
             )
+
+
+def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
+    """Raise DraftError, naming the tensor, unless names and shapes fit `config`."""
+    expected = parameter_shapes(config)
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        raise DraftError(f"draft checkpoint: missing {_some(missing)}.")
+    extra = sorted(set(tensors) - set(expected) - set(_OPTIONAL))
+    if extra:
+        raise DraftError(f"draft checkpoint: unexpected {_some(extra)}.")
+    check_shapes(config, {name: tuple(t.shape) for name, t in tensors.items()})
+    for name, tensor in tensors.items():
         if name not in ("d2t", "t2d") and tensor.dtype not in _DTYPES:
             raise DraftError(
                 f"draft checkpoint: {name} has dtype {tensor.dtype}; quantised "
                 "drafts are not supported."
             )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"{name:.60}" for name in names[:3]) + more
 
 
 def stored_vocab(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> VocabMap:

@@ -20,10 +20,15 @@ ARCHITECTURES = (
 )
 _ROPE_TYPES = ("default", "linear", "llama3")
 _FIELDS_APART = ("aux_layer_ids", "rope")  # of `Eagle3Config`: written otherwise
+_LARGEST = 1 << 24  # of any size in a configuration
 
 
 class DraftError(ValueError):
     """A draft or target checkpoint cannot be used; the message says why."""
+
+
+class UnsupportedDraft(DraftError):
+    """A draft of a kind that cannot be trained here; vLLM may serve it all the same."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,29 @@ class Eagle3Config:
         Raises:
             DraftError: The draft has a shape or switch that is not supported.
         """
+        try:
+            return cls._read(raw, target)
+        except DraftError:
+            raise
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            raise DraftError(
+                f"draft config: a value is of another kind than it must be "
+                f"({error!r:.150})."
+            ) from None
+
+    @classmethod
+    def _read(cls, raw: dict[str, Any], target: dict[str, Any] | None) -> Eagle3Config:
         body = dict(raw)
         layer = body.pop("transformer_layer_config", None)
-        speculators = isinstance(layer, dict)
-        if isinstance(layer, dict):
+        speculators = layer is not None
+        if layer is not None:
             kind = body.get("speculators_model_type", "eagle3")
             if kind != "eagle3":
-                raise DraftError(f"draft: speculators type {kind!r} is not 'eagle3'.")
+                raise UnsupportedDraft(
+                    f"draft: speculators type {kind!r:.40} is not 'eagle3'."
+                )
+            if not isinstance(layer, dict):
+                raise TypeError("transformer_layer_config")
             body = {**layer, **{k: v for k, v in body.items() if v is not None}}
             body["model_type"] = layer.get("model_type", "llama")
         _refuse_unsupported(body)
@@ -127,21 +148,31 @@ class Eagle3Config:
             switch["norm_before_residual"] = bool(body.get("norm_before_residual"))
         if switch["norm_before_fc"] and body.get("fc_norm"):
             raise DraftError("draft: norm_before_fc and fc_norm exclude each other.")
+        kv_heads = _need(body, "num_key_value_heads", heads)
+        head_dim = _need(body, "head_dim", hidden // heads)
+        if heads % kv_heads or head_dim % 2:
+            raise DraftError(
+                f"draft config: {heads} heads of {kv_heads} keys and values, of "
+                f"{head_dim} numbers each; groups must be whole and numbers paired."
+            )
+        eps = float(body.get("rms_norm_eps", 1e-6))
+        if not 0.0 <= eps < math.inf:
+            raise DraftError(f"draft config: rms_norm_eps is {eps}; it must be >= 0.")
         return cls(
             hidden_size=hidden,
             intermediate_size=_need(body, "intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=int(body.get("num_key_value_heads") or heads),
-            head_dim=int(body.get("head_dim") or hidden // heads),
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
             vocab_size=vocab,
-            draft_vocab_size=int(body.get("draft_vocab_size") or vocab),
+            draft_vocab_size=_need(body, "draft_vocab_size", vocab),
             aux_layer_ids=_layer_ids(body, eagle, target),
-            target_hidden_size=int(body.get("target_hidden_size") or hidden),
-            rms_norm_eps=float(body.get("rms_norm_eps", 1e-6)),
+            target_hidden_size=_need(body, "target_hidden_size", hidden),
+            rms_norm_eps=eps,
             rope=read_rope(body),
             fc_norm=bool(body.get("fc_norm", False)),
             norm_output=bool(body.get("norm_output", False)),
-            max_position_embeddings=int(body.get("max_position_embeddings", 2048)),
+            max_position_embeddings=_need(body, "max_position_embeddings", 2048),
             **switch,
         )
 
@@ -172,11 +203,22 @@ class Eagle3Config:
         return out | fields
 
 
+def regular(path: Path) -> Path:
+    """Return `path`, which is to be read next.
+
+    Raises:
+        DraftError: It is a pipe, a device or a directory: reading might never end.
+    """
+    if path.exists() and not path.is_file():
+        raise DraftError(f"{path}: cannot be read (it is no regular file).")
+    return path
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
-    path = Path(directory) / "config.json"
+    path = regular(Path(directory) / "config.json")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DraftError(f"{path}: cannot be read as JSON ({why}).") from None
     if not isinstance(value, dict):
@@ -184,10 +226,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return value
 
 
-def _need(body: dict[str, Any], name: str) -> int:
+def _need(body: dict[str, Any], name: str, default: int | None = None) -> int:
     value = body.get(name)
-    if not isinstance(value, int) or value <= 0:
-        raise DraftError(f"draft config: {name} must be a positive integer.")
+    if value is None and default is not None:
+        value = default
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        raise DraftError(
+            f"draft config: {name} is {value!r:.40}; it must be an integer from 1 to "
+            f"{_LARGEST}."
+        )
     return value
 
 
@@ -195,8 +242,8 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
     known = set(ARCHITECTURES)
     names = body.get("architectures") or []
     if names and not known & set(names):
-        raise DraftError(
-            f"draft config: architecture {names[0]!r} is not supported; "
+        raise UnsupportedDraft(
+            f"draft config: architecture {names[0]!r:.60} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}."
         )
     wanted: dict[str, tuple[Any, ...]] = {
@@ -214,15 +261,19 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
     }
     for name, allowed in wanted.items():
         if body.get(name) not in allowed:
-            raise DraftError(
-                f"draft config: {name}={body[name]!r} is not supported; it must be "
+            raise UnsupportedDraft(
+                f"draft config: {name}={body[name]!r:.60} is not supported; it must be "
                 f"{allowed[0]!r}."
             )
     eagle = body.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state", True) is not True:
-        raise DraftError("draft config: use_aux_hidden_state=false is EAGLE-1, not 3.")
+        raise UnsupportedDraft(
+            "draft config: use_aux_hidden_state=false is EAGLE-1, not 3."
+        )
     if "sliding_attention" in (body.get("layer_types") or []):
-        raise DraftError("draft config: sliding-window attention is not supported.")
+        raise UnsupportedDraft(
+            "draft config: sliding-window attention is not supported."
+        )
 
 
 def _layer_ids(
@@ -240,10 +291,12 @@ def _layer_ids(
         )
     count = body.get("num_aux_hidden_states")
     if count is not None and count != len(ids):
-        raise DraftError(f"draft config: {count} aux states but {len(ids)} layer ids.")
+        raise DraftError(
+            f"draft config: {count!r:.40} aux states but {len(ids)} layer ids."
+        )
     out = tuple(sorted(int(i) for i in ids))  # vLLM returns them in layer order
     if len(set(out)) != len(out):
-        raise DraftError(f"draft config: {name} {list(out)} names a layer twice.")
+        raise DraftError(f"draft config: {name} {list(out)!r:.80} names a layer twice.")
     return out
 
 
@@ -252,14 +305,14 @@ def read_rope(body: dict[str, Any]) -> Rope:
     scaling = body.get("rope_parameters") or body.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_TYPES:
-        raise DraftError(
-            f"draft config: rope type {kind!r} is not supported; "
+        raise UnsupportedDraft(
+            f"draft config: rope type {kind!r:.40} is not supported; "
             f"supported: {', '.join(_ROPE_TYPES)}."
         )
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise DraftError("draft config: partial_rotary_factor must be 1.0.")
+        raise UnsupportedDraft("draft config: partial_rotary_factor must be 1.0.")
     original = scaling.get("original_max_position_embeddings")
-    return Rope(
+    rope = Rope(
         theta=float(scaling.get("rope_theta") or body.get("rope_theta") or 10000.0),
         kind=kind,
         factor=float(scaling.get("factor") or 1.0),
@@ -267,3 +320,11 @@ def read_rope(body: dict[str, Any]) -> Rope:
         high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
         original_max_position=int(original or 8192),
     )
+    numbers = {name: v for name, v in vars(rope).items() if name != "kind"}
+    for name, value in numbers.items():
+        if not 0.0 < value < 1e30:
+            raise DraftError(
+                f"draft config: {name} of the rotary embedding is {value!r:.40}; it "
+                "must be positive and finite."
+            )
+    return rope

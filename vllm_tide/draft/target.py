@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.config import DraftError, read_config, regular
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _SAMPLED_ROWS = 64
@@ -145,7 +145,7 @@ def opened(path: Path) -> Iterator[Any]:
         DraftError: It cannot be read.
     """
     try:
-        with safe_open(path, framework="pt") as archive:
+        with safe_open(regular(path), framework="pt") as archive:
             yield archive
     except (OSError, SafetensorError) as error:
         raise DraftError(f"{path}: cannot be read ({error}).") from None
@@ -155,10 +155,14 @@ def _locate(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise DraftError(f"{index}: cannot be read ({error!r}).") from None
-        return {name: folder / file for name, file in mapping.items()}
+            text = regular(index).read_text(encoding="utf-8")
+            return {
+                name: folder / f for name, f in json.loads(text)["weight_map"].items()
+            }
+        except DraftError:
+            raise
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            raise DraftError(f"{index}: cannot be read ({error!r:.150}).") from None
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with opened(path) as archive:

@@ -165,7 +165,10 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     if model == FRESH:
         use_fresh_head(config, tide, target)
         model = config["model"]
-    _check_fit(model, _draft_config(model, config.get("revision")), target)
+    folder = _draft_folder(model, config.get("revision"))
+    draft = _draft_config(folder)
+    _check_fit(model, draft, target)
+    _check_sizes(model, folder, draft, target)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
     control = tide.control
@@ -297,12 +300,16 @@ def _capture_every_length(vllm_config: Any) -> None:
     )
 
 
-def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
-    from vllm_tide.draft.config import DraftError, read_config
-
+def _draft_folder(model: str, revision: str | None) -> Path:
     folder = Path(os.path.expanduser(model))
     if not (folder / "config.json").is_file():
         folder = _hub_file(model, revision).parent
+    return folder
+
+
+def _draft_config(folder: Path) -> dict[str, Any]:
+    from vllm_tide.draft.config import DraftError, read_config
+
     try:
         return read_config(folder)
     except DraftError as error:
@@ -322,7 +329,8 @@ def _hub_file(model: str, revision: str | None) -> Path:
 
 
 def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
-    text = draft.get("transformer_layer_config", draft)
+    layer = draft.get("transformer_layer_config")
+    text = layer if isinstance(layer, dict) else draft
     hidden, vocab = target.get_hidden_size(), target.get_vocab_size()
     layers = target.get_total_num_hidden_layers()
     width = "target_hidden_size" if "target_hidden_size" in draft else "hidden_size"
@@ -341,7 +349,7 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
         if not isinstance(value, int) or value not in good:
             raise ConfigError(
                 f"model: draft {model!r} does not fit the target: its {key} is "
-                f"{value!r}, but {fact}; use a draft trained for this target."
+                f"{value!r:.40}, but {fact}; use a draft trained for this target."
             )
     ids = draft.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
@@ -353,10 +361,29 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
         and len(set(ids)) == len(ids)
     ):
         raise ConfigError(
-            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r}, but "
+            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r:.80}, but "
             f"the target has {layers} layers; the ids must lie in 0..{layers} and "
             "differ from each other."
         )
+
+
+def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -> None:
+    """Compare sizes with the tensors' headers, where they are on this machine."""
+    from vllm_tide.draft.checkpoint import canonical_name, check_shapes, stored_shapes
+    from vllm_tide.draft.config import DraftError, Eagle3Config, UnsupportedDraft
+
+    layers = {"num_hidden_layers": target.get_total_num_hidden_layers()}
+    try:
+        config = Eagle3Config.from_json(draft, layers)
+        stored = stored_shapes(folder)
+        check_shapes(config, {canonical_name(n): stored[n] for n in stored})
+    except UnsupportedDraft:
+        return  # vLLM may know it; a trainer says why it does not
+    except DraftError as error:
+        raise ConfigError(
+            f"model: draft {model!r} cannot be used: {error} Use another, or mend its "
+            "files."
+        ) from None
 
 
 def _sentences(error: BaseException) -> Iterator[str]:
