@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from tests.transport.samples import make_record, write_record
 from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
 from vllm_tide.cli import trainer as command
+from vllm_tide.transport.process import Holder, pid_namespace, start_time
 from vllm_tide.transport.purge import PurgeInbox, announce_relay
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineFolder
@@ -30,14 +32,15 @@ def state(tmp_path_factory, monkeypatch):
     return path / "vllm_tide"
 
 
-def trainer_says(run_dir, pid=None, keys=()):
+def trainer_says(run_dir, pid=None, keys=(), name="e"):
+    holder = Holder.me() if pid is None else Holder(pid, start_time(pid) or 0, 0)
     fields = {
-        "pid": os.getpid() if pid is None else pid,
+        **holder._asdict(),
         "state": "waiting",
         "updated_unix": time.time(),
         "tenant_keys": list(keys),
     }
-    (run_dir / "trainer-e.json").write_text(json.dumps(fields))
+    (run_dir / f"trainer-{name}.json").write_text(json.dumps(fields))
 
 
 def call(run_dir, *more):
@@ -211,6 +214,32 @@ def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
     assert call(tmp_path, "--all", "--timeout", "0.05") == command.EXIT_REFUSED
     assert "trainer 4242 has not answered" in capsys.readouterr().err
     assert len(PurgeInbox(tmp_path).pending()) == 2
+
+
+def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, capsys):
+    """Another one answers; the silent one lives, its status is an hour old."""
+    with subprocess.Popen(["/bin/sleep", "9"]) as hung:
+        trainer_says(tmp_path, hung.pid, name="f")
+        path = tmp_path / "trainer-f.json"
+        status = json.loads(path.read_text()) | {"namespace": pid_namespace()}
+        status["updated_unix"] -= 3600
+        path.write_text(json.dumps(status))
+        trainer_says(tmp_path)
+
+        def answer():
+            inbox = PurgeInbox(tmp_path)
+            while not (asked := inbox.pending()):
+                time.sleep(0.01)
+            inbox.done(asked[0], {})
+
+        thread = background(answer)
+        assert call(tmp_path, "--all", "--timeout", "1") == command.EXIT_REFUSED
+        thread.join()
+        assert f"trainer {hung.pid} has not answered" in capsys.readouterr().err
+        assert len(PurgeInbox(tmp_path).pending()) == 1
+        hung.kill()
+    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_REFUSED
+    assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 
 from tests.transport.samples import body_of, make_record, make_spec, write_record
 from tests.transport.spool_toys import failing, writer_of
-from vllm_tide.transport import purge, spool_writer
+from vllm_tide.transport import RingReader, purge, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
+from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
@@ -19,7 +20,7 @@ from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import purge_records
 
 SPEC = make_spec()
-RELAY, TRAINER = (Keeper(kind, os.getpid()) for kind in ("relay", "trainer"))
+RELAY, TRAINER = (Keeper(kind, *Holder.me()) for kind in ("relay", "trainer"))
 
 
 @pytest.fixture
@@ -80,7 +81,10 @@ def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
     assert second.pending() == [new]
     later = time.time() + purge.MAX_AGE_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert second.pending() == []  # one that is forgotten goes in the end
+    # One that is forgotten goes in the end, not unanswered: the clock may have stepped.
+    assert second.pending() == [new]
+    second.done(new, {})
+    assert second.pending() == []
     assert list(tmp_path.iterdir()) == []
     nowhere = PurgeInbox(tmp_path / "gone")
     assert nowhere.pending() == []
@@ -109,6 +113,49 @@ def test_live_trainers_are_those_that_say_so(tmp_path):
     assert purge.live_keepers(tmp_path) == {Keeper("trainer", 1)}
 
 
+def trainer_says(run_dir, name="e", **changes):
+    status = {**Holder.me()._asdict(), "state": "training", "updated_unix": time.time()}
+    (run_dir / f"trainer-{name}.json").write_text(json.dumps({**status, **changes}))
+
+
+def test_a_trainer_lives_by_its_pid_and_start_and_elsewhere_by_its_word(tmp_path):
+    def live(**changes):
+        trainer_says(tmp_path, **changes)
+        return purge.live_keepers(tmp_path)
+
+    assert live() == {TRAINER}
+    assert live(updated_unix=time.time() - 65) == {TRAINER}  # it hangs, and holds rows
+    assert live(updated_unix=time.time() + 1e6) == {TRAINER}  # the clock stepped
+    assert live(state="stopped") == {TRAINER}  # its memory goes with its process
+    assert live(state="engine_gone") == set()  # it waits for another, without rows
+    assert live(start=1) == set()  # dead, however young its word
+    assert live(namespace=1) == {Keeper("trainer", os.getpid(), TRAINER.start, 1)}
+    assert live(namespace=1, updated_unix=0) == set()
+    assert live(namespace=1, state="stopped") == set()
+
+
+def test_the_answer_of_one_is_not_another_ones_with_the_same_pid(tmp_path):
+    """Containers that share a run directory count their processes alike."""
+    request = purge.ask(tmp_path, None)
+    trainer_says(tmp_path)
+    trainer_says(tmp_path, "f", namespace=1)
+    PurgeInbox(tmp_path).done(request, {})
+    silent = purge.live_keepers(tmp_path) - set(purge.answers(tmp_path, request))
+    assert [keeper.namespace for keeper in silent] == [1]
+
+
+def test_who_reads_a_ring_is_asked_though_it_has_said_nothing_yet(engine):
+    """It starts, or the run directory vanished while it hung."""
+    assert purge.live_keepers(engine.run_dir) == set()
+    reader = RingReader.attach(engine.ring.name)
+    assert purge.live_keepers(engine.run_dir) == {TRAINER}
+    announce_relay(engine.run_dir, "e1")  # it was a relay
+    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    retract_relay(engine.run_dir, "e1")
+    reader.close()
+    assert purge.live_keepers(engine.run_dir) == set()
+
+
 def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path):
     announce_relay(tmp_path, "e")
     (path,) = tmp_path.iterdir()
@@ -121,7 +168,7 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
 
     assert said() == {RELAY}
     assert said(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
-    assert said(namespace=1) == {RELAY}
+    assert said(namespace=1) == {replace(RELAY, namespace=1)}
     assert said(namespace=1, updated_unix=0) == set()
     assert said(start=1) == set()
     assert not path.exists()  # a dead one's word is removed

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS, finite
 from vllm_tide.tracing import Tracing
+from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.rendezvous import write_private
 from vllm_tide.transport.shm import said
 
@@ -53,6 +54,7 @@ class TrainerStatus:
     """Fields of `trainer-<engine_id>.json`; `metrics.TRAINER` says what most are.
 
     Attributes:
+        pid: With `start` (clock ticks since boot) and `namespace`, this process.
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         model_name: Name that the first engine serves the target under.
         waiting_for: Why a better draft would not be published now; empty if it would.
@@ -67,6 +69,8 @@ class TrainerStatus:
     """
 
     pid: int = field(default_factory=os.getpid)
+    start: int = field(default_factory=lambda: Holder.me().start)
+    namespace: int = field(default_factory=pid_namespace)
     state: str = "starting"
     model_name: str = ""
     cycles: int = _of("trainer.cycles")

@@ -4,8 +4,9 @@ A keeper is a process that holds captured data: a trainer, or the relay to a spo
 the run directory (0700), written atomically, mode 0600::
 
     purge-<id>.json            {"tenant": hex or null, "asked_unix_s": s}
-    purged-<id>-<keeper>.json  {"kind": kind, "pid": pid, "counts": {...}}
+    purged-<id>-<keeper>.json  {"kind", "pid", "start", "namespace", "counts": {...}}
     relay-<engine>-<pid>.json  {"pid", "start", "namespace", "updated_unix"}
+    trainer-<engine>.json      the same and more (`TrainerStatus`)
 
 A request names a tenant by id, never by name. It stays until the one who asked has all
 answers; one that nobody waits for any more serves the next keeper that starts, whose
@@ -28,24 +29,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.rendezvous import prepare_run_dir, read_small, write_private
+from vllm_tide.transport.rendezvous import (
+    prepare_run_dir,
+    read_manifests,
+    read_small,
+    write_private,
+)
+from vllm_tide.transport.ring import ring_consumer
 from vllm_tide.transport.shm import MALFORMED, TransportError
 
 logger = logging.getLogger("vllm_tide.purge")
 
 MAX_AGE_S = 30 * 86400.0
-"""A request that nobody took back is removed at this age (s)."""
+"""A request that nobody took back is removed at this age (s), once it is answered."""
 
 FRESH_S = 60.0
-"""A trainer whose status file is older than this (s) counts as gone; a relay's age is
-looked at only where its pid cannot be."""
+"""A keeper in another pid namespace counts as gone when its file is older (s)."""
 
 ANNOUNCE_S = 10.0
 """How often a relay says that it lives (s)."""
 
 KeeperKind = Literal["trainer", "relay"]
 
-_GONE = ("stopped", "engine_gone")
 # It becomes part of a pattern of file names.
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
 # What reading the JSON of another process can raise, whatever it says.
@@ -58,6 +63,13 @@ class Keeper:
 
     kind: str
     pid: int
+    start: int = 0
+    namespace: int = 0
+
+    @property
+    def holder(self) -> Holder:
+        """The process, as segments name it."""
+        return Holder(self.pid, self.start, self.namespace)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.pid}"
@@ -97,8 +109,6 @@ class PurgeInbox:
                 if path.exists():  # else it was just taken back
                     self._seen.add(name)
                     logger.warning("%s is no purge request: ask again", path)
-            elif time.time() - request.asked_unix_s > MAX_AGE_S:
-                withdraw(self._run_dir, request)
             else:
                 found.append(request)
         return sorted(found, key=lambda request: request.asked_unix_s)
@@ -109,7 +119,10 @@ class PurgeInbox:
         To be true, the ring has to be drained before the buffers are purged.
         """
         self._seen.add(request.id)
-        answer = {"kind": self._kind, "pid": os.getpid(), "counts": dict(counts)}
+        if time.time() - request.asked_unix_s > MAX_AGE_S:
+            withdraw(self._run_dir, request)
+            return
+        answer = {"kind": self._kind, **Holder.me()._asdict(), "counts": dict(counts)}
         path = self._run_dir / f"purged-{request.id}-{self._name}.json"
         _write(path, answer, "answer a purge in")
 
@@ -142,7 +155,7 @@ def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
             counts = {str(k): int(v) for k, v in value["counts"].items()}
-            found[Keeper(str(value["kind"]), int(value["pid"]))] = counts
+            found[_keeper(str(value["kind"]), value)] = counts
     return found
 
 
@@ -169,36 +182,66 @@ def retract_relay(run_dir: Path, engine_id: str) -> None:
 
 
 def live_keepers(run_dir: Path) -> set[Keeper]:
-    """Trainers and relays that work, by what they say in the run directory.
+    """Live trainers and relays, by their files and by the rings that they read.
 
     What a relay left that was killed is removed.
+
+    Raises:
+        TransportError: If the run directory is another user's.
     """
-    found = {Keeper("trainer", pid) for pid in live_trainers(run_dir)}
+    found = set(live_trainers(run_dir))
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
-            names = ("pid", "start", "namespace")
-            holder = Holder(*(int(value[name]) for name in names))
-            updated = float(value["updated_unix"])
-            # One that hangs in its storage still holds rows: its age says nothing.
-            alive = holder.alive()
-            if alive is False:
+            keeper = _keeper("relay", value)
+            alive = _alive(keeper, value)
+            if alive:
+                found.add(keeper)
+            elif alive is False:
                 path.unlink()
-            elif alive or time.time() - updated < FRESH_S:
-                found.add(Keeper("relay", holder.pid))
+    # One that starts has no file yet, and files vanish with the run directory.
+    processes = {(keeper.pid, keeper.start) for keeper in found}
+    for manifest in read_manifests(run_dir):
+        reader = ring_consumer(manifest.ring)
+        if reader is not None and (reader.pid, reader.start) not in processes:
+            spool = manifest.tide.get("spool")
+            spooled = isinstance(spool, dict) and spool.get("url")
+            found.add(Keeper("relay" if spooled else "trainer", *reader))
     return found
 
 
-def live_trainers(run_dir: Path) -> dict[int, set[str]]:
-    """`TrainerStatus.tenant_keys` of trainers that work, by pid."""
+def live_trainers(run_dir: Path) -> dict[Keeper, set[str]]:
+    """`TrainerStatus.tenant_keys` of live trainers."""
     found = {}
     for path in run_dir.glob("trainer-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             status = json.loads(read_small(path))
-            age_s = time.time() - float(status["updated_unix"])
-            if status["state"] not in _GONE and age_s < FRESH_S:
-                found[int(status["pid"])] = set(map(str, status.get("tenant_keys", ())))
+            keeper, state = _keeper("trainer", status), status["state"]
+            # A stopped one's rows go with its process; one that outlived its engine
+            # has let them go.
+            gone = state == "engine_gone" or (
+                state == "stopped" and not keeper.holder.alive()
+            )
+            if not gone and _alive(keeper, status):
+                found[keeper] = set(map(str, status.get("tenant_keys", ())))
     return found
+
+
+def _keeper(kind: str, value: Mapping[str, Any]) -> Keeper:
+    # Versions before this one wrote the pid alone.
+    start, namespace = (int(value.get(name, 0)) for name in ("start", "namespace"))
+    return Keeper(kind, int(value["pid"]), start, namespace)
+
+
+def _alive(keeper: Keeper, value: Mapping[str, Any]) -> bool | None:
+    """True if it lives, by its pid, which also one that hangs has.
+
+    Where that cannot be looked up its age counts; None if it is too old.
+    """
+    alive = keeper.holder.alive()
+    if alive is None and time.time() - float(value["updated_unix"]) < FRESH_S:
+        return True
+    return alive
 
 
 def _write(path: Path, content: dict[str, Any], verb: str) -> None:

@@ -494,6 +494,19 @@ class RingReader:
             begin += size
 
 
+def ring_consumer(name: str) -> Holder | None:
+    """Return the live process that reads a ring; None if there is none."""
+    found = peek_words(name, MAGIC)
+    if found is None:
+        return None
+    load = partial(word_of, found[1])
+    holder = Holder.from_word(load(Word.CONSUMER), load(Word.CONSUMER_NAMESPACE))
+    alive = holder.alive()
+    if alive is None:
+        alive = heartbeat_is_fresh(load(Word.CONSUMER_BEAT))
+    return holder if holder.pid and alive else None
+
+
 def peek_ring(name: str) -> RingStats | None:
     """Counters of a ring; None if it is gone, another user's or damaged."""
     found = peek_words(name, MAGIC)
