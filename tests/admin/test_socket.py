@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -80,6 +81,42 @@ def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
     assert send(trainer.path, {"do": "pause"}, 5) == {
         "ok": False, "error": "it failed (KeyError); see the log",
     }  # fmt: skip
+
+
+def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
+    """Somebody cleaned the run directory: a logout, `rm`, systemd-tmpfiles."""
+    order = {"do": "pause", "what": 1}
+    for remove in (shutil.rmtree, clear, shutil.rmtree):
+        remove(run_dir)
+        until = time.monotonic() + 20
+        while not trainer_sockets(run_dir):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        (answer,) = ask_all(run_dir, order, 5).values()
+        assert answer["ok"]
+        (path,) = trainer_sockets(run_dir)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def test_a_socket_that_could_not_be_made_is_made_later(run_dir, caplog, monkeypatch):
+    monkeypatch.setattr(admin, "LOOK_S", 0.0, raising=False)
+    run_dir.touch()
+    trainer = AdminSocket(run_dir)
+    for _ in range(3):
+        trainer.poll(dict)
+    assert caplog.text.count("no admin socket") == 1
+    run_dir.unlink()
+    trainer.poll(dict)
+    assert trainer_sockets(run_dir) == [trainer.path]
+    trainer.close()
+    trainer.poll(dict)
+    assert trainer_sockets(run_dir) == []
+
+
+def clear(run_dir):
+    for path in run_dir.iterdir():
+        path.unlink()
 
 
 @pytest.mark.parametrize(

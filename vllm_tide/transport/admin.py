@@ -30,6 +30,8 @@ MAX_LINE = 4096
 """Longest request (bytes)."""
 MAX_CLIENTS = 32
 """Clients at once; of so many that say nothing the oldest is sent away."""
+LOOK_S = 1.0
+"""How often the socket's name is looked for (s): whoever cleaned took it."""
 _PREFIX, _SUFFIX = "admin-", ".sock"
 _STAGED = ".admin-*.new"
 _STAGED_S = 60.0
@@ -38,11 +40,15 @@ _STAGED_S = 60.0
 Answer = dict[str, Any]
 
 
+class NoTrainer(TransportError):
+    """No trainer runs in a run directory."""
+
+
 class AdminSocket:
     """The trainer's end. Nothing here raises after it was made, or waits.
 
     Args:
-        run_dir: Run directory. Where no socket can be made (the reason is logged) the
+        run_dir: Run directory. While no socket can be made (the reason is logged) the
             trainer works without one.
     """
 
@@ -54,15 +60,30 @@ class AdminSocket:
         self._clients: dict[socket.socket, bytes] = {}  # and what they said so far
         self._unsent: dict[socket.socket, bytes] = {}  # of an answer
         self._listener: socket.socket | None = None
+        self._next, self._why = 0.0, ""
+        self._bind()
+
+    def _bind(self) -> None:
+        """Listen under the name, at first and where somebody removed it."""
+        self._next = time.monotonic() + LOOK_S
+        if self._listener is not None and os.path.lexists(self.path):
+            return
         try:
-            prepare_run_dir(run_dir)
-            _sweep(run_dir)
-            self._listener = _bound(self.path)
+            _sweep(prepare_run_dir(self.path.parent))
+            listener = _bound(self.path)
         except (OSError, TransportError) as error:
-            logger.warning("no admin socket at %s: %s", self.path, error)
+            if str(error) != self._why:
+                self._why = str(error)
+                logger.warning("no admin socket at %s: %s", self.path, error)
+            return
+        if self._listener is not None:
+            self._listener.close()
+        self._listener, self._why = listener, ""
 
     def poll(self, carry_out: Callable[[dict[str, Any]], Answer]) -> None:
         """Answer what has arrived."""
+        if time.monotonic() >= self._next:
+            self._bind()
         if self._listener is None:
             return
         with contextlib.suppress(OSError):  # there is no other
@@ -78,6 +99,7 @@ class AdminSocket:
 
     def close(self) -> None:
         """Stop listening and remove the file. Idempotent."""
+        self._next = math.inf
         listener, self._listener = self._listener, None
         if listener is None:
             return
@@ -210,7 +232,7 @@ def ask_all(
         have the same pid); one that cannot be asked answers with an error.
 
     Raises:
-        TransportError: No trainer is there.
+        NoTrainer: None is there.
     """
     answers: dict[str, Answer] = {}
     for path in trainer_sockets(run_dir):
@@ -227,7 +249,7 @@ def ask_all(
         pid = number.partition("-")[0]
         found[f"trainer {pid if pids[pid] == 1 else number}"] = answer
     if not found:
-        raise TransportError(
+        raise NoTrainer(
             f"no trainer is running in {run_dir}: start `vllm-tide train`, or give "
             "--run-dir"
         )
