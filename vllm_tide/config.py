@@ -155,8 +155,9 @@ class TrainConfig(_Section):
     )
     state_dir: str | None = Field(
         None,
-        description="Where the last good draft, checkpoints and the tenants' key are "
-        "kept; null: `heads` in the run directory, the key in the user's state one.",
+        description="Where the last good draft, checkpoints, the tenants' key and "
+        "switches are kept; null: `heads` in the run directory, key and switches in "
+        "the user's state one.",
     )
     checkpoint_cycles: Annotated[Whole, Field(ge=0)] = Field(
         0, description="Cycles between two checkpoints of the trainer; 0 writes none."

@@ -6,9 +6,16 @@ import threading
 
 import pytest
 
-from tests.deploy.test_deployment import assert_sent, events, published_once, serve
+from tests.deploy.test_deployment import (
+    assert_live,
+    assert_sent,
+    events,
+    published_once,
+    serve,
+)
 from tests.sidecar.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
+from vllm_tide.transport.feeds import open_feeds
 from vllm_tide.transport.ring import Collect
 
 
@@ -58,6 +65,58 @@ def test_a_kept_head_is_rolled_back_and_so_are_older_ones_whatever_their_numbers
     again = order(sidecar, "rollback")
     assert not again["ok"] and "nothing was rolled back" in again["error"]
     sidecar.feeds.close()
+
+
+def test_without_a_trainer_the_command_itself_goes_back(engine, capsys):
+    """To the stored draft before, then to the one that the server started with."""
+    sidecar, first = published_once(engine)
+    older = {name: 0.5 * t for name, t in sidecar.trainer.live_tensors().items()}
+    store = sidecar.deployment._store
+    store.put(older, 1)
+    serve(engine, 160, 1, 4)
+    assert sidecar._tick()  # version 1 is kept, and stored
+    where = ["--run-dir", str(engine.run_dir)]
+    loop = threading.Thread(target=sidecar.run)
+    sidecar.stop()
+    loop.start()
+    loop.join(20)
+    (
+        engine.run_dir / "trainer-test.json"
+    ).unlink()  # its process, this one, is not over
+
+    assert main(["rollback", *where]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("engine test: from version 1 back to 1, which is served as")
+    assert "version 2" in said and "no trainer" in said
+    assert_sent(engine, older)
+    assert len(list(store.drafts())) == 1  # what was rolled back does not return
+    assert main(["rollback", *where]) == 0
+    assert_sent(engine, first)
+    assert list(store.drafts()) == []
+    assert main(["rollback", *where]) == 1
+    assert "nothing was rolled back" in capsys.readouterr().err
+    assert engine.weights.latest_version() == 3
+    engine.weights.report(3, 0, "", 2.0)
+    again = attach(engine)  # and goes on from it
+    assert again._tick() and again.deployment.good == 3
+    assert_live(again, first)
+    assert main(["rollback", *where, "--timeout", "0.05"]) == 1  # it is the trainer's
+    again.feeds.close()
+
+
+def test_without_a_trainer_what_cannot_be_rolled_back_says_so(engine, capsys):
+    where = ["--run-dir", str(engine.run_dir)]
+    assert main(["rollback", *where]) == 1
+    assert "no draft has been published" in capsys.readouterr().err
+    feeds = open_feeds(engine.run_dir)  # a trainer whose socket is gone
+    feeds.poll()
+    assert main(["rollback", *where]) == 2
+    assert "has no socket" in capsys.readouterr().err
+    feeds.close()
+    engine.manifest.tide["spool"] = {"url": "/spool"}
+    engine.announce()
+    assert main(["rollback", *where]) == 1
+    assert "the trainer of its spool" in capsys.readouterr().err
 
 
 def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):

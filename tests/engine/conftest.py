@@ -16,6 +16,7 @@ import torch
 
 from tests.engine.offline_engine import OfflineEngine
 from tests.engine.shared_engine import DEMO, KINDS, Served, draft_tensors, engine_case
+from vllm_tide.capture.switch import OFF, Switch
 from vllm_tide.transport.ring import Collect
 
 
@@ -42,7 +43,7 @@ def served(request: pytest.FixtureRequest, engines: Any) -> Iterator[Served]:
     one = engines(request.module.ENGINE)
     before = one.writer.feedback().installed_version if one._writer else 0
     yield one
-    (one.run_dir / "capture_off.json").unlink(missing_ok=True)
+    assert Switch(one.run_dir, OFF).set(False) == ""
     if one.reader is not None:
         one.reader.set_collect(Collect.FULL)
     if one._writer and one.writer.feedback().installed_version != before:

@@ -110,7 +110,7 @@ def _lead(
         if args.once and sidecar.paused:
             fail(
                 f"--once: training is paused in {run_dir}, so no cycle was done; give "
-                "`vllm-tide resume` while a trainer runs there, or remove paused.json"
+                "`vllm-tide resume`"
             )
             return 1
         # Other ranks were told to end: torchrun starts them all anew.

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tide.cli import fail
 from vllm_tide.transport import purge
-from vllm_tide.transport.admin import ask_all
+from vllm_tide.transport.admin import NoTrainer, ask_all
 from vllm_tide.transport.rendezvous import (
     default_run_dir,
     prepare_run_dir,
     read_manifests,
+    state_dirs,
 )
 from vllm_tide.transport.shm import TransportError
 
@@ -37,9 +38,11 @@ EPILOGS = {
     "and servers too.",
     "rollback": "The canary does this by itself when served acceptance falls. Training "
     "goes on from the older draft after two cycles; `pause` keeps it from publishing "
-    "another.",
+    "another. Where no trainer runs the command itself sends the engines the stored "
+    "draft before, else the one that they started with.",
     "pause": "Nothing leaves the engine then, token ids neither, so a draft on trial "
-    "is judged after `resume`. The pause outlives a restart.",
+    "is judged after `resume`. The pause outlives a restart and a reboot, and needs no "
+    "trainer.",
     "capture": "They follow within a second, with or without a trainer, and so do "
     "those that start later. Exit status: 0, or 1 when no engine is there.",
 }
@@ -61,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         whose("--tenant-id", metavar="HEX", help=TENANT_ID)
         whose("--all", action="store_true", help="everybody's")
     add("--run-dir", type=Path, help="run directory of the engines")
-    if name == "purge":
+    if name in ("purge", "capture", "rollback"):
         add("--state-dir", help=STATE_DIR)
+    if name == "purge":
         add("--spool", help=SPOOL)
     default = 60.0 if name == "purge" else 30.0
     text = "seconds to wait for the answers"
@@ -89,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs a command; 1 when a trainer refused or was silent, 2 when none is there."""
     run_dir = args.run_dir or default_run_dir()
     runners = {"status": _status, "capture": _switch_capture, "purge": _purge}
+    runners |= {"rollback": _roll_back, "pause": _pause, "resume": _pause}
     try:
         if runner := runners.get(args.command):
             return runner(args, run_dir)
@@ -126,7 +131,7 @@ def _outcome(answer: dict[str, Any]) -> str:
 
 
 def _status(args: argparse.Namespace, run_dir: Path) -> int:
-    from vllm_tide.capture.switch import why_off
+    from vllm_tide.capture.switch import switch_folders, switches_on
 
     def words(answer: dict[str, Any]) -> str:
         status = answer["status"]
@@ -145,8 +150,58 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
     try:
         return _ask_trainers(run_dir, args, words)
     finally:
-        if not args.json and (why := why_off(run_dir)):
-            print(f"capture is off ({why})")
+        with contextlib.suppress(OSError, TransportError):
+            folders = switch_folders(run_dir, *_state_dirs(args, run_dir))
+            if not args.json and (off := switches_on(folders)):
+                print(f"capture is off ({', '.join(off)})")
+
+
+def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
+    try:
+        return _ask_trainers(run_dir, args, _outcome)
+    except NoTrainer as error:
+        _require_engines_alone(run_dir, error)
+    from vllm_tide.deploy.rollback import roll_back
+    from vllm_tide.draft.config import DraftError
+
+    status = 0
+    for manifest in read_manifests(run_dir):
+        kept = args.state_dir or manifest.tide.get("train", {}).get("state_dir")
+        folder = Path(kept).expanduser() if kept else run_dir / "heads"
+        try:
+            done = _outcome(roll_back(manifest, folder))
+            print(f"engine {manifest.engine_id}: {done} (no trainer is running)")
+        except (DraftError, TransportError) as error:
+            print(f"engine {manifest.engine_id}: error: {error}", file=sys.stderr)
+            status = EXIT_REFUSED
+    return status
+
+
+def _pause(args: argparse.Namespace, run_dir: Path) -> int:
+    from vllm_tide.capture.switch import PAUSED, Switch
+
+    try:
+        return _ask_trainers(run_dir, args, _outcome)
+    except NoTrainer as error:
+        _require_engines_alone(run_dir, error)
+    switch = Switch(run_dir, PAUSED, *_state_dirs(args, run_dir))
+    was, on = switch.on, args.command == "pause"
+    why = switch.set(on)
+    answer = {"was_paused": was, "paused": on} | ({"note": why} if why else {})
+    print(f"{_outcome(answer)} (no trainer is running)")
+    return EXIT_REFUSED if why else 0
+
+
+def _require_engines_alone(run_dir: Path, error: NoTrainer) -> None:
+    """Raise where a trainer lives all the same, and `error` without an engine."""
+    for keeper in sorted(purge.live_keepers(run_dir)):
+        if keeper.kind == "trainer":
+            raise TransportError(
+                f"{keeper} has no socket in {run_dir} now and makes it anew within a "
+                "second or two: try again; if it hangs, stop it"
+            )
+    if _no_engine(run_dir):
+        raise error
 
 
 def _no_engine(run_dir: Path) -> bool:
@@ -157,13 +212,19 @@ def _no_engine(run_dir: Path) -> bool:
 
 
 def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
-    from vllm_tide.capture.switch import OFF, Switch, why_off
+    from vllm_tide.capture.switch import OFF, Switch, switch_folders, switches_on
 
     there, off = os.path.lexists(run_dir), args.wanted == "off"
-    if there and (why := Switch(prepare_run_dir(run_dir), OFF).set(off)):
-        raise TransportError(why)
+    if there:
+        prepare_run_dir(run_dir)
+    folders = switch_folders(run_dir, *(kept := _state_dirs(args, run_dir)))
+    if (there or not off) and (why := Switch(run_dir, OFF, *kept).set(off)):
+        if not (off and OFF in switches_on([run_dir])):
+            raise TransportError(why)
+        lasts = "capture is off, but that may not outlive a reboot: set"
+        print(f"{lasts} tide.train.state_dir ({why})", file=sys.stderr)
     said = f"capture is {args.wanted} in {run_dir}"
-    if not off and there and why_off(run_dir):
+    if not off and switches_on(folders):
         said += ", but paused: `vllm-tide resume`"
     if count := there and len(read_manifests(run_dir)):
         print(f"{said}; {count} {'engines follow' if count > 1 else 'engine follows'}")
@@ -171,6 +232,10 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     none = f"no engine is in {run_dir} now; give the server's --run-dir"
     print(f"error: {none}{f' ({said})' if there else ''}", file=sys.stderr)
     return EXIT_REFUSED
+
+
+def _state_dirs(args: argparse.Namespace, run_dir: Path) -> list[str | None]:
+    return state_dirs(run_dir) or [getattr(args, "state_dir", None)]
 
 
 def _purge(args: argparse.Namespace, run_dir: Path) -> int:
@@ -258,8 +323,7 @@ def _named(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
     from vllm_tide.transport.spool import EngineFolder, engine_ids
 
     live = read_manifests(run_dir)
-    told = [m.tide.get("train", {}).get("state_dir") for m in live]
-    state_dir = args.state_dir or next(filter(None, told), None)
+    state_dir = args.state_dir or next(filter(None, _state_dirs(args, run_dir)), None)
     key = tenant.tenant_key(run_dir, state_dir, create=False)
     name, mine = tenant.tenant_id(args.tenant, key), tenant.key_id(key)
     known = {m.tenant_key_id for m in live}

@@ -245,7 +245,9 @@ class WorkerTide(Generic[C]):
             self.max_steps,
             key,
         )
-        self._closing = heed_switches(self.capture, self._run_dir)
+        self._closing = heed_switches(
+            self.capture, self._run_dir, self._config.train.state_dir
+        )
 
     def _create_ring(self) -> RingWriter:
         facts, capture = self._facts, self._config.capture

@@ -45,6 +45,7 @@ from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import be_nice
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
+from vllm_tide.transport.rendezvous import state_dirs
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 
@@ -115,7 +116,9 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self._pause, self._shortage = Switch(run_dir, PAUSED), Shortage(self.config)
+        kept = state_dirs(run_dir)
+        self._pause = Switch(run_dir, PAUSED, self.config.state_dir, *kept)
+        self._shortage = Shortage(self.config)
         self._set_collect()
         self._emptied = False
         fingerprint = store_fingerprint(

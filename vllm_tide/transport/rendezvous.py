@@ -214,6 +214,18 @@ def make_private(folder: Path) -> None:
         level.mkdir(mode=0o700, exist_ok=True)
 
 
+def state_folder(run_dir: Path, state_dir: str | None) -> Path:
+    """Return the folder of what outlives the run directory.
+
+    It is `tide.train.state_dir`, else the user's, else (a user without a home) in the
+    run directory.
+    """
+    if state_dir:
+        return Path(state_dir).expanduser()
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home if os.path.isabs(home) else run_dir, "vllm_tide")
+
+
 def open_plain(path: Path) -> BinaryIO:
     """Open a plain file to read; OSError also for a pipe, which would be waited for."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -274,6 +286,20 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
         if (manifest := _read(path)) is not None and manifest.owner_alive() is not False
     ]
     return sorted(found, key=lambda manifest: manifest.created_unix)
+
+
+def state_dirs(run_dir: Path) -> list[str | None]:
+    """Return the `tide.train.state_dir` of each live engine of a run directory.
+
+    Raises:
+        TransportError: If the run directory is another user's.
+    """
+    found: dict[str | None, None] = {}
+    for manifest in read_manifests(run_dir):
+        section = manifest.tide.get("train")
+        given = section.get("state_dir") if isinstance(section, dict) else None
+        found[given if isinstance(given, str) else None] = None
+    return list(found)
 
 
 def newest_engine(

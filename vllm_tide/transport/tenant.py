@@ -15,7 +15,7 @@ import os
 import secrets
 from pathlib import Path
 
-from vllm_tide.transport.rendezvous import prepare_run_dir, write_once
+from vllm_tide.transport.rendezvous import prepare_run_dir, state_folder, write_once
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide")
@@ -52,10 +52,7 @@ def tenant_key(
     Raises:
         TransportError: If the directory is unfit, or the file damaged or not there.
     """
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    if not os.path.isabs(home):  # there is none
-        home = str(run_dir)
-    folder = Path(state_dir).expanduser() if state_dir else Path(home, "vllm_tide")
+    folder = state_folder(run_dir, state_dir)
     path, before = folder / _FILE, run_dir / _FILE
     if not (create or os.path.exists(path) or before.exists()):
         raise TransportError(

@@ -1,0 +1,165 @@
+"""Where `capture off` and `pause` are kept, and what they outlive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+from tests.transport.samples import make_manifest, make_spec
+from vllm_tide.capture import switch
+from vllm_tide.capture.recorder import Recorder
+from vllm_tide.capture.switch import PAUSED, Switch, heed_switches
+from vllm_tide.cli.main import main
+from vllm_tide.config import CaptureConfig
+from vllm_tide.sidecar.report import Report, TrainerStatus
+from vllm_tide.transport import RingReader, RingWriter
+from vllm_tide.transport.rendezvous import write_manifest
+from vllm_tide.transport.ring import Collect
+
+
+@pytest.fixture
+def recorder():
+    """An engine's, whose ring is read by a trainer that wants all rows."""
+    ring = RingWriter.create(make_spec(), 1 << 16)
+    reader = RingReader.attach(ring.name)
+    reader.set_collect(Collect.FULL)
+    yield Recorder(ring, CaptureConfig())
+    reader.close()
+    ring.close()
+
+
+@pytest.fixture(params=[False, True], ids=["home", "state_dir"])
+def state(request, tmp_path, monkeypatch):
+    """`tide.train.state_dir` as arguments: a directory, or none for the user's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(switch, "LOOK_S", 0.02)
+    return [str(tmp_path / "kept")] if request.param else []
+
+
+def announce(run_dir, state):
+    train = {"state_dir": state[0]} if state else {}
+    write_manifest(run_dir, make_manifest(tide={"train": train}))
+
+
+def switch_off(name, run_dir, state):
+    if name == "capture":
+        assert main(["capture", "off", "--run-dir", str(run_dir)]) == 0
+    else:  # as a trainer does
+        assert Switch(run_dir, PAUSED, *state).set(True) == ""
+
+
+def until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["capture", "pause"])
+def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, name):
+    """Their run directory is a tmpfs: it is empty afterwards."""
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    switch_off(name, run_dir, state)
+    shutil.rmtree(run_dir)
+    announce(run_dir, state)
+    heed_switches(recorder, run_dir, *state).set()
+    assert recorder.wish is Collect.NOTHING
+    assert Switch(run_dir, PAUSED, *state).on == (name == "pause")
+    assert main(["capture", "on", "--run-dir", str(run_dir)]) == 0
+    Switch(run_dir, PAUSED, *state).set(False)
+    heed_switches(recorder, run_dir, *state).set()
+    assert recorder.wish is Collect.FULL
+
+
+@pytest.mark.parametrize("name", ["capture_off.json", "paused.json"])
+def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
+    recorder, tmp_path, state, name
+):
+    """Also where the switch is in no other place: made by hand, or by an older version.
+
+    The engine itself makes the directory anew.
+    """
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    (run_dir / name).write_text("{}")
+    ended = heed_switches(recorder, run_dir, *state)
+    try:
+        for _ in range(2):
+            shutil.rmtree(run_dir)
+            time.sleep(0.1)
+            assert recorder.off
+            announce(run_dir, state)
+            until((run_dir / name).exists)  # for those that start there, and for `on`
+            assert recorder.off
+        for each in ("capture_off.json", "paused.json"):
+            assert Switch(run_dir, each, *state).set(False) == ""
+        until(lambda: not recorder.off)
+        shutil.rmtree(run_dir)
+        time.sleep(0.1)
+        assert not recorder.off
+    finally:
+        ended.set()
+
+
+def test_switches_of_two_run_directories_are_two(recorder, tmp_path, state):
+    for name in ("one", "two"):
+        announce(tmp_path / name, state)
+    switch_off("capture", tmp_path / "one", state)
+    heed_switches(recorder, tmp_path / "two", *state).set()
+    assert not recorder.off
+
+
+def test_a_switch_that_may_not_outlive_a_reboot_says_so(tmp_path, state, capsys):
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    kept = tmp_path / ("kept" if state else "home")
+    kept.touch()  # no directory
+    switch_off("capture", run_dir, state)
+    said = capsys.readouterr()
+    assert "capture is off" in said.out
+    assert "may not outlive a reboot" in said.err
+    assert "tide.train.state_dir" in said.err and str(kept) in said.err
+
+
+def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    switch_off("capture", run_dir, state)
+    (copy,) = tmp_path.glob("[hk]*/**/capture_off.json")
+    copy.unlink()
+    copy.mkdir()
+    assert main(["capture", "on", "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr()
+    assert "capture is on" not in said.out and str(copy) in said.err
+
+
+def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
+    """Else one that outlived its trainer could not be ended."""
+    run_dir = tmp_path / "run"
+    where = ["--run-dir", str(run_dir)]
+    assert main(["pause", *where]) == 2 and not run_dir.exists()
+    announce(run_dir, state)
+    assert main(["pause", *where]) == 0
+    assert "paused (no trainer is running)" in capsys.readouterr().out
+    assert Switch(run_dir, PAUSED, *state).on
+    heed_switches(recorder, run_dir, *state).set()
+    assert recorder.off
+    assert main(["resume", *where]) == 0
+    assert "resumed (no trainer is running)" in capsys.readouterr().out
+    heed_switches(recorder, run_dir, *state).set()
+    assert not recorder.off
+
+
+def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, capsys):
+    """It would train on: the command says so, and the socket is bound anew."""
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    Report(run_dir, "e1").write(TrainerStatus(state="training"))
+    assert main(["pause", "--run-dir", str(run_dir)]) == 2
+    assert "no trainer is running" not in (said := capsys.readouterr().err)
+    assert f"trainer {os.getpid()} has no socket" in said
+    assert not Switch(run_dir, PAUSED, *state).on

@@ -1,0 +1,99 @@
+"""A rollback while no trainer runs: the command publishes the older draft itself.
+
+The engine checks and installs it like any other, and the next trainer goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_tide.deploy.deployment import as_wire, master_of
+from vllm_tide.deploy.store import DraftStore, store_fingerprint
+from vllm_tide.draft.checkpoint import canonical_name, read_tensors
+from vllm_tide.draft.config import read_config
+from vllm_tide.draft.target import rows_fingerprint
+from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.weights import WeightsRefused, WeightsSegment, WeightsWriter
+
+
+def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
+    """Send an engine the draft before the one that was published last.
+
+    That is the newest stored one with other weights, else the one that the server
+    started with. Stored drafts that hold what is gone back from are removed.
+
+    Args:
+        folder: Where its trainer stores drafts.
+
+    Returns:
+        As `Deployment.go_back`.
+
+    Raises:
+        TransportError: There is nothing to go back to, or a trainer has the engine.
+        DraftError: A model's directory cannot be read.
+    """
+    if (manifest.tide.get("spool") or {}).get("url"):
+        raise TransportError(
+            "the trainer of its spool publishes here: give the rollback on its host"
+        )
+    with closing(WeightsWriter.attach(manifest.weights)) as writer:
+        version = writer.latest_version
+        if not version:
+            raise TransportError(
+                "no draft has been published: there is nothing to go back to"
+            )
+        live = _published(manifest.weights)
+        given = {
+            name: tensor
+            for name, tensor in read_tensors(manifest.draft_path).items()
+            if name != "t2d" and name not in manifest.shared
+        }
+        to, master, left = 0, {canonical_name(n): t for n, t in given.items()}, []
+        store = DraftStore(
+            folder,
+            store_fingerprint(
+                rows_fingerprint(manifest.target_path), read_config(manifest.draft_path)
+            ),
+        )
+        for stored in store.drafts():
+            if not _same(stored.master, live):
+                to, master = stored.version, stored.master
+                break
+            left.append(stored)
+        if _same(master, live):
+            raise TransportError(
+                f"no draft from before version {version} is known: nothing was rolled "
+                "back"
+            )
+        writer.publish(
+            as_wire({name: master[canonical_name(name)] for name in given}),
+            version=version + 1,
+            parent_version=version,
+            meta={"rollback_of": version, "to": to, "reason": "ordered"},
+        )
+        for stored in left:
+            store.drop(stored)
+    return {"version": version, "to": to, "served_as": version + 1}
+
+
+def _published(segment: str) -> dict[str, Tensor]:
+    """Return the weights published last; none if they cannot be read."""
+    with closing(WeightsSegment.attach(segment)) as reader:
+        try:
+            return master_of(reader.read())
+        except WeightsRefused:
+            return {}
+
+
+def _same(master: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
+    """Return whether these are the weights `live`, as far as those are published."""
+    return bool(live) and all(
+        name in master and torch.equal(master[name].to(tensor.dtype), tensor)
+        for name, tensor in live.items()
+    )
