@@ -15,6 +15,7 @@ import pytest
 from tests.transport.samples import make_record, write_record
 from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
 from vllm_tide.cli import trainer as command
+from vllm_tide.transport import RingReader
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
 from vllm_tide.transport.purge import PurgeInbox, announce_relay
 from vllm_tide.transport.shm import TransportError
@@ -240,6 +241,31 @@ def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, caps
         hung.kill()
     assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_REFUSED
     assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
+
+
+def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
+    """Its trainer died, and the next one reads what is in there."""
+    serve(engine, 255)
+    trainer_says(engine.run_dir)
+    seen = []
+
+    def answer():
+        inbox = PurgeInbox(engine.run_dir)
+        while len(seen) < 2:
+            for request in inbox.pending():
+                seen.append(request)
+                inbox.done(request, {})
+            time.sleep(0.01)
+
+    thread = background(answer)
+    told = ["--tenant-id", "ff", "--timeout", "0.5"]
+    assert call(engine.run_dir, *told) == command.EXIT_REFUSED
+    assert "nobody reads the ring of engine e1" in capsys.readouterr().err
+    reader = RingReader.attach(engine.ring.name)
+    assert reader.read().tenant == 255
+    reader.close()
+    assert call(engine.run_dir, *told) == 0
+    thread.join()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from vllm_tide.transport import RingReader, purge, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
+from vllm_tide.transport.rendezvous import lasting_folder
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError
@@ -154,6 +155,25 @@ def test_who_reads_a_ring_is_asked_though_it_has_said_nothing_yet(engine):
     retract_relay(engine.run_dir, "e1")
     reader.close()
     assert purge.live_keepers(engine.run_dir) == set()
+
+
+def test_a_trainer_is_found_after_its_run_directory_and_its_engine_are_gone(tmp_path):
+    """It hung meanwhile: nothing in the run directory names it any more."""
+    run_dir, state_dir = tmp_path / "run", str(tmp_path / "state")
+    folder = lasting_folder(run_dir, state_dir)
+    assert purge.live_keepers(run_dir, state_dir) == set()
+    (path,) = purge.announce_trainer([folder])
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    assert purge.live_keepers(tmp_path / "another", state_dir) == set()
+    dead = folder / "trainer-1-1.json"
+    dead.write_text(json.dumps(json.loads(path.read_text()) | {"start": 1}))
+    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    purge.announce_trainer([folder, tmp_path / "state" / "x"])
+    assert sorted(folder.iterdir()) == [path]
+    path.unlink()
+    (tmp_path / "file").touch()
+    assert purge.announce_trainer([tmp_path / "file" / "x"])  # it says so in the log
 
 
 def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path):

@@ -7,7 +7,6 @@ is not certain (a directory that cannot be read, or that vanished) forbids as we
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_tide.transport.rendezvous import make_private, state_folder, write_private
+from vllm_tide.transport.rendezvous import lasting_folder, make_private, write_private
 from vllm_tide.transport.ring import Collect
 
 if TYPE_CHECKING:
@@ -36,10 +35,8 @@ def switch_folders(run_dir: Path, *state_dirs: str | None) -> list[Path]:
     Args:
         state_dirs: `tide.train.state_dir` of its engines; None: the user's.
     """
-    path = os.fsencode(os.path.realpath(run_dir))
-    name = f"switches-{hashlib.blake2b(path, digest_size=8).hexdigest()}"
-    kept = (state_folder(run_dir, each) / name for each in state_dirs or (None,))
-    return list(dict.fromkeys((run_dir, *kept)))
+    lasting = (lasting_folder(run_dir, each) for each in state_dirs or (None,))
+    return list(dict.fromkeys((run_dir, *lasting)))
 
 
 def switches_on(folders: Sequence[Path]) -> list[str]:

@@ -255,14 +255,14 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
     tenant = _tenant(args, run_dir, store)
     print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
     counts: Counts = {}
-    missing = _ask_keepers(run_dir, tenant, args.timeout, counts)
+    missing = _ask_keepers(run_dir, tenant, args, counts)
     if store is not None:
         # Everything: clocks of two hosts may differ.
         before = math.inf if tenant is None else None
         removed = purge_records(store, tenant=tenant, before_unix=before)
         print(f"spool: removed {removed} shards")
         if not missing and any(keeper.kind == "trainer" for keeper in counts):
-            missing = _ask_keepers(run_dir, tenant, args.timeout, counts)
+            missing = _ask_keepers(run_dir, tenant, args, counts)
     for keeper, found in sorted(counts.items()):
         said = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
         print(f"{keeper}: removed {said or 'nothing'}")
@@ -276,15 +276,16 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
 
 
 def _ask_keepers(
-    run_dir: Path, tenant: int | None, timeout_s: float, counts: Counts
+    run_dir: Path, tenant: int | None, args: argparse.Namespace, counts: Counts
 ) -> str:
     """Asks all once, and adds up what they removed; who is missing, empty if nobody."""
-    request, deadline = purge.ask(run_dir, tenant), time.monotonic() + timeout_s
+    request, deadline = purge.ask(run_dir, tenant), time.monotonic() + args.timeout
     while True:
-        live = purge.live_keepers(run_dir)
+        live = purge.live_keepers(run_dir, *_state_dirs(args, run_dir))
         answered = purge.answers(run_dir, request)
         silent = live - set(answered)
-        if not silent or time.monotonic() >= deadline:
+        unread = purge.unread_engines(run_dir) if answered else []
+        if not (silent or unread) or time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
     for keeper, found in answered.items():
@@ -293,6 +294,11 @@ def _ask_keepers(
         return (
             f"{min(silent)} has not answered; the request stays for it, or for the "
             "next one: purge again then, what it holds may get further"
+        )
+    if unread:
+        return (
+            f"nobody reads the ring of engine {unread[0]}, which is not empty; the "
+            "request stays for the next one who does: purge again then"
         )
     if not answered:
         return (

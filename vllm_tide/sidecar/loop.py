@@ -44,8 +44,8 @@ from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import be_nice
-from vllm_tide.transport.purge import PurgeInbox, PurgeRequest
-from vllm_tide.transport.rendezvous import state_dirs
+from vllm_tide.transport.purge import PurgeInbox, PurgeRequest, announce_trainer
+from vllm_tide.transport.rendezvous import lasting_folder, state_dirs
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 
@@ -106,6 +106,8 @@ class Sidecar:
         self.config = with_share(self.config, self.manifest.gpu_uuid)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
+        kept = state_dirs(run_dir) or [self.config.state_dir]
+        self._files = announce_trainer(lasting_folder(run_dir, each) for each in kept)
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self.stopping = self._purge_waits = False
         self._trained_s = 0.0
@@ -116,7 +118,6 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        kept = state_dirs(run_dir)
         self._pause = Switch(run_dir, PAUSED, self.config.state_dir, *kept)
         self._shortage = Shortage(self.config)
         self._set_collect()
@@ -175,6 +176,9 @@ class Sidecar:
             self._admin.close()
             self.trainer.stepper.close()
             self.feeds.close()
+            for path in self._files:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         return self.status.state
 
     def _tick(self) -> bool:

@@ -6,7 +6,8 @@ the run directory (0700), written atomically, mode 0600::
     purge-<id>.json            {"tenant": hex or null, "asked_unix_s": s}
     purged-<id>-<keeper>.json  {"kind", "pid", "start", "namespace", "counts": {...}}
     relay-<engine>-<pid>.json  {"pid", "start", "namespace", "updated_unix"}
-    trainer-<engine>.json      the same and more (`TrainerStatus`)
+    trainer-<engine>.json      the same and more (`TrainerStatus`); the least of it, as
+                               trainer-<pid>-<start>.json, in the `lasting_folder`
 
 A request names a tenant by id, never by name. It stays until the one who asked has all
 answers; one that nobody waits for any more serves the next keeper that starts, whose
@@ -23,19 +24,21 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
+    lasting_folder,
+    make_private,
     prepare_run_dir,
     read_manifests,
     read_small,
     write_private,
 )
-from vllm_tide.transport.ring import ring_consumer
+from vllm_tide.transport.ring import peek_ring, ring_consumer
 from vllm_tide.transport.shm import MALFORMED, TransportError
 
 logger = logging.getLogger("vllm_tide.purge")
@@ -181,15 +184,46 @@ def retract_relay(run_dir: Path, engine_id: str) -> None:
         _relay_file(run_dir, engine_id).unlink()
 
 
-def live_keepers(run_dir: Path) -> set[Keeper]:
+def announce_trainer(folders: Iterable[Path]) -> list[Path]:
+    """Name this process where the end of the run directory does not reach.
+
+    Args:
+        folders: Of `lasting_folder`. One that cannot be written is only logged; what
+            dead trainers left there is removed.
+
+    Returns:
+        The files, to be removed at the end.
+    """
+    me = Holder.me()
+    content = {**me._asdict(), "state": "starting", "updated_unix": time.time()}
+    paths = []
+    for folder in folders:
+        for path in folder.glob("trainer-*.json"):
+            with contextlib.suppress(*_UNREADABLE):
+                left = _keeper("trainer", json.loads(read_small(path)))
+                if left.holder.alive() is False:
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            make_private(folder)
+        paths.append(folder / f"trainer-{me.pid}-{me.start}.json")
+        _write(paths[-1], content, "write")
+    return paths
+
+
+def live_keepers(run_dir: Path, *state_dirs: str | None) -> set[Keeper]:
     """Live trainers and relays, by their files and by the rings that they read.
 
     What a relay left that was killed is removed.
+
+    Args:
+        state_dirs: `tide.train.state_dir` of the engines; None: the user's.
 
     Raises:
         TransportError: If the run directory is another user's.
     """
     found = set(live_trainers(run_dir))
+    for each in state_dirs:
+        found |= set(live_trainers(lasting_folder(run_dir, each)))
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
@@ -208,6 +242,21 @@ def live_keepers(run_dir: Path) -> set[Keeper]:
             spooled = isinstance(spool, dict) and spool.get("url")
             found.add(Keeper("relay" if spooled else "trainer", *reader))
     return found
+
+
+def unread_engines(run_dir: Path) -> list[str]:
+    """Live engines with rows in a ring that nobody reads: the next reader gets them.
+
+    Raises:
+        TransportError: If the run directory is another user's.
+    """
+    return [
+        manifest.engine_id
+        for manifest in read_manifests(run_dir)
+        if ring_consumer(manifest.ring) is None
+        and (stats := peek_ring(manifest.ring)) is not None
+        and stats.used_bytes
+    ]
 
 
 def live_trainers(run_dir: Path) -> dict[Keeper, set[str]]:

@@ -226,6 +226,13 @@ def state_folder(run_dir: Path, state_dir: str | None) -> Path:
     return Path(home if os.path.isabs(home) else run_dir, "vllm_tide")
 
 
+def lasting_folder(run_dir: Path, state_dir: str | None) -> Path:
+    """Return the folder of what is a run directory's, by its path, and outlives it."""
+    path = os.fsencode(os.path.realpath(run_dir))
+    name = f"run-{hashlib.blake2b(path, digest_size=8).hexdigest()}"
+    return state_folder(run_dir, state_dir) / name
+
+
 def open_plain(path: Path) -> BinaryIO:
     """Open a plain file to read; OSError also for a pipe, which would be waited for."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
